@@ -1,0 +1,27 @@
+"""gptmini: turn any text into a GPT that its owner understands.
+
+import gptmini
+run = gptmini.load("runs/python-docs")
+print(run.generate("The ", max_new_tokens=200, temperature=0.8))
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gptmini.config import ModelConfig
+    from gptmini.model import GPT
+    from gptmini.sampler import Run, load
+
+__version__ = "0.1.0"
+__all__ = ["GPT", "ModelConfig", "Run", "load"]
+
+_HOMES = {"GPT": "model", "ModelConfig": "config", "Run": "sampler", "load": "sampler"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are asked for: torch takes more than a second."""
+    if name not in _HOMES:
+        raise AttributeError(f"module gptmini has no attribute {name}")
+    from importlib import import_module
+
+    return getattr(import_module(f"gptmini.{_HOMES[name]}"), name)

@@ -1,0 +1,5 @@
+"""`python -m gptmini`."""
+
+from gptmini.cli import main
+
+main()

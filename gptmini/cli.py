@@ -1,0 +1,210 @@
+"""The command line: check the words, call one function, report.
+
+Results go to stdout, everything else to stderr. The workers are imported inside the commands, since
+torch takes more than a second and `--help` should not.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptmini.errors import CheckpointError, ConfigError, GptminiError
+
+if TYPE_CHECKING:
+    from gptmini.config import Config
+    from gptmini.sampler import Run
+
+RUNS = Path("runs")
+CACHE = Path.home() / ".cache" / "gptmini"
+Assignment = tuple[str, tuple[str, ...], Any]
+
+app = typer.Typer(
+    help="Turn any text into a GPT that its owner understands.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Turn any text into a GPT that its owner understands."""
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str | None, typer.Argument(help="A YAML file, or the name of one in configs/.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A UTF-8 text file, builtin:python-docs or builtin:python-code."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory; by default runs/ and a name.")
+    ] = None,
+    attention: Annotated[str | None, typer.Option(help="mha, mqa or gqa:KV_HEADS.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as train.lr=1e-3."),
+    ] = None,
+    cache: Annotated[
+        Path,
+        typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora are kept."),
+    ] = CACHE,
+) -> None:
+    """Train a model on a text, or go on with a run that was stopped."""
+    settings = _config(config, data, attention, steps, device, assignments or [])
+    out = out or _default_out(config, settings.data.path, attention)
+    from gptmini import sampler, trainer
+
+    trainer.train(settings, out, cache)
+    run = sampler.load(out)
+    print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
+    _stream(run, "", use_cache=True)
+    print(f"\ngptmini: more with: gptmini generate {out} --prompt TEXT", file=sys.stderr)
+
+
+@app.command()
+def generate(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run directory; by default the newest in runs/.")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to draw.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens of that much probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compute every position anew; same text, slower.")
+    ] = False,
+) -> None:
+    """Continue a prompt with a trained model, on stdout as it is drawn."""
+    path = run or _newest_run()
+    from gptmini import sampler
+
+    trained = sampler.load(path, device)
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    sys.stdout.write(prompt)
+    _stream(trained, prompt, use_cache=not no_cache, **settings)
+
+
+def _stream(run: "Run", prompt: str, use_cache: bool, **settings: Any) -> None:
+    """Write a continuation to stdout as it comes; on a terminal control characters are shown."""
+    visible = sys.stdout.isatty()
+    for text in run.stream(prompt, use_cache, **settings):
+        sys.stdout.write(_shown(text) if visible else text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _shown(text: str) -> str:
+    """The text with control characters written out, so that a terminal does not obey them."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def _config(
+    name: str | None,
+    data: str | None,
+    attention: str | None,
+    steps: int | None,
+    device: str | None,
+    assignments: list[str],
+) -> "Config":
+    """The configuration of a command line: file, then --set, then the named options."""
+    from gptmini import configfile, yamlfile
+
+    overrides: list[Assignment] = []
+    for text in assignments:
+        path, value = yamlfile.assignment(text)
+        overrides.append((f"--set {'.'.join(path)}", path, value))
+    if data is not None:
+        overrides.append(("--data", ("data", "path"), data))
+    if attention is not None:
+        overrides += _attention(attention)
+    if steps is not None:
+        overrides.append(("--steps", ("train", "steps"), steps))
+    if device is not None:
+        overrides.append(("--device", ("train", "device"), device))
+    return configfile.load(configfile.find(name) if name is not None else None, overrides)
+
+
+def _attention(text: str) -> list[Assignment]:
+    """`gqa:2` as the settings it is short for."""
+    variant, colon, heads = text.partition(":")
+    if colon and not heads.isdecimal():
+        raise ConfigError(f"--attention {text}: not a number of KV heads; write it as gqa:2")
+    section = ("model", "attention")
+    return [
+        ("--attention", (*section, "variant"), variant),
+        ("--attention", (*section, "n_kv_head"), int(heads) if colon else None),
+    ]
+
+
+def _default_out(config: str | None, data: str, attention: str | None) -> Path:
+    """`runs/` and the configuration's name, or the text's where none is named."""
+    name = Path(config or data.removeprefix("builtin:")).stem
+    return RUNS / (f"{name}-{attention.replace(':', '')}" if attention else name)
+
+
+def _newest_run() -> Path:
+    """The run that was trained last."""
+    configs = RUNS.glob("*/config.yaml")
+    newest = max(configs, key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        raise CheckpointError(f"{RUNS}: no run here; make one with gptmini train, or name one")
+    return newest.parent
+
+
+def main() -> None:
+    """Run the command line; failures become one line each and an exit code."""
+    debug = "--debug" in sys.argv[1:]
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        app()
+    except GptminiError as error:
+        if debug:
+            raise
+        _fail(*error.lines, code=error.exit_code)
+    except BrokenPipeError:  # the reader has what it wanted, as in `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        if debug:
+            raise
+        reason = (error.strerror or str(error)).lower()
+        _fail(f"{error.filename or 'a file'}: {reason}; free or name another place", code=5)
+    except KeyboardInterrupt:
+        _fail("stopped by SIGINT; the same command goes on", code=130)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(f"a bug of gptmini: {error!r}; run again with --debug and report it", code=1)
+
+
+def _fail(*lines: str, code: int) -> None:
+    for line in lines:
+        print(f"gptmini: {line}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,246 @@
+"""Every setting of a run: its default, its meaning, its check. A configuration is frozen data."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from gptmini.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Contradiction = tuple[str, str]  # the key to change, and what is wrong with it
+
+
+def default_d_ff(d_model: int, activation: str) -> int:
+    """Inner width with about 8 d_model² weights per MLP: swiglu has three matrices, not two."""
+    return max(8, round(d_model / 3) * 8) if activation == "swiglu" else 4 * d_model
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, strict about types, without unknown names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Settings that are legal one by one but not together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if found := list(self.contradictions()):
+            text = "; ".join(f"{key}: {what}" for key, what in found)
+            raise PydanticCustomError("contradiction", "{text}", {"text": text, "found": found})
+        return self
+
+
+class AttentionConfig(Section):
+    """Who attends with what: H query heads share G key/value heads."""
+
+    variant: Literal["mha", "mqa", "gqa"] = Field(
+        "mha", description="mha: a KV head per query head; mqa: one for all; gqa: n_kv_head of them"
+    )
+    n_kv_head: Count | None = Field(None, description="KV heads of gqa; divides n_head")
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.variant == "gqa" and self.n_kv_head is None:
+            yield "n_kv_head", "variant gqa needs it; set a divisor of n_head"
+        if self.variant == "mqa" and self.n_kv_head not in (None, 1):
+            yield "n_kv_head", f"variant mqa has 1, not {self.n_kv_head}; use gqa or leave it out"
+
+
+class ModelConfig(Section):
+    """The shape of a GPT; the GPT-2 and the Llama shape are both settings of it."""
+
+    vocab_size: Count | None = Field(None, description="set by the tokenizer")
+    n_layer: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="blocks")
+    n_head: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="query heads")
+    d_model: Count = Field(256, description="width of the residual stream")
+    head_dim: Count = Field(
+        default_factory=lambda data: max(1, data["d_model"] // data["n_head"]),
+        description="size of a head; by default d_model / n_head",
+    )
+    context_length: Count = Field(256, description="positions the model is made for")
+    attention: AttentionConfig = AttentionConfig()
+    position: Literal["learned", "rope", "none"] = Field("rope", description="how order is told")
+    rope_theta: Positive = Field(10_000.0, description="base of the rotary frequencies")
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm_eps: Positive = 1e-5
+    activation: Literal["gelu", "swiglu", "relu2"] = Field("relu2", description="of the MLP")
+    d_ff: Count = Field(
+        default_factory=lambda data: default_d_ff(data["d_model"], data["activation"]),
+        description="inner width of the MLP; by default 4 d_model, for swiglu 8/3 of it",
+    )
+    bias: bool = Field(False, description="in projections and layer norms")
+    tie_embeddings: bool = Field(True, description="the output head is the embedding table")
+    dropout: Fraction = Field(0.0, description="of embeddings, weights and residual branches")
+
+    @property
+    def n_kv_head(self) -> int:
+        """G, the number of key/value heads."""
+        kv_heads = {"mha": self.n_head, "mqa": 1, "gqa": self.attention.n_kv_head}
+        return kv_heads[self.attention.variant] or self.n_head
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        given = self.attention.n_kv_head
+        if "head_dim" not in self.model_fields_set and self.d_model % self.n_head:
+            below = self.d_model // self.n_head * self.n_head
+            near = " or ".join(str(n) for n in (below, below + self.n_head) if n)
+            yield (
+                "d_model",
+                f"{self.d_model} is not divisible by n_head {self.n_head}; "
+                f"take {near}, or set head_dim",
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            yield (
+                "head_dim",
+                f"rope rotates pairs, {self.head_dim} is odd; "
+                f"make d_model / n_head even, or set head_dim",
+            )
+        if self.attention.variant == "mha" and given not in (None, self.n_head):
+            yield (
+                "attention.n_kv_head",
+                f"variant mha has n_head = {self.n_head}, not {given}; use gqa or leave it out",
+            )
+        if self.n_head % self.n_kv_head:
+            legal = ", ".join(str(n) for n in range(1, self.n_head + 1) if self.n_head % n == 0)
+            yield (
+                "attention.n_kv_head",
+                f"{self.n_kv_head} does not divide n_head {self.n_head}; take one of {legal}",
+            )
+
+
+class TokenizerConfig(Section):
+    """How text becomes tokens."""
+
+    kind: str = Field("byte", description="byte, char, or an encoding of tiktoken such as gpt2")
+
+
+class DataConfig(Section):
+    """What is learnt from."""
+
+    path: str = Field(
+        "builtin:python-docs",
+        min_length=1,
+        description="a UTF-8 text file, builtin:python-docs or builtin:python-code",
+    )
+    validation: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="share of the tokens, at the end, that is held out"
+    )
+
+
+class TrainConfig(Section):
+    """How it is learnt: AdamW, warm-up, a constant rate, a cool-down."""
+
+    steps: Steps = Field(600, description="optimizer updates")
+    batch_size: Count = Field(32, description="windows per update")
+    micro_batch_size: Count = Field(
+        default_factory=lambda data: data["batch_size"],
+        description="windows per forward pass; gradients of batch_size of them are accumulated",
+    )
+    seq_len: Count | None = Field(None, description="tokens per window; by default context_length")
+    lr: Positive = 2e-3
+    min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="at the end of the cool-down")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default_factory=lambda data: min(100, data["steps"] // 10),
+        description="of linear rise; by default a tenth of the steps, 100 at most",
+    )
+    schedule: Literal["cosine", "linear"] = Field("linear", description="shape of the cool-down")
+    cooldown: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.7, description="share of the steps, at the end, in which the rate falls to min_lr"
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(0.1, description="on matrices only")
+    betas: Annotated[
+        list[Fraction],
+        Field(min_length=2, max_length=2),
+    ] = Field([0.9, 0.95], description="of AdamW")
+    grad_clip: Positive = Field(1.0, description="largest norm of the gradient")
+    eval_every: Steps = Field(200, description="steps between whole-split evaluations")
+    save_every: Steps = Field(200, description="steps between checkpoints")
+    log_every: Steps = Field(20, description="steps between lines of metrics")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of matrix products; auto: bfloat16 where the machine is fast at it"
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.warmup_steps > self.steps:
+            yield "warmup_steps", f"{self.warmup_steps} is over steps {self.steps}; lower it"
+        if self.min_lr > self.lr:
+            yield "min_lr", f"{self.min_lr} is over lr {self.lr}; lower it"
+        if self.batch_size % self.micro_batch_size:
+            yield (
+                "micro_batch_size",
+                f"{self.micro_batch_size} does not divide batch_size {self.batch_size}; "
+                f"take a divisor",
+            )
+
+
+class SampleConfig(Section):
+    """How a token is drawn when generating."""
+
+    max_new_tokens: Steps = 256
+    temperature: Annotated[float, Field(ge=0, le=100)] = Field(0.8, description="0 is greedy")
+    top_k: Count | None = Field(50, description="keep the k likeliest tokens")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="keep the likeliest tokens that hold this much probability"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if 0 < self.temperature < 1e-3:
+            yield "temperature", f"{self.temperature} overflows; take 0 for greedy, or 0.001 and up"
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    sample: SampleConfig = SampleConfig()
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a training window."""
+        return self.train.seq_len or self.model.context_length
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.seq_len > self.model.context_length:
+            yield (
+                "train.seq_len",
+                f"{self.seq_len} is over model.context_length {self.model.context_length}; "
+                f"lower it",
+            )
+
+    def with_vocab_size(self, vocab_size: int) -> "Config":
+        """The same run for a tokenizer of that size; ConfigError if another one is asked for."""
+        if self.model.vocab_size not in (None, vocab_size):
+            raise ConfigError(
+                f"model.vocab_size: {self.model.vocab_size}, but tokenizer {self.tokenizer.kind} "
+                f"has {vocab_size}; leave model.vocab_size out"
+            )
+        model = self.model.model_copy(update={"vocab_size": vocab_size})
+        return self.model_copy(update={"model": model})
+
+
+def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    a, b = (dict(leaves(config.model_dump())) for config in (ours, theirs))
+    for key, value in a.items():
+        if value != b[key]:
+            yield key, value, b[key]
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of nested data as (dotted key, value)."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

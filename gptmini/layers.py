@@ -1,0 +1,74 @@
+"""The small parts of a block: norms, feed-forwards, rotary positions.
+
+Letters: B batch, T positions, H heads, D width, K head size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptmini.config import ModelConfig
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    """The norm of a configuration over the last axis (Ba et al. 2016; Zhang and Sennrich 2019)."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+
+
+class MLP(nn.Module):
+    """Feed-forward (B, T, D) -> (B, T, D), each position by itself.
+
+    gelu: GPT-2's tanh form (Hendrycks and Gimpel 2016); relu2: the square of the positive part
+    (So et al. 2021); swiglu: a gate through SiLU times a linear branch (Shazeer 2020).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        if config.activation == "swiglu":
+            self.gate_proj = nn.Linear(config.d_model, config.d_ff, config.bias)
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, config.bias)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        inner = self.up_proj(x)
+        if self.activation == "swiglu":
+            inner = F.silu(self.gate_proj(x)) * inner
+        elif self.activation == "relu2":
+            inner = F.relu(inner).square()
+        else:
+            inner = F.gelu(inner, approximate="tanh")
+        return self.down_proj(inner)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of the angles position · theta^(-2i/K) (Su et al. 2021)."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        frequencies = config.rope_theta**-pairs
+        angles = torch.arange(config.context_length)[:, None] * frequencies
+        self.register_buffer("cosines", angles.cos().float(), persistent=False)
+        self.register_buffer("sines", angles.sin().float(), persistent=False)
+
+    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, both (T, K/2), of the positions from start on."""
+        return self.cosines[start : start + length], self.sines[start : start + length]
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + K/2) of x (B, H, T, K) by its position's angle; computed in float32.
+
+    Scores of rotated queries and keys depend on their distance only.
+    """
+    cosines, sines = rotation
+    first, second = x.float().chunk(2, dim=-1)
+    turned = (first * cosines - second * sines, second * cosines + first * sines)
+    return torch.cat(turned, dim=-1).type_as(x)
