@@ -6,6 +6,7 @@ torch takes more than a second and `--help` should not.
 
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,17 +106,21 @@ def generate(
         "seed": seed,
     }
     settings = {name: value for name, value in given.items() if value is not None}
-    sys.stdout.write(prompt)
     _stream(trained, prompt, use_cache=not no_cache, **settings)
 
 
 def _stream(run: "Run", prompt: str, use_cache: bool, **settings: Any) -> None:
-    """Write a continuation to stdout as it comes; on a terminal control characters are shown."""
+    """Write prompt and continuation to stdout as they come; a terminal gets no control characters.
+
+    A closed pipe ends it quietly: the reader has what it wanted, as in `| head -1`.
+    """
     visible = sys.stdout.isatty()
-    for text in run.stream(prompt, use_cache, **settings):
-        sys.stdout.write(_shown(text) if visible else text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    try:
+        for text in chain([prompt], run.stream(prompt, use_cache, **settings), ["\n"]):
+            sys.stdout.write(_shown(text) if visible else text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _shown(text: str) -> str:
@@ -188,9 +193,6 @@ def main() -> None:
         if debug:
             raise
         _fail(*error.lines, code=error.exit_code)
-    except BrokenPipeError:  # the reader has what it wanted, as in `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as error:
         if debug:
             raise

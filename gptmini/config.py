@@ -58,7 +58,7 @@ class ModelConfig(Section):
     vocab_size: Count | None = Field(None, description="set by the tokenizer")
     n_layer: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="blocks")
     n_head: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="query heads")
-    d_model: Count = Field(256, description="width of the residual stream")
+    d_model: Count = Field(192, description="width of the residual stream")
     head_dim: Count = Field(
         default_factory=lambda data: max(1, data["d_model"] // data["n_head"]),
         description="size of a head; by default d_model / n_head",
@@ -67,7 +67,9 @@ class ModelConfig(Section):
     attention: AttentionConfig = AttentionConfig()
     position: Literal["learned", "rope", "none"] = Field("rope", description="how order is told")
     rope_theta: Positive = Field(10_000.0, description="base of the rotary frequencies")
-    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm: Literal["layernorm", "rmsnorm"] = Field(
+        "layernorm", description="layernorm has a fused kernel on a CPU, rmsnorm has not"
+    )
     norm_eps: Positive = 1e-5
     activation: Literal["gelu", "swiglu", "relu2"] = Field("relu2", description="of the MLP")
     d_ff: Count = Field(
@@ -86,20 +88,18 @@ class ModelConfig(Section):
 
     def contradictions(self) -> Iterator[Contradiction]:
         given = self.attention.n_kv_head
-        if "head_dim" not in self.model_fields_set and self.d_model % self.n_head:
-            below = self.d_model // self.n_head * self.n_head
-            near = " or ".join(str(n) for n in (below, below + self.n_head) if n)
+        pairs = 2 if self.position == "rope" else 1
+        unit = self.n_head * pairs
+        if "head_dim" not in self.model_fields_set and self.d_model % unit:
+            below = self.d_model // unit * unit
+            near = " or ".join(str(n) for n in (below, below + unit) if n)
+            why = "n_head, and rope rotates pairs" if pairs == 2 else "n_head"
             yield (
                 "d_model",
-                f"{self.d_model} is not divisible by n_head {self.n_head}; "
-                f"take {near}, or set head_dim",
+                f"{self.d_model} is not a multiple of {unit} ({why}); take {near}, or set head_dim",
             )
-        if self.position == "rope" and self.head_dim % 2:
-            yield (
-                "head_dim",
-                f"rope rotates pairs, {self.head_dim} is odd; "
-                f"make d_model / n_head even, or set head_dim",
-            )
+        elif self.head_dim % pairs:
+            yield "head_dim", f"rope rotates pairs, {self.head_dim} is odd; take an even one"
         if self.attention.variant == "mha" and given not in (None, self.n_head):
             yield (
                 "attention.n_kv_head",
@@ -135,8 +135,8 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How it is learnt: AdamW, warm-up, a constant rate, a cool-down."""
 
-    steps: Steps = Field(600, description="optimizer updates")
-    batch_size: Count = Field(32, description="windows per update")
+    steps: Steps = Field(500, description="optimizer updates")
+    batch_size: Count = Field(16, description="windows per update")
     micro_batch_size: Count = Field(
         default_factory=lambda data: data["batch_size"],
         description="windows per forward pass; gradients of batch_size of them are accumulated",
@@ -158,8 +158,8 @@ class TrainConfig(Section):
         Field(min_length=2, max_length=2),
     ] = Field([0.9, 0.95], description="of AdamW")
     grad_clip: Positive = Field(1.0, description="largest norm of the gradient")
-    eval_every: Steps = Field(200, description="steps between whole-split evaluations")
-    save_every: Steps = Field(200, description="steps between checkpoints")
+    eval_every: Steps = Field(100, description="steps between whole-split evaluations")
+    save_every: Steps = Field(100, description="steps between checkpoints")
     log_every: Steps = Field(20, description="steps between lines of metrics")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     device: Literal["auto", "cpu", "cuda"] = "auto"

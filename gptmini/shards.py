@@ -10,6 +10,7 @@ import hashlib
 import os
 import stat
 import struct
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,7 @@ class TokenFile:
         """Open and check everything; raises DataError naming the file and what differs."""
         self.path = path
         self.file = path.open("rb", buffering=0)
+        weakref.finalize(self, self.file.close)
         header = self.file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise DataError(f"{path}: no token file of gptmini; remove it")

@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gptmini import attention
+from gptmini.attention import Attention, KVCache, attend
+from gptmini.config import ModelConfig
+
+
+def by_the_book(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention one query head and one position at a time, straight from the definition."""
+    B, H, T, K = q.shape
+    G, S = k.shape[1], k.shape[2]
+    out = torch.zeros(B, H, T, v.shape[-1], dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // G)
+            for t in range(T):
+                sees = S - T + t + 1 if causal else S
+                scores = [float(q[b, h, t].double() @ k[b, g, s].double()) for s in range(sees)]
+                weights = [math.exp(score / math.sqrt(K)) for score in scores]
+                for s, weight in enumerate(weights):
+                    out[b, h, t] += weight / sum(weights) * v[b, g, s].double()
+    return out
+
+
+SHAPES = [  # H, G, T, S, K, size of a value
+    (4, 4, 5, 5, 8, 8),
+    (4, 2, 5, 5, 8, 8),
+    (4, 1, 5, 5, 8, 8),
+    (6, 3, 1, 7, 4, 4),
+    (6, 1, 1, 7, 4, 4),
+    (4, 2, 3, 9, 8, 8),
+    (2, 2, 1, 1, 6, 6),
+    (4, 2, 6, 6, 8, 5),
+]
+
+
+@pytest.mark.parametrize("route", ["chosen", "plain"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("H", "G", "T", "S", "K", "V"), SHAPES)
+def test_attend_is_the_definition(H, G, T, S, K, V, causal, route):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, H, T, K), torch.randn(2, G, S, K), torch.randn(2, G, S, V)
+    if route == "chosen":
+        found = attend(q, k, v, causal)
+    else:
+        found = attention._attend_plainly(q, k, v, causal, 0.0)
+    torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("G", [1, 2, 4])
+def test_both_routes_have_the_same_gradients(G):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, G, 7, 8), torch.randn(2, G, 7, 8)
+    both = []
+    for route in (attend, lambda *a: attention._attend_plainly(*a, True, 0.0)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        route(*leaves).square().sum().backward()
+        both.append([leaf.grad for leaf in leaves])
+    for fused, plain in zip(*both, strict=True):
+        torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-4)
+
+
+def test_bfloat16_training_takes_the_plain_route_and_agrees():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    exact = attend(q, k, v)
+    low = attend(q.bfloat16().requires_grad_(), k.bfloat16(), v.bfloat16())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), exact, atol=0.03, rtol=0.03)
+
+
+def test_dropout_scales_what_it_keeps_and_is_seeded():
+    q, k, v = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8), torch.ones(1, 2, 64, 8)
+    torch.manual_seed(3)
+    first = attend(q, k, v, dropout=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(first, attend(q, k, v, dropout=0.5))
+    assert first.mean() == pytest.approx(1.0, abs=0.1)  # rows of weights still sum to 1 on average
+    assert first.std() > 0.05
+
+
+# -- golden figures: printed to four digits by an independent implementation of the formulas -------
+
+INPUTS = torch.tensor(
+    [
+        [0.43, 0.15, 0.89],
+        [0.55, 0.87, 0.66],
+        [0.57, 0.85, 0.64],
+        [0.22, 0.58, 0.33],
+        [0.77, 0.25, 0.10],
+        [0.05, 0.80, 0.55],
+    ]
+)
+
+
+def close(found: Tensor, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected), atol=6e-5, rtol=0)
+
+
+def test_golden_self_attention_whose_values_have_their_own_size():
+    words = sorted("Life is short eat dessert first".split())
+    ids = torch.tensor([words.index(w) for w in "Life is short eat dessert first".split()])
+    assert ids.tolist() == [0, 4, 5, 2, 1, 3]
+    torch.manual_seed(123)
+    x = nn.Embedding(50000, 3)(ids).detach()
+    torch.manual_seed(123)
+    wq, wk, wv = torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 4)
+    q, k, v = ((x @ w)[None, None] for w in (wq, wk, wv))
+    close(
+        attend(q, k, v, causal=False)[0, 0],
+        [
+            [-0.1564, 0.1028, -0.0763, -0.0764],
+            [0.5313, 1.3607, 0.7891, 1.3110],
+            [-0.3542, -0.1234, -0.2626, -0.3706],
+            [0.0071, 0.3345, 0.0969, 0.1998],
+            [0.1008, 0.4780, 0.2021, 0.3674],
+            [-0.5296, -0.2799, -0.4107, -0.6006],
+        ],
+    )
+
+
+def test_golden_causal_attention_through_the_module():
+    config = ModelConfig(n_head=1, d_model=3, head_dim=2, position="none")
+    module = Attention(config)
+    torch.manual_seed(123)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(module, name).load_state_dict(nn.Linear(3, 2, bias=False).state_dict())
+    # an output projection that passes the two numbers of the head on
+    module.o_proj.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    close(
+        module(INPUTS[None])[0, :, :2].detach(),
+        [
+            [-0.4519, 0.2216],
+            [-0.5874, 0.0058],
+            [-0.6300, -0.0632],
+            [-0.5675, -0.0843],
+            [-0.5526, -0.0981],
+            [-0.5299, -0.1081],
+        ],
+    )
+
+
+# -- the module ------------------------------------------------------------------------------------
+
+
+def config_of(variant: str, n_kv_head: int | None = None) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {
+            "n_layer": 3,
+            "n_head": 4,
+            "d_model": 32,
+            "context_length": 16,
+            "attention": {"variant": variant, "n_kv_head": n_kv_head},
+        }
+    )
+
+
+def test_gqa_is_mha_with_equal_heads_in_a_group():
+    torch.manual_seed(0)
+    grouped, full = Attention(config_of("gqa", 2)), Attention(config_of("mha"))
+    full.q_proj.weight.data, full.o_proj.weight.data = grouped.q_proj.weight, grouped.o_proj.weight
+    for name in ("k_proj", "v_proj"):
+        heads = getattr(grouped, name).weight.view(2, 8, 32)
+        getattr(full, name).weight.data = heads.repeat_interleave(2, dim=0).reshape(32, 32)
+    x = torch.randn(2, 9, 32)
+    torch.testing.assert_close(grouped(x), full(x))
+
+
+def test_mqa_is_gqa_with_one_kv_head():
+    one, mqa = Attention(config_of("gqa", 1)), Attention(config_of("mqa"))
+    mqa.load_state_dict(one.state_dict())
+    x = torch.randn(2, 9, 32)
+    assert torch.equal(one(x), mqa(x))
+
+
+def test_cache_sizes_are_as_the_kv_heads():
+    sizes = [
+        KVCache(config, 2, torch.device("cpu"), torch.float32).bytes
+        for config in (config_of("mha"), config_of("gqa", 2), config_of("mqa"))
+    ]
+    # 2 (keys, values) x layers x rows x positions x KV heads x head size x 4 bytes
+    assert sizes == [2 * 3 * 2 * 16 * G * 8 * 4 for G in (4, 2, 1)]
+
+
+def test_the_cache_is_taken_once_and_read_in_place():
+    layer = KVCache(config_of("gqa", 2), 1, torch.device("cpu"), torch.float32).layers[0]
+    memory = layer.keys.data_ptr()
+    first, second = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8)
+    layer.append(first, first)
+    keys, _ = layer.append(second, second)
+    assert keys.data_ptr() == memory
+    assert torch.equal(keys, torch.cat([first, second], dim=2))

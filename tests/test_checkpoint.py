@@ -1,0 +1,224 @@
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny
+
+from gptmini import files
+from gptmini.checkpoint import Checkpoint, RunDirectory, fitting
+from gptmini.errors import CheckpointError, MachineError
+from gptmini.tokenizer import ByteTokenizer
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.begin(tiny(), ByteTokenizer())
+    return run
+
+
+def checkpoint(step: int, best: int | None = None) -> Checkpoint:
+    """A checkpoint whose numbers tell its step."""
+    state = {"step": step, "best": None if best is None else {"step": best, "val_loss": 1.0}}
+    tensors = {"a": torch.full((5,), float(step)), "b": torch.arange(6.0).view(2, 3)}
+    return Checkpoint(state, tensors, {"a/exp_avg": torch.full((5,), -float(step))})
+
+
+def newest_step(run: RunDirectory) -> int:
+    found = run.newest()
+    assert found is not None
+    assert found.model["a"].tolist() == [found.step] * 5
+    assert found.optimizer["a/exp_avg"].tolist() == [-found.step] * 5
+    return found.step
+
+
+def test_what_is_saved_is_loaded(run: RunDirectory):
+    assert run.newest() is None
+    run.save(checkpoint(3))
+    assert newest_step(run) == 3
+    assert run.config() == tiny()
+    assert run.tokenizer().kind == "byte"
+
+
+def test_the_newest_two_and_the_best_stay(run: RunDirectory):
+    for step in range(1, 7):
+        run.save(checkpoint(step, best=min(step, 2)))
+    assert run.steps() == [6, 5, 2]
+    assert run.best().step == 2
+    assert json.loads((run.path / "best.json").read_bytes())["step"] == 2
+    assert not list(run.checkpoints.glob(".*"))
+
+
+CALLS = ("write", "rename", "sync_directory", "remove_tree", "replace")
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
+    """Let the process end at the numbered call of `files`, before it or after half a write."""
+    count = 0
+
+    def counted(function):
+        def call(path: Path, *rest) -> None:
+            nonlocal count
+            count += 1
+            if count == number:
+                if not before and function.__name__ == "write":
+                    path.write_bytes(rest[0][: len(rest[0]) // 2])
+                elif not before:
+                    function(path, *rest)
+                raise Killed
+            function(path, *rest)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(files, name, counted(getattr(files, name)))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(run: RunDirectory, before: bool):
+    for step in (1, 2, 3):
+        run.save(checkpoint(step, best=1))
+    template = run.path.with_name("template")
+    shutil.copytree(run.path, template)
+    number, killed = 0, True
+    while killed:
+        number += 1
+        shutil.rmtree(run.path)
+        shutil.copytree(template, run.path)
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, number, before)
+            try:
+                run.save(checkpoint(4, best=4))
+                killed = False
+            except Killed:
+                pass
+        assert newest_step(run) in (3, 4)
+        run.save(checkpoint(4, best=4))  # the next save sweeps up
+        assert newest_step(run) == 4
+        assert run.steps() == [4, 3]
+        assert not list(run.checkpoints.glob(".*"))
+    assert number > 10
+
+
+def test_files_that_were_not_synced_are_not_counted_on(run: RunDirectory, monkeypatch):
+    """Every byte of a checkpoint is synced before its name appears."""
+    synced: set[str] = set()
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def check_rename(source, target) -> None:
+        if Path(target).name == "step-00000001":
+            inside = {str(path) for path in Path(source).iterdir()}
+            assert len(inside) == 4
+            assert inside | {str(source)} <= synced
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", check_rename)
+    run.save(checkpoint(1))
+    assert str(run.checkpoints) in synced
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+def test_damage_anywhere_is_found_and_the_one_before_taken(run: RunDirectory, name: str):
+    warnings: list[str] = []
+    run.warn = warnings.append
+    run.save(checkpoint(1))
+    run.save(checkpoint(2))
+    path = run.checkpoints / "step-00000002" / name
+    whole = path.read_bytes()
+    cases = [whole[:cut] for cut in range(0, len(whole), len(whole) // 15)]
+    for at in range(0, len(whole), max(1, len(whole) // 40)):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        cases.append(bytes(flipped))
+    for damaged in cases:
+        path.write_bytes(damaged)
+        if name == "manifest.json" and _same_json(damaged, whole):
+            continue
+        assert newest_step(run) == 1
+        assert "step-00000002" in warnings[-1]
+    path.unlink()
+    assert newest_step(run) == 1
+
+
+def _same_json(one: bytes, other: bytes) -> bool:
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except ValueError:
+        return False
+
+
+def test_all_damaged_is_an_error_and_no_fresh_start(run: RunDirectory):
+    for step in (1, 2):
+        run.save(checkpoint(step))
+        (run.checkpoints / f"step-{step:08d}" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError) as error:
+        run.newest()
+    assert len(error.value.lines) == 3
+    assert "step-00000002" in error.value.lines[0]
+
+
+def test_other_names_are_not_checkpoints(run: RunDirectory):
+    run.save(checkpoint(7))
+    for name in ("step-1", "step-00000009.bak", ".tmp", "step-0000000x"):
+        shutil.copytree(run.checkpoints / "step-00000007", run.checkpoints / name)
+    assert run.steps() == [7]
+    (run.checkpoints / "step-00000007").rename(run.checkpoints / "step-00000008")
+    with pytest.raises(CheckpointError, match="step 7"):
+        run.newest()
+
+
+def test_a_damaged_best_falls_back_to_the_newest(run: RunDirectory):
+    run.save(checkpoint(1, best=1))
+    run.save(checkpoint(2, best=1))
+    assert run.best().step == 1
+    (run.checkpoints / "step-00000001" / "model.safetensors").unlink()
+    assert run.best().step == 2
+
+
+def test_tensors_must_fit_the_model():
+    found = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    expected = {"a": torch.zeros(2), "b": torch.zeros(4), "c": torch.zeros(1)}
+    with pytest.raises(CheckpointError) as error:
+        fitting(found, expected, Path("here"))
+    assert [
+        "tensor b: (3,) in the checkpoint, (4,)" in error.value.lines[0],
+        "tensor c: missing in the checkpoint, (1,)" in error.value.lines[1],
+    ] == [True, True]
+
+
+def test_no_run_and_no_checkpoint_are_said(tmp_path: Path, run: RunDirectory):
+    with pytest.raises(CheckpointError, match="no run here"):
+        RunDirectory(tmp_path / "none").config()
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        run.best()
+
+
+def test_one_writer_at_a_time(run: RunDirectory):
+    with run.lock(), pytest.raises(MachineError, match="another process"), run.lock():
+        pass
+    with run.lock():  # free again
+        pass
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "a"
+    files.replace(path, b"one")
+    with pytest.raises(ZeroDivisionError), files.aside(path) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["a"]

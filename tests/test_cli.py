@@ -1,0 +1,201 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SHARED
+
+from gptmini import cli
+
+SMALL = [
+    "--set",
+    "model={n_layer: 1, n_head: 4, d_model: 32, context_length: 16}",
+    "--set",
+    "train={steps: 4, batch_size: 4, eval_every: 2, save_every: 2}",
+    "--set",
+    "sample.max_new_tokens=8",
+]
+
+
+@pytest.fixture
+def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    """Runs a command line in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gptmini", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return run
+
+
+def test_train_then_generate(gptmini, text_file: Path):
+    code, out, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 0, err
+    assert out  # the sample
+    assert "runs/text" in err
+    assert re.search(r"step 4/4: loss \d.*val \d.*bits/byte", err)
+    assert "\r" not in err  # no progress bar where nobody looks
+    code, out, err = gptmini("generate", "--prompt", "The ", "--max-new-tokens", "5")
+    assert code == 0, err
+    assert out.startswith("The ")
+    assert err == ""
+    assert gptmini("generate", "runs/text", "--prompt", "The ", "--max-new-tokens", "5")[1] == out
+    greedy = ["generate", "--prompt", "a", "--temperature", "0", "--max-new-tokens", "40"]
+    assert gptmini(*greedy)[1] == gptmini(*greedy, "--no-cache")[1]
+
+
+@pytest.mark.parametrize("attention", ["mha", "gqa:2", "mqa"])
+def test_the_attention_switch(gptmini, text_file: Path, attention: str):
+    assert gptmini("train", "--data", str(text_file), "--attention", attention, *SMALL)[0] == 0
+    run = f"runs/text-{attention.replace(':', '')}"
+    assert gptmini("generate", run, "--prompt", "x", "--max-new-tokens", "3")[0] == 0
+    config = Path(run, "config.yaml").read_text()
+    assert f"variant: {attention[:3]}" in config
+
+
+def test_a_run_needs_nothing_else(gptmini, text_file: Path, tmp_path: Path):
+    assert (
+        gptmini("train", "--data", str(text_file), "--set", "tokenizer.kind=char", *SMALL)[0] == 0
+    )
+    text_file.unlink()
+    for file in (tmp_path / "cache").iterdir():
+        file.unlink()
+    Path("runs/text").rename("elsewhere")
+    assert gptmini("generate", "elsewhere", "--prompt", "the ")[0] == 0
+    code, _, err = gptmini("generate", "elsewhere", "--prompt", "é")
+    assert (code, "U+00E9" in err) == (3, True)
+
+
+ERRORS = [
+    (["train", "nothere"], 2, "nothere: no such configuration"),
+    (["train", "nothere.yaml"], 2, "nothere.yaml: no such file"),
+    (["train", "--set", "train.stepz=3"], 2, "train.stepz: no such setting; did you mean steps?"),
+    (["train", "--set", "steps"], 2, "not an assignment"),
+    (["train", "--set", "train.n_embd=3"], 2, "did you mean model.d_model?"),
+    (["train", "--attention", "gqa:3"], 2, "3 does not divide n_head 4"),
+    (["train", "--attention", "gqa:x"], 2, "write it as gqa:2"),
+    (["train", "--attention", "foo"], 2, "expected mha, mqa or gqa"),
+    (["train", "--attention", "mqa:4"], 2, "variant mqa has 1, not 4"),
+    (["train", "--steps", "0"], 2, "--steps: train.steps: expected greater"),
+    (["train", "--data", "none.txt"], 3, "none.txt: no such file"),
+    (["train", "--data", "builtin:x"], 3, "known: builtin:python-docs"),
+    (["train", "--set", "tokenizer.kind=x"], 3, "known: byte, char"),
+    (["train", "--set", "model.vocab_size=9"], 2, "model.vocab_size: 9"),
+    (["train", "--cache", "/dev/null/x"], 5, "--cache"),
+    (["generate"], 4, "runs: no run here"),
+    (["generate", "nothere"], 4, "nothere: no run here"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "line"), ERRORS)
+def test_errors_are_one_line_with_a_mend(gptmini, words, code, line):
+    found, out, err = gptmini(*words)
+    assert (found, out) == (code, "")
+    assert line in err
+    assert err.startswith("gptmini: ")
+    assert err.count("\n") == 1
+    assert "; " in err
+    assert "Traceback" not in err
+    assert not Path("runs").exists() or not any(Path("runs").rglob("config.yaml"))
+
+
+def test_wrong_settings_when_generating(gptmini, text_file: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    for words, line in [
+        (["--temperature", "-1"], "sample.temperature: expected greater"),
+        (["--temperature", "nan"], "sample.temperature: expected a finite number"),
+        (["--top-k", "0"], "sample.top_k"),
+        (["--top-p", "1.5"], "sample.top_p"),
+        (["--max-new-tokens", "-1"], "sample.max_new_tokens"),
+        (["--seed", "-1"], "sample.seed"),
+    ]:
+        code, out, err = gptmini("generate", *words)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert line in err
+
+
+def test_a_bug_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_newest_run", broken)
+    code, _, err = gptmini("generate")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "--debug" in err
+    monkeypatch.setattr(sys, "argv", ["gptmini", "--debug", "generate"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_control_characters_are_shown_not_obeyed():
+    assert cli._shown("a\x1b[31mé\n\t\x07東") == "a\\x1b[31mé\n\t\\x07東"
+
+
+def test_help_answers_without_torch():
+    check = (
+        "import sys; sys.argv = ['gptmini', '--help']\n"
+        "from gptmini.cli import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'pydantic', 'tiktoken'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "generate" in done.stdout
+
+
+def test_a_closed_pipe_is_no_error(gptmini, text_file: Path, tmp_path: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    command = f"'{sys.executable}' -m gptmini generate --max-new-tokens 4000 | head -c 5"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout) == 5
+
+
+def test_killed_by_the_system_and_gone_on(gptmini, text_file: Path, tmp_path: Path):
+    """A real process, kill -9 after its first checkpoint, ends as one that was left alone."""
+    words = [
+        "train",
+        "--data",
+        str(text_file),
+        *SMALL,
+        "--steps",
+        "60",
+        "--set",
+        "train.save_every=10",
+        "--out",
+    ]
+    assert gptmini(*words, "whole")[0] == 0
+    environment = os.environ | {"GPTMINI_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gptmini", *words, "killed"],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+    )
+    while process.poll() is None and not list(Path("killed").rglob("step-*/manifest.json")):
+        pass
+    process.kill()
+    assert process.wait() != 0
+    assert gptmini(*words, "killed")[0] == 0
+    name = "checkpoints/step-00000060/model.safetensors"
+    assert Path("whole", name).read_bytes() == Path("killed", name).read_bytes()
+
+
+@pytest.mark.slow
+def test_shakespeare_by_character_learns(gptmini):
+    path = SHARED / "data" / "tinyshakespeare.txt"
+    if not path.exists():
+        pytest.skip("no Tiny Shakespeare beside the project")
+    words = ["train", "shakespeare-char-small", "--data", str(path), "--steps", "150"]
+    assert gptmini(*words)[0] == 0
+    best = json.loads(Path("runs/shakespeare-char-small/best.json").read_text())
+    assert best["val_loss"] < 2.2

@@ -1,0 +1,57 @@
+"""Every configuration loads, says what to expect, and makes a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptmini.config import Config
+from gptmini.configfile import CONFIGS, load, named_configs
+from gptmini.model import GPT, loss
+from gptmini.optim import adamw
+
+NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_configs()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_loads_is_short_and_opens_with_what_to_expect(name):
+    path = CONFIGS / f"{name}.yaml"
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 40
+    assert lines[0].startswith("# ")
+    assert lines[1].startswith("# yaml-language-server: $schema=")
+    assert (path.parent / lines[1].split("=")[1]).resolve() == CONFIGS / "schema.json"
+    load(path, [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_makes_a_step(name):
+    small = [("", ("model", "n_layer"), 1)]
+    config = load(CONFIGS / f"{name}.yaml", small).with_vocab_size(257)
+    model = GPT(config.model)
+    optimizer = adamw(model, config.train)
+    tokens = torch.randint(257, (1, 17))
+    loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_attention_configurations_differ_in_one_line():
+    texts = {
+        name: (CONFIGS / "attention" / f"{name}.yaml").read_text().splitlines()[1:]
+        for name in ("mha", "gqa", "mqa")
+    }
+    for name in ("gqa", "mqa"):
+        pairs = zip(texts["mha"], texts[name], strict=True)
+        assert sum(ours != theirs for ours, theirs in pairs) == 1
+
+
+def test_the_schema_is_that_of_the_code():
+    written = json.loads((CONFIGS / "schema.json").read_text())
+    assert written == Config.model_json_schema(), "run python scripts/write_schema.py"
+
+
+def test_configs_travel_in_the_wheel():
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert '"configs" = "gptmini/configs"' in pyproject

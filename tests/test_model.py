@@ -1,0 +1,180 @@
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gptmini.attention import KVCache
+from gptmini.config import ModelConfig
+from gptmini.errors import ConfigError
+from gptmini.layers import Rotary, rotate
+from gptmini.model import GPT, Block, loss
+
+
+def make(**settings) -> GPT:
+    base = {"vocab_size": 11, "n_layer": 2, "n_head": 4, "d_model": 32, "context_length": 12}
+    return GPT(ModelConfig.model_validate(base | settings))
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+COMBINATIONS = list(
+    itertools.product(
+        ["mha", "gqa", "mqa"],
+        ["learned", "rope", "none"],
+        ["layernorm", "rmsnorm"],
+        ["gelu", "swiglu", "relu2"],
+    )
+)
+
+
+@pytest.mark.parametrize(("variant", "position", "norm", "activation"), COMBINATIONS)
+def test_every_combination_learns_is_causal_and_caches(variant, position, norm, activation):
+    torch.manual_seed(0)
+    heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
+    tied = activation == "gelu"
+    model = make(
+        attention=heads,
+        position=position,
+        norm=norm,
+        activation=activation,
+        tie_embeddings=tied,
+        bias=tied,
+        dropout=0.1 if norm == "rmsnorm" else 0.0,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(11, (4, 13))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    losses = []
+    for _ in range(3):
+        with torch.no_grad():
+            losses.append(loss(model.eval(), inputs, targets).item())
+        optimizer.zero_grad()
+        loss(model.train(), inputs, targets).backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+    assert losses[0] > losses[1] > losses[2]
+
+    model.eval()
+    with torch.no_grad():
+        whole = model(inputs)
+        changed = inputs.clone()
+        changed[:, 6:] = 0
+        torch.testing.assert_close(model(changed)[:, :6], whole[:, :6])  # the past sees no future
+        cache = KVCache(model.config, 4, torch.device("cpu"), torch.float32)
+        steps = [5, 1, 1, 3, 2]  # prefill, tokens one by one, chunks
+        pieces = [model(piece, cache) for piece in inputs.split(steps, dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-5, rtol=1e-4)
+
+
+def test_published_shapes_have_their_published_sizes():
+    gpt2 = {
+        "vocab_size": 50257,
+        "n_layer": 12,
+        "n_head": 12,
+        "d_model": 768,
+        "context_length": 1024,
+        "position": "learned",
+        "norm": "layernorm",
+        "activation": "gelu",
+        "bias": True,
+    }
+    smollm2 = {
+        "vocab_size": 49152,
+        "n_layer": 30,
+        "n_head": 9,
+        "d_model": 576,
+        "d_ff": 1536,
+        "context_length": 2048,
+        "activation": "swiglu",
+        "attention": {"variant": "gqa", "n_kv_head": 3},
+        "norm": "rmsnorm",
+        "position": "rope",
+    }
+    with torch.device("meta"):
+        sizes = [parameters(GPT(ModelConfig.model_validate(c))) for c in (gpt2, smollm2)]
+    assert sizes == [124_439_808, 134_515_008]  # GPT-2 small; SmolLM2-135M
+
+
+def test_loss_of_a_new_model_is_that_of_guessing():
+    model = make(vocab_size=50)
+    tokens, targets = torch.randint(50, (2, 8, 12))
+    assert loss(model, tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
+
+
+def test_loss_reductions_agree():
+    model, tokens = make(), torch.randint(11, (3, 12))
+    each = loss(model, tokens, tokens, "none")
+    assert each.shape == (36,)
+    torch.testing.assert_close(loss(model, tokens, tokens, "sum"), each.sum())
+    torch.testing.assert_close(loss(model, tokens, tokens), each.mean())
+
+
+def test_weights_are_drawn_by_role():
+    torch.manual_seed(0)
+    model = make(
+        d_model=128,
+        vocab_size=500,
+        n_layer=8,
+        position="learned",
+        tie_embeddings=False,
+        bias=True,
+        norm="layernorm",
+        activation="swiglu",
+    )
+    stds: dict[float, list[float]] = {0.02: [], 0.02 / 4: []}  # √(2 · 8 layers) = 4
+    for module in model.modules():
+        if isinstance(module, Block):
+            stds[0.02 / 4] += [module.attn.o_proj.weight.std().item()]
+            stds[0.02 / 4] += [module.mlp.down_proj.weight.std().item()]
+            for linear in (
+                module.attn.q_proj,
+                module.attn.k_proj,
+                module.attn.v_proj,
+                module.mlp.gate_proj,
+                module.mlp.up_proj,
+            ):
+                stds[0.02].append(linear.weight.std().item())
+        if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+            assert not module.bias.any()
+        if isinstance(module, nn.LayerNorm):
+            assert (module.weight == 1).all()
+    assert model.positions is not None
+    assert model.head is not None
+    stds[0.02] += [t.weight.std().item() for t in (model.embed, model.positions, model.head)]
+    for expected, found in stds.items():
+        assert found == pytest.approx([expected] * len(found), rel=0.05)
+
+
+def test_head_size_is_free_of_the_width():
+    model = make(d_model=20, n_head=3, head_dim=8)
+    assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 11)
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    torch.manual_seed(0)
+    config = ModelConfig(head_dim=8, n_head=1, d_model=8, context_length=40)
+    rotary = Rotary(config)
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+
+    def score(i: int, j: int) -> float:
+        return float((rotate(q, rotary(i, 1)) * rotate(k, rotary(j, 1))).sum())
+
+    for distance in (0, 1, 7):
+        scores = [score(j + distance, j) for j in (0, 3, 20)]
+        assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
+    assert score(7, 0) != pytest.approx(score(0, 0), abs=1e-3)
+    # the first pair turns by one radian a position, the definition says
+    unit = torch.eye(8)[0].view(1, 1, 1, 8)
+    turned = rotate(unit, rotary(2, 1))[0, 0, 0]
+    assert turned[[0, 4]].tolist() == pytest.approx([math.cos(2), math.sin(2)])
+
+
+def test_misuse_is_refused():
+    with pytest.raises(ConfigError, match="vocab_size"):
+        GPT(ModelConfig())
+    with pytest.raises(ValueError, match="13 positions in a context of 12"):
+        make()(torch.zeros(1, 13, dtype=torch.long))

@@ -1,0 +1,68 @@
+"""Every command in the README runs, on small models, and its claims about the code hold."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptmini import cli
+from gptmini.configfile import CONFIGS, named_configs
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+SMALL = [
+    "model.n_layer=1",
+    "model.d_model=32",
+    "model.context_length=16",
+    "train.steps=2",
+    "train.batch_size=4",
+    "train.lr=1e-3",
+    "sample.max_new_tokens=8",
+]
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    words = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
+    return [line for line in words if line[:1] == ["gptmini"]]
+
+
+def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    text = "".join(
+        f"{n}. It was the best of times, it was the worst of times.\n" for n in range(99)
+    )
+    for name in ("my.txt", "data/tinyshakespeare.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    found = commands()
+    assert {line[1] for line in found} == {"train", "generate"}
+    for line in found:
+        small = [word for setting in SMALL for word in ("--set", setting)]
+        words = [*line, *small] if line[1] == "train" else [*line, "--max-new-tokens", "3"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code, f"{shlex.join(line)}\n{capfd.readouterr().err}"
+
+
+def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    small = [word for setting in SMALL for word in ("--set", setting)]
+    monkeypatch.setattr(sys, "argv", ["gptmini", "train", *small])
+    with pytest.raises(SystemExit):
+        cli.main()
+    capfd.readouterr()
+    exec(example, {})
+    assert capfd.readouterr().out.strip()
+
+
+def test_every_configuration_is_in_the_table():
+    for path in named_configs():
+        assert f"`{path.relative_to(CONFIGS).with_suffix('')}`" in README

@@ -1,0 +1,214 @@
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import tiny
+
+from gptmini import trainer
+from gptmini.checkpoint import RunDirectory
+from gptmini.config import Config
+from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
+from gptmini.machine import pick_device, stop_signals
+
+
+@pytest.fixture
+def config(text_file: Path) -> Config:
+    return tiny(data={"path": str(text_file)}, model={"dropout": 0.1})
+
+
+@pytest.fixture
+def train(tmp_path: Path):
+    def run(config: Config, name: str = "run") -> RunDirectory:
+        trainer.train(config, tmp_path / name, tmp_path / "cache")
+        return RunDirectory(tmp_path / name)
+
+    return run
+
+
+def weights(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
+    path = run.checkpoints / f"step-{step:08d}" / "model.safetensors"
+    return safetensors.torch.load_file(path)
+
+
+def metrics(run: RunDirectory) -> list[dict]:
+    """The lines of metrics without what a clock said."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")}
+        for line in lines
+    ]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, act) -> None:
+    """Do something to the process in the middle of its n-th update."""
+    update, made = trainer.update, 0
+
+    def counting(training):
+        nonlocal made
+        made += 1
+        if made == updates:
+            act()
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", counting)
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill() -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4, 5, 6])
+def test_a_killed_run_ends_in_the_same_bits(train, config, monkeypatch, updates):
+    whole = train(config, "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates, kill)
+        with pytest.raises(Killed):
+            train(config, "killed")
+    killed = train(config, "killed")
+    assert same(weights(whole, 6), weights(killed, 6))
+    assert metrics(whole) == metrics(killed)
+    assert [line["step"] for line in metrics(killed)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch, number, code):
+    whole = train(config, "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(Stopped, match="after step 2, saved") as stopped:
+            train(config)
+    assert stopped.value.exit_code == code
+    assert RunDirectory(stopped_path := train(config).path).steps()[0] == 6
+    assert same(weights(whole, 6), weights(RunDirectory(stopped_path), 6))
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    with pytest.raises(KeyboardInterrupt), stop_signals() as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received == [signal.SIGINT]
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_same_command_twice_gives_the_same_bits(train, config):
+    first, second = train(config, "a"), train(config, "b")
+    assert same(weights(first, 6), weights(second, 6))
+    other_seed = train(tiny(data={"path": config.data.path}, train={"seed": 1}), "c")
+    assert not same(weights(first, 6), weights(other_seed, 6))
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch(train, text_file):
+    data = {"path": str(text_file)}
+    runs = [
+        train(tiny(data=data, train={"dtype": "float32", "micro_batch_size": size}), f"m{size}")
+        for size in (4, 2, 1)
+    ]
+    whole, *parts = [weights(run, 6) for run in runs]
+    for part in parts:
+        for name, tensor in whole.items():
+            torch.testing.assert_close(part[name], tensor, atol=2e-5, rtol=1e-3)
+
+
+def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
+    train(config)
+    train(config)
+    assert "already finished at step 6" in capsys.readouterr().err
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
+    run = train(longer)
+    assert run.steps()[0] == 9
+    assert run.config().train.steps == 9
+
+
+def test_another_configuration_is_refused_with_its_differences(train, config, text_file):
+    train(config)
+    before = {p: p.read_bytes() for p in Path(text_file.parent / "run").rglob("*") if p.is_file()}
+    other = tiny(
+        data={"path": str(text_file)},
+        model={"dropout": 0.1, "attention": {"variant": "mqa"}},
+        train={"lr": 1.0},
+    )
+    with pytest.raises(ConfigError) as error:
+        train(other)
+    assert [line.split(":")[0] for line in error.value.lines[:-1]] == [
+        "model.attention.variant",
+        "train.lr",
+    ]
+    assert "--out" in error.value.lines[-1]
+    assert before == {p: p.read_bytes() for p in before}
+
+
+def test_other_text_under_the_same_name_is_refused(train, config, text_file):
+    train(config)
+    text_file.write_text(text_file.read_text().replace("fox", "cow"))
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
+    with pytest.raises(DataError, match="not the text"):
+        train(longer)
+
+
+def test_damaged_checkpoints_are_never_a_fresh_start(train, config, tmp_path):
+    run = train(config)
+    for step in run.steps():
+        (run.checkpoints / f"step-{step:08d}" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        train(config)
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monkeypatch):
+    def poison() -> None:
+        loss = trainer.loss
+        monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * float("nan"))
+
+    stop_after(monkeypatch, 5, poison)
+    with pytest.raises(DivergedError, match=r"at step 5, before the update; lower train.lr"):
+        train(config)
+    run = RunDirectory(Path(config.data.path).parent / "run")
+    assert run.steps() == [3]
+    assert all(tensor.isfinite().all() for tensor in weights(run, 3).values())
+
+
+def test_the_run_directory_holds_what_it_promises(train, config):
+    run = train(config)
+    assert {path.name for path in run.path.iterdir()} == {
+        "best.json",
+        "checkpoints",
+        "config.yaml",
+        "lock",
+        "metrics.jsonl",
+        "tokenizer.json",
+    }
+    assert run.config() == config.with_vocab_size(257)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    keys = {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
+    assert set(lines[0]) == keys
+    assert set(lines[2]) == keys | {"val_loss", "val_bpb"}
+    assert lines[5]["tokens"] == 6 * 4 * 16
+    best = json.loads((run.path / "best.json").read_text())
+    assert best["val_loss"] == min(line["val_loss"] for line in lines if "val_loss" in line)
+
+
+def test_dropout_differs_by_step_and_micro_batch(text_file, tmp_path):
+    config = tiny(data={"path": str(text_file)}, model={"dropout": 0.5})
+    training = trainer.prepare(config, RunDirectory(tmp_path / "run"), tmp_path / "cache")
+    losses = []
+    for step in (0, 0, 1):
+        training.step = step
+        before = {k: v.clone() for k, v in training.model.state_dict().items()}
+        losses.append(trainer.update(training)["train_loss"])
+        training.model.load_state_dict(before)
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_auto_device_is_there():
+    device = pick_device("auto")
+    assert torch.zeros(1, device=device).item() == 0
