@@ -44,7 +44,7 @@ def test_every_mistake_of_a_file_is_one_line_with_its_place(tmp_path: Path):
     ("data", "words"),
     [
         (
-            {"model": {"n_head": 3}},
+            {"model": {"n_head": 3, "d_model": 256}},
             "d_model: 256 is not a multiple of 6 (n_head, and rope rotates pairs); take 252 or 258",
         ),
         ({"model": {"n_head": 4, "head_dim": 5}}, "head_dim: rope rotates pairs, 5 is odd"),
@@ -75,7 +75,7 @@ def test_wrong_settings_name_key_and_mend(data, words):
 def test_contradictions_come_together():
     lines = errors(
         {
-            "model": {"n_head": 3, "attention": {"variant": "gqa", "n_kv_head": 2}},
+            "model": {"n_head": 3, "d_model": 256, "attention": {"variant": "gqa", "n_kv_head": 2}},
             "train": {"steps": 5, "warmup_steps": 9, "min_lr": 1.0},
         }
     )
