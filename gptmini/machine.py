@@ -40,7 +40,8 @@ def pick_dtype(settings: TrainConfig, device: torch.device) -> torch.dtype:
 def keep_freed_memory() -> None:
     """Tell glibc to reuse large blocks instead of returning them to the system at every step.
 
-    The page faults of taking them again cost a third of a training step's time on a CPU.
+    Without it, page faults made a step of 32 x 256 tokens at width 256 between 2 and 32 % slower
+    (three pairs of runs on two cores).
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

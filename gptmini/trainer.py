@@ -255,14 +255,16 @@ def _introduce(training: Training) -> None:
     config, corpus, model = training.config, training.corpus, training.config.model
     count = sum(parameter.numel() for parameter in training.model.parameters())
     held_out = len(corpus.tokens) - training.held_in
+    cache = 2 * model.n_layer * model.n_kv_head * model.head_dim * 4  # in float32
     epochs = training.batches.epochs(config.train.steps)
     say(
         f"corpus: {config.data.path}, {len(corpus.tokens):,} tokens ({corpus.tokenizer.kind}, "
         f"vocabulary {corpus.tokenizer.vocab_size:,}), {held_out:,} held out"
     )
     say(
-        f"model:  {count:,} parameters, {model.n_layer} layers, {model.n_head} heads on "
-        f"{model.n_kv_head} KV heads, width {model.d_model}, context {model.context_length}"
+        f"model:  {count:,} parameters, {model.n_layer} layers, width {model.d_model}, heads "
+        f"{model.n_head}:{model.n_kv_head} ({model.attention.variant}), context "
+        f"{model.context_length}, KV cache {cache:,} bytes a token"
     )
     say(
         f"run:    {training.run.path}, {config.train.steps:,} steps of "

@@ -33,7 +33,7 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     text = "".join(
-        f"{n}. It was the best of times, it was the worst of times.\n" for n in range(99)
+        f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
     )
     for name in ("my.txt", "data/tinyshakespeare.txt"):
         path = tmp_path / name
