@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gptmini.errors import DataError
-from gptmini.shards import TokenFile
+from gptmini.shards import Corpus, TokenFile
 
 ROUNDS = 4
 
@@ -24,14 +24,15 @@ def draw(*words: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def split(total: int, validation: float, seq_len: int) -> int:
+def split(corpus: Corpus, validation: float, seq_len: int) -> int:
     """The number of training tokens, the rest being held out; DataError if either is too short."""
+    total = len(corpus.tokens)
     train = total - max(round(total * validation), 1)
     for name, have in (("training", train), ("validation", total - train)):
         if have < seq_len + 1:
             raise DataError(
-                f"the corpus has {total} tokens, {have} of them for {name}, and one window needs "
-                f"{seq_len + 1}; take more text, or lower model.context_length"
+                f"{corpus.source}: has {total} tokens, {have} of them for {name}, and one "
+                f"window needs {seq_len + 1}; take more text, or lower model.context_length"
             )
     return train
 

@@ -5,12 +5,15 @@ torch takes more than a second and `--help` should not.
 """
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import typer.exceptions
 
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
 
@@ -24,7 +27,6 @@ Assignment = tuple[str, tuple[str, ...], Any]
 
 app = typer.Typer(
     help="Turn any text into a GPT that its owner understands.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -32,11 +34,16 @@ app = typer.Typer(
 )
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a failure.")
+    ] = False,
 ) -> None:
     """Turn any text into a GPT that its owner understands."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -72,7 +79,10 @@ def train(
     run = sampler.load(out)
     print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
     _stream(run, "", use_cache=True)
-    print(f"\ngptmini: more with: gptmini generate {out} --prompt TEXT", file=sys.stderr)
+    print(
+        f"\ngptmini: more with: gptmini generate {shlex.quote(str(out))} --prompt TEXT",
+        file=sys.stderr,
+    )
 
 
 @app.command()
@@ -188,25 +198,34 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        app()
-    except GptminiError as error:
-        if debug:
-            raise
-        _fail(*error.lines, code=error.exit_code)
-    except OSError as error:
-        if debug:
-            raise
-        reason = (error.strerror or str(error)).lower()
-        _fail(f"{error.filename or 'a file'}: {reason}; free or name another place", code=5)
-    except KeyboardInterrupt:
-        _fail("stopped by SIGINT; the same command goes on", code=130)
+        code = app(
+            prog_name="gptmini", standalone_mode=False
+        )  # our own answers to wrong usage and Ctrl-C
     except Exception as error:
         if debug:
             raise
-        _fail(f"a bug of gptmini: {error!r}; run again with --debug and report it", code=1)
+        _fail(*_explain(error))
+    if code == 130:
+        _fail(["stopped by Ctrl-C before there was anything to save"], 130)
+    sys.exit(code)
 
 
-def _fail(*lines: str, code: int) -> None:
+def _explain(error: Exception) -> tuple[Sequence[str], int]:
+    """The lines and the exit code of a failure."""
+    if isinstance(error, GptminiError):
+        return error.lines, error.exit_code
+    if isinstance(error, typer.exceptions.TyperException):  # wrong usage
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "gptmini"
+        return [f"{text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help"], 2
+    if isinstance(error, OSError):
+        reason = (error.strerror or str(error)).lower()
+        return [f"{error.filename or 'a file'}: {reason}; mend it or name another place"], 5
+    return [f"a bug of gptmini: {error!r}; run again with --debug and report it"], 1
+
+
+def _fail(lines: Sequence[str], code: int) -> NoReturn:
     for line in lines:
         print(f"gptmini: {line}", file=sys.stderr)
     sys.exit(code)

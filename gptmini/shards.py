@@ -119,6 +119,7 @@ def _open_text(path: Path) -> BinaryIO:
 class Corpus:
     """A prepared source: its tokenizer and its tokens."""
 
+    source: str
     tokenizer: Tokenizer
     tokens: "TokenFile"
 
@@ -137,7 +138,7 @@ def prepare(source: str, kind: str, cache: Path) -> Corpus:
     path = cache / f"{digest[:20]}-{tokenizer.kind}-{tokenizer.fingerprint()[:20]}.tokens"
     if path.exists():
         try:
-            return Corpus(tokenizer, TokenFile(path, tokenizer))
+            return Corpus(source, tokenizer, TokenFile(path, tokenizer))
         except DataError:
             pass  # a damaged cache file is made again
     try:
@@ -148,7 +149,7 @@ def prepare(source: str, kind: str, cache: Path) -> Corpus:
             f"{cache}: {(error.strerror or str(error)).lower()}; "
             f"name a writable folder with --cache"
         ) from None
-    return Corpus(tokenizer, TokenFile(path, tokenizer))
+    return Corpus(source, tokenizer, TokenFile(path, tokenizer))
 
 
 def _write(path: Path, source: str, tokenizer: Tokenizer, content: str) -> None:

@@ -67,12 +67,11 @@ def train(config: Config, out: Path, cache: Path) -> None:
     Stopped when a signal ended the work after it was saved.
     """
     run = RunDirectory(out, say)
+    training = prepare(config, run, cache)
     with run.lock():
-        if run.begun:
-            _check_same(config, run.config(), out)
-        training = prepare(config, run, cache)
+        begin(training)
         if training.step >= config.train.steps:
-            say(f"{out}: already finished at step {training.step}; train.steps prolongs it")
+            say(f"{out}: already finished at step {training.step}; a higher --steps prolongs it")
             return
         log = RunLog(run.metrics, training.step, config.train.steps)
         try:
@@ -83,22 +82,16 @@ def train(config: Config, out: Path, cache: Path) -> None:
 
 
 def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
-    """Corpus, model and optimizer of a run, new or from its newest checkpoint."""
+    """Corpus, model and optimizer at step 0; nothing is written but the corpus in the cache."""
     settings = config.train
     device = machine.pick_device(settings.device)
     machine.keep_freed_memory()
     corpus = shards.prepare(config.data.path, config.tokenizer.kind, cache)
     config = config.with_vocab_size(corpus.tokenizer.vocab_size)
-    held_in = batches.split(len(corpus.tokens), config.data.validation, config.seq_len)
-    if not run.begun:
-        run.begin(config, corpus.tokenizer)
-    elif run.tokenizer().fingerprint() != corpus.tokenizer.fingerprint():
-        raise DataError(_other_text(config, run))
-    else:
-        run.write_config(config)
+    held_in = batches.split(corpus, config.data.validation, config.seq_len)
     torch.manual_seed(draw(settings.seed))
     model = GPT(config.model).to(device)
-    training = Training(
+    return Training(
         config,
         run,
         corpus,
@@ -109,10 +102,21 @@ def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
         device,
         machine.pick_dtype(settings, device),
     )
+
+
+def begin(training: Training) -> None:
+    """Make the run directory, or go on from the newest checkpoint of the same run in it."""
+    config, run, tokenizer = training.config, training.run, training.corpus.tokenizer
+    if not run.begun:
+        run.begin(config, tokenizer)
+    else:
+        _check_same(config, run.config(), run)
+        if run.tokenizer().fingerprint() != tokenizer.fingerprint():
+            raise DataError(_other_text(config, run))
+        run.write_config(config)
     if (checkpoint := run.newest()) is not None:
         _restore(training, checkpoint)
     _introduce(training)
-    return training
 
 
 def _loop(training: Training, log: RunLog, received: list[int]) -> None:
@@ -274,17 +278,17 @@ def _introduce(training: Training) -> None:
     )
 
 
-def _check_same(asked: Config, existing: Config, out: Path) -> None:
+def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
     """ConfigError listing the settings in which a run differs from the one asked for."""
     lines = [
-        f"{key}: {theirs} in {out}, {ours} asked for"
+        f"{key}: {theirs} in {run.path}, {ours} asked for"
         for key, ours, theirs in differences(asked, existing)
-        if key not in CHANGEABLE
-        and not key.startswith("sample.")
-        and not (key == "model.vocab_size" and ours is None)
+        if key not in CHANGEABLE and not key.startswith("sample.")
     ]
     if lines:
-        raise ConfigError(*lines, f"{out}: holds another run; name another directory with --out")
+        raise ConfigError(
+            *lines, f"{run.path}: holds another run; name another directory with --out"
+        )
 
 
 def _other_text(config: Config, run: RunDirectory) -> str:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gptmini import batches, shards
 from gptmini.batches import Batches, permute
 from gptmini.errors import DataError
+from gptmini.tokenizer import ByteTokenizer
 
 
 class Counting:
@@ -87,11 +88,13 @@ def test_validation_sees_every_target_once(total, seq_len, batch_size):
 
 
 def test_splits():
-    assert batches.split(1000, 0.1, 50) == 900
-    with pytest.raises(DataError, match=r"1000 tokens, 100 of them for validation.* needs 101"):
-        batches.split(1000, 0.1, 100)
+    corpus = shards.Corpus("a.txt", ByteTokenizer(), Counting(1000))  # type: ignore[arg-type]
+    assert batches.split(corpus, 0.1, 50) == 900
+    expected = r"a.txt: has 1000 tokens, 100 of them for validation, and one window needs 101"
+    with pytest.raises(DataError, match=expected):
+        batches.split(corpus, 0.1, 100)
     with pytest.raises(DataError, match="100 of them for training"):
-        batches.split(1000, 0.9, 100)
+        batches.split(corpus, 0.9, 100)
 
 
 def test_rows_come_from_the_file(text_file: Path, tmp_path: Path):
