@@ -80,7 +80,7 @@ def validate(data: Any, origins: Origins) -> Config:
 def find(name: str) -> Path:
     """The file of a configuration given by path or by its name in `configs/`."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.exists():
+    if path.suffix in (".yaml", ".yml") or path.is_file():
         return path
     known = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in named_configs()}
     if name not in known:

@@ -154,7 +154,10 @@ def create(kind: str, texts: Iterable[str]) -> Tokenizer:
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
-        return CharTokenizer("".join(set().union(*texts)))
+        characters: set[str] = set()
+        for text in texts:
+            characters.update(text)
+        return CharTokenizer("".join(characters))
     if kind not in tiktoken.list_encoding_names():
         known = ", ".join(["byte", "char", *tiktoken.list_encoding_names()])
         raise DataError(f"tokenizer {kind}: no such tokenizer; known: {known}")
