@@ -1,0 +1,142 @@
+"""The written-out mechanisms: golden figures, and the equalities between them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gptmini import mechanisms as m
+from gptmini.attention import attend
+
+
+def close(found: Tensor, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected), atol=6e-5, rtol=0)
+
+
+def words_and_weights() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sentence "Life is short, eat dessert first" and three projections; V is not K."""
+    torch.manual_seed(123)
+    x = nn.Embedding(50000, 3)(torch.tensor([0, 4, 5, 2, 1, 3])).detach()
+    torch.manual_seed(123)
+    return x, torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 4)
+
+
+def test_golden_self_attention():
+    x, w_q, w_k, w_v = words_and_weights()
+    close(
+        m.attention_weights(x @ w_q, x @ w_k)[1:2],
+        [[0.0386, 0.6870, 0.0204, 0.0840, 0.1470, 0.0229]],
+    )
+    scores = x[1] @ w_q @ (x @ w_k).T
+    close(scores[None], [[-0.6004, 3.4707, -1.5023, 0.4991, 1.2903, -1.3374]])
+    close(
+        m.self_attention(x, w_q, w_k, w_v)[[0, 1, 5]],
+        [
+            [-0.1564, 0.1028, -0.0763, -0.0764],
+            [0.5313, 1.3607, 0.7891, 1.3110],
+            [-0.5296, -0.2799, -0.4107, -0.6006],
+        ],
+    )
+
+
+def test_golden_causal_attention_by_both_roads():
+    x = torch.tensor(
+        [
+            [0.43, 0.15, 0.89],
+            [0.55, 0.87, 0.66],
+            [0.57, 0.85, 0.64],
+            [0.22, 0.58, 0.33],
+            [0.77, 0.25, 0.10],
+            [0.05, 0.80, 0.55],
+        ]
+    )
+    torch.manual_seed(123)
+    q, k, v = (nn.Linear(3, 2, bias=False)(x).detach() for _ in range(3))
+    for found in (
+        m.scaled_dot_product_attention(q, k, v, m.causal_mask(6)),
+        m.causal_attention_by_renormalising(q, k, v),
+    ):
+        close(
+            found,
+            [
+                [-0.4519, 0.2216],
+                [-0.5874, 0.0058],
+                [-0.6300, -0.0632],
+                [-0.5675, -0.0843],
+                [-0.5526, -0.0981],
+                [-0.5299, -0.1081],
+            ],
+        )
+
+
+def test_without_weights_it_is_a_mean_by_likeness():
+    x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    e = math.exp
+    expected = [[e(1) / (e(1) + 1), 2 / (e(1) + 1)], [1 / (1 + e(4)), 2 * e(4) / (1 + e(4))]]
+    close(m.self_attention_without_weights(x), expected)
+
+
+def test_masks_are_what_they_look_like():
+    def rows(mask: Tensor) -> list[str]:
+        return ["".join(".x"[int(cell)] for cell in row) for row in mask]
+
+    assert rows(m.causal_mask(4)) == ["x...", "xx..", "xxx.", "xxxx"]
+    assert rows(m.window_mask(4, 2)) == ["x...", "xx..", ".xx.", "..xx"]
+    lengths = torch.tensor([3, 1])
+    assert [rows(row) for row in m.padding_mask(lengths, 4)] == [["xxx."], ["x..."]]
+    assert rows(m.causal_padding_mask(lengths, 3)[0]) == ["x..", "xx.", "xxx"]
+    assert rows(m.causal_padding_mask(lengths, 3)[1]) == ["x..", "x..", "x.."]
+    assert rows(m.cross_mask(lengths, 2, 4)[0]) == ["xxx.", "xxx."]
+
+
+def test_a_row_that_sees_nothing_is_zero_and_not_nan():
+    q, k, v = torch.randn(3, 4, 8)
+    visible = m.causal_mask(4)
+    visible[2] = False
+    out = m.scaled_dot_product_attention(q, k, v, visible)
+    assert out.isfinite().all()
+    assert not out[2].any()
+    assert out[3].any()
+
+
+def test_dropout_keeps_the_mean():
+    torch.manual_seed(0)
+    weights = m.drop(torch.ones(200, 200), 0.25)
+    assert weights.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert weights.mean().item() == pytest.approx(1, abs=0.02)
+    assert torch.equal(m.drop(weights, 0.0), weights)
+
+
+def test_stacked_and_split_heads_are_the_same():
+    torch.manual_seed(0)
+    T, D, H, K = 5, 12, 3, 4
+    x, w_o = torch.randn(T, D), torch.randn(H * K, D)
+    wide = [torch.randn(D, H * K) for _ in range(3)]
+    heads = [w.view(D, H, K).transpose(0, 1) for w in wide]
+    torch.testing.assert_close(
+        m.multi_head_by_stacking(x, *heads, w_o), m.multi_head_by_splitting(x, *wide, w_o, H)
+    )
+
+
+SIZES = {"T": st.integers(1, 9), "G": st.integers(1, 3), "share": st.integers(1, 3)}
+
+
+@given(**SIZES, window=st.integers(1, 10), seed=st.integers(0, 99))
+def test_step_by_step_is_the_whole_sequence(T, G, share, window, seed):
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(G * share, T, 4), torch.randn(G, T, 4), torch.randn(G, T, 6)
+    for limit, visible in ((None, m.causal_mask(T)), (window, m.window_mask(T, window))):
+        torch.testing.assert_close(
+            m.stepwise_attention(q, k, v, limit), m.grouped_query_attention(q, k, v, visible)
+        )
+
+
+@given(**SIZES, seed=st.integers(0, 99))
+def test_production_attention_is_the_written_out_one(T, G, share, seed):
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(G * share, T, 4), torch.randn(G, T, 4), torch.randn(G, T, 4)
+    expected = m.grouped_query_attention(q, k, v, m.causal_mask(T))
+    torch.testing.assert_close(attend(q[None], k[None], v[None])[0], expected)
