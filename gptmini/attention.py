@@ -10,91 +10,144 @@ Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gptmini import masks
 from gptmini.config import ModelConfig
+from gptmini.errors import MachineError
 from gptmini.layers import rotate
 
 
-def causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
-    """(T, S), true where a query sees a key; the queries are the last T of the S positions."""
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    return mask.tril(keys - queries)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k and v (B, G, S, K) -> (B, H, T, K).
 
-    The queries are the last T of the S positions. `dropout` acts on the weights. The values may
-    have a size of their own.
+    Without a mask (T, S) or (B, 1, T, S), true where visible, T queries are causal among S = T
+    keys, and one query sees every key. `dropout` acts on the weights. The values may have a size
+    of their own. MachineError if `backend` is a kernel that this machine has not.
     """
     B, H, T, _ = q.shape
-    G, S = k.shape[1], k.shape[2]
-    if T == 1:
-        # One query sees every key, so a group's query heads are rows of one small product.
-        packed = q.reshape(B, G, H // G, -1)
-        return F.scaled_dot_product_attention(packed, k, v, dropout_p=dropout).view(B, H, 1, -1)
-    if _plain_is_faster(q, dropout):
-        return _attend_plainly(q, k, v, causal, dropout)
-    mask = causal_mask(T, S, q.device) if causal and T < S else None
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=causal and T == S, enable_gqa=G < H
-    )
+    G = k.shape[1]
+    if T == 1:  # a group's query heads are the rows of one small product
+        packed = _run(q.reshape(B, G, H // G, -1), k, v, mask, False, dropout, backend)
+        return packed.view(B, H, 1, -1)
+    return _run(q, k, v, mask, mask is None, dropout, backend)
 
 
-def _plain_is_faster(q: Tensor, dropout: float) -> bool:
-    """Whether three plain products beat the fused kernel.
+def choose_backend(q: Tensor, dropout: float) -> str:
+    """What `auto` means: `eager` where three plain products beat the fused kernel, else `sdpa`.
 
     On a CPU the fused kernel's backward pass is slow in bfloat16 (forward and backward of B 32,
     H 4, T 256, K 64 on two cores with AMX: 44 ms fused, 22 ms plain), and dropout leaves it.
     """
     training = torch.is_grad_enabled() and q.requires_grad
-    return q.device.type == "cpu" and (dropout > 0 or (training and q.dtype == torch.bfloat16))
+    slow = q.device.type == "cpu" and (dropout > 0 or (training and q.dtype == torch.bfloat16))
+    return "eager" if slow else "sdpa"
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, backend: str
+) -> Tensor:
+    if backend == "auto":
+        backend = choose_backend(q, dropout)
+    if backend == "eager":
+        return _attend_eagerly(q, k, v, mask, causal, dropout)
+    grouped = k.shape[1] < q.shape[1]
+    if backend == "sdpa":
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped
+        )
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped
+            )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise MachineError(
+            f"model.attention.backend: no flash kernel for {q.dtype} on this {q.device.type} "
+            f"({reason}); take auto"
+        ) from None
+
+
+def _attend_eagerly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
     """`attend` by its definition, softmax(q kᵀ / √K + mask) v, the group in the query axis."""
     B, H, T, K = q.shape
     G, S = k.shape[1], k.shape[2]
     packed = (q * K**-0.5).reshape(B, G, H // G * T, K)
     scores = (packed @ k.transpose(-1, -2)).view(B, H, T, S)
     if causal:
-        hidden = ~causal_mask(T, S, q.device)
-        scores = scores + torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -torch.inf)
+        positions = torch.arange(T, device=q.device)
+        mask = masks.visible(positions, positions)
+    if mask is not None:
+        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        scores = scores + hidden
     weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)
     return (weights.view(B, G, H // G * T, S) @ v).view(B, H, T, -1)
 
 
 class LayerCache:
-    """The keys and values of one layer's past positions, (B, G, S, K), in memory taken once."""
+    """The keys and values of one layer's past, (B, G, size, K), in memory taken once.
+
+    Position p lies at place p % size, so a layer with a window keeps its window and no more.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
-        self.length = 0
+        self.size = keys.shape[2]
+        self.length = 0  # positions seen
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (B, G, T, K); all keys and values so far, as views."""
-        end = self.length + k.shape[2]
-        self.keys[:, :, self.length : end] = k
-        self.values[:, :, self.length : end] = v
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add k and v (B, G, T, K); gives keys and values (B, G, S, K) to look at, and where.
+
+        These are all that a window lets the T new queries see, at positions (S,), in any order.
+        """
+        start, end = self.length, self.length + k.shape[2]
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        positions = torch.arange(start, end, device=k.device)
+        if end <= self.size:
+            self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
+            positions = torch.arange(end, device=k.device)
+            return self.keys[:, :, :end], self.values[:, :, :end], positions
+        if len(positions) == 1:
+            place = start % self.size
+            self.keys[:, :, place : place + 1], self.values[:, :, place : place + 1] = k, v
+            places = torch.arange(self.size, device=k.device)
+            return self.keys, self.values, start - (place - places) % self.size
+        # A chunk over the border: what is kept of the past, then the chunk.
+        past = torch.arange(max(0, start - self.size), start, device=k.device)
+        keys = torch.cat([self.keys[:, :, past % self.size], k], dim=2)
+        values = torch.cat([self.values[:, :, past % self.size], v], dim=2)
+        positions = torch.cat([past, positions])
+        newest = positions[-self.size :] % self.size
+        self.keys[:, :, newest] = keys[:, :, -self.size :]
+        self.values[:, :, newest] = values[:, :, -self.size :]
+        return keys, values, positions
 
 
 class KVCache:
-    """One LayerCache per layer: 2 · L · G · K numbers for each position."""
+    """One LayerCache per layer: 2 · G · K numbers for each position that the layer keeps."""
 
     def __init__(
         self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (batch_size, config.n_kv_head, config.context_length, config.head_dim)
-        self.layers = [
-            LayerCache(*torch.zeros(2, *shape, device=device, dtype=dtype))
-            for _ in range(config.n_layer)
-        ]
+        self.layers = []
+        for layer in range(config.n_layer):
+            shape = (batch_size, config.n_kv_head, config.cache_length(layer), config.head_dim)
+            both = torch.zeros(2, *shape, device=device, dtype=dtype)
+            self.layers.append(LayerCache(both[0], both[1]))
 
     @property
     def length(self) -> int:
-        """Positions held."""
+        """Positions seen."""
         return self.layers[0].length
 
     @property
@@ -111,30 +164,56 @@ class KVCache:
 class Attention(nn.Module):
     """Projections around `attend`: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim, self.dropout = config.head_dim, config.dropout
-        D, K, bias = config.d_model, config.head_dim, config.bias
-        self.q_proj = nn.Linear(D, config.n_head * K, bias)
-        self.k_proj = nn.Linear(D, config.n_kv_head * K, bias)
-        self.v_proj = nn.Linear(D, config.n_kv_head * K, bias)
-        self.o_proj = nn.Linear(config.n_head * K, D, bias)
+        self.window, self.backend = config.window(layer), config.attention.backend
+        D, K = config.d_model, config.head_dim
+        qkv_bias = config.bias if config.attention.qkv_bias is None else config.attention.qkv_bias
+        self.q_proj = nn.Linear(D, config.n_head * K, qkv_bias)
+        self.k_proj = nn.Linear(D, config.n_kv_head * K, qkv_bias)
+        self.v_proj = nn.Linear(D, config.n_kv_head * K, qkv_bias)
+        self.o_proj = nn.Linear(config.n_head * K, D, config.bias)
+        self.qk_norm = config.attention.qk_norm
+        if self.qk_norm:
+            self.q_norm = nn.RMSNorm(K, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(K, eps=config.norm_eps)
 
     def forward(
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor] | None = None,
         cache: LayerCache | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D); with a cache the positions follow those it holds."""
+        """(B, T, D) -> (B, T, D); with a cache the positions follow those it holds.
+
+        `padding` (B,) counts the positions on the left of each row that are none.
+        """
+        q, k, v = self.heads(x, rotation)
+        start, T = cache.length if cache else 0, x.shape[1]
+        queries = keys = torch.arange(start, start + T, device=x.device)
+        if cache is not None:
+            k, v, keys = cache.append(k, v)
+        whole = T == 1 or (len(keys) == T and (self.window is None or self.window >= T))
+        mask = None
+        if padding is not None or not whole:
+            mask = masks.visible(queries, keys, self.window, padding)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(q, k, v, mask, dropout, self.backend)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def heads(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D) -> queries (B, H, T, K), keys and values (B, G, T, K), positions told."""
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)
+        if self.qk_norm:  # in float32, as the weights are
+            q, k = self.q_norm(q.float()).type_as(q), self.k_norm(k.float()).type_as(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        mixed = attend(q, k, v, dropout=self.dropout if self.training else 0.0)
-        return self.o_proj(mixed.transpose(1, 2).reshape(B, T, -1))
+        return q, k, v

@@ -98,6 +98,9 @@ def generate(
         float | None, typer.Option(help="Keep the likeliest tokens of that much probability.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    overflow: Annotated[
+        str | None, typer.Option(help="Past the context: slide, stop or error.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every position anew; same text, slower.")
@@ -114,6 +117,7 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
         "seed": seed,
+        "overflow": overflow,
     }
     settings = {name: value for name, value in given.items() if value is not None}
     _stream(trained, prompt, use_cache=not no_cache, **settings)

@@ -44,12 +44,23 @@ class AttentionConfig(Section):
         "mha", description="mha: a KV head per query head; mqa: one for all; gqa: n_kv_head of them"
     )
     n_kv_head: Count | None = Field(None, description="KV heads of gqa; divides n_head")
+    window: Count | None = Field(None, description="positions a query sees back; null is all")
+    full_every: Count | None = Field(
+        None, description="with a window: each so-many-th layer sees everything"
+    )
+    qkv_bias: bool | None = Field(None, description="of q, k and v; by default as model.bias")
+    qk_norm: bool = Field(False, description="RMSNorm of each query and key before its position")
+    backend: Literal["auto", "eager", "sdpa", "flash"] = Field(
+        "auto", description="auto chooses by measured rules; flash insists on the flash kernel"
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.variant == "gqa" and self.n_kv_head is None:
             yield "n_kv_head", "variant gqa needs it; set a divisor of n_head"
         if self.variant == "mqa" and self.n_kv_head not in (None, 1):
             yield "n_kv_head", f"variant mqa has 1, not {self.n_kv_head}; use gqa or leave it out"
+        if self.full_every is not None and self.window is None:
+            yield "full_every", "without a window every layer is full; set window or leave it out"
 
 
 class ModelConfig(Section):
@@ -85,6 +96,15 @@ class ModelConfig(Section):
         """G, the number of key/value heads."""
         kv_heads = {"mha": self.n_head, "mqa": 1, "gqa": self.attention.n_kv_head}
         return kv_heads[self.attention.variant] or self.n_head
+
+    def window(self, layer: int) -> int | None:
+        """Positions a query of a layer (from 0) sees back; None is all."""
+        every = self.attention.full_every
+        return None if every and (layer + 1) % every == 0 else self.attention.window
+
+    def cache_length(self, layer: int) -> int:
+        """Positions whose keys and values a layer keeps when generating."""
+        return min(self.window(layer) or self.context_length, self.context_length)
 
     def contradictions(self) -> Iterator[Contradiction]:
         given = self.attention.n_kv_head
@@ -158,6 +178,9 @@ class TrainConfig(Section):
         Field(min_length=2, max_length=2),
     ] = Field([0.9, 0.95], description="of AdamW")
     grad_clip: Positive = Field(1.0, description="largest norm of the gradient")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute blocks in the backward pass: less memory, more time"
+    )
     eval_every: Steps = Field(100, description="steps between whole-split evaluations")
     save_every: Steps = Field(100, description="steps between checkpoints")
     log_every: Steps = Field(20, description="steps between lines of metrics")
@@ -190,6 +213,9 @@ class SampleConfig(Section):
         None, description="keep the likeliest tokens that hold this much probability"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+    overflow: Literal["slide", "stop", "error"] = Field(
+        "slide", description="past the context: go on from its newer half, end, or refuse"
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if 0 < self.temperature < 1e-3:

@@ -58,9 +58,10 @@ class Rotary(nn.Module):
         self.register_buffer("cosines", angles.cos().float(), persistent=False)
         self.register_buffer("sines", angles.sin().float(), persistent=False)
 
-    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, both (T, K/2), of the positions from start on."""
-        return self.cosines[start : start + length], self.sines[start : start + length]
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions (T,) as (T, K/2), of (B, T) as (B, 1, T, K/2)."""
+        cosines, sines = self.cosines[positions], self.sines[positions]
+        return (cosines, sines) if positions.ndim == 1 else (cosines[:, None], sines[:, None])
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ Letters: B batch, T positions, D width, V vocabulary, L layers.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gptmini.attention import Attention, KVCache, LayerCache
 from gptmini.config import ModelConfig
@@ -16,17 +17,21 @@ from gptmini.layers import MLP, Rotary, norm
 class Block(nn.Module):
     """Attention, then a feed-forward, each normed before and added after (pre-norm residual)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm, self.attn = norm(config), Attention(config)
+        self.attn_norm, self.attn = norm(config), Attention(config, layer)
         self.mlp_norm, self.mlp = norm(config), MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        cache: LayerCache | None,
+        padding: Tensor | None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotation, cache))
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotation, cache, padding))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -38,34 +43,50 @@ class GPT(nn.Module):
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
         self.config = config
+        self.gradient_checkpointing = False  # recompute blocks in the backward pass
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         learned = config.position == "learned"
         self.positions = nn.Embedding(config.context_length, config.d_model) if learned else None
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, n) for n in range(config.n_layer))
         self.final_norm = norm(config)
         tied = config.tie_embeddings
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialise(self)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V); with a cache the tokens follow those it holds."""
-        return self.logits(self.hidden(tokens, cache))
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """Tokens (B, T) -> logits (B, T, V); see `hidden`."""
+        return self.logits(self.hidden(tokens, cache, padding))
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Tokens (B, T) -> normed output of the last block (B, T, D)."""
+    def hidden(
+        self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """Tokens (B, T) -> normed output of the last block (B, T, D).
+
+        With a cache the tokens follow those it holds. `padding` (B,) counts the tokens on the left
+        of each row that are none (`masks.left_padding`): every row is as it would be alone.
+        """
         start = cache.length if cache else 0
         end = start + tokens.shape[1]
         if end > self.config.context_length:
             raise ValueError(f"{end} positions in a context of {self.config.context_length}")
+        positions = torch.arange(start, end, device=tokens.device)
+        if padding is not None:
+            positions = (positions - padding[:, None]).clamp(min=0)
         x = self.embed(tokens)
         if self.positions is not None:
-            x = x + self.positions.weight[start:end]
+            x = x + self.positions(positions)
         x = self.dropout(x)
-        rotation = self.rotary(start, end - start) if self.rotary is not None else None
+        rotation = self.rotary(positions) if self.rotary is not None else None
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, cache.layers[layer] if cache else None)
+            memory = cache.layers[layer] if cache else None
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, rotation, memory, padding, use_reentrant=False)
+            else:
+                x = block(x, rotation, memory, padding)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """Text from a model: prefill the prompt, then decode token by token over a KV cache.
 
-Past the context the window slides: when it is full, its newer half is prefilled again and decoding
-goes on from there, so that the cost per token stays bounded and every kind of position holds. With
-and without the cache the model sees the same tokens at the same positions.
+Past the context there are three policies. `slide`: when the context is full, its newer half is
+prefilled again, at positions from 0 on, and decoding goes on from there. That holds for learned and
+rotary positions and for windowed layers alike, and costs at most one prefilled token for each drawn
+one. `stop` ends the text, `error` refuses before it begins. With and without the cache the model
+sees the same tokens at the same positions.
 """
 
 from collections.abc import Iterator
@@ -17,11 +19,13 @@ from gptmini.attention import KVCache
 from gptmini.checkpoint import RunDirectory, fitting
 from gptmini.config import Config, SampleConfig
 from gptmini.configfile import validate
-from gptmini.errors import CheckpointError, DataError
+from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.machine import pick_device
 from gptmini.model import GPT
 from gptmini.runlog import say
 from gptmini.tokenizer import StreamDecoder, Tokenizer
+
+PREFILL = 512  # prompt tokens per forward pass, which bounds the memory of their scores
 
 
 @torch.inference_mode()
@@ -33,15 +37,24 @@ def decode(
     weight = model.embed.weight
     cache = KVCache(model.config, 1, weight.device, weight.dtype) if use_cache else None
     generator = torch.Generator(weight.device).manual_seed(sample.seed)
+    if sample.overflow == "error" and len(prompt) + sample.max_new_tokens - 1 > limit:
+        raise ConfigError(
+            f"sample.overflow: {len(prompt)} tokens of prompt and {sample.max_new_tokens} new ones "
+            f"do not fit the context of {limit}; lower max_new_tokens, or take slide"
+        )
     window = prompt[-limit:]
     unseen = window  # by the cache
     for _ in range(sample.max_new_tokens):
         tokens = torch.tensor([unseen if use_cache else window], device=weight.device)
-        logits = model.logits(model.hidden(tokens, cache)[0, -1])
+        for chunk in tokens.split(PREFILL if use_cache else limit, dim=1):
+            hidden = model.hidden(chunk, cache)
+        logits = model.logits(hidden[0, -1])
         token = choose(logits, sample, generator)
         yield token
         window, unseen = [*window, token], [token]
         if len(window) > limit:
+            if sample.overflow == "stop":
+                return
             window = unseen = window[-max(1, limit // 2) :]
             if cache is not None:
                 cache.clear()

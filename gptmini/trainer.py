@@ -31,6 +31,7 @@ CHANGEABLE = {
     "train.save_every",
     "train.log_every",
     "train.device",
+    "train.gradient_checkpointing",
 }
 
 
@@ -91,6 +92,7 @@ def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
     held_in = batches.split(corpus, config.data.validation, config.seq_len)
     torch.manual_seed(draw(settings.seed))
     model = GPT(config.model).to(device)
+    model.gradient_checkpointing = settings.gradient_checkpointing
     return Training(
         config,
         run,
@@ -259,7 +261,8 @@ def _introduce(training: Training) -> None:
     config, corpus, model = training.config, training.corpus, training.config.model
     count = sum(parameter.numel() for parameter in training.model.parameters())
     held_out = len(corpus.tokens) - training.held_in
-    cache = 2 * model.n_layer * model.n_kv_head * model.head_dim * 4  # in float32
+    kept = sum(model.cache_length(layer) for layer in range(model.n_layer))
+    cache = 2 * kept * model.n_kv_head * model.head_dim * 4  # in float32
     epochs = training.batches.epochs(config.train.steps)
     say(
         f"corpus: {config.data.path}, {len(corpus.tokens):,} tokens ({corpus.tokenizer.kind}, "
@@ -268,7 +271,7 @@ def _introduce(training: Training) -> None:
     say(
         f"model:  {count:,} parameters, {model.n_layer} layers, width {model.d_model}, heads "
         f"{model.n_head}:{model.n_kv_head} ({model.attention.variant}), context "
-        f"{model.context_length}, KV cache {cache:,} bytes a token"
+        f"{model.context_length}, KV cache {cache:,} bytes"
     )
     say(
         f"run:    {training.run.path}, {config.train.steps:,} steps of "

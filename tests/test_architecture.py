@@ -17,7 +17,7 @@ FLOORS = [
     ["shards"],
     # the model
     ["mechanisms"],
-    ["layers"],
+    ["layers", "masks"],
     ["attention"],
     ["model"],
     # machinery
@@ -78,8 +78,8 @@ def test_imports_run_downwards(name):
 
 
 def test_the_model_knows_no_machinery():
-    for name in ("layers", "attention", "model"):
-        assert rooms_used(trees[name]) <= {"config", "errors", "layers", "attention"}
+    for name in ("masks", "layers", "attention", "model"):
+        assert rooms_used(trees[name]) <= {"config", "errors", "masks", "layers", "attention"}
     for room, users in {"trainer": {"cli"}, "mechanisms": set()}.items():
         assert {name for name, tree in trees.items() if room in rooms_used(tree)} == users
 

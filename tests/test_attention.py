@@ -2,11 +2,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gptmini import attention
-from gptmini.attention import Attention, KVCache, attend
+from gptmini import masks, mechanisms
+from gptmini.attention import Attention, KVCache, LayerCache, attend, choose_backend
 from gptmini.config import ModelConfig
+from gptmini.errors import MachineError
+from gptmini.layers import Rotary
 
 
 def by_the_book(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -38,16 +42,15 @@ SHAPES = [  # H, G, T, S, K, size of a value
 ]
 
 
-@pytest.mark.parametrize("route", ["chosen", "plain"])
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("H", "G", "T", "S", "K", "V"), SHAPES)
-def test_attend_is_the_definition(H, G, T, S, K, V, causal, route):
+def test_attend_is_the_definition(H, G, T, S, K, V, causal, backend):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, H, T, K), torch.randn(2, G, S, K), torch.randn(2, G, S, V)
-    if route == "chosen":
-        found = attend(q, k, v, causal)
-    else:
-        found = attention._attend_plainly(q, k, v, causal, 0.0)
+    mask = masks.visible(torch.arange(S - T, S), torch.arange(S))
+    mask = mask if causal else torch.ones_like(mask)
+    found = attend(q, k, v, mask, backend=backend)
     torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
 
 
@@ -56,9 +59,9 @@ def test_both_routes_have_the_same_gradients(G):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, G, 7, 8), torch.randn(2, G, 7, 8)
     both = []
-    for route in (attend, lambda *a: attention._attend_plainly(*a, True, 0.0)):
+    for backend in ("sdpa", "eager"):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        route(*leaves).square().sum().backward()
+        attend(*leaves, backend=backend).square().sum().backward()
         both.append([leaf.grad for leaf in leaves])
     for fused, plain in zip(*both, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-4)
@@ -68,7 +71,9 @@ def test_bfloat16_training_takes_the_plain_route_and_agrees():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
     exact = attend(q, k, v)
-    low = attend(q.bfloat16().requires_grad_(), k.bfloat16(), v.bfloat16())
+    low_q = q.bfloat16().requires_grad_()
+    assert choose_backend(low_q, 0.0) == "eager"
+    low = attend(low_q, k.bfloat16(), v.bfloat16())
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), exact, atol=0.03, rtol=0.03)
 
@@ -111,7 +116,7 @@ def test_golden_self_attention_whose_values_have_their_own_size():
     wq, wk, wv = torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 4)
     q, k, v = ((x @ w)[None, None] for w in (wq, wk, wv))
     close(
-        attend(q, k, v, causal=False)[0, 0],
+        attend(q, k, v, torch.ones(6, 6, dtype=torch.bool))[0, 0],
         [
             [-0.1564, 0.1028, -0.0763, -0.0764],
             [0.5313, 1.3607, 0.7891, 1.3110],
@@ -191,6 +196,81 @@ def test_the_cache_is_taken_once_and_read_in_place():
     memory = layer.keys.data_ptr()
     first, second = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8)
     layer.append(first, first)
-    keys, _ = layer.append(second, second)
+    keys, _, positions = layer.append(second, second)
+    assert positions.tolist() == [0, 1, 2, 3]
     assert keys.data_ptr() == memory
     assert torch.equal(keys, torch.cat([first, second], dim=2))
+
+
+# -- everything against the written-out mechanisms -------------------------------------------------
+
+TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (0.02, 0.05)}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "flash"])
+@pytest.mark.parametrize("window", [None, 1, 3, 99])
+@pytest.mark.parametrize("position", ["rope", "none"])
+@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
+def test_the_module_is_the_written_out_mechanism(variant, position, window, backend, dtype):
+    torch.manual_seed(0)
+    config = ModelConfig.model_validate(
+        {
+            "n_head": 4,
+            "d_model": 32,
+            "context_length": 16,
+            "position": position,
+            "attention": {
+                "variant": variant,
+                "n_kv_head": 2 if variant == "gqa" else None,
+                "window": window,
+                "qk_norm": position == "rope",
+                "qkv_bias": True,
+                "backend": backend,
+            },
+        }
+    )
+    module = Attention(config)
+    rotation = Rotary(config)(torch.arange(9)) if position == "rope" else None
+    x = torch.randn(2, 9, 32, requires_grad=True)
+    q, k, v = module.heads(x, rotation)
+    visible = mechanisms.causal_mask(9) if window is None else mechanisms.window_mask(9, window)
+    rows = [mechanisms.grouped_query_attention(*row, visible) for row in zip(q, k, v, strict=True)]
+    expected = module.o_proj(torch.stack(rows).transpose(1, 2).flatten(2))
+    (gradient,) = torch.autograd.grad(expected.square().sum(), x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        found = module(x, rotation).float()
+    atol, rtol = TOLERANCES[dtype]
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+    (found_gradient,) = torch.autograd.grad(found.square().sum(), x)
+    scale = gradient.abs().max().item()
+    torch.testing.assert_close(found_gradient, gradient, atol=scale * atol * 5, rtol=rtol)
+
+
+def test_flash_says_when_there_is_no_kernel():
+    q, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 5)  # values of another size
+    with pytest.raises(MachineError, match=r"no flash kernel .*; take auto"):
+        attend(q, q, v, backend="flash")
+
+
+@given(
+    size=st.integers(1, 7),
+    chunks=st.lists(st.integers(1, 6), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
+def test_a_ring_holds_what_a_window_needs(size, chunks, seed):
+    """Whatever the chunks, the keys handed out are those of the last positions, and right."""
+    torch.manual_seed(seed)
+    total = sum(chunks)
+    k = torch.arange(float(total)).view(1, 1, total, 1)
+    cache = LayerCache(torch.zeros(1, 1, size, 1), torch.zeros(1, 1, size, 1))
+    start = 0
+    for chunk in chunks:
+        new = k[:, :, start : start + chunk]
+        keys, values, positions = cache.append(new, -new)
+        assert keys.flatten().tolist() == positions.tolist()
+        assert values.flatten().tolist() == [-p for p in positions.tolist()]
+        needed = range(max(0, start - size + 1), start + chunk)
+        assert set(needed) <= set(positions.tolist())
+        start += chunk
+    assert cache.keys.shape[2] == size

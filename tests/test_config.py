@@ -51,6 +51,8 @@ def test_every_mistake_of_a_file_is_one_line_with_its_place(tmp_path: Path):
         ({"model": {"attention": {"variant": "gqa"}}}, "n_kv_head: variant gqa needs it"),
         ({"model": {"attention": {"variant": "gqa", "n_kv_head": 3}}}, "take one of 1, 2, 4"),
         ({"model": {"attention": {"n_kv_head": 2}}}, "variant mha has n_head = 4, not 2"),
+        ({"model": {"attention": {"window": 0}}}, "window: expected greater than or equal to 1"),
+        ({"model": {"attention": {"full_every": 4}}}, "full_every: without a window"),
         ({"model": {"n_layer": True}}, "n_layer: expected a valid integer"),
         ({"model": {"n_layer": 2.5}}, "n_layer: expected a valid integer, found 2.5"),
         ({"model": {"dropout": 1}}, "dropout: expected less than 1"),

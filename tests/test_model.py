@@ -3,8 +3,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from gptmini import masks
 from gptmini.attention import KVCache
 from gptmini.config import ModelConfig
 from gptmini.errors import ConfigError
@@ -68,6 +70,62 @@ def test_every_combination_learns_is_causal_and_caches(variant, position, norm, 
         steps = [5, 1, 1, 3, 2]  # prefill, tokens one by one, chunks
         pieces = [model(piece, cache) for piece in inputs.split(steps, dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-5, rtol=1e-4)
+
+
+WINDOWS = [{}, {"window": 3}, {"window": 3, "full_every": 2}, {"window": 1}, {"window": 99}]
+
+
+@pytest.mark.parametrize("attention", WINDOWS, ids=str)
+@pytest.mark.parametrize("position", ["learned", "rope", "none"])
+@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
+def test_rows_of_different_lengths_are_what_they_are_alone(variant, position, attention):
+    torch.manual_seed(0)
+    heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
+    model = make(attention=heads | attention, position=position, n_layer=3).eval()
+    rows = [torch.randint(11, (length,)) for length in (12, 5, 1, 9)]
+    padding = masks.left_padding([len(row) for row in rows])
+    batch = torch.stack([F.pad(row, (12 - len(row), 0), value=7) for row in rows])
+    with torch.no_grad():
+        alone = [model(row[None])[0] for row in rows]
+        whole = model(batch, padding=padding)
+        cache = KVCache(model.config, 4, torch.device("cpu"), torch.float32)
+        steps = [model(piece, cache, padding) for piece in batch.split([4, 1, 4, 1, 1, 1], dim=1)]
+    for row, expected in enumerate(alone):
+        length = len(expected)
+        for found in (whole, torch.cat(steps, dim=1)):
+            torch.testing.assert_close(found[row, -length:], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_windowed_layer_keeps_its_window_only():
+    model = make(attention={"window": 3, "full_every": 2}, n_layer=4)
+    cache = KVCache(model.config, 1, torch.device("cpu"), torch.float32)
+    assert [layer.size for layer in cache.layers] == [3, 12, 3, 12]
+
+
+def test_a_window_hides_what_is_older():
+    torch.manual_seed(0)
+    model = make(attention={"window": 3}, n_layer=2).eval()
+    tokens = torch.randint(11, (1, 12))
+    other = tokens.clone()
+    other[0, 0] = (other[0, 0] + 1) % 11
+    with torch.no_grad():
+        changed = (model(tokens) - model(other)).abs().amax(dim=-1)[0] > 1e-6
+    # two layers of window 3 reach four positions back
+    assert changed.tolist() == [True] * 5 + [False] * 7
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradient_checkpointing_gives_the_same_gradients(dropout):
+    torch.manual_seed(0)
+    model = make(dropout=dropout).train()
+    tokens = torch.randint(11, (4, 12))
+    both = []
+    for model.gradient_checkpointing in (False, True):
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss(model, tokens, tokens).backward()
+        both.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
 def test_published_shapes_have_their_published_sizes():
@@ -161,7 +219,9 @@ def test_rotary_scores_depend_on_the_distance_only():
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
 
     def score(i: int, j: int) -> float:
-        return float((rotate(q, rotary(i, 1)) * rotate(k, rotary(j, 1))).sum())
+        return float(
+            (rotate(q, rotary(torch.tensor([i]))) * rotate(k, rotary(torch.tensor([j])))).sum()
+        )
 
     for distance in (0, 1, 7):
         scores = [score(j + distance, j) for j in (0, 3, 20)]
@@ -169,7 +229,7 @@ def test_rotary_scores_depend_on_the_distance_only():
     assert score(7, 0) != pytest.approx(score(0, 0), abs=1e-3)
     # the first pair turns by one radian a position, the definition says
     unit = torch.eye(8)[0].view(1, 1, 1, 8)
-    turned = rotate(unit, rotary(2, 1))[0, 0, 0]
+    turned = rotate(unit, rotary(torch.tensor([2])))[0, 0, 0]
     assert turned[[0, 4]].tolist() == pytest.approx([math.cos(2), math.sin(2)])
 
 

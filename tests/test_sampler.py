@@ -12,9 +12,9 @@ from gptmini.errors import CheckpointError, ConfigError
 from gptmini.model import GPT
 
 
-def model_of(variant: str = "gqa", position: str = "rope") -> GPT:
+def model_of(variant: str = "gqa", position: str = "rope", extra: dict | None = None) -> GPT:
     torch.manual_seed(5)
-    heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
+    heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None} | (extra or {})
     shape = {"attention": heads, "position": position, "tie_embeddings": False}
     model = GPT(tiny(model=shape).with_vocab_size(50).model).eval()
     with torch.no_grad():  # strong weights: a text that varies, far from ties
@@ -37,6 +37,36 @@ def test_with_and_without_the_cache_the_same_tokens_ten_contexts_long(
     assert cached == list(sampler.decode(model, prompt, sample, use_cache=False))
     assert len(cached) == 160
     assert len(set(cached)) > 5
+
+
+@pytest.mark.parametrize("attention", [{"window": 5}, {"window": 5, "full_every": 2}], ids=str)
+def test_windows_slide_alike_with_and_without_the_cache(attention):
+    model = model_of(extra=attention)
+    sample = SampleConfig(temperature=1.0, max_new_tokens=160, top_k=None)
+    cached = list(sampler.decode(model, [3, 1, 4], sample))
+    assert cached == list(sampler.decode(model, [3, 1, 4], sample, use_cache=False))
+
+
+def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    model, prompt = model_of(extra={"window": 5, "full_every": 2}), list(range(15))
+    sample = SampleConfig(temperature=0, max_new_tokens=20)
+    whole = list(sampler.decode(model, prompt, sample))
+    monkeypatch.setattr(sampler, "PREFILL", 4)
+    assert list(sampler.decode(model, prompt, sample)) == whole
+
+
+def test_stop_and_error_past_the_context():
+    model = model_of()
+    base = {"max_new_tokens": 50, "temperature": 0}
+    slide, stop = (
+        list(sampler.decode(model, [3, 1], SampleConfig.model_validate({**base, "overflow": o})))
+        for o in ("slide", "stop")
+    )
+    assert stop == slide[: 16 - 2 + 1]  # the last token needs no place of its own
+    with pytest.raises(ConfigError, match="2 tokens of prompt and 50 new ones do not fit"):
+        list(sampler.decode(model, [3, 1], SampleConfig(max_new_tokens=50, overflow="error")))
+    fitting = SampleConfig(max_new_tokens=15, overflow="error")
+    assert len(list(sampler.decode(model, [3, 1], fitting))) == 15
 
 
 def test_greedy_is_the_argmax_of_the_whole_model():
