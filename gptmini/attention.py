@@ -32,12 +32,15 @@ def attend(
     keys, and one query sees every key. `dropout` acts on the weights. The values may have a size
     of their own. MachineError if `backend` is a kernel that this machine has not.
     """
-    B, H, T, _ = q.shape
+    B, H, T, K = q.shape
+    if T > 1:
+        return _run(q, k, v, mask, mask is None, dropout, backend)
+    # One query: the heads of a group are the rows of one product. Two products a KV head keep two
+    # cores busy (12 heads on 1024 keys of one KV head: 38 us in one, 30 in two, 69 in twelve).
     G = k.shape[1]
-    if T == 1:  # a group's query heads are the rows of one small product
-        packed = _run(q.reshape(B, G, H // G, -1), k, v, mask, False, dropout, backend)
-        return packed.view(B, H, 1, -1)
-    return _run(q, k, v, mask, mask is None, dropout, backend)
+    blocks = 2 * G if H % (2 * G) == 0 else G
+    packed = _run(q.reshape(B, blocks, H // blocks, K), k, v, mask, False, dropout, backend)
+    return packed.view(B, H, 1, -1)
 
 
 def choose_backend(q: Tensor, dropout: float) -> str:
@@ -46,9 +49,8 @@ def choose_backend(q: Tensor, dropout: float) -> str:
     On a CPU the fused kernel's backward pass is slow in bfloat16 (forward and backward of B 32,
     H 4, T 256, K 64 on two cores with AMX: 44 ms fused, 22 ms plain), and dropout leaves it.
     """
-    training = torch.is_grad_enabled() and q.requires_grad
-    slow = q.device.type == "cpu" and (dropout > 0 or (training and q.dtype == torch.bfloat16))
-    return "eager" if slow else "sdpa"
+    slow = dropout > 0 or (q.requires_grad and q.dtype == torch.bfloat16)
+    return "eager" if slow and q.device.type == "cpu" else "sdpa"
 
 
 def _run(

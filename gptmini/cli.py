@@ -123,6 +123,65 @@ def generate(
     _stream(trained, prompt, use_cache=not no_cache, **settings)
 
 
+@app.command()
+def inspect(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run directory; by default the newest in runs/.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to read.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Draw one layer, from 0.")] = None,
+    head: Annotated[int | None, typer.Option(help="Draw one head, from 0.")] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="Show a mask instead: causal, window:N or padding:N.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A picture to draw: .png, .pdf, .svg.")] = None,
+) -> None:
+    """Show what the heads of a trained model look at, or what a mask hides."""
+    if mask is not None:
+        _show_mask(mask, out)
+        return
+    if prompt is None:
+        raise ConfigError("--prompt: missing; give the text whose attention is shown")
+    path = run or _newest_run()
+    from gptmini import inspect as look
+    from gptmini import sampler
+
+    trained = sampler.load(path, "cpu")
+    config = trained.config.model
+    layers = list(range(config.n_layer)) if layer is None else [layer]
+    for name, value, count in (("layer", layer, config.n_layer), ("head", head, config.n_head)):
+        if value is not None and not 0 <= value < count:
+            raise ConfigError(f"--{name} {value}: not in this model; take 0 to {count - 1}")
+    tokens = trained.tokenizer.encode(prompt).tolist()
+    weights = look.attention_weights(trained.model, tokens)
+    print("layer head KV head  previous  first  itself  entropy")
+    for one in look.summarise(weights):
+        if one.layer in layers and head in (None, one.head):
+            kv_head = one.head // (config.n_head // config.n_kv_head)
+            print(
+                f"{one.layer:5} {one.head:4} {kv_head:7}  {one.previous:8.3f}  {one.first:5.3f}  "
+                f"{one.itself:6.3f}  {one.entropy:7.3f}"
+            )
+    if out is not None:
+        from gptmini import plots
+
+        names = [look.label(trained.tokenizer, token) for token in tokens]
+        plots.draw_weights(weights, names, config.n_kv_head, layers, head, out)
+
+
+def _show_mask(name: str, out: Path | None) -> None:
+    """A mask of 12 positions as rows of x (visible) and . (hidden), and as a picture."""
+    from gptmini import inspect as look
+
+    found = look.named_mask(name, 12)
+    for row in found.tolist():
+        print(" ".join("x" if cell else "." for cell in row))
+    if out is not None:
+        from gptmini import plots
+
+        plots.draw_mask(found, name, out)
+
+
 def _stream(run: "Run", prompt: str, use_cache: bool, **settings: Any) -> None:
     """Write prompt and continuation to stdout as they come; a terminal gets no control characters.
 

@@ -1,6 +1,6 @@
 """Attention written out, one mechanism after another: a page to read, and the tests' oracle.
 
-Nothing here is fast and nothing of the model uses it. Each function is the definition in plain
+Nothing here is fast and the model does not use it. Each function is the definition in plain
 tensor code, so that the one production attention in `attention.py` has something to be equal to.
 
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size, V value size.

@@ -125,6 +125,33 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         assert line in err
 
 
+def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Path, monkeypatch):
+    assert gptmini("train", "--data", str(text_file), "--attention", "gqa:2", *SMALL)[0] == 0
+    code, out, err = gptmini("inspect", "--prompt", "the fox")
+    assert (code, err) == (0, "")
+    assert [line.split()[:3] for line in out.splitlines()[1:]] == [
+        ["0", "0", "0"],
+        ["0", "1", "0"],
+        ["0", "2", "1"],
+        ["0", "3", "1"],
+    ]
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, picture_out, err = gptmini("inspect", "--prompt", "the fox", "--out", "a.png")
+    assert (code, picture_out) == (5, out)
+    assert "gptmini[plot]" in err
+    for words, line in [
+        ([], "--prompt: missing"),
+        (["--prompt", "x" * 99], "--prompt: 99 tokens; give between 1 and 16"),
+        (["--prompt", "x", "--layer", "1"], "--layer 1: not in this model; take 0 to 0"),
+        (["--prompt", "x", "--head", "-1"], "--head -1: not in this model"),
+        (["--mask", "window:0"], "--mask window:0: no such mask"),
+    ]:
+        code, _, err = gptmini("inspect", *words)
+        assert (code, err.count("\n")) == (2, 1)
+        assert line in err
+    assert gptmini("inspect", "--mask", "window:2")[1].startswith("x . .")
+
+
 def test_a_bug_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError

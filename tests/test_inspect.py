@@ -1,0 +1,120 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny
+
+from gptmini import inspect, plots
+from gptmini.errors import ConfigError, MachineError
+from gptmini.model import GPT
+from gptmini.tokenizer import ByteTokenizer
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def model_of(**attention) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(tiny(model={"attention": attention}).with_vocab_size(50).model).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim == 2 else 1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"variant": "mha"},
+        {"variant": "gqa", "n_kv_head": 2, "qk_norm": True},
+        {"variant": "mqa", "window": 3},
+    ],
+    ids=str,
+)
+def test_the_weights_shown_are_those_the_model_uses(attention):
+    """Each layer's output, made again from the weights shown, is what the fast path gave."""
+    model = model_of(**attention)
+    seen = []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda m, args, out: seen.append((m, args, out)))
+    weights = inspect.attention_weights(model, TOKENS)
+    assert weights.shape == (2, 4, 8, 8)
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, 8))
+    for layer, (module, arguments, out) in enumerate(seen):
+        with torch.no_grad():
+            _, _, v = module.heads(*arguments[:2])
+            heads = [weights[layer, h] @ v[0, h // (4 // module.n_kv_head)] for h in range(4)]
+            again = module.o_proj(torch.cat(heads, dim=-1))
+        torch.testing.assert_close(again, out[0], atol=1e-5, rtol=1e-4)
+
+
+def test_looking_leaves_the_model_as_it_was():
+    model = model_of(variant="mha")
+    before = model(torch.tensor([TOKENS]))
+    inspect.attention_weights(model, TOKENS)
+    assert torch.equal(model(torch.tensor([TOKENS])), before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_summaries_of_plain_heads():
+    T = 5
+    previous = torch.eye(T).roll(-1, dims=1)
+    previous[:] = 0
+    previous[0, 0] = 1
+    previous[range(1, T), range(T - 1)] = 1
+    first = torch.zeros(T, T)
+    first[:, 0] = 1
+    even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
+    found = inspect.summarise(torch.stack([torch.eye(T), previous, first, even])[None])
+    assert [one[:2] for one in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    rows = [[round(number, 4) for number in one[2:]] for one in found]
+    assert rows[0] == [0, 0, 1, 0]
+    assert rows[1] == [1, 0.25, 0, 0]  # the previous token of the second is the first
+    assert rows[2] == [0.25, 1, 0, 0]
+    mean = sum(1 / n for n in range(2, T + 1)) / 4
+    entropy = sum(torch.tensor(float(n)).log().item() for n in range(2, T + 1)) / 4
+    assert rows[3] == pytest.approx([mean, mean, mean, entropy], abs=1e-4)
+
+
+def test_prompts_must_fit():
+    for tokens in ([], [1] * 17):
+        with pytest.raises(ConfigError, match="give between 1 and 16"):
+            inspect.attention_weights(model_of(variant="mha"), tokens)
+
+
+def test_labels_can_be_read():
+    tokenizer = ByteTokenizer()
+    labels = [inspect.label(tokenizer, token) for token in (65, 32, 10, 0xC3, 256)]
+    assert labels == ["A", "␣", "\\n", "c3", "<doc>"]
+
+
+def test_masks_by_name():
+    def rows(name: str) -> list[str]:
+        return ["".join(".x"[int(c)] for c in row) for row in inspect.named_mask(name, 3)]
+
+    assert rows("causal") == ["x..", "xx.", "xxx"]
+    assert rows("window:2") == ["x..", "xx.", ".xx"]
+    assert rows("padding:1") == ["x..", ".x.", ".xx"]
+    for wrong in ("window:0", "window", "padding:3", "x", "causal:3"):
+        with pytest.raises(ConfigError, match="take causal, window:N"):
+            inspect.named_mask(wrong, 3)
+
+
+def test_pictures_are_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    weights = inspect.attention_weights(model_of(variant="gqa", n_kv_head=2), TOKENS)
+    names = list("abcdefgh")
+    for name, layers, head in (("all", [0, 1], None), ("layer", [1], None), ("head", [1], 3)):
+        path = tmp_path / f"{name}.png"
+        plots.draw_weights(weights, names, 2, layers, head, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+    plots.draw_mask(inspect.named_mask("causal", 5), "causal", tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"end it in \.png"):
+        plots.draw_mask(inspect.named_mask("causal", 5), "causal", tmp_path / "mask.txt")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MachineError, match=r"pip install 'gptmini\[plot\]'"):
+        plots.draw_mask(inspect.named_mask("causal", 5), "causal", tmp_path / "mask.png")

@@ -1,0 +1,28 @@
+"""The scripts run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def output(name: str, *words: str) -> str:
+    command = [sys.executable, str(SCRIPTS / name), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_bench_attention_prints_caches_by_the_formula():
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in output("bench_attention.py", "--quick").splitlines()
+    ]
+    sizes = {row[1]: (row[6], row[7]) for row in rows if len(row) == 8 and row[0] == "128"}
+    assert sizes.keys() == {"mha", "gqa:3", "mqa", "window 128"}
+    assert all(size == formula for size, formula in sizes.values())
+
+
+def test_gradient_checkpointing_saves_memory():
+    rows = [line.strip("| ").split(" | ") for line in output("bench_memory.py").splitlines()[2:]]
+    peaks = {row[0]: float(row[1]) for row in rows}
+    assert peaks["on"] < 0.7 * peaks["off"]
