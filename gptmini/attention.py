@@ -46,11 +46,17 @@ def attend(
 def choose_backend(q: Tensor, dropout: float) -> str:
     """What `auto` means: `eager` where three plain products beat the fused kernel, else `sdpa`.
 
-    On a CPU the fused kernel's backward pass is slow in bfloat16 (forward and backward of B 32,
-    H 4, T 256, K 64 on two cores with AMX: 44 ms fused, 22 ms plain), and dropout leaves it.
+    On a CPU the fused kernel is slow backwards in bfloat16 on short rows, and dropout leaves it.
+    Milliseconds, eager / fused, of 6 heads of 64 on 4096 tokens in all (two cores with AMX):
+
+    | length                      | 32       | 128      | 256     | 512     | 1024    | 2048     |
+    |-----------------------------|----------|----------|---------|---------|---------|----------|
+    | bfloat16, with gradients    | 9 / 39   | 12 / 43  | 17 / 32 | 30 / 43 | 58 / 53 | 136 / 83 |
+    | bfloat16, without           | 2 / 2    | 4 / 2    | 7 / 4   | 15 / 6  | 26 / 9  | 61 / 14  |
+    | float32, with gradients     | 16 / 11  | 25 / 20  | 38 / 30 | 77 / 54 | 150/76  | 316/122  |
     """
-    slow = dropout > 0 or (q.requires_grad and q.dtype == torch.bfloat16)
-    return "eager" if slow and q.device.type == "cpu" else "sdpa"
+    slow = q.requires_grad and q.dtype == torch.bfloat16 and q.shape[2] < 1024
+    return "eager" if q.device.type == "cpu" and (slow or dropout > 0) else "sdpa"
 
 
 def _run(

@@ -12,9 +12,9 @@ from gptmini.configfile import CONFIGS, named_configs
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SMALL = [
-    "model.n_layer=1",
+    "model.n_layer=2",
     "model.d_model=32",
-    "model.context_length=16",
+    "model.context_length=32",
     "train.steps=2",
     "train.batch_size=4",
     "train.lr=1e-3",
@@ -40,10 +40,11 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     found = commands()
-    assert {line[1] for line in found} == {"train", "generate"}
+    assert {line[1] for line in found} == {"train", "generate", "inspect"}
     for line in found:
         small = [word for setting in SMALL for word in ("--set", setting)]
-        words = [*line, *small] if line[1] == "train" else [*line, "--max-new-tokens", "3"]
+        extra = {"train": small, "generate": ["--max-new-tokens", "3"], "inspect": []}
+        words = [*line, *extra[line[1]]]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end:
             cli.main()
