@@ -32,7 +32,8 @@ def split(corpus: Corpus, validation: float, seq_len: int) -> int:
         if have < seq_len + 1:
             raise DataError(
                 f"{corpus.source}: has {total} tokens, {have} of them for {name}, and one "
-                f"window needs {seq_len + 1}; take more text, or lower model.context_length"
+                f"window needs {seq_len + 1}; take more text, or lower "
+                f"model.context_length or train.seq_len"
             )
     return train
 

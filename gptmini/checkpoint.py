@@ -68,6 +68,7 @@ class RunDirectory:
     def begin(self, config: Config, text_tokenizer: Tokenizer) -> None:
         """Write down what stays the same through the run."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        files.sync_directory(self.path.parent)
         files.replace(self.tokenizer_file, text_tokenizer.to_json().encode())
         self.write_config(config)
 
@@ -99,11 +100,13 @@ class RunDirectory:
         with (self.path / "lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise MachineError(
                     f"{self.path}: another process is training this run; wait for it, or name "
                     f"another directory with --out"
                 ) from None
+            except OSError:
+                pass  # a file system without locks
             yield
 
     # -- saving ------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ class RunDirectory:
         final = self.checkpoints / f"step-{step:08d}"
         temporary = self.checkpoints / ".tmp"
         files.remove_tree(temporary)
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         contents = {
             "model.safetensors": safetensors.torch.save(checkpoint.model),
             "optimizer.safetensors": safetensors.torch.save(checkpoint.optimizer),
@@ -142,6 +145,14 @@ class RunDirectory:
         for step in self.steps()[KEEP:]:
             if best is None or step != best["step"]:
                 files.remove_tree(self.checkpoints / f"step-{step:08d}")
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints after a step, which are damaged, so that none counts as kept."""
+        for newer in self.steps():
+            if newer > step:
+                damaged = self.checkpoints / f"step-{newer:08d}.damaged"
+                files.remove_tree(damaged)
+                files.rename(self.checkpoints / f"step-{newer:08d}", damaged)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -174,13 +185,16 @@ class RunDirectory:
         return checkpoint
 
     def _first_whole(self, steps: list[int], with_optimizer: bool) -> Checkpoint | None:
-        damages = []
+        damages: list[str] = []
         for step in steps:
             try:
-                return self._load(step, with_optimizer)
+                checkpoint = self._load(step, with_optimizer)
             except CheckpointError as damage:
-                damages.append(str(damage))
-                self.warn(str(damage))
+                damages += damage.lines
+                continue
+            for line in damages:
+                self.warn(line)
+            return checkpoint
         if damages:
             raise CheckpointError(*damages, f"{self.path}: no whole checkpoint; restore one")
         return None
@@ -190,7 +204,10 @@ class RunDirectory:
         manifest = _json(folder / "manifest.json")
         state = json.loads(_checked(folder / "state.json", manifest))
         if state["format"] != FORMAT or state["step"] != step:
-            raise CheckpointError(f"{folder}: format {state['format']}, step {state['step']}")
+            raise CheckpointError(
+                f"{folder}: holds format {state['format']} and step {state['step']}, not format "
+                f"{FORMAT} and its own step; passed over"
+            )
         return Checkpoint(
             state,
             _tensors(folder / "model.safetensors", manifest),
@@ -202,7 +219,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); the one before is used") from None
+        raise CheckpointError(f"{path}: damaged ({error}); passed over") from None
 
 
 def _checked(path: Path, manifest: Any) -> bytes:
@@ -215,7 +232,7 @@ def _checked(path: Path, manifest: Any) -> bytes:
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
             raise ValueError("its SHA-256 does not agree with the manifest")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); the one before is used") from None
+        raise CheckpointError(f"{path}: damaged ({error}); passed over") from None
     return data
 
 
@@ -223,7 +240,7 @@ def _tensors(path: Path, manifest: Any) -> Tensors:
     try:
         return safetensors.torch.load(_checked(path, manifest))
     except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: no safetensors ({error})") from None
+        raise CheckpointError(f"{path}: no safetensors ({error}); passed over") from None
 
 
 def fitting(found: Tensors, expected: dict[str, Tensor], where: Path) -> Tensors:

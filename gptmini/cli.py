@@ -7,6 +7,7 @@ torch takes more than a second and `--help` should not.
 import os
 import shlex
 import sys
+import unicodedata
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from gptmini.sampler import Run
 
 RUNS = Path("runs")
-CACHE = Path.home() / ".cache" / "gptmini"
+CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 Assignment = tuple[str, tuple[str, ...], Any]
 
 app = typer.Typer(
@@ -76,7 +77,7 @@ def train(
     from gptmini import sampler, trainer
 
     trainer.train(settings, out, cache)
-    run = sampler.load(out)
+    run = sampler.load(out, settings.train.device)
     print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
     _stream(run, "", use_cache=True)
     print(
@@ -188,8 +189,9 @@ def _stream(run: "Run", prompt: str, use_cache: bool, **settings: Any) -> None:
     A closed pipe ends it quietly: the reader has what it wanted, as in `| head -1`.
     """
     visible = sys.stdout.isatty()
+    continuation = run.stream(prompt, use_cache, **settings)
     try:
-        for text in chain([prompt], run.stream(prompt, use_cache, **settings), ["\n"]):
+        for text in chain([prompt], continuation, ["\n"]):
             sys.stdout.write(_shown(text) if visible else text)
             sys.stdout.flush()
     except BrokenPipeError:
@@ -198,7 +200,10 @@ def _stream(run: "Run", prompt: str, use_cache: bool, **settings: Any) -> None:
 
 def _shown(text: str) -> str:
     """The text with control characters written out, so that a terminal does not obey them."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(
+        c if unicodedata.category(c) != "Cc" or c in "\n\t" else ascii(c)[1:-1]
+        for c in text.replace("\r", "")
+    )
 
 
 def _config(
@@ -269,7 +274,7 @@ def main() -> None:
             raise
         _fail(*_explain(error))
     if code == 130:
-        _fail(["stopped by Ctrl-C before there was anything to save"], 130)
+        _fail(["stopped by Ctrl-C"], 130)
     sys.exit(code)
 
 

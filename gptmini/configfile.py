@@ -4,6 +4,7 @@ The defaults come first, then a file, then `--set` and the named options, each o
 before. Every mistake is reported at once, with the place it was made.
 """
 
+import copy
 import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -64,6 +65,7 @@ def load(file: Path | None, assignments: list[tuple[str, tuple[str, ...], Any]])
                 key = ".".join(path[:depth])
                 raise ConfigError(f"{label}: {key} is a value, not a section; set {key} itself")
         inner[path[-1]] = value
+        origins = {key: o for key, o in origins.items() if key[: len(path)] != path}
         origins[path] = label
     return validate(data, origins)
 
@@ -73,8 +75,39 @@ def validate(data: Any, origins: Origins) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        lines = [line for one in error.errors() for line in _explain(one, origins)]
+        found = [*error.errors(), *_contradictions_beside(error, data)]
+        lines = [line for one in found for line in _explain(one, origins)]
         raise ConfigError(*dict.fromkeys(lines)) from None
+
+
+def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
+    """What contradicts itself among the settings that are well-formed one by one.
+
+    pydantic compares the settings of a section only when each is well-formed, so the others are
+    left out here; what would concern one of those is not said.
+    """
+    rest = copy.deepcopy(data)
+    dropped = set()
+    for one in error.errors():
+        if one["type"] != "contradiction":
+            *path, leaf = (str(part) for part in one["loc"] if isinstance(part, str))
+            section = rest
+            for name in path:
+                section = section.get(name) if isinstance(section, dict) else None
+            if isinstance(section, dict) and section.pop(leaf, None) is not None:
+                dropped.add(leaf)
+    try:
+        Config.model_validate(rest)
+    except ValidationError as again:
+        contradictions = [one for one in again.errors() if one["type"] == "contradiction"]
+        for one in contradictions:
+            one["ctx"]["found"] = [
+                (key, what)
+                for key, what in one["ctx"]["found"]
+                if not any(name in f"{key} {what}" for name in dropped)
+            ]
+        return contradictions
+    return []
 
 
 def find(name: str) -> Path:

@@ -20,7 +20,7 @@ def aside(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            _sync(file.fileno())
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -37,7 +37,7 @@ def write(path: Path, data: bytes) -> None:
     with path.open("xb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        _sync(file.fileno())
 
 
 def rename(source: Path, target: Path) -> None:
@@ -48,9 +48,10 @@ def rename(source: Path, target: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory under another name first, so that no half of it looks whole."""
-    trash = path.with_name(f".trash-{path.name}")
-    shutil.rmtree(trash, ignore_errors=True)
+    for left in path.parent.glob(".trash-*"):  # by a process that was killed
+        shutil.rmtree(left)
     if path.exists():
+        trash = path.with_name(f".trash-{path.name}")
         os.replace(path, trash)
         shutil.rmtree(trash)
 
@@ -61,6 +62,15 @@ def sync_directory(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    if sys.platform == "darwin":  # there fsync leaves data in the drive's own cache
+        import fcntl  # noqa: PLC0415 - not on Windows
+
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(descriptor)

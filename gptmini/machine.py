@@ -10,13 +10,15 @@ from types import FrameType
 import torch
 
 from gptmini.config import TrainConfig
-from gptmini.errors import MachineError
+from gptmini.errors import ConfigError, MachineError
 
 
 def pick_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one, else the CPU; MachineError for CUDA without a device."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {name}: not one of auto, cpu and cuda; take auto")
     if name == "cuda" and not torch.cuda.is_available():
-        raise MachineError("train.device: no CUDA device here; take auto or cpu")
+        raise MachineError("device cuda: no CUDA device here; take auto or cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -47,8 +49,9 @@ def keep_freed_memory() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             trim_threshold, mmap_threshold = -1, -3
-            mallopt(mmap_threshold, 1 << 30)
-            mallopt(trim_threshold, (1 << 31) - 1)
+            # Older versions take 32 MiB at most.
+            if mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20):
+                mallopt(trim_threshold, (1 << 31) - 1)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ QUANTITIES = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of a step: a linear rise, a plateau at lr, a cool-down that ends at min_lr."""
+    """The rate of a step: a linear rise, a plateau at lr, a cool-down towards min_lr."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     cooldown = min(round(config.cooldown * config.steps), config.steps - config.warmup_steps)

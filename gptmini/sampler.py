@@ -28,20 +28,28 @@ from gptmini.tokenizer import StreamDecoder, Tokenizer
 PREFILL = 512  # prompt tokens per forward pass, which bounds the memory of their scores
 
 
-@torch.inference_mode()
 def decode(
     model: GPT, prompt: list[int], sample: SampleConfig, use_cache: bool = True
 ) -> Iterator[int]:
-    """Tokens that follow a prompt of at least one token, max_new_tokens of them."""
+    """Tokens that follow a prompt of at least one token, max_new_tokens of them.
+
+    ConfigError, before anything is drawn, if they do not fit the context and may not overflow it.
+    """
     limit = model.config.context_length
-    weight = model.embed.weight
-    cache = KVCache(model.config, 1, weight.device, weight.dtype) if use_cache else None
-    generator = torch.Generator(weight.device).manual_seed(sample.seed)
     if sample.overflow == "error" and len(prompt) + sample.max_new_tokens - 1 > limit:
         raise ConfigError(
             f"sample.overflow: {len(prompt)} tokens of prompt and {sample.max_new_tokens} new ones "
             f"do not fit the context of {limit}; lower max_new_tokens, or take slide"
         )
+    return _decode(model, prompt, sample, use_cache)
+
+
+@torch.inference_mode()
+def _decode(model: GPT, prompt: list[int], sample: SampleConfig, use_cache: bool) -> Iterator[int]:
+    limit = model.config.context_length
+    weight = model.embed.weight
+    cache = KVCache(model.config, 1, weight.device, weight.dtype) if use_cache else None
+    generator = torch.Generator(weight.device).manual_seed(sample.seed)
     window = prompt[-limit:]
     unseen = window  # by the cache
     for _ in range(sample.max_new_tokens):
@@ -70,7 +78,7 @@ def choose(logits: Tensor, sample: SampleConfig, generator: torch.Generator) -> 
 
 
 def probabilities(logits: Tensor, sample: SampleConfig) -> Tensor:
-    """Logits (V,) to probabilities (V,): temperature, then top-k, then top-p.
+    """Logits (V,) to probabilities (V,): temperature, then top-k (with its ties), then top-p.
 
     Top-p keeps the smallest set of likeliest tokens that holds at least that much probability
     (Holtzman et al. 2020).
@@ -101,7 +109,7 @@ class Run:
         """The continuation of a prompt, in whole characters as they come.
 
         Ends after max_new_tokens or at the end of the document. `settings` are those of
-        `sample:` in the configuration (temperature, top_k, top_p, seed, max_new_tokens).
+        `sample:` in the configuration; ConfigError and DataError come before the first text.
         """
         sample = self.config.sample
         if settings:
@@ -115,8 +123,11 @@ class Run:
         limit = self.model.config.context_length
         if len(tokens) > limit:
             say(f"prompt: {len(tokens)} tokens, the context has {limit}; the last ones are used")
+        return self._texts(decode(self.model, tokens, sample, use_cache))
+
+    def _texts(self, tokens: Iterator[int]) -> Iterator[str]:
         decoder = StreamDecoder(self.tokenizer)
-        for token in decode(self.model, tokens, sample, use_cache):
+        for token in tokens:
             if token == self.tokenizer.document_token:
                 break
             if text := decoder.feed(token):
@@ -138,6 +149,11 @@ def load(path: str | Path, device: str = "auto") -> Run:
     """The best checkpoint of a run directory, ready to generate, in float32."""
     run = RunDirectory(Path(path), say)
     config, tokenizer = run.config(), run.tokenizer()
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise DataError(
+            f"{run.tokenizer_file}: has {tokenizer.vocab_size} tokens, the model "
+            f"{config.model.vocab_size}; restore the tokenizer of this run"
+        )
     checkpoint = run.best()
     model = GPT(config.model)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))

@@ -72,7 +72,7 @@ BUILTIN = {"builtin:python-docs": _python_docs, "builtin:python-code": _python_c
 
 
 def _file_pieces(path: Path) -> Iterator[Piece]:
-    """A file in pieces that end at line ends, so that no tokenizer sees a cut word."""
+    """A file in pieces that end at line ends, so that words stay whole on lines under 1 MiB."""
     with _open_text(path) as file:
         before = os.fstat(file.fileno())
         decoder = codecs.getincrementaldecoder("utf-8-sig")()

@@ -25,6 +25,7 @@ from gptmini.runlog import RunLog, say
 
 # Settings that may change while a run goes on; all others would make it another run.
 CHANGEABLE = {
+    "data.path",  # its content is compared
     "train.steps",
     "train.warmup_steps",
     "train.eval_every",
@@ -115,9 +116,10 @@ def begin(training: Training) -> None:
         _check_same(config, run.config(), run)
         if run.tokenizer().fingerprint() != tokenizer.fingerprint():
             raise DataError(_other_text(config, run))
-        run.write_config(config)
-    if (checkpoint := run.newest()) is not None:
-        _restore(training, checkpoint)
+        if (checkpoint := run.newest()) is not None:
+            _restore(training, checkpoint)
+        if training.step < config.train.steps:
+            run.write_config(config)
     _introduce(training)
 
 
@@ -146,7 +148,7 @@ def _loop(training: Training, log: RunLog, received: list[int]) -> None:
         is_best = training.best is not None and training.best["step"] == training.step
         if training.step % settings.save_every == 0 or last or is_best or received:
             save(training)
-        if received and not last:
+        if received:
             name = signal.Signals(received[0]).name
             raise Stopped(
                 received[0],
@@ -171,10 +173,7 @@ def update(training: Training) -> dict[str, Any]:
         total += share.item()
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
     if not math.isfinite(norm):
-        raise DivergedError(
-            f"{training.run.path}: loss {total:.4g} and gradient norm {norm} at step {step + 1}, "
-            f"before the update; lower train.lr"
-        )
+        raise DivergedError(_diverged(training, f"loss {total:.4g}, gradient norm {norm}"))
     for group in training.optimizer.param_groups:
         group["lr"] = rate
     training.optimizer.step()
@@ -189,6 +188,8 @@ def assess(training: Training) -> dict[str, Any]:
         corpus.tokens, training.held_in, training.config.seq_len, settings.micro_batch_size
     )
     result = evaluate(training.model, held_out, corpus.tokenizer.byte_lengths(), training.precision)
+    if not math.isfinite(result.loss):
+        raise DivergedError(_diverged(training, f"validation loss {result.loss}"))
     if training.best is None or result.loss < training.best["val_loss"]:
         training.best = _stamp(training) | {
             "val_loss": result.loss,
@@ -201,6 +202,9 @@ def save(training: Training) -> None:
     """Write a checkpoint of this step, unless there is one."""
     if training.saved == training.step:
         return
+    weights = training.model.state_dict()
+    if not all(tensor.isfinite().all() for tensor in weights.values()):
+        raise DivergedError(_diverged(training, "weights that are not finite"))
     state = _stamp(training) | {
         "best": training.best,
         "corpus": training.corpus.tokens.content,
@@ -209,7 +213,7 @@ def save(training: Training) -> None:
     training.run.save(
         Checkpoint(
             state,
-            training.model.state_dict(),
+            weights,
             optim.named_state(training.model, training.optimizer),
         )
     )
@@ -224,6 +228,7 @@ def _restore(training: Training, checkpoint: Checkpoint) -> None:
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
     fitting(checkpoint.optimizer, optim.state_like(model), run.checkpoints)
     optim.restore_state(model, training.optimizer, checkpoint.optimizer)
+    run.set_aside_after(checkpoint.step)
     training.step = training.saved = checkpoint.step
     training.seconds, training.best = state["seconds"], state["best"]
     run.write_best(training.best)
@@ -292,6 +297,13 @@ def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
         raise ConfigError(
             *lines, f"{run.path}: holds another run; name another directory with --out"
         )
+
+
+def _diverged(training: Training, what: str) -> str:
+    return (
+        f"{training.run.path}: {what} after step {training.step}, nothing of it saved; lower "
+        f"train.lr and name another directory with --out"
+    )
 
 
 def _other_text(config: Config, run: RunDirectory) -> str:

@@ -23,13 +23,13 @@ Lines = dict[Path_, int]
 # A plain scalar is the first of these that matches, else text. Quoted scalars are always text.
 SCALARS = {
     "null": re.compile(r"null|~|"),
-    "bool": re.compile(r"true|false"),
+    "bool": re.compile(r"true|false|True|False|TRUE|FALSE"),
     "int": re.compile(r"[-+]?(0|[1-9][0-9]*)"),
     "float": re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"),
 }
 MAKE: dict[str, Callable[[str], Any]] = {
     "null": lambda _: None,
-    "bool": lambda text: text == "true",
+    "bool": lambda text: text.lower() == "true",
     "int": int,
     "float": float,
 }

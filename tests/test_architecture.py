@@ -111,7 +111,7 @@ def test_printing_and_environment_have_their_rooms():
         assert not used & {"print", "os.environ", "os.getenv"} or name == "cli", name
 
 
-def test_nothing_is_private_to_a_machine_and_files_are_short():
+def test_files_are_short():
     for path in PACKAGE.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 350, path.name
 

@@ -72,7 +72,7 @@ def test_bfloat16_training_takes_the_plain_route_and_agrees():
     q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
     exact = attend(q, k, v)
     low_q = q.bfloat16().requires_grad_()
-    assert choose_backend(low_q, 0.0) == "eager"
+    assert choose_backend(low_q, False, 0.0) == "eager"
     low = attend(low_q, k.bfloat16(), v.bfloat16())
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), exact, atol=0.03, rtol=0.03)

@@ -56,6 +56,7 @@ def test_the_newest_two_and_the_best_stay(run: RunDirectory):
     assert not list(run.checkpoints.glob(".*"))
 
 
+shutil_rmtree = shutil.rmtree
 CALLS = ("write", "rename", "sync_directory", "remove_tree", "replace")
 
 
@@ -70,6 +71,8 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
             if count == number:
                 if not before and function.__name__ == "write":
                     path.write_bytes(rest[0][: len(rest[0]) // 2])
+                elif not before and function is shutil_rmtree:
+                    next(path.iterdir()).unlink()
                 elif not before:
                     function(path, *rest)
                 raise Killed
@@ -79,6 +82,8 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
 
     for name in CALLS:
         monkeypatch.setattr(files, name, counted(getattr(files, name)))
+    for module, name in ((os, "replace"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -109,24 +114,24 @@ def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(run: RunDirectory, bef
 
 def test_files_that_were_not_synced_are_not_counted_on(run: RunDirectory, monkeypatch):
     """Every byte of a checkpoint is synced before its name appears."""
-    synced: set[str] = set()
+    synced: set[int] = set()
     fsync, replace = os.fsync, os.replace
 
     def note_sync(descriptor: int) -> None:
-        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
     def check_rename(source, target) -> None:
         if Path(target).name == "step-00000001":
-            inside = {str(path) for path in Path(source).iterdir()}
+            inside = {path.stat().st_ino for path in Path(source).iterdir()}
             assert len(inside) == 4
-            assert inside | {str(source)} <= synced
+            assert inside | {Path(source).stat().st_ino} <= synced
         replace(source, target)
 
-    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(files, "_sync", note_sync)
     monkeypatch.setattr(os, "replace", check_rename)
     run.save(checkpoint(1))
-    assert str(run.checkpoints) in synced
+    assert run.checkpoints.stat().st_ino in synced
 
 
 @pytest.mark.parametrize(

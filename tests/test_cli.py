@@ -119,8 +119,10 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--top-p", "1.5"], "sample.top_p"),
         (["--max-new-tokens", "-1"], "sample.max_new_tokens"),
         (["--seed", "-1"], "sample.seed"),
+        (["--device", "mps"], "device mps: not one of auto, cpu and cuda"),
+        (["--overflow", "error", "--max-new-tokens", "99"], "do not fit the context of 16"),
     ]:
-        code, out, err = gptmini("generate", *words)
+        code, out, err = gptmini("generate", "--prompt", "The ", *words)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert line in err
 
@@ -166,7 +168,9 @@ def test_a_bug_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch)
 
 
 def test_control_characters_are_shown_not_obeyed():
-    assert cli._shown("a\x1b[31mé\n\t\x07東") == "a\\x1b[31mé\n\t\\x07東"
+    assert cli._shown("a\x1b[31mé\n\t\x07東\x9b") == "a\\x1b[31mé\n\t\\x07東\\x9b"
+    ordinary = "\u3000l\u00a0homme\u202f! \u200d"
+    assert cli._shown(ordinary + "\r\n") == ordinary + "\n"
 
 
 def test_help_answers_without_torch():
@@ -198,9 +202,9 @@ def test_killed_by_the_system_and_gone_on(gptmini, text_file: Path, tmp_path: Pa
         str(text_file),
         *SMALL,
         "--steps",
-        "60",
+        "300",
         "--set",
-        "train.save_every=10",
+        "train.save_every=20",
         "--out",
     ]
     assert gptmini(*words, "whole")[0] == 0
@@ -211,12 +215,14 @@ def test_killed_by_the_system_and_gone_on(gptmini, text_file: Path, tmp_path: Pa
         stdout=subprocess.DEVNULL,
         env=environment,
     )
-    while process.poll() is None and not list(Path("killed").rglob("step-*/manifest.json")):
+    while process.poll() is None and not list(
+        Path("killed/checkpoints").glob("step-*/manifest.json")
+    ):
         pass
     process.kill()
     assert process.wait() != 0
     assert gptmini(*words, "killed")[0] == 0
-    name = "checkpoints/step-00000060/model.safetensors"
+    name = "checkpoints/step-00000300/model.safetensors"
     assert Path("whole", name).read_bytes() == Path("killed", name).read_bytes()
 
 

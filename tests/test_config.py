@@ -129,3 +129,21 @@ def test_a_value_is_no_section(tmp_path: Path):
     path.write_text("data: 3\n")
     with pytest.raises(ConfigError, match="data is a value"):
         load(path, [("--data", ("data", "path"), "x")])
+
+
+def test_contradictions_stand_beside_malformed_settings():
+    lines = errors({"train": {"lr": -1, "steps": 5, "warmup_steps": 9}})
+    assert [line.split(":")[0] for line in lines] == ["train.lr", "train.warmup_steps"]
+    lines = errors({"train": {"seq_len": 999, "lr": -1}})
+    assert [line.split(":")[0] for line in lines] == ["train.lr", "train.seq_len"]
+    # with the number of heads unknown nothing is said about the width
+    (line,) = errors({"model": {"n_head": "six", "d_model": 90}})
+    assert line.startswith("model.n_head")
+
+
+def test_the_place_of_a_section_given_whole(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("train:\n  lr: 1e-3\n")
+    with pytest.raises(ConfigError) as error:
+        load(path, [("--set train", ("train",), {"lr": -1})])
+    assert error.value.lines[0].startswith("--set train: train.lr: expected greater than 0")

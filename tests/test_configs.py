@@ -1,7 +1,6 @@
 """Every configuration loads, says what to expect, and makes a step."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,8 +49,3 @@ def test_the_attention_configurations_differ_in_one_line():
 def test_the_schema_is_that_of_the_code():
     written = json.loads((CONFIGS / "schema.json").read_text())
     assert written == Config.model_json_schema(), "run python scripts/write_schema.py"
-
-
-def test_configs_travel_in_the_wheel():
-    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert '"configs" = "gptmini/configs"' in pyproject

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from gptmini import sampler, trainer
 from gptmini.config import SampleConfig
-from gptmini.errors import CheckpointError, ConfigError
+from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.model import GPT
+from gptmini.tokenizer import CharTokenizer
 
 
 def model_of(variant: str = "gqa", position: str = "rope", extra: dict | None = None) -> GPT:
@@ -153,7 +154,8 @@ def test_a_run_streams_what_it_generates_and_repeats_itself(run: sampler.Run):
     text = run.generate("the ", max_new_tokens=30, top_k=None)
     assert text == "".join(run.stream("the ", max_new_tokens=30, top_k=None))
     assert text != run.generate("the ", max_new_tokens=30, top_k=None, seed=2)
-    assert run.generate("", max_new_tokens=5, temperature=0) is not None
+    begins = list(sampler.decode(run.model, [256], SampleConfig(temperature=0, max_new_tokens=5)))
+    assert run.generate("", max_new_tokens=5, temperature=0) == run.tokenizer.decode(begins)
     with pytest.raises(ConfigError, match=r"sample.temperature: expected greater than or equal"):
         run.generate("x", temperature=-1.0)
 
@@ -167,3 +169,9 @@ def test_a_long_prompt_keeps_its_tail_and_says_so(run: sampler.Run, capsys):
     tail = "x" * 16
     assert run.generate("abc" + tail) == run.generate(tail)
     assert "19 tokens, the context has 16" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_run_is_refused(run: sampler.Run):
+    (run.path / "tokenizer.json").write_text(CharTokenizer("abc").to_json())
+    with pytest.raises(DataError, match="has 4 tokens, the model 257"):
+        sampler.load(run.path)

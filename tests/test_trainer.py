@@ -1,5 +1,7 @@
 import json
+import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -122,7 +124,8 @@ def test_accumulated_gradients_are_those_of_the_large_batch(train, text_file):
 
 def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
     train(config)
-    train(config)
+    shorter = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
+    assert train(shorter).config().train.steps == 6
     assert "already finished at step 6" in capsys.readouterr().err
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     run = train(longer)
@@ -152,16 +155,56 @@ def test_other_text_under_the_same_name_is_refused(train, config, text_file):
     train(config)
     text_file.write_text(text_file.read_text().replace("fox", "cow"))
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
+    written = (text_file.parent / "run" / "config.yaml").read_bytes()
     with pytest.raises(DataError, match="not the text"):
         train(longer)
+    assert (text_file.parent / "run" / "config.yaml").read_bytes() == written
 
 
 def test_damaged_checkpoints_are_never_a_fresh_start(train, config, tmp_path):
     run = train(config)
     for step in run.steps():
         (run.checkpoints / f"step-{step:08d}" / "state.json").unlink()
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        train(config)
+        train(longer)
+    assert run.config().train.steps == 6
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_new_ones(train, config):
+    run = train(config)
+    assert run.steps() == [6, 3]
+    (run.checkpoints / "step-00000006" / "state.json").write_text("{")
+    whole = train(config, "whole")
+    again = train(config)
+    assert again.steps() == [6, 3]
+    assert same(weights(whole, 6), weights(again, 6))
+    assert (run.checkpoints / "step-00000006.damaged").is_dir()
+
+
+def test_weights_that_blow_up_in_an_update_are_never_saved(train, text_file):
+    wild = {"lr": 1e9, "warmup_steps": 0, "eval_every": 1, "grad_clip": 1e9}
+    with pytest.raises(DivergedError, match=r"nothing of it saved; lower train.lr"):
+        train(tiny(data={"path": str(text_file)}, train=wild))
+    run = RunDirectory(text_file.parent / "run")
+    for step in run.steps():
+        assert all(tensor.isfinite().all() for tensor in weights(run, step).values())
+    if (run.path / "best.json").exists():
+        assert math.isfinite(json.loads((run.path / "best.json").read_text())["val_loss"])
+
+
+def test_a_removed_folder_of_checkpoints_is_a_fresh_start(train, config):
+    run = train(config)
+    before = weights(run, 6)
+    shutil.rmtree(run.checkpoints)
+    assert same(weights(train(config), 6), before)
+
+
+def test_the_same_text_by_another_path_goes_on(train, config, text_file):
+    train(config)
+    data = {"path": str(text_file.parent / ".." / text_file.parent.name / text_file.name)}
+    other = tiny(data=data, model={"dropout": 0.1}, train={"steps": 9})
+    assert train(other).steps()[0] == 9
 
 
 def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monkeypatch):
@@ -170,7 +213,9 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
         monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * float("nan"))
 
     stop_after(monkeypatch, 5, poison)
-    with pytest.raises(DivergedError, match=r"at step 5, before the update; lower train.lr"):
+    with pytest.raises(
+        DivergedError, match=r"gradient norm nan after step 4, nothing of it saved; lower train.lr"
+    ):
         train(config)
     run = RunDirectory(Path(config.data.path).parent / "run")
     assert run.steps() == [3]

@@ -19,6 +19,7 @@ from gptmini.yamlfile import assignment, dump, parse, read_file
         ("12", 12),
         ("-12", -12),
         ("true", True),
+        ("False", False),
         ("null", None),
         ("~", None),
         ("", None),
