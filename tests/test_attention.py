@@ -175,11 +175,12 @@ def test_gqa_is_mha_with_equal_heads_in_a_group():
     torch.testing.assert_close(grouped(x), full(x))
 
 
-def test_mqa_is_gqa_with_one_kv_head():
-    one, mqa = Attention(config_of("gqa", 1)), Attention(config_of("mqa"))
-    mqa.load_state_dict(one.state_dict())
+@pytest.mark.parametrize(("variant", "kv_heads"), [("mha", 4), ("mqa", 1)])
+def test_gqa_has_mha_and_mqa_at_its_ends(variant, kv_heads):
+    grouped, plain = Attention(config_of("gqa", kv_heads)), Attention(config_of(variant))
+    plain.load_state_dict(grouped.state_dict())
     x = torch.randn(2, 9, 32)
-    assert torch.equal(one(x), mqa(x))
+    assert torch.equal(grouped(x), plain(x))
 
 
 def test_cache_sizes_are_as_the_kv_heads():
