@@ -2,7 +2,7 @@
 
 Past the context there are three policies. `slide`: when the context is full, its newer half is
 prefilled again, at positions from 0 on, and decoding goes on from there. That holds for learned and
-rotary positions and for windowed layers alike, and costs at most one prefilled token for each drawn
+rotary positions and for windowed layers alike, and costs about one prefilled token for each drawn
 one. `stop` ends the text, `error` refuses before it begins. With and without the cache the model
 sees the same tokens at the same positions.
 """
