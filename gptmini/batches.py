@@ -2,7 +2,9 @@
 
 The training tokens are cut into windows of seq_len, without overlap. Each epoch visits every window
 once, in an order and from a first position drawn from (seed, epoch). The order is a Feistel network
-over the window numbers: a permutation that needs no memory, so nothing about it is ever saved.
+over the window numbers: a permutation that needs no memory, so nothing about it is ever saved, and
+it is the same for however many processes read it. Weighted texts have their own epochs and take
+turns in a fixed pattern.
 """
 
 import hashlib
@@ -12,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.errors import DataError
-from gptmini.shards import Corpus, TokenFile
+from gptmini.prepare import Stretch
 
 ROUNDS = 4
+CYCLE = 1000  # places after which the pattern of weighted stretches comes again
 
 
 def draw(*words: int) -> int:
@@ -24,60 +26,85 @@ def draw(*words: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def split(corpus: Corpus, validation: float, seq_len: int) -> int:
-    """The number of training tokens, the rest being held out; DataError if either is too short."""
-    total = len(corpus.tokens)
-    train = total - max(round(total * validation), 1)
-    for name, have in (("training", train), ("validation", total - train)):
-        if have < seq_len + 1:
-            raise DataError(
-                f"{corpus.source}: has {total} tokens, {have} of them for {name}, and one "
-                f"window needs {seq_len + 1}; take more text, or lower "
-                f"model.context_length or train.seq_len"
-            )
-    return train
-
-
 class Batches:
-    """The training windows of a token file."""
+    """The training windows of a corpus."""
 
-    def __init__(self, tokens: TokenFile, train: int, seq_len: int, batch_size: int, seed: int):
-        """Draw from the first `train` tokens of the file."""
-        self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
-        self.windows = max(1, (train - seq_len) // seq_len)
-        # Where the first window may begin, so that the last one still fits.
-        self.offsets = min(seq_len, train - self.windows * seq_len)
+    def __init__(
+        self,
+        stretches: list[Stretch],
+        weights: list[float] | None,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        """Draw from stretches of tokens, from several in proportion to their weights."""
+        self.stretches, self.seq_len, self.batch_size, self.seed = (
+            stretches,
+            seq_len,
+            batch_size,
+            seed,
+        )
+        self.windows = [max(1, (len(one) - seq_len) // seq_len) for one in stretches]
+        # Which stretch is visited at each place of a cycle, and how often it was before in it.
+        self.shares = shares(weights or [1.0], CYCLE)
+        key = draw(seed)
+        order = sorted(range(CYCLE), key=lambda place: permute(place, CYCLE, key))
+        owners = np.repeat(np.arange(len(self.shares)), self.shares)[order]
+        self.visited = owners.tolist()
+        self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
 
-    def starts(self, step: int) -> list[int]:
-        """The positions in the corpus at which the batch_size windows of a step begin."""
+    def starts(self, step: int) -> list[tuple[int, int]]:
+        """Stretch and position in its file of each of the batch_size windows of a step."""
         first = step * self.batch_size
         return [self._start(place) for place in range(first, first + self.batch_size)]
 
-    def _start(self, place: int) -> int:
-        epoch, index = divmod(place, self.windows)
-        window = permute(index, self.windows, draw(self.seed, epoch))
-        return draw(self.seed, epoch, 1) % self.offsets + window * self.seq_len
+    def _start(self, place: int) -> tuple[int, int]:
+        cycle, place = divmod(place, CYCLE)
+        which = self.visited[place]
+        epoch, index = divmod(cycle * self.shares[which] + self.before[place], self.windows[which])
+        stretch, windows = self.stretches[which], self.windows[which]
+        window = permute(index, windows, draw(self.seed, which, epoch))
+        # Where the first window may begin, so that the last one still fits.
+        offsets = min(self.seq_len, len(stretch) - windows * self.seq_len)
+        offset = draw(self.seed, which, epoch, 1) % offsets
+        return which, stretch.first + offset + window * self.seq_len
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens and the targets one place further on, both (B, T)."""
-        return stack(self.tokens.read(start, self.seq_len + 1) for start in self.starts(step))
+        return stack(
+            self.stretches[which].tokens.read(start, self.seq_len + 1)
+            for which, start in self.starts(step)
+        )
 
     def epochs(self, steps: int) -> float:
-        """How often that many steps visit the training text."""
-        return steps * self.batch_size / self.windows
+        """How often that many steps visit the training text, or the part of it visited most."""
+        visits = zip(self.shares, self.windows, strict=True)
+        return max(steps * self.batch_size * share / CYCLE / windows for share, windows in visits)
+
+
+def shares(weights: list[float], whole: int) -> list[int]:
+    """Positive whole numbers that add up to `whole`, as near to the weights as can be."""
+    exact = [weight * (whole - len(weights)) / sum(weights) for weight in weights]
+    found = [1 + int(share) for share in exact]
+    rest = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
+    for i in rest[: whole - sum(found)]:
+        found[i] += 1
+    return found
 
 
 def validation_batches(
-    tokens: TokenFile, first: int, seq_len: int, batch_size: int
+    stretches: list[Stretch], seq_len: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every token after `first` as a target once, in windows side by side, the last shorter."""
-    last = len(tokens) - 1  # the last position that has a target
-    whole = (last - first) // seq_len
-    for begin in range(0, whole, batch_size):
-        rows = range(begin, min(begin + batch_size, whole))
-        yield stack(tokens.read(first + row * seq_len, seq_len + 1) for row in rows)
-    if rest := (last - first) % seq_len:
-        yield stack([tokens.read(last - rest, rest + 1)])
+    """Every token but the first of each stretch as a target once, in windows side by side."""
+    for stretch in stretches:
+        tokens, first = stretch.tokens, stretch.first
+        last = stretch.last - 1  # the last position that has a target
+        whole = (last - first) // seq_len
+        for begin in range(0, whole, batch_size):
+            rows = range(begin, min(begin + batch_size, whole))
+            yield stack(tokens.read(first + row * seq_len, seq_len + 1) for row in rows)
+        if rest := (last - first) % seq_len:
+            yield stack([tokens.read(last - rest, rest + 1)])
 
 
 def stack(rows: Iterator[np.ndarray] | list[np.ndarray]) -> tuple[Tensor, Tensor]:

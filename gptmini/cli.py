@@ -7,7 +7,6 @@ torch takes more than a second and `--help` should not.
 import os
 import shlex
 import sys
-import unicodedata
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 import typer.exceptions
 
+from gptmini.cli_text import data_app, tokenizer_app
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
 
 if TYPE_CHECKING:
@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 Assignment = tuple[str, tuple[str, ...], Any]
+
+ConfigName = Annotated[
+    str | None, typer.Argument(help="A YAML file, or the name of one in configs/.")
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A file, a folder, a glob, - for standard input, builtin:python-docs or "
+        "builtin:python-code; may be given several times."
+    ),
+]
+Errors = Annotated[str | None, typer.Option(help="Bytes that are no UTF-8: strict or replace.")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as train.lr=1e-3."),
+]
+Cache = Annotated[
+    Path, typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora are kept.")
+]
 
 app = typer.Typer(
     help="Turn any text into a GPT that its owner understands.",
@@ -47,33 +66,27 @@ def _options(
         print(context.get_help())
 
 
+app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(data_app, name="data")
+
+
 @app.command()
 def train(
-    config: Annotated[
-        str | None, typer.Argument(help="A YAML file, or the name of one in configs/.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="A UTF-8 text file, builtin:python-docs or builtin:python-code."),
-    ] = None,
+    config: ConfigName = None,
+    data: Data = None,
+    errors: Errors = None,
     out: Annotated[
         Path | None, typer.Option(help="The run directory; by default runs/ and a name.")
     ] = None,
     attention: Annotated[str | None, typer.Option(help="mha, mqa or gqa:KV_HEADS.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as train.lr=1e-3."),
-    ] = None,
-    cache: Annotated[
-        Path,
-        typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora are kept."),
-    ] = CACHE,
+    assignments: Assignments = None,
+    cache: Cache = CACHE,
 ) -> None:
     """Train a model on a text, or go on with a run that was stopped."""
-    settings = _config(config, data, attention, steps, device, assignments or [])
-    out = out or _default_out(config, settings.data.path, attention)
+    settings = _config(config, data, errors, attention, steps, device, assignments or [])
+    out = out or _default_out(config, settings.data.paths[0], attention)
     from gptmini import sampler, trainer
 
     trainer.train(settings, out, cache)
@@ -84,6 +97,22 @@ def train(
         f"\ngptmini: more with: gptmini generate {shlex.quote(str(out))} --prompt TEXT",
         file=sys.stderr,
     )
+
+
+@data_app.command("prepare")
+def prepare(
+    config: ConfigName = None,
+    data: Data = None,
+    errors: Errors = None,
+    assignments: Assignments = None,
+    cache: Cache = CACHE,
+) -> None:
+    """Turn a text into tokens, as train does before its first step."""
+    from gptmini import prepare, runlog
+
+    settings = _config(config, data, errors, None, None, None, assignments or [])
+    ready = prepare.prepare_corpus(settings, cache, runlog.progress)
+    print(ready.summary(settings.tokenizer.kind))
 
 
 @app.command()
@@ -188,27 +217,22 @@ def _stream(run: "Run", prompt: str, use_cache: bool, **settings: Any) -> None:
 
     A closed pipe ends it quietly: the reader has what it wanted, as in `| head -1`.
     """
+    from gptmini.runlog import shown
+
     visible = sys.stdout.isatty()
     continuation = run.stream(prompt, use_cache, **settings)
     try:
         for text in chain([prompt], continuation, ["\n"]):
-            sys.stdout.write(_shown(text) if visible else text)
+            sys.stdout.write(shown(text) if visible else text)
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _shown(text: str) -> str:
-    """The text with control characters written out, so that a terminal does not obey them."""
-    return "".join(
-        c if unicodedata.category(c) != "Cc" or c in "\n\t" else ascii(c)[1:-1]
-        for c in text.replace("\r", "")
-    )
-
-
 def _config(
     name: str | None,
-    data: str | None,
+    data: list[str] | None,
+    errors: str | None,
     attention: str | None,
     steps: int | None,
     device: str | None,
@@ -221,8 +245,10 @@ def _config(
     for text in assignments:
         path, value = yamlfile.assignment(text)
         overrides.append((f"--set {'.'.join(path)}", path, value))
-    if data is not None:
-        overrides.append(("--data", ("data", "path"), data))
+    if data:
+        overrides.append(("--data", ("data", "path"), data if len(data) > 1 else data[0]))
+    if errors is not None:
+        overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
         overrides += _attention(attention)
     if steps is not None:
@@ -246,7 +272,9 @@ def _attention(text: str) -> list[Assignment]:
 
 def _default_out(config: str | None, data: str, attention: str | None) -> Path:
     """`runs/` and the configuration's name, or the text's where none is named."""
-    name = Path(config or data.removeprefix("builtin:")).stem
+    parts = Path(config or data.removeprefix("builtin:")).parts
+    plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
+    name = Path(*plain).name.split(".")[0].strip("-") or "text"
     return RUNS / (f"{name}-{attention.replace(':', '')}" if attention else name)
 
 
@@ -287,6 +315,8 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "gptmini"
         return [f"{text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help"], 2
+    if isinstance(error, UnicodeError):
+        return [f"the text given is no UTF-8 ({error}); convert it"], 3
     if isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
         return [f"{error.filename or 'a file'}: {reason}; mend it or name another place"], 5

@@ -136,20 +136,60 @@ class ModelConfig(Section):
 class TokenizerConfig(Section):
     """How text becomes tokens."""
 
-    kind: str = Field("byte", description="byte, char, or an encoding of tiktoken such as gpt2")
+    kind: str = Field(
+        "auto",
+        description="auto (by the size of text and model), byte, char, bpe (learnt from the text), "
+        "an encoding of tiktoken such as gpt2, or a saved tokenizer: a .json file",
+    )
+    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = Field(
+        None, description="tokens of bpe; by default chosen by the size of text and model"
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.vocab_size is not None and self.kind != "bpe":
+            yield "vocab_size", f"is chosen for kind bpe alone, not {self.kind}; leave it out"
+
+
+Paths = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
 
 
 class DataConfig(Section):
     """What is learnt from."""
 
-    path: str = Field(
+    path: Paths = Field(
         "builtin:python-docs",
-        min_length=1,
-        description="a UTF-8 text file, builtin:python-docs or builtin:python-code",
+        description="a file, a folder, a glob, - for standard input, builtin:python-docs or "
+        "builtin:python-code, or a list of them",
     )
-    validation: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="share of the tokens, at the end, that is held out"
+    weights: Annotated[list[Positive], Field(max_length=100)] | None = Field(
+        None, description="how the windows are shared among a list of paths; by default by size"
     )
+    text_key: str = Field("text", description="where JSON lines, CSV and Parquet keep the text")
+    separator: Annotated[str, Field(min_length=1, max_length=100)] | None = Field(
+        None, description="what stands between documents in a text file; by default nothing does"
+    )
+    errors: Literal["strict", "replace"] = Field(
+        "strict", description="bytes that are no UTF-8: refuse them, or put U+FFFD there"
+    )
+    validation: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="share held out")
+    split: Literal["tail", "documents"] = Field(
+        "tail", description="hold out the end of the tokens, or whole documents by their hash"
+    )
+    validation_path: Paths | None = Field(
+        None, description="a text of its own to hold out, instead of a share"
+    )
+
+    @property
+    def paths(self) -> list[str]:
+        """Every path to learn from."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.weights is not None and len(self.weights) != len(self.paths):
+            yield (
+                "weights",
+                f"{len(self.weights)} of them for {len(self.paths)} paths; give one for each path",
+            )
 
 
 class TrainConfig(Section):
@@ -244,15 +284,18 @@ class Config(Section):
                 f"lower it",
             )
 
-    def with_vocab_size(self, vocab_size: int) -> "Config":
-        """The same run for a tokenizer of that size; ConfigError if another one is asked for."""
+    def with_tokenizer(self, kind: str, vocab_size: int) -> "Config":
+        """The same run with the tokenizer it got; ConfigError if another size is asked for."""
         if self.model.vocab_size not in (None, vocab_size):
             raise ConfigError(
-                f"model.vocab_size: {self.model.vocab_size}, but tokenizer {self.tokenizer.kind} "
-                f"has {vocab_size}; leave model.vocab_size out"
+                f"model.vocab_size: {self.model.vocab_size}, but tokenizer {kind} has "
+                f"{vocab_size}; leave model.vocab_size out"
             )
         model = self.model.model_copy(update={"vocab_size": vocab_size})
-        return self.model_copy(update={"model": model})
+        if self.tokenizer.kind.endswith(".json"):
+            return self.model_copy(update={"model": model})
+        tokenizer = TokenizerConfig(kind=kind, vocab_size=vocab_size if kind == "bpe" else None)
+        return self.model_copy(update={"model": model, "tokenizer": tokenizer})
 
 
 def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:

@@ -2,6 +2,10 @@
 
 import json
 import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,38 @@ METRICS_FORMAT = {
 def say(line: str) -> None:
     """A line for people, on stderr, above a progress bar if there is one."""
     tqdm.write(line, file=sys.stderr)
+
+
+def shown(text: str) -> str:
+    """The text with control characters written out, so that a terminal does not obey them."""
+    return "".join(
+        c if unicodedata.category(c) != "Cc" or c in "\n\t" else ascii(c)[1:-1]
+        for c in text.replace("\r", "")
+    )
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar over so many bytes on a terminal; if it took a second, a line with the speed.
+
+    The block is given a function to be told how many more bytes are done.
+    """
+    started = time.perf_counter()
+    terminal = sys.stderr.isatty()
+    done = 0
+    with tqdm(
+        desc=what, total=total, unit="B", unit_scale=True, disable=not terminal, leave=False
+    ) as bar:
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            bar.update(more)
+
+        yield advance
+    seconds = time.perf_counter() - started
+    if seconds > 1:
+        say(f"{what}: {done / 1e6:,.1f} MB in {seconds:.1f} s, {done / 1e6 / seconds:.1f} MB/s")
 
 
 class RunLog:

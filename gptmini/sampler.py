@@ -149,12 +149,12 @@ def load(path: str | Path, device: str = "auto") -> Run:
     """The best checkpoint of a run directory, ready to generate, in float32."""
     run = RunDirectory(Path(path), say)
     config, tokenizer = run.config(), run.tokenizer()
-    if tokenizer.vocab_size != config.model.vocab_size:
-        raise DataError(
-            f"{run.tokenizer_file}: has {tokenizer.vocab_size} tokens, the model "
-            f"{config.model.vocab_size}; restore the tokenizer of this run"
-        )
     checkpoint = run.best()
+    if checkpoint.state["tokenizer"] != tokenizer.fingerprint:
+        raise DataError(
+            f"{run.tokenizer_file}: is not the tokenizer of this run ({tokenizer.kind} of "
+            f"{tokenizer.vocab_size}); restore it"
+        )
     model = GPT(config.model)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
     return Run(run.path, config, tokenizer, model.eval().to(pick_device(device)), checkpoint.step)

@@ -1,182 +1,114 @@
-"""A corpus as a file of tokens: written once, checked, read by position.
+"""Files of tokens: written once, checked, read by position. A token file is
 
-A source is a text file or a corpus that every Python carries. Its documents, each behind a document
-token, become one token file in the cache, named by the hashes of the content and of the tokenizer.
-The file has a header, is written aside, synced and renamed, and is hashed before it is used.
+    header      version, bytes per token, tokens, bytes of text, and the SHA-256 of the tokenizer,
+                of the content and of the table
+    tokens      little-endian, 16 or 32 bits each; a document token before each document
+    table       the SHA-256 of every BLOCK bytes of tokens
+
+and appears under its name only when it is whole. No token is used before its block is checked.
 """
 
-import codecs
 import hashlib
 import os
-import stat
 import struct
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from gptmini import files
 from gptmini import tokenizer as tokenizers
-from gptmini.errors import DataError, MachineError
-from gptmini.files import aside
+from gptmini.corpus import Source
+from gptmini.errors import DataError
+from gptmini.formats import Piece
 from gptmini.tokenizer import Tokenizer, Tokens
 
-# magic, version, bytes per token, tokens, SHA-256 of: tokenizer, content, all token bytes
-HEADER = struct.Struct("<8sIIQ32s32s32s")
-MAGIC, VERSION = b"gptmini\n", 1
-BLOCK = 1 << 20  # bytes of text that are encoded at a time
+HEADER = struct.Struct("<8sIIQQ32s32s32s")
+MAGIC, VERSION = b"gptmini\n", 2
+BLOCK = 1 << 20  # bytes of tokens that are hashed together
+CHECKED_AT_ONCE = 1 << 30  # larger files are checked block by block as they are read
 
 
-class Piece(NamedTuple):
-    """A stretch of text; documents may come in several."""
-
-    text: str
-    starts_document: bool
-
-
-# -- sources ---------------------------------------------------------------------------------------
-
-
-def pieces(source: str) -> Iterator[Piece]:
-    """The text of a source, piece by piece, the same at every call.
-
-    Raises DataError for what is no UTF-8 text, naming the file and the byte.
-    """
-    if source in BUILTIN:
-        for document in BUILTIN[source]():
-            yield Piece(document, True)
-    elif source.startswith("builtin:"):
-        raise DataError(f"{source}: no such corpus; known: {', '.join(BUILTIN)}")
-    else:
-        yield from _file_pieces(Path(source))
-
-
-def _python_docs() -> Iterator[str]:
-    from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte that few commands need
-
-    for name in sorted(topics):
-        yield topics[name]
-
-
-def _python_code() -> Iterator[str]:
-    root = Path(os.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if "site-packages" not in parts and "test" not in parts and "tests" not in parts:
-            yield path.read_text("utf-8", "replace")
-
-
-BUILTIN = {"builtin:python-docs": _python_docs, "builtin:python-code": _python_code}
-
-
-def _file_pieces(path: Path) -> Iterator[Piece]:
-    """A file in pieces that end at line ends, so that words stay whole on lines under 1 MiB."""
-    with _open_text(path) as file:
-        before = os.fstat(file.fileno())
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        kept, offset, first = "", 0, True
-        while True:
-            block = file.read(BLOCK)
-            try:
-                kept += decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                at = offset + len(block) - len(error.object) + error.start
-                raise DataError(f"{path}: byte {at} is not UTF-8; convert the file") from None
-            if "\0" in kept:
-                raise DataError(f"{path}: holds NUL bytes, so it is no text; name a text file")
-            offset += len(block)
-            cut = kept.rfind("\n") + 1 or len(kept)
-            text, kept = (kept[:cut], kept[cut:]) if block else (kept, "")
-            if text:
-                yield Piece(text, first)
-                first = False
-            if not block:
-                break
-        after = os.fstat(file.fileno())
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise DataError(f"{path}: changed while it was read; run again when it is at rest")
-
-
-def _open_text(path: Path) -> BinaryIO:
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-            raise DataError(f"{path}: is {what}; name a UTF-8 text file")
-        return path.open("rb")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        known = " or ".join(BUILTIN)
-        raise DataError(f"{path}: {reason}; name a UTF-8 text file, or {known}") from None
-
-
-# -- preparing -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A prepared source: its tokenizer and its tokens."""
-
-    source: str
-    tokenizer: Tokenizer
-    tokens: "TokenFile"
-
-
-def prepare(source: str, kind: str, cache: Path) -> Corpus:
-    """The token file of a source under a kind of tokenizer, from the cache where it is there."""
-    content = hashlib.sha256()
-    blank = True
-    for piece in pieces(source):
-        _hash(content, piece)
-        blank = blank and not piece.text.strip()
-    if blank:
-        raise DataError(f"{source}: holds no text; name a file with some")
-    tokenizer = tokenizers.create(kind, (piece.text for piece in pieces(source)))
-    digest = content.hexdigest()
-    path = cache / f"{digest[:20]}-{tokenizer.kind}-{tokenizer.fingerprint()[:20]}.tokens"
-    if path.exists():
-        try:
-            return Corpus(source, tokenizer, TokenFile(path, tokenizer))
-        except DataError:
-            pass  # a damaged cache file is made again
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        _write(path, source, tokenizer, digest)
-    except OSError as error:
-        raise MachineError(
-            f"{cache}: {(error.strerror or str(error)).lower()}; "
-            f"name a writable folder with --cache"
-        ) from None
-    return Corpus(source, tokenizer, TokenFile(path, tokenizer))
-
-
-def _write(path: Path, source: str, tokenizer: Tokenizer, content: str) -> None:
-    """Encode a source into a token file that appears under its name only when it is whole."""
+def write(
+    path: Path, source: Source, digest: str, tokenizer: Tokenizer, advance: Callable[[int], object]
+) -> None:
+    """Encode a source into a token file."""
     dtype = token_dtype(tokenizer.vocab_size)
-    count, payload, read = 0, hashlib.sha256(), hashlib.sha256()
-    with aside(path) as file:
+    table = Table()
+    text_bytes, blank = 0, True
+    with files.aside(path) as file:
         file.write(bytes(HEADER.size))
-        for piece in pieces(source):
-            _hash(read, piece)
-            tokens = tokenizer.encode(piece.text)
-            if piece.starts_document:
-                tokens = np.insert(tokens, 0, tokenizer.document_token)
+        for pieces, tokens in _encoded(tokenizer, source.pieces()):
+            read = sum(len(piece.text.encode()) for piece in pieces)
+            blank = blank and not any(piece.text.strip() for piece in pieces)
+            text_bytes += read
             data = tokens.astype(dtype).tobytes()
-            count += len(tokens)
-            payload.update(data)
+            table.update(data)
             file.write(data)
-        if read.hexdigest() != content:
-            raise DataError(f"{source}: changed while it was read; run again when it is at rest")
-        hashes = (bytes.fromhex(tokenizer.fingerprint()), read.digest(), payload.digest())
+            advance(read)
+        if blank and source.part != "all":
+            raise DataError(
+                f"{source.name}: no document falls to {source.part}; name a text with more "
+                f"documents, or hold out its tail with data.split=tail"
+            )
+        if blank:
+            raise DataError(f"{source.name}: holds no text; name a file with some")
+        file.write(table.digests())
+        count = table.length // dtype.itemsize
         file.seek(0)
-        file.write(HEADER.pack(MAGIC, VERSION, dtype.itemsize, count, *hashes))
+        file.write(
+            HEADER.pack(
+                MAGIC,
+                VERSION,
+                dtype.itemsize,
+                count,
+                text_bytes,
+                bytes.fromhex(tokenizer.fingerprint),
+                bytes.fromhex(digest),
+                hashlib.sha256(table.digests()).digest(),
+            )
+        )
 
 
-def _hash(content: "hashlib._Hash", piece: Piece) -> None:
-    """Add a piece to the hash of a source; NUL, which no text holds, tells documents apart."""
-    content.update(b"\0" * piece.starts_document + piece.text.encode())
+def _encoded(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[list[Piece], Tokens]]:
+    """The tokens of pieces, in their order, made on all cores (tiktoken needs no interpreter)."""
+    workers = os.cpu_count() or 1
+    waiting: deque[tuple[list[Piece], Future[Tokens]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for batch in _batches(pieces):
+            waiting.append((batch, pool.submit(_encode, tokenizer, batch)))
+            if len(waiting) > 2 * workers:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        for done, future in waiting:
+            yield done, future.result()
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in groups worth a thread's while: some have a hundred characters."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= tokenizers.BLOCK // 4:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(tokenizer: Tokenizer, pieces: list[Piece]) -> Tokens:
+    document = np.array([tokenizer.document_token], np.uint32)
+    parts = []
+    for piece in pieces:
+        if piece.starts_document:
+            parts.append(document)
+        parts.append(tokenizer.encode(piece.text))
+    return np.concatenate(parts)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
@@ -184,47 +116,96 @@ def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
+class Table:
+    """The SHA-256 of every BLOCK bytes of what is given to update."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._whole: list[bytes] = []
+        self._last = hashlib.sha256()
+
+    def update(self, data: bytes) -> None:
+        """Add the next bytes, in portions of any size."""
+        rest = memoryview(data)
+        while rest:
+            part = rest[: BLOCK - self.length % BLOCK]
+            self._last.update(part)
+            self.length += len(part)
+            rest = rest[len(part) :]
+            if self.length % BLOCK == 0:
+                self._whole.append(self._last.digest())
+                self._last = hashlib.sha256()
+
+    def digests(self) -> bytes:
+        """32 bytes for each block, the last of which may be shorter."""
+        return b"".join(self._whole) + (self._last.digest() if self.length % BLOCK else b"")
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 
 class TokenFile:
-    """A checked token file; `read` takes a stretch of it without loading the rest."""
+    """A token file; `read` takes a stretch of it without loading the rest."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        """Open and check everything; raises DataError naming the file and what differs."""
-        self.path = path
+        """Open and check; raises DataError naming the file and what differs."""
+        self.path, self.vocab_size = path, tokenizer.vocab_size
         self.file = path.open("rb", buffering=0)
         weakref.finalize(self, self.file.close)
+        have = os.fstat(self.file.fileno()).st_size
         header = self.file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise DataError(f"{path}: no token file of gptmini; remove it")
-        _, version, size, self.count, fingerprint, content, payload = HEADER.unpack(header)
-        self.content: str = content.hex()
+        _, version, size, self.count, self.text_bytes, made_by, _, root = HEADER.unpack(header)
         self.dtype = token_dtype(tokenizer.vocab_size)
         if version != VERSION or size != self.dtype.itemsize:
             raise DataError(f"{path}: version {version}, {size} bytes a token; remove it")
-        if fingerprint.hex() != tokenizer.fingerprint():
+        if made_by.hex() != tokenizer.fingerprint:
             raise DataError(f"{path}: made by another tokenizer; remove it")
-        need, have = HEADER.size + self.count * size, os.fstat(self.file.fileno()).st_size
+        self._length = self.count * size
+        blocks = -(-self._length // BLOCK)
+        need = HEADER.size + self._length + 32 * blocks
         if have != need:
             raise DataError(f"{path}: has {have} bytes of {need}; remove it")
-        hashed = hashlib.sha256()
-        while block := self.file.read(BLOCK):
-            hashed.update(block)
-        if hashed.digest() != payload:
-            raise DataError(f"{path}: its SHA-256 does not agree; remove it")
+        self._table = self._bytes(self._length, 32 * blocks)
+        if hashlib.sha256(self._table).digest() != root:
+            raise DataError(f"{path}: its table of SHA-256 is damaged; remove it")
+        self._unchecked = set(range(blocks))
+        if self._length <= CHECKED_AT_ONCE:
+            for block in range(blocks):
+                self._check(block)
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens (count,) from position start; DataError if the file has been cut since."""
+        """Tokens (count,) from position start; DataError if the file is no longer what it was."""
         size = self.dtype.itemsize
-        self.file.seek(HEADER.size + start * size)
-        data = self.file.read(count * size)
-        if len(data) != count * size:
+        if self._unchecked:
+            for block in range(start * size // BLOCK, ((start + count) * size - 1) // BLOCK + 1):
+                self._check(block)
+        tokens = np.frombuffer(self._bytes(start * size, count * size), self.dtype)
+        if count and (largest := int(tokens.max())) >= self.vocab_size:
+            at = start + int(tokens.argmax())
+            raise DataError(f"{self.path}: token {at} is {largest}, which there is not; remove it")
+        return tokens.astype(np.uint32)
+
+    def _check(self, block: int) -> None:
+        """Hash a block when it is first used."""
+        if block in self._unchecked:
+            start = block * BLOCK
+            data = self._bytes(start, min(BLOCK, self._length - start))
+            if hashlib.sha256(data).digest() != self._table[32 * block : 32 * block + 32]:
+                raise DataError(f"{self.path}: damaged after byte {start}; remove it")
+            self._unchecked.remove(block)
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        """Bytes behind the header; a file that is mapped would end the process when cut."""
+        self.file.seek(HEADER.size + start)
+        data = self.file.read(count)
+        if len(data) != count:
             raise DataError(
-                f"{self.path}: cut while in use ({len(data)} of {count * size} bytes at token "
-                f"{start}); remove it and run again"
+                f"{self.path}: cut while in use ({len(data)} of {count} bytes at byte "
+                f"{HEADER.size + start}); remove it and run again"
             )
-        return np.frombuffer(data, self.dtype).astype(np.uint32)
+        return data
 
     def __len__(self) -> int:
         return self.count

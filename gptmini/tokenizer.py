@@ -5,22 +5,23 @@ run, and has a document token: it stands before each document and is never made 
 """
 
 import base64
-import binascii
 import codecs
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiktoken
 
+from gptmini import bpe
 from gptmini.errors import DataError
 
 FORMAT = 1
+BLOCK = 1 << 20  # characters that are encoded at a time
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
@@ -56,6 +57,7 @@ class Tokenizer(ABC):
         """The whole tokenizer as JSON text."""
         return json.dumps({"format": FORMAT, "kind": self.kind, **self.settings()}, indent=0)
 
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) that tells tokenizers apart."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
@@ -79,31 +81,34 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """The characters of a corpus, in code point order; others are refused."""
+    """Bytes, and each other character of a corpus as one token; unseen ones go as their bytes."""
 
     kind = "char"
 
     def __init__(self, characters: str) -> None:
-        self.characters = "".join(sorted(set(characters)))
-        self.document_token = len(self.characters)
-        self.vocab_size = len(self.characters) + 1
-        self._code_points = _code_points(self.characters)
+        """The characters beyond ASCII, in any order; those of ASCII are bytes."""
+        self.characters = "".join(sorted(c for c in set(characters) if ord(c) > 127))
+        self.document_token = 256 + len(self.characters)
+        self.vocab_size = self.document_token + 1
+        self._points = np.append(_code_points(self.characters), [0])
 
     def encode(self, text: str) -> Tokens:
         points = _code_points(text)
-        tokens = np.searchsorted(self._code_points, points).astype(np.uint32)
-        known = np.append(self._code_points, 0)[tokens] == points
-        known &= tokens < self.document_token
-        if not known.all():
-            unseen = chr(points[int(np.argmin(known))])
-            raise DataError(
-                f"character {unseen!r} (U+{ord(unseen):04X}) is not in the vocabulary of "
-                f"{len(self.characters)} characters; leave it out, or train with tokenizer byte"
-            )
+        places = np.searchsorted(self._points[:-1], points)
+        unseen = (points > 127) & (self._points[places] != points)
+        tokens = np.where(points > 127, places + 256, points).astype(np.uint32)
+        if not unseen.any():
+            return tokens
+        lengths = 1 + unseen * (1 + (points > 0x7FF) + (points > 0xFFFF).astype(np.int64))
+        tokens = np.repeat(tokens, lengths)
+        spelt = points[unseen].tobytes().decode("utf-32-le").encode()
+        tokens[np.repeat(unseen, lengths)] = np.frombuffer(spelt, np.uint8)
         return tokens
 
     def token_bytes(self, token: int) -> bytes:
-        return self.characters[token].encode() if token < self.document_token else b""
+        if token < 256:
+            return bytes([token])
+        return self.characters[token - 256].encode() if token < self.document_token else b""
 
     def settings(self) -> dict[str, Any]:
         return {"characters": self.characters}
@@ -112,9 +117,6 @@ class CharTokenizer(Tokenizer):
 class BpeTokenizer(Tokenizer):
     """Byte-pair encoding in tiktoken, with ranks kept in the run."""
 
-    # tiktoken cannot take a run of white space or letters of about a million characters.
-    LONG_RUN = re.compile(r"((?<!\s)\s{100000}|(?<!\S)\S{100000})")
-
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.kind = encoding.name
         self.encoding = encoding
@@ -122,15 +124,14 @@ class BpeTokenizer(Tokenizer):
         self.document_token = encoding.eot_token
 
     def encode(self, text: str) -> Tokens:
-        parts = self._bounded(text) if len(text) > 100_000 else [text]
-        encoded = [self.encoding.encode(part, disallowed_special=()) for part in parts if part]
-        return np.array([token for tokens in encoded for token in tokens], np.uint32)
-
-    def _bounded(self, text: str) -> Iterator[str]:
-        while match := self.LONG_RUN.search(text):
-            yield text[: match.end()]
-            text = text[match.end() :]
-        yield text
+        parts: list[Tokens] = []
+        start = 0
+        while start < len(text):  # tiktoken grows slow on very long texts without a word's end
+            part = text[start : start + BLOCK]
+            cut = boundary(part, BLOCK) if start + BLOCK < len(text) else len(part)
+            parts.append(self.encoding.encode_to_numpy(part[:cut], disallowed_special=()))
+            start += cut
+        return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
     def token_bytes(self, token: int) -> bytes:
         if token == self.document_token:
@@ -149,8 +150,24 @@ class BpeTokenizer(Tokenizer):
         }
 
 
-def create(kind: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a kind; `texts` is read only where the kind learns from the corpus."""
+def boundary(text: str, limit: int) -> int:
+    """Where to cut a text, at `limit` at most, so that its halves encode to what the whole does.
+
+    No word of a known pattern reaches from a letter or digit into the space behind it. A text
+    without such a place near the limit is cut at a line end, or else anywhere.
+    """
+    lowest = max(1, limit - 4096)
+    space = text.rfind(" ", lowest, limit)
+    while space > 0 and not text[space - 1].isalnum():
+        space = text.rfind(" ", lowest, space)
+    return space if space > 0 else text.rfind("\n", 0, limit) + 1 or limit
+
+
+def create(kind: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of a kind; `texts` is read only where the kind learns from the corpus.
+
+    Raises DataError for an unknown kind, and for files that are neither here nor to be fetched.
+    """
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
@@ -158,29 +175,41 @@ def create(kind: str, texts: Iterable[str]) -> Tokenizer:
         for text in texts:
             characters.update(text)
         return CharTokenizer("".join(characters))
+    if kind == "bpe":
+        ranks = bpe.learn(texts, (vocab_size or 0) - 1)
+        return _bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": len(ranks)})
+    if kind.endswith(".json"):
+        return read(Path(kind))
     if kind not in tiktoken.list_encoding_names():
-        known = ", ".join(["byte", "char", *tiktoken.list_encoding_names()])
-        raise DataError(f"tokenizer {kind}: no such tokenizer; known: {known}")
+        known = ", ".join(["auto", "byte", "char", "bpe", *tiktoken.list_encoding_names()])
+        raise DataError(f"tokenizer {kind}: no such tokenizer; known: {known}, or a .json file")
     try:
         return BpeTokenizer(tiktoken.get_encoding(kind))
     except Exception as error:  # requests, OSError, ValueError: whatever the download meets
         raise DataError(
-            f"tokenizer {kind}: its files could not be fetched ({type(error).__name__}); use byte "
-            f"or char, or name a folder that holds them in TIKTOKEN_CACHE_DIR"
+            f"tokenizer {kind}: its files could not be fetched ({type(error).__name__}); use byte, "
+            f"char or bpe, or name a folder that holds them in TIKTOKEN_CACHE_DIR"
         ) from error
 
 
+def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
+    """Kind and vocabulary size for so much text and so wide a model."""
+    return "bpe", 2048
+
+
 def read(path: Path) -> Tokenizer:
-    """The tokenizer saved in a file."""
+    """The tokenizer saved in a file; DataError if it is none, or not a whole one."""
     try:
         data = json.loads(path.read_text("utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         return _from_json(data)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; is this a run directory?") from None
-    except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
-        raise DataError(f"{path}: no tokenizer of gptmini ({error}); train again") from None
+        raise DataError(
+            f"{path}: {(error.strerror or str(error)).lower()}; name a run or a tokenizer file"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: no tokenizer of gptmini ({error}); make it again") from None
 
 
 def _from_json(data: dict[str, Any]) -> Tokenizer:
@@ -188,13 +217,26 @@ def _from_json(data: dict[str, Any]) -> Tokenizer:
         return ByteTokenizer()
     if data["kind"] == "char":
         return CharTokenizer(data["characters"])
+    if not isinstance(data["kind"], str):
+        raise ValueError("its kind is no word")
     ranks = {base64.b64decode(text, validate=True): rank for text, rank in data["ranks"].items()}
+    return _bpe_tokenizer(data["kind"], data["pattern"], ranks, data["special_tokens"])
+
+
+def _bpe_tokenizer(
+    name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
+) -> BpeTokenizer:
+    """An encoding in tiktoken, which would panic at ranks that do not hold every byte."""
+    numbers = [*ranks.values(), *special_tokens.values()]
+    if not all(type(number) is int and 0 <= number < 1_000_000 for number in numbers):
+        raise ValueError("a rank is no number below 1,000,000")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("a rank stands for two tokens")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(f"byte {missing[0]} has no rank")
     return BpeTokenizer(
         tiktoken.Encoding(
-            data["kind"],
-            pat_str=data["pattern"],
-            mergeable_ranks=ranks,
-            special_tokens=data["special_tokens"],
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
         )
     )
 

@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from gptmini import batches, machine, optim, shards
+from gptmini import batches, machine, optim
 from gptmini.batches import Batches, draw
 from gptmini.checkpoint import Checkpoint, RunDirectory, fitting
 from gptmini.config import Config, differences
 from gptmini.errors import ConfigError, DataError, DivergedError, Stopped
 from gptmini.evaluate import evaluate
 from gptmini.model import GPT, loss
-from gptmini.runlog import RunLog, say
+from gptmini.prepare import Corpus, prepare_corpus
+from gptmini.runlog import RunLog, progress, say
 
 # Settings that may change while a run goes on; all others would make it another run.
 CHANGEABLE = {
-    "data.path",  # its content is compared
+    "data.path",  # the content is compared
+    "data.validation_path",
     "train.steps",
     "train.warmup_steps",
     "train.eval_every",
@@ -42,11 +44,10 @@ class Training:
 
     config: Config
     run: RunDirectory
-    corpus: shards.Corpus
+    corpus: Corpus
     model: GPT
     optimizer: torch.optim.Optimizer
     batches: Batches
-    held_in: int  # training tokens; the validation split is what follows
     device: torch.device
     dtype: torch.dtype  # of matrix products
     step: int = 0
@@ -88,9 +89,13 @@ def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
     settings = config.train
     device = machine.pick_device(settings.device)
     machine.keep_freed_memory()
-    corpus = shards.prepare(config.data.path, config.tokenizer.kind, cache)
-    config = config.with_vocab_size(corpus.tokenizer.vocab_size)
-    held_in = batches.split(corpus, config.data.validation, config.seq_len)
+    corpus = prepare_corpus(config, cache, progress)
+    asked = config.tokenizer.kind
+    config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    say(corpus.summary(asked))
+    rows = Batches(
+        corpus.training, config.data.weights, config.seq_len, settings.batch_size, settings.seed
+    )
     torch.manual_seed(draw(settings.seed))
     model = GPT(config.model).to(device)
     model.gradient_checkpointing = settings.gradient_checkpointing
@@ -100,8 +105,7 @@ def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
         corpus,
         model,
         optim.adamw(model, settings),
-        Batches(corpus.tokens, held_in, config.seq_len, settings.batch_size, settings.seed),
-        held_in,
+        rows,
         device,
         machine.pick_dtype(settings, device),
     )
@@ -114,7 +118,7 @@ def begin(training: Training) -> None:
         run.begin(config, tokenizer)
     else:
         _check_same(config, run.config(), run)
-        if run.tokenizer().fingerprint() != tokenizer.fingerprint():
+        if run.tokenizer().fingerprint != tokenizer.fingerprint:
             raise DataError(_other_text(config, run))
         if (checkpoint := run.newest()) is not None:
             _restore(training, checkpoint)
@@ -185,7 +189,7 @@ def assess(training: Training) -> dict[str, Any]:
     """Evaluate the whole validation split and remember the best step."""
     settings, corpus = training.config.train, training.corpus
     held_out = batches.validation_batches(
-        corpus.tokens, training.held_in, training.config.seq_len, settings.micro_batch_size
+        corpus.validation, training.config.seq_len, settings.micro_batch_size
     )
     result = evaluate(training.model, held_out, corpus.tokenizer.byte_lengths(), training.precision)
     if not math.isfinite(result.loss):
@@ -207,7 +211,8 @@ def save(training: Training) -> None:
         raise DivergedError(_diverged(training, "weights that are not finite"))
     state = _stamp(training) | {
         "best": training.best,
-        "corpus": training.corpus.tokens.content,
+        "corpus": training.corpus.content,
+        "tokenizer": training.corpus.tokenizer.fingerprint,
         **_machine(training),
     }
     training.run.save(
@@ -223,7 +228,7 @@ def save(training: Training) -> None:
 def _restore(training: Training, checkpoint: Checkpoint) -> None:
     """Put a checkpoint's weights, optimizer state and counters in place."""
     state, run, model = checkpoint.state, training.run, training.model
-    if state["corpus"] != training.corpus.tokens.content:
+    if state["corpus"] != training.corpus.content:
         raise DataError(_other_text(training.config, run))
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
     fitting(checkpoint.optimizer, optim.state_like(model), run.checkpoints)
@@ -262,17 +267,12 @@ def _stamp(training: Training) -> dict[str, Any]:
 
 
 def _introduce(training: Training) -> None:
-    """Say in three lines what is trained on what."""
-    config, corpus, model = training.config, training.corpus, training.config.model
+    """Say in two lines what is trained, and how long."""
+    config, model = training.config, training.config.model
     count = sum(parameter.numel() for parameter in training.model.parameters())
-    held_out = len(corpus.tokens) - training.held_in
     kept = sum(model.cache_length(layer) for layer in range(model.n_layer))
     cache = 2 * kept * model.n_kv_head * model.head_dim * 4  # in float32
     epochs = training.batches.epochs(config.train.steps)
-    say(
-        f"corpus: {config.data.path}, {len(corpus.tokens):,} tokens ({corpus.tokenizer.kind}, "
-        f"vocabulary {corpus.tokenizer.vocab_size:,}), {held_out:,} held out"
-    )
     say(
         f"model:  {count:,} parameters, {model.n_layer} layers, width {model.d_model}, heads "
         f"{model.n_head}:{model.n_kv_head} ({model.attention.variant}), context "
@@ -308,6 +308,6 @@ def _diverged(training: Training, what: str) -> str:
 
 def _other_text(config: Config, run: RunDirectory) -> str:
     return (
-        f"{config.data.path}: not the text that {run.path} began with; restore it, or name another "
-        f"directory with --out"
+        f"{', '.join(config.data.paths)}: not the text that {run.path} began with; restore it, or "
+        f"name another directory with --out"
     )

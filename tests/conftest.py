@@ -1,6 +1,7 @@
 """What several tests share: a small text, a small configuration, a small BPE encoding."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,25 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import tiktoken
 
+from gptmini import cli
 from gptmini.config import Config
+from gptmini.tokenizer import Tokenizer, create
 
 SHARED = Path(__file__).parents[2] / "shared"
 WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "
 
+SMALL = [
+    "--set",
+    "model={n_layer: 1, n_head: 4, d_model: 32, context_length: 16}",
+    "--set",
+    "train={steps: 4, batch_size: 4, eval_every: 2, save_every: 2}",
+    "--set",
+    "sample.max_new_tokens=8",
+]
+
 TINY: dict[str, Any] = {
     "model": {"n_layer": 2, "n_head": 4, "d_model": 32, "context_length": 16},
+    "tokenizer": {"kind": "byte"},
     "train": {"steps": 6, "batch_size": 4, "eval_every": 3, "save_every": 3, "log_every": 1},
     "sample": {"max_new_tokens": 8},
 }
@@ -35,6 +48,32 @@ def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{n}. {WORDS}\n" for n in range(40)))
     return path
+
+
+def gpt2() -> Tokenizer:
+    """The gpt2 encoding from a folder with its files; skips where there is none."""
+    folder = SHARED / "data" / "tiktoken-cache"
+    if "TIKTOKEN_CACHE_DIR" not in os.environ:
+        if not folder.is_dir():
+            pytest.skip("no folder with the gpt2 files; name one in TIKTOKEN_CACHE_DIR")
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
+    return create("gpt2", None, ())
+
+
+@pytest.fixture
+def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    """Runs a command line in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gptmini", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return run
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import batches, shards
+from gptmini import batches, prepare
 from gptmini.batches import Batches, permute
-from gptmini.errors import DataError
-from gptmini.tokenizer import ByteTokenizer
+from gptmini.prepare import Stretch
 
 
 class Counting:
@@ -24,6 +24,11 @@ class Counting:
     def read(self, start: int, count: int) -> np.ndarray:
         assert 0 <= start <= start + count <= self.count
         return np.arange(start, start + count, dtype=np.uint32)
+
+
+def stretch(count: int, first: int = 0) -> Stretch:
+    """The numbers from first up to count."""
+    return Stretch(Counting(count), first, count)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
@@ -47,27 +52,28 @@ def test_permutations_differ_by_key_and_stir():
 )
 def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
     train = seq_len + extra
-    data = Batches(Counting(train), train, seq_len, batch_size, seed)  # type: ignore[arg-type]
-    steps = -(-3 * data.windows // batch_size)
-    starts = [start for step in range(steps) for start in data.starts(step)]
+    data = Batches([stretch(train)], None, seq_len, batch_size, seed)
+    (windows,) = data.windows
+    steps = -(-3 * windows // batch_size)
+    starts = [start for step in range(steps) for _, start in data.starts(step)]
     for epoch in range(3):
-        seen = sorted(starts[epoch * data.windows : (epoch + 1) * data.windows])
+        seen = sorted(starts[epoch * windows : (epoch + 1) * windows])
         assert np.all(np.diff(seen) == seq_len)  # side by side, none twice
         assert seen[0] >= 0
         assert seen[-1] + seq_len + 1 <= train
-    assert data.windows * seq_len >= train - 2 * seq_len  # little is left over
+    assert windows * seq_len >= train - 2 * seq_len  # little is left over
 
 
 def test_windows_are_a_function_of_seed_and_step():
     def make(seed: int) -> Batches:
-        return Batches(Counting(5000), 5000, 16, 8, seed)  # type: ignore[arg-type]
+        return Batches([stretch(5000)], None, 16, 8, seed)
 
     assert make(1).starts(77) == make(1).starts(77)
     assert make(1).starts(77) != make(2).starts(77)
     tokens, targets = make(1).batch(3)
     assert tokens.shape == targets.shape == (8, 16)
     assert torch.equal(targets, tokens + 1)
-    assert tokens[:, 0].tolist() == make(1).starts(3)
+    assert tokens[:, 0].tolist() == [start for _, start in make(1).starts(3)]
 
 
 @given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9))
@@ -76,10 +82,7 @@ def test_validation_sees_every_target_once(total, seq_len, batch_size):
     seen = [
         target
         for tokens, targets in batches.validation_batches(
-            Counting(total),
-            first,
-            seq_len,
-            batch_size,  # type: ignore[arg-type]
+            [stretch(total, first)], seq_len, batch_size
         )
         for target in targets.flatten().tolist()
         if torch.equal(targets, tokens + 1)
@@ -87,21 +90,40 @@ def test_validation_sees_every_target_once(total, seq_len, batch_size):
     assert sorted(seen) == list(range(first + 1, total))
 
 
-def test_splits():
-    corpus = shards.Corpus("a.txt", ByteTokenizer(), Counting(1000))  # type: ignore[arg-type]
-    assert batches.split(corpus, 0.1, 50) == 900
-    expected = r"a.txt: has 1000 tokens, 100 of them for validation, and one window needs 101"
-    with pytest.raises(DataError, match=expected):
-        batches.split(corpus, 0.1, 100)
-    with pytest.raises(DataError, match="100 of them for training"):
-        batches.split(corpus, 0.9, 100)
+@given(
+    weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40),
+    whole=st.integers(40, 5000),
+)
+def test_shares_are_whole_positive_and_near_the_weights(weights, whole):
+    found = batches.shares(weights, whole)
+    assert sum(found) == whole
+    assert min(found) >= 1
+    for share, weight in zip(found, weights, strict=True):
+        assert abs(share - weight / sum(weights) * whole) <= 1 + len(weights)
+
+
+def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
+    sizes, weights = [500, 3000, 10_000], [1.0, 2.0, 7.0]
+    data = Batches([stretch(size) for size in sizes], weights, 10, 20, 3)
+    visits = [visit for step in range(200) for visit in data.starts(step)]
+    for which in range(3):
+        starts = [start for one, start in visits if one == which]
+        assert len(starts) == pytest.approx(400 * weights[which], abs=10)
+        windows = data.windows[which]
+        for epoch in range(len(starts) // windows):
+            assert len(set(starts[epoch * windows : (epoch + 1) * windows])) == windows
+    first = [sum(one == which for one, _ in visits[:100]) for which in range(3)]
+    assert first == pytest.approx([10, 20, 70], abs=12)  # mixed from the start
+    assert data.epochs(200) == pytest.approx(4000 * 0.1 / 49, rel=0.02)
+    tokens, _ = data.batch(3)
+    assert tokens[:, 0].tolist() == [start for _, start in data.starts(3)]
 
 
 def test_rows_come_from_the_file(text_file: Path, tmp_path: Path):
-    corpus = shards.prepare(str(text_file), "byte", tmp_path / "cache")
-    data = Batches(corpus.tokens, 2000, 32, 4, 0)
+    corpus = prepare.prepare_corpus(tiny(data={"path": str(text_file)}), tmp_path / "cache")
+    data = Batches(corpus.training, None, 32, 4, 0)
     text = b"\0" + text_file.read_bytes()  # the document token stands before it
     tokens, _ = data.batch(5)
-    for row, start in zip(tokens, data.starts(5), strict=True):
+    for row, (_, start) in zip(tokens, data.starts(5), strict=True):
         if start > 0:
             assert bytes(row.tolist()) == text[start : start + 32]

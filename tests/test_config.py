@@ -100,16 +100,16 @@ def test_swiglu_has_about_the_weights_of_two_matrices():
 
 
 def test_a_written_configuration_is_the_same_when_read(tmp_path: Path):
-    config = tiny(train={"lr": 1e-5}, data={"path": "010"}).with_vocab_size(7)
+    config = tiny(train={"lr": 1e-5}, data={"path": "010"}).with_tokenizer("bpe", 700)
     path = tmp_path / "config.yaml"
     path.write_text(dump(config.model_dump()))
     assert load(path, []) == config
 
 
 def test_vocab_size_must_be_the_tokenizers():
-    assert Config().with_vocab_size(65).model.vocab_size == 65
+    assert Config().with_tokenizer("byte", 65).model.vocab_size == 65
     with pytest.raises(ConfigError, match=r"50257.*byte has 257"):
-        tiny(model={"vocab_size": 50257}).with_vocab_size(257)
+        tiny(model={"vocab_size": 50257}).with_tokenizer("byte", 257)
 
 
 def test_differences():

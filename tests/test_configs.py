@@ -27,7 +27,7 @@ def test_it_loads_is_short_and_opens_with_what_to_expect(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_makes_a_step(name):
     small = [("", ("model", "n_layer"), 1)]
-    config = load(CONFIGS / f"{name}.yaml", small).with_vocab_size(257)
+    config = load(CONFIGS / f"{name}.yaml", small).with_tokenizer("byte", 257)
     model = GPT(config.model)
     optimizer = adamw(model, config.train)
     tokens = torch.randint(257, (1, 17))

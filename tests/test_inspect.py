@@ -15,7 +15,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def model_of(**attention) -> GPT:
     torch.manual_seed(0)
-    model = GPT(tiny(model={"attention": attention}).with_vocab_size(50).model).eval()
+    model = GPT(tiny(model={"attention": attention}).with_tokenizer("byte", 50).model).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)

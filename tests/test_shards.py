@@ -1,137 +1,125 @@
 import os
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import WORDS
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import shards, tokenizer
-from gptmini.errors import DataError, MachineError
+from gptmini import corpus, shards
+from gptmini.config import DataConfig
+from gptmini.errors import DataError
+from gptmini.shards import Table, TokenFile
+from gptmini.tokenizer import ByteTokenizer, CharTokenizer
 
-DOCUMENT = 256
-
-
-def tokens_of(corpus: shards.Corpus) -> list[int]:
-    return corpus.tokens.read(0, len(corpus.tokens)).tolist()
-
-
-def test_a_file_is_one_document(tmp_path: Path):
-    path = tmp_path / "a.txt"
-    path.write_bytes("héllo\r\nwörld\n".encode())
-    corpus = shards.prepare(str(path), "byte", tmp_path / "cache")
-    assert tokens_of(corpus) == [DOCUMENT, *"héllo\r\nwörld\n".encode()]
+BYTES = ByteTokenizer()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff")))
-def test_any_text_is_cut_into_pieces_and_whole_again(tmp_path: Path, monkeypatch, text):
-    path = tmp_path / "a.txt"
-    path.write_bytes(text.encode())
-    monkeypatch.setattr(shards, "BLOCK", 7)
-    pieces = list(shards.pieces(str(path)))
-    assert "".join(piece.text for piece in pieces) == text
-    assert [piece.starts_document for piece in pieces] == [True] * bool(text) + [False] * (
-        len(pieces) - 1
-    )
+@pytest.fixture
+def token_file(text_file: Path, tmp_path: Path, monkeypatch) -> Path:
+    """The tokens of the small text, hashed in many blocks."""
+    monkeypatch.setattr(shards, "BLOCK", 512)
+    path = tmp_path / "a.tokens"
+    source = corpus.find([str(text_file)], DataConfig())
+    shards.write(path, source, source.digest(), BYTES, lambda count: None)
+    return path
 
 
-@pytest.mark.parametrize("name", shards.BUILTIN)
-def test_builtin_corpora_are_many_documents(name, tmp_path: Path):
-    pieces = list(shards.pieces(name))
-    assert len(pieces) > 50
-    assert all(piece.starts_document for piece in pieces)
-    assert sum(len(piece.text) for piece in pieces) > 300_000
+def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
+    tokens = TokenFile(token_file, BYTES)
+    expected = [256, *text_file.read_bytes()]
+    assert len(tokens) == len(expected)
+    assert tokens.text_bytes == text_file.stat().st_size
+    for start, count in [(0, len(expected)), (0, 1), (250, 20), (len(expected) - 1, 1), (5, 0)]:
+        assert tokens.read(start, count).tolist() == expected[start : start + count]
 
 
-def test_the_cache_is_used_again_and_repaired(text_file: Path, tmp_path: Path):
-    cache = tmp_path / "cache"
-    first = shards.prepare(str(text_file), "byte", cache)
-    path = first.tokens.path
-    whole, made = path.read_bytes(), path.stat().st_mtime_ns
-    assert shards.prepare(str(text_file), "byte", cache).tokens.path == path
-    assert path.stat().st_mtime_ns == made
-    flipped = bytearray(whole)
-    flipped[-1] ^= 1
-    for damaged in (whole[:-1], whole + b"x", bytes(flipped), b"", b"x" * 200):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=str(path)):
-            shards.TokenFile(path, first.tokenizer)
-        shards.prepare(str(text_file), "byte", cache)
-        assert path.read_bytes() == whole
-    assert [file.name for file in cache.iterdir()] == [path.name]
+@pytest.mark.parametrize("at_once", [0, 1 << 30])
+def test_no_flip_of_a_bit_and_no_cut_is_missed(token_file: Path, monkeypatch, at_once):
+    """Small files are checked at once, large ones where they are read."""
+    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", at_once)
+    whole = token_file.read_bytes()
+    damages = [whole[:cut] for cut in range(0, len(whole), 97)] + [whole + b"x"]
+    for byte in range(0, len(whole), 41):
+        flipped = bytearray(whole)
+        flipped[byte] ^= 1 << byte % 8
+        damages.append(bytes(flipped))
+    harmless = range(56, 88)  # the SHA-256 of the content, which only names the file
+    for damage in damages:
+        token_file.write_bytes(damage)
+        if len(damage) == len(whole) and damage[harmless.start] != whole[harmless.start]:
+            continue
+        changed = [at for at, (a, b) in enumerate(zip(damage, whole, strict=False)) if a != b]
+        if changed and changed[0] in harmless:
+            continue
+        with pytest.raises(DataError, match=str(token_file)):
+            tokens = TokenFile(token_file, BYTES)
+            assert at_once == 0
+            tokens.read(0, len(tokens))
+    token_file.write_bytes(whole)
+    tokens = TokenFile(token_file, BYTES)
+    tokens.read(0, len(tokens))
 
 
-def test_other_text_or_tokenizer_is_another_cache_file(text_file: Path, tmp_path: Path):
-    cache = tmp_path / "cache"
-    byte = shards.prepare(str(text_file), "byte", cache)
-    char = shards.prepare(str(text_file), "char", cache)
-    assert byte.tokens.path != char.tokens.path
+def test_a_large_file_is_checked_where_it_is_read(token_file: Path, monkeypatch):
+    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", 0)
+    with token_file.open("r+b") as file:
+        file.seek(shards.HEADER.size + 1024)
+        file.write(b"\7")
+    tokens = TokenFile(token_file, BYTES)
+    assert len(tokens.read(0, 512)) == 512  # two blocks before the damage
+    assert len(tokens.read(768, 100)) == 100
+    with pytest.raises(DataError, match="damaged after byte 1024; remove it"):
+        tokens.read(500, 20)
+
+
+def test_a_file_cut_while_in_use_is_named(token_file: Path):
+    tokens = TokenFile(token_file, BYTES)
+    os.truncate(token_file, shards.HEADER.size + 20)
+    assert len(tokens.read(0, 10)) == 10
+    with pytest.raises(DataError, match=r"cut while in use \(10 of 20 bytes at byte"):
+        tokens.read(5, 10)
+
+
+def test_another_tokenizer_or_kind_of_file_is_refused(token_file: Path, tmp_path: Path):
     with pytest.raises(DataError, match="another tokenizer"):
-        shards.TokenFile(byte.tokens.path, char.tokenizer)
-    text_file.write_text(WORDS)
-    assert shards.prepare(str(text_file), "byte", cache).tokens.path != byte.tokens.path
+        TokenFile(token_file, CharTokenizer("é"))
+    (tmp_path / "other").write_bytes(b"x" * 200)
+    with pytest.raises(DataError, match="no token file"):
+        TokenFile(tmp_path / "other", BYTES)
+    whole = token_file.read_bytes()
+    token_file.write_bytes(whole[:8] + struct.pack("<I", 1) + whole[12:])
+    with pytest.raises(DataError, match="version 1"):
+        TokenFile(token_file, BYTES)
 
 
-def test_a_token_file_cut_while_in_use_is_named(text_file: Path, tmp_path: Path):
-    corpus = shards.prepare(str(text_file), "byte", tmp_path / "cache")
-    os.truncate(corpus.tokens.path, shards.HEADER.size + 20)
-    assert len(corpus.tokens.read(0, 10)) == 10
-    with pytest.raises(DataError, match=r"cut while in use \(10 of 20 bytes at token 5\)"):
-        corpus.tokens.read(5, 10)
+def test_a_token_that_is_none_is_named(token_file: Path):
+    tokens = TokenFile(token_file, BYTES)
+    tokens.vocab_size = 122  # as if y and z were none
+    place = token_file.read_bytes()[shards.HEADER.size :: 2].index(b"z")
+    with pytest.raises(DataError, match=f"token {place} is 122, which there is not"):
+        tokens.read(place - 1, 3)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "holds no text"),
-        (b" \n\t ", "holds no text"),
-        (b"x" * 100 + b"\xff", "byte 100 is not UTF-8"),
-        (b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "byte 13 is not UTF-8"),
-        (b"x" * (shards.BLOCK + 5) + b"\xc3", f"byte {shards.BLOCK + 5} is not UTF-8"),
-        ("text".encode("utf-16"), "byte 0 is not UTF-8"),
-        (b"text\0text", "NUL"),
-    ],
-)
-def test_files_that_are_no_text(tmp_path: Path, content, words):
-    path = tmp_path / "a.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=words) as error:
-        shards.prepare(str(path), "byte", tmp_path / "cache")
-    assert str(path) in str(error.value)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_paths_that_are_no_files(tmp_path: Path):
-    os.mkfifo(tmp_path / "fifo")
-    for path, words in [
-        (tmp_path, "is a directory"),
-        (tmp_path / "none.txt", "no such file"),
-        (tmp_path / "fifo", "not a regular file"),
-        (Path("/dev/null"), "not a regular file"),
-    ]:
-        with pytest.raises(DataError, match=words):
-            shards.prepare(str(path), "byte", tmp_path / "cache")
-    with pytest.raises(DataError, match="known: builtin:python-docs"):
-        shards.prepare("builtin:x", "byte", tmp_path)
-
-
-def test_text_that_changes_meanwhile_leaves_nothing(text_file: Path, tmp_path: Path, monkeypatch):
-    create = tokenizer.create
-
-    def change_the_file(kind, texts):
-        text_file.write_text("other words")
-        return create(kind, texts)
-
-    monkeypatch.setattr(tokenizer, "create", change_the_file)
-    with pytest.raises(DataError, match="changed while it was read"):
-        shards.prepare(str(text_file), "byte", tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_cache_that_cannot_be_written_names_the_option(text_file: Path):
-    with pytest.raises(MachineError, match="--cache"):
-        shards.prepare(str(text_file), "byte", text_file / "below-a-file")
+def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
+    """The end of a sparse file of five billion tokens."""
+    monkeypatch.setattr(shards, "BLOCK", 1 << 33)
+    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", 0)
+    count = 5_000_000_000
+    path = tmp_path / "large.tokens"
+    table = bytes(64)
+    root = shards.hashlib.sha256(table).digest()
+    print_ = bytes.fromhex(BYTES.fingerprint)
+    header = shards.HEADER.pack(shards.MAGIC, 2, 2, count, count, print_, bytes(32), root)
+    with path.open("wb") as file:
+        file.write(header)
+        file.seek(shards.HEADER.size + 2 * count - 6)
+        file.write(np.array([7, 8, 9], "<u2").tobytes() + table)
+    tokens = TokenFile(path, BYTES)
+    tokens._unchecked.clear()
+    assert len(tokens) == count
+    assert tokens.read(count - 4, 4).tolist() == [0, 7, 8, 9]
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(257, 2), (65536, 2), (65537, 4), (200_000, 4)])
@@ -139,3 +127,18 @@ def test_token_types_hold_the_largest_token(vocab_size, size):
     dtype = shards.token_dtype(vocab_size)
     assert dtype.itemsize == size
     assert dtype.type(vocab_size - 1) == vocab_size - 1
+
+
+@given(st.lists(st.binary(max_size=40)), st.integers(1, 20))
+def test_the_table_does_not_depend_on_portions(parts, block):
+    before, shards.BLOCK = shards.BLOCK, block
+    try:
+        table = Table()
+        for part in parts:
+            table.update(part)
+        whole = b"".join(parts)
+        blocks = [whole[start : start + block] for start in range(0, len(whole), block)]
+        digests = [shards.hashlib.sha256(one).digest() for one in blocks]
+        assert (table.digests(), table.length) == (b"".join(digests), len(whole))
+    finally:
+        shards.BLOCK = before

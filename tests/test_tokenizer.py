@@ -1,14 +1,17 @@
+import base64
 import json
-import os
 import socket
 from pathlib import Path
 
 import pytest
+import regex
 import tiktoken
-from conftest import SHARED
-from hypothesis import given
+from conftest import WORDS, gpt2
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiktoken_ext import openai_public
 
+from gptmini import bpe
 from gptmini import tokenizer as tokenizers
 from gptmini.errors import DataError
 from gptmini.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, StreamDecoder
@@ -28,16 +31,19 @@ def test_bytes_round_trip_every_text(text):
 def test_characters_round_trip_their_own_text(text):
     tokenizer = CharTokenizer(text)
     tokens = tokenizer.encode(text)
-    assert [sorted(set(text)).index(c) for c in text] == tokens.tolist()
+    assert len(tokens) == len(text)
     assert tokenizer.decode(tokens) == text
+    assert [tokenizer.token_bytes(token).decode() for token in tokens.tolist()] == list(text)
 
 
-@pytest.mark.parametrize("text", ["adx", "é", "\x00", "z" * 9])
-def test_an_unseen_character_is_named(text):
-    tokenizer = CharTokenizer("abcd")
-    unseen = next(c for c in text if c not in "abcd")
-    with pytest.raises(DataError, match=rf"U\+{ord(unseen):04X}.*4 characters"):
-        tokenizer.encode(text)
+@given(TEXTS, TEXTS)
+def test_unseen_characters_go_as_their_bytes(seen, text):
+    tokenizer = CharTokenizer(seen)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    known = set(seen) | {chr(point) for point in range(128)}
+    assert len(tokens) == sum(1 if c in known else len(c.encode()) for c in text)
+    assert tokenizer.document_token not in tokens
 
 
 def test_bpe_round_trips_and_keeps_special_text_as_text(tiny_encoding: tiktoken.Encoding):
@@ -55,19 +61,51 @@ def test_bpe_takes_a_million_spaces(tiny_encoding: tiktoken.Encoding):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_gpt2_agrees_with_published_tokens(monkeypatch: pytest.MonkeyPatch):
-    folder = SHARED / "data" / "tiktoken-cache"
-    if "TIKTOKEN_CACHE_DIR" not in os.environ:
-        if not folder.is_dir():
-            pytest.skip("no folder with the gpt2 files; name one in TIKTOKEN_CACHE_DIR")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
-    tokenizer = tokenizers.create("gpt2", [])
+def test_gpt2_agrees_with_published_tokens():
+    tokenizer = gpt2()
     assert tokenizer.vocab_size == 50257
     assert tokenizer.document_token == 50256
     # "hello world" in the documentation of tiktoken, the prompt of GPT-2's own paper page
     assert tokenizer.encode("hello world").tolist() == [31373, 995]
     text = "It's naïve: <|endoftext|> 東京 \n\n\t  def f(x):\n    return x\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS | st.text("ab1 \n\t.,'é東\u00a0\u2003!s/", max_size=200))
+@pytest.mark.parametrize("kind", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "bpe"])
+def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind, text):
+    if kind == "bpe":
+        pattern = bpe.PATTERN
+    else:  # the pattern is all that matters here, and needs no download
+        monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *a, **k: {})
+        monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *a, **k: {})
+        pattern = getattr(openai_public, kind)()["pat_str"]
+    whole = regex.findall(pattern, text)
+    for limit in range(1, len(text)):
+        cut = tokenizers.boundary(text, limit)
+        assert 0 < cut <= limit
+        if text[cut] == " " and text[cut - 1].isalnum():
+            assert regex.findall(pattern, text[:cut]) + regex.findall(pattern, text[cut:]) == whole
+
+
+def test_long_texts_are_encoded_in_parts(tiny_encoding: tiktoken.Encoding, monkeypatch):
+    tokenizer = BpeTokenizer(tiny_encoding)
+    text = WORDS * 20
+    whole = tokenizer.encode(text).tolist()
+    monkeypatch.setattr(tokenizers, "BLOCK", 50)
+    assert tokenizer.encode(text).tolist() == whole
+    assert tokenizer.encode("").tolist() == []
+
+
+def test_a_vocabulary_learnt_from_text_serves_any_text(tmp_path: Path):
+    tokenizer = tokenizers.create("bpe", 300, [WORDS * 3])
+    assert tokenizer.vocab_size == 300
+    assert len(tokenizer.encode(WORDS)) < len(WORDS) / 2
+    assert tokenizer.decode(tokenizer.encode("東京 <|endoftext|>\n")) == "東京 <|endoftext|>\n"
+    path = tmp_path / "t.json"
+    path.write_text(tokenizer.to_json())
+    assert tokenizers.create(str(path), None, ()).fingerprint == tokenizer.fingerprint
 
 
 def make_all(encoding: tiktoken.Encoding) -> list[tokenizers.Tokenizer]:
@@ -79,9 +117,9 @@ def test_saved_tokenizers_are_the_same_when_read(tmp_path: Path, tiny_encoding: 
         path = tmp_path / "tokenizer.json"
         path.write_text(tokenizer.to_json())
         again = tokenizers.read(path)
-        assert again.fingerprint() == tokenizer.fingerprint()
+        assert again.fingerprint == tokenizer.fingerprint
         assert again.encode("abé東").tolist() == tokenizer.encode("abé東").tolist()
-    assert len({t.fingerprint() for t in make_all(tiny_encoding)}) == 3
+    assert len({t.fingerprint for t in make_all(tiny_encoding)}) == 3
 
 
 def test_byte_lengths_add_up_to_the_text(tiny_encoding: tiktoken.Encoding):
@@ -105,8 +143,10 @@ def test_a_character_in_two_tokens_appears_once_and_whole():
 
 
 def test_unknown_kinds_list_the_known():
-    with pytest.raises(DataError, match=r"gpt3: no such tokenizer; known: byte, char.*gpt2"):
-        tokenizers.create("gpt3", [])
+    with pytest.raises(
+        DataError, match=r"gpt3: no such tokenizer; known: auto, byte, char, bpe.*gpt2"
+    ):
+        tokenizers.create("gpt3", None, ())
 
 
 def test_without_network_the_offline_choices_are_named(
@@ -118,8 +158,21 @@ def test_without_network_the_offline_choices_are_named(
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    with pytest.raises(DataError, match=r"gpt2: .*use byte or char"):
-        tokenizers.create("gpt2", [])
+    with pytest.raises(DataError, match=r"gpt2: .*use byte, char or bpe"):
+        tokenizers.create("gpt2", None, ())
+
+
+def bpe_file(**changes: object) -> str:
+    """The JSON of a BPE tokenizer of bytes, with some things changed."""
+    ranks = {base64.b64encode(bytes([byte])).decode(): byte for byte in range(256)}
+    special = {"<|endoftext|>": 256}
+    whole = {"format": 1, "kind": "x", "pattern": "a|.", "special_tokens": special, "ranks": ranks}
+    return json.dumps(whole | changes)
+
+
+def test_a_bpe_file_is_read(tmp_path: Path):
+    (tmp_path / "t.json").write_text(bpe_file())
+    assert tokenizers.read(tmp_path / "t.json").encode("abc").tolist() == [97, 98, 99]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +184,12 @@ def test_without_network_the_offline_choices_are_named(
         '{"format": 2, "kind": "byte"}',
         '{"format": 1, "kind": "gpt2", "ranks": 3}',
         '{"format": 1, "kind": "x", "pattern": "", "special_tokens": {}, "ranks": {"%": 1}}',
+        bpe_file(ranks={"YQ==": 97}),  # not every byte has a rank
+        bpe_file(special_tokens={"<|endoftext|>": 97}),
+        bpe_file(special_tokens={}),
+        bpe_file(special_tokens={"<|endoftext|>": 2_000_000_000}),
+        bpe_file(pattern="("),
+        bpe_file(kind=None),
     ],
 )
 def test_a_damaged_tokenizer_file_is_named(tmp_path: Path, content):
@@ -141,8 +200,8 @@ def test_a_damaged_tokenizer_file_is_named(tmp_path: Path, content):
 
 
 def test_tokenizer_json_is_json():
-    assert json.loads(CharTokenizer("ba").to_json()) == {
+    assert json.loads(CharTokenizer("üaéb").to_json()) == {
         "format": 1,
         "kind": "char",
-        "characters": "ab",
+        "characters": "éü",
     }

@@ -232,7 +232,7 @@ def test_the_run_directory_holds_what_it_promises(train, config):
         "metrics.jsonl",
         "tokenizer.json",
     }
-    assert run.config() == config.with_vocab_size(257)
+    assert run.config() == config.with_tokenizer("byte", 257)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     keys = {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
     assert set(lines[0]) == keys

@@ -1,0 +1,185 @@
+"""From a configuration to a prepared corpus: sources, tokenizer, token files, what is held out.
+
+Nothing is made twice: the cache keeps vocabularies that were learnt and token files, named by the
+hashes of the content and of the tokenizer.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from gptmini import corpus as sources
+from gptmini import files, shards
+from gptmini import tokenizer as tokenizers
+from gptmini.config import Config
+from gptmini.corpus import Source
+from gptmini.errors import DataError, MachineError
+from gptmini.shards import TokenFile
+from gptmini.tokenizer import Tokenizer
+
+LEARNT_FROM = 10_000_000  # bytes of text that a vocabulary is learnt from
+
+# Shows the progress of so many bytes; gives a function that takes how many more are done.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The tokens of a file from first up to last, which is not among them."""
+
+    tokens: TokenFile
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared text: its tokenizer, and what is learnt from and what is held out.
+
+    `training` has one stretch, or one for each weight; `content` is the SHA-256 of everything.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    training: list[Stretch]
+    validation: list[Stretch]
+    content: str
+
+    def summary(self, asked: str) -> str:
+        """What text it is and how it became tokens, in a line; `asked` is the kind asked for."""
+        stretches = self.training + self.validation
+        files = {stretch.tokens.path: stretch.tokens for stretch in stretches}.values()
+        size, tokens = sum(file.text_bytes for file in files), sum(map(len, files))
+        held_out = sum(map(len, self.validation))
+        kind = f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
+        chosen = ", chosen by the sizes of text and model" if asked == "auto" else ""
+        return (
+            f"corpus: {self.name}, {size:,} bytes in {tokens:,} tokens, {size / tokens:.2f} bytes "
+            f"each ({kind}{chosen}), {held_out:,} held out"
+        )
+
+
+def prepare_corpus(
+    config: Config, cache: Path, progress: Progress = lambda what, total: nullcontext(lambda n: n)
+) -> Corpus:
+    """The token files of a configuration's text, from the cache where they are there.
+
+    Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with sources.spooled(config.data.paths, cache) as paths:
+            return _prepare(config, paths, cache, progress)
+    except OSError as error:
+        raise MachineError(
+            f"{error.filename or cache}: {(error.strerror or str(error)).lower()}; "
+            f"make room, or name another folder with --cache"
+        ) from None
+
+
+def _prepare(config: Config, paths: list[str], cache: Path, progress: Progress) -> Corpus:
+    settings = config.data
+    groups = [[path] for path in paths] if settings.weights else [paths]
+    training = [sources.find(group, settings) for group in groups]
+    held_out: list[Source] = []
+    if settings.validation_path is not None:
+        own = settings.validation_path
+        held_out = [sources.find([own] if isinstance(own, str) else own, settings)]
+    elif settings.split == "documents":
+        held_out = [source.only("validation") for source in training]
+        training = [source.only("training") for source in training]
+    digests = [source.digest() for source in training + held_out]
+    tokenizer = _tokenizer(config, training, digests, cache, progress)
+    ready = [
+        _token_file(source, digest, tokenizer, cache, progress)
+        for source, digest in zip(training + held_out, digests, strict=True)
+    ]
+    whole = [Stretch(tokens, 0, len(tokens)) for tokens in ready]
+    ours, theirs = whole[: len(training)], whole[len(training) :]
+    if not held_out:
+        ours, theirs = _without_tails(whole, settings.validation)
+    content = hashlib.sha256("".join(digests).encode()).hexdigest()
+    corpus = Corpus(", ".join(settings.paths), tokenizer, ours, theirs, content)
+    _check_length(corpus, config.seq_len)
+    return corpus
+
+
+def _without_tails(whole: list[Stretch], share: float) -> tuple[list[Stretch], list[Stretch]]:
+    cuts = [len(one) - max(round(len(one) * share), 1) for one in whole]
+    pairs = list(zip(whole, cuts, strict=True))
+    return (
+        [Stretch(one.tokens, 0, cut) for one, cut in pairs],
+        [Stretch(one.tokens, cut, one.last) for one, cut in pairs],
+    )
+
+
+def _check_length(corpus: Corpus, seq_len: int) -> None:
+    """DataError if a stretch does not hold one window and the token after it."""
+    sides = [("training", one) for one in corpus.training]
+    for name, stretch in [*sides, *(("validation", one) for one in corpus.validation)]:
+        if len(stretch) < seq_len + 1:
+            raise DataError(
+                f"{corpus.name}: has {len(stretch)} of {len(stretch.tokens)} tokens for {name}, "
+                f"and one window needs {seq_len + 1}; take more text, or lower "
+                f"model.context_length or train.seq_len"
+            )
+
+
+def _tokenizer(
+    config: Config, training: list[Source], digests: list[str], cache: Path, progress: Progress
+) -> Tokenizer:
+    """The tokenizer asked for or chosen; what was learnt from a text is kept in the cache."""
+    kind, vocab_size = config.tokenizer.kind, config.tokenizer.vocab_size
+    size = sum(source.bytes for source in training)
+    if kind in ("auto", "bpe") and vocab_size is None:
+        kind, vocab_size = tokenizers.choose(kind, size, config.model.d_model)
+    if kind not in ("char", "bpe"):
+        return tokenizers.create(kind, None, ())
+    digest = hashlib.sha256("".join(digests[: len(training)]).encode()).hexdigest()
+    path = cache / f"{digest[:20]}-{kind}-{vocab_size}.json"
+    try:
+        return tokenizers.read(path)
+    except DataError:  # not there yet, or damaged
+        pass
+    tokenizer = learn(kind, vocab_size, training, progress)
+    files.replace(path, tokenizer.to_json().encode())
+    return tokenizer
+
+
+def learn(
+    kind: str, vocab_size: int | None, training: list[Source], progress: Progress
+) -> Tokenizer:
+    """A tokenizer of the texts; bpe takes every so-many-th piece of a large one, char them all."""
+    size = sum(source.bytes for source in training)
+    every = 1 if kind == "char" else max(1, size // LEARNT_FROM)
+    with progress("learning the vocabulary", size // every) as advance:
+        pieces = (piece for source in training for piece in source.pieces())
+        texts = _told((piece.text for piece in islice(pieces, 0, None, every)), advance)
+        return tokenizers.create(kind, vocab_size, texts)
+
+
+def _told(texts: Iterator[str], advance: Callable[[int], object]) -> Iterator[str]:
+    """The same texts, each counted when the next is asked for."""
+    for text in texts:
+        yield text
+        advance(len(text.encode()))
+
+
+def _token_file(
+    source: Source, digest: str, tokenizer: Tokenizer, cache: Path, progress: Progress
+) -> TokenFile:
+    path = cache / f"{digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"
+    if path.exists():
+        try:
+            return TokenFile(path, tokenizer)
+        except DataError:
+            pass  # a damaged cache file is made again
+    with progress("preparing the tokens", source.bytes) as advance:
+        shards.write(path, source, digest, tokenizer, advance)
+    return TokenFile(path, tokenizer)

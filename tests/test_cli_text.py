@@ -1,0 +1,130 @@
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, WORDS
+
+from gptmini import tokenizer
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_a_tokenizer_is_learnt_used_and_looked_at(gptmini, text_file: Path, monkeypatch):
+    words = ["tokenizer", "train", str(text_file), "--vocab-size", "300", "--out", "t.json"]
+    code, out, err = gptmini(*words)
+    assert (code, out) == (0, "")
+    assert "t.json: 300 tokens" in err
+    learnt = tokenizer.read(Path("t.json"))
+    code, out, _ = gptmini("tokenizer", "encode", "t.json", "the lazy dog")
+    assert (code, out.split()) == (0, [str(t) for t in learnt.encode("the lazy dog")])
+    text = "the döner\r\n \x1b東\n".encode()
+    typed(monkeypatch, text)
+    _, tokens, _ = gptmini("tokenizer", "encode", "t.json")
+    typed(monkeypatch, tokens.encode())
+    piped = subprocess.run(
+        [sys.executable, "-m", "gptmini", "tokenizer", "decode", "t.json"],
+        input=tokens.encode(),
+        capture_output=True,
+        check=True,
+    )
+    assert piped.stdout == text
+    code, out, _ = gptmini("tokenizer", "info", "t.json", "--data", str(text_file), "--json")
+    facts = json.loads(out)
+    size, count = text_file.stat().st_size, len(learnt.encode(text_file.read_text()))
+    assert (facts["kind"], facts["vocab_size"]) == ("bpe", 300)
+    assert (facts["bytes"], facts["tokens"]) == (size, count)
+    assert facts["bytes_per_token"] == pytest.approx(size / count, abs=1e-3)
+    assert 0 < facts["coverage"] < 0.5  # most bytes never occur
+    assert " jumps" in facts["longest_tokens"]
+    assert "bytes per token" in gptmini("tokenizer", "info", "t.json", "--data", str(text_file))[1]
+    train = ["train", "--data", str(text_file), "--set", "tokenizer.kind=t.json", *SMALL]
+    assert gptmini(*train)[0] == 0
+    assert gptmini("tokenizer", "encode", "runs/text", "dog") == gptmini(
+        "tokenizer", "encode", "t.json", "dog"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["tokenizer", "encode", "none", "x"], 3, "none: no such tokenizer"),
+        (["tokenizer", "encode", "none.json", "x"], 3, "none.json: no such file"),
+        (["tokenizer", "encode", "bpe", "x"], 3, "bpe: is learnt from a text"),
+        (["tokenizer", "encode", ".", "x"], 3, "tokenizer.json: no such file"),
+        (["tokenizer", "encode", "byte", "\udcff"], 3, "the text given is no UTF-8"),
+        (["tokenizer", "decode", "byte", "1", "257"], 3, "257: no token; they are numbers from 0"),
+        (["tokenizer", "decode", "byte", "-1"], 2, "no such option"),
+        (["tokenizer", "info", "byte", "--data", "none.txt"], 3, "none.txt: no such file"),
+        (["tokenizer", "train", "none.txt", "--out", "t.json"], 3, "none.txt: no such file"),
+        (["tokenizer", "train", "x", "--out", "t.txt"], 2, "t.txt: must end in .json"),
+        (["tokenizer", "train", "x", "--out", "t.json", "--vocab-size", "9"], 2, "--vocab-size"),
+        (["tokenizer"], 2, "missing command; see gptmini tokenizer --help"),
+        (["data", "fetch", "x"], 3, "known: tinyshakespeare"),
+        (["data", "prepare", "--data", "none.txt"], 3, "none.txt: no such file"),
+    ],
+)
+def test_errors_are_one_line_with_a_mend(gptmini, words, code, line):
+    found, out, err = gptmini(*words)
+    assert (found, out) == (code, "")
+    assert line in err
+    assert err.startswith("gptmini: ")
+    assert err.count("\n") == 1
+
+
+def test_what_is_prepared_is_what_train_uses(gptmini, text_file: Path, tmp_path: Path):
+    code, out, _ = gptmini("data", "prepare", "--data", str(text_file), *SMALL)
+    assert code == 0
+    assert out.startswith(f"corpus: {text_file}, {text_file.stat().st_size:,} bytes in ")
+    made = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()}
+    assert out in gptmini("train", "--data", str(text_file), *SMALL)[2]
+    assert made == {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()}
+
+
+def test_standard_input_is_a_text(gptmini, tmp_path: Path, monkeypatch):
+    for _ in range(2):  # the second time the run is there, and the text the same
+        typed(monkeypatch, (WORDS * 40).encode())
+        code, _, err = gptmini("train", "--data", "-", *SMALL)
+        assert code == 0, err
+    assert "runs/text: already finished" in err
+    typed(monkeypatch, b"\xff")
+    code, _, err = gptmini("train", "--data", "-", *SMALL)
+    assert (code, "standard input: byte 0 is not UTF-8" in err) == (3, True)
+
+
+def test_several_texts_and_documents(gptmini, tmp_path: Path):
+    lines = [json.dumps({"body": f"{n} {WORDS}"}) for n in range(60)]
+    Path("a.jsonl").write_text("\n".join(lines))
+    Path("b.txt").write_text(WORDS * 40)
+    words = ["train", "--data", "a.jsonl", "--data", "b.txt", "--set", "data.text_key=body"]
+    code, _, err = gptmini(*words, "--set", "data.weights=[1, 3]", *SMALL, "--out", "w")
+    assert code == 0, err
+    assert "corpus: a.jsonl, b.txt, " in err
+    code, _, err = gptmini(*words, "--set", "data.split=documents", *SMALL, "--out", "d")
+    assert code == 0, err
+
+
+def test_a_text_cut_while_training_ends_the_run_in_a_line(gptmini, text_file: Path, monkeypatch):
+    from gptmini import trainer
+
+    update = trainer.update
+
+    def cut(training: trainer.Training) -> dict[str, object]:
+        if training.step == 3:
+            path = training.corpus.training[0].tokens.path
+            with path.open("r+b") as file:
+                file.truncate(200)
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", cut)
+    code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 3
+    assert ".tokens: cut while in use (" in err
+    monkeypatch.setattr(trainer, "update", update)
+    code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 0, err
+    assert "from step 2" in err

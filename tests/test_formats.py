@@ -1,0 +1,152 @@
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gptmini import corpus, formats
+from gptmini.config import DataConfig
+from gptmini.errors import DataError
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
+IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+
+
+def documents(path: Path, **options: str) -> list[str]:
+    """The documents of a file, each whole."""
+    found: list[str] = []
+    for piece in corpus.find([str(path)], DataConfig.model_validate(options)).pieces():
+        found += [""] if piece.starts_document else []
+        found[-1] += piece.text
+    return found
+
+
+@IN_A_FOLDER
+@given(text=TEXTS, block=st.integers(1, 9))
+def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, text, block):
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    monkeypatch.setattr(formats, "BLOCK", block)
+    assert documents(path) == [text] * bool(text)
+
+
+@IN_A_FOLDER
+@given(text=st.text("ab-\n é", max_size=60), block=st.integers(1, 9))
+@pytest.mark.parametrize("separator", ["-", "\n\n", "-\n-", "ab"])
+def test_separators_part_documents_wherever_blocks_end(
+    tmp_path: Path, monkeypatch, text, separator, block
+):
+    path = tmp_path / "a.md"
+    path.write_bytes(text.encode())
+    monkeypatch.setattr(formats, "BLOCK", block)
+    expected = [document for document in text.split(separator) if document]
+    assert documents(path, separator=separator) == expected
+
+
+def packed(data: bytes, packing: str) -> bytes:
+    if packing == ".gz":  # in two members, as `cat a.gz b.gz` makes
+        return gzip.compress(data[:5]) + gzip.compress(data[5:])
+    if packing == ".zst":
+        return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (data[:5], data[5:]))
+    return data
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@IN_A_FOLDER
+@given(texts=st.lists(TEXTS, min_size=1, max_size=5))
+def test_lines_rows_and_columns_are_documents(tmp_path: Path, packing, texts):
+    expected = [text for text in texts if text]
+    lines = "".join(json.dumps({"n": 1, "body": text}) + "\n\n" for text in texts)
+    table = io.StringIO()
+    rows = csv.writer(table)
+    rows.writerows([["n", "body"], *([1, text] for text in texts)])
+    for name, content in (("a.jsonl", lines), ("a.CSV", table.getvalue())):
+        path = tmp_path / (name + packing)
+        path.write_bytes(packed(content.encode(), packing))
+        assert documents(path, text_key="body") == expected
+
+
+def test_parquet_columns_are_documents(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": [1, 2, 3], "text": ["one", "", "zwölf"]}), path)
+    assert documents(path) == ["one", "zwölf"]
+    with pytest.raises(DataError, match=r"a.parquet: no body, but n, text; .*data.text_key=KEY"):
+        documents(path, text_key="body")
+    with pytest.raises(DataError, match=r"a.parquet: row 1: n is 1, no text"):
+        documents(path, text_key="n")
+
+
+def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(formats, "BLOCK", 10)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "seven words are in this one sentence"}) + "\n")
+    source = corpus.find([str(path)], DataConfig())
+    pieces = [piece.text for piece in source.pieces()]
+    assert pieces == ["seven", " words", " are in", " this one", " sentence"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"x" * 100 + b"\xff", "a.txt: byte 100 is not UTF-8; .*--errors replace"),
+        ("a.txt", b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "byte 13 is not UTF-8"),
+        ("a.txt", b"x" * (formats.BLOCK + 5) + b"\xc3", f"byte {formats.BLOCK + 5} is not UTF-8"),
+        ("a.txt", "text".encode("utf-16"), "a.txt: is UTF-16; convert it"),
+        ("a.txt", "text".encode("utf-16-le"), "NUL bytes, so it is no text"),
+        ("a.png", b"\x89PNG\r\n", "a.png: byte 0 is not UTF-8"),
+        ("a.txt.gz", b"no gzip at all", r"a.txt.gz: damaged \(Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"x" * 99)[:-9], r"a.txt.gz: damaged \("),
+        ("a.txt.zst", b"no zstd at all", r"a.txt.zst: damaged \("),
+        ("a.txt.zst", packed(b"x" * 999, ".zst")[:-9], r"a.txt.zst: damaged \("),
+        ("a.parquet", b"no table", r"a.parquet: damaged \("),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "a.jsonl:2: no JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl:3: no JSON object"),
+        ("a.jsonl", b'{"title": "a", "body": "b"}\n', "a.jsonl:1: no text, but title, body; name"),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: text is None, no text"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: byte 10 of the line is not UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: text holds a lone surrogate at 0"),
+        ("a.csv", b"text\nfine\n\xff\n", "a.csv: not UTF-8 after line 0; convert"),
+        ("a.csv", b"title,body\na,b\n", "a.csv:2: no text, but title, body"),
+        ("a.csv", b"title,text\na\n", "a.csv:2: text is None"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path: Path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as error:
+        documents(path)
+    assert len(error.value.lines) == 1
+
+
+def test_bad_bytes_can_be_replaced(tmp_path: Path):
+    for name, content, expected in [
+        ("a.txt", b"a\xffb\xc3", "a\ufffdb\ufffd"),
+        ("a.jsonl", b'{"text": "a\xffb"}', "a\ufffdb"),
+        ("b.jsonl", b'{"text": "a\\ud800b"}', "a\ufffdb"),
+        ("a.csv", b"text\na\xffb\n", "a\ufffdb"),
+    ]:
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert documents(path, errors="replace") == [expected]
+
+
+def test_without_pyarrow_its_formats_name_the_extra(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    for name in ("a.parquet", "a.txt.zst"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(DataError, match=r"pip install 'gptmini\[data\]'"):
+            documents(tmp_path / name)
+
+
+def test_text_that_looks_like_a_special_token_is_text(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("one<|endoftext|>two")
+    assert documents(path) == ["one<|endoftext|>two"]
+    assert documents(path, separator="<|endoftext|>") == ["one", "two"]

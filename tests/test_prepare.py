@@ -1,0 +1,198 @@
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import WORDS, gpt2, tiny
+
+from gptmini import files, prepare, shards, tokenizer
+from gptmini.errors import DataError, MachineError
+from gptmini.prepare import Corpus, Stretch
+
+DOCUMENT = 256
+
+
+def prepared(path: object, cache: Path, kind: str = "byte", **data: Any) -> Corpus:
+    given = data | {"path": [str(one) for one in path] if isinstance(path, list) else str(path)}
+    config = tiny(data=given, tokenizer={"kind": kind}, model={"context_length": 2, "n_head": 1})
+    return prepare.prepare_corpus(config, cache)
+
+
+def tokens_of(*stretches: Stretch) -> list[int]:
+    return [token for one in stretches for token in one.tokens.read(one.first, len(one)).tolist()]
+
+
+def test_the_tail_is_held_out(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("héllo\r\nwörld\n".encode())
+    corpus = prepared(path, tmp_path / "cache", validation=0.3)
+    expected = [DOCUMENT, *"héllo\r\nwörld\n".encode()]
+    assert tokens_of(*corpus.training) == expected[:-5]
+    assert tokens_of(*corpus.validation) == expected[-5:]
+    assert "15 bytes in 16 tokens, 0.94 bytes each (byte of 257), 5 held" in corpus.summary("byte")
+
+
+def test_documents_are_held_out_whole(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("|".join(f"document {n}" for n in range(200)))
+    corpus = prepared(path, tmp_path / "c", split="documents", separator="|", validation=0.2)
+    sides = [tokens_of(*side) for side in (corpus.training, corpus.validation)]
+    assert all(side[0] == DOCUMENT for side in sides)
+    assert sum(side.count(DOCUMENT) for side in sides) == 200
+    path.write_text("one document")
+    with pytest.raises(DataError, match=r"no document falls to validation; .*data.split=tail"):
+        prepared(path, tmp_path / "c", split="documents", validation=1e-9)
+
+
+def test_a_text_of_its_own_is_held_out(tmp_path: Path):
+    ours, theirs = tmp_path / "a.txt", tmp_path / "b.txt"
+    ours.write_text("all of this")
+    theirs.write_text("none of that")
+    corpus = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    assert tokens_of(*corpus.training) == [DOCUMENT, *b"all of this"]
+    assert tokens_of(*corpus.validation) == [DOCUMENT, *b"none of that"]
+    theirs.write_text("something else")
+    again = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    assert again.content != corpus.content
+
+
+def test_weighted_texts_are_kept_apart_and_others_together(tmp_path: Path):
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in paths:
+        path.write_text(path.stem * 20)
+    apart = prepared(paths, tmp_path / "cache", weights=[3.0, 1.0], validation=0.2)
+    assert [set(tokens_of(one)) - {DOCUMENT} for one in apart.training] == [{97}, {98}]
+    assert [len(one) for one in apart.validation] == [4, 4]
+    together = prepared(paths, tmp_path / "cache", validation=0.2)
+    expected = [DOCUMENT, *b"a" * 20, DOCUMENT, *b"b" * 20]
+    assert tokens_of(*together.training, *together.validation) == expected
+
+
+def test_too_short_a_text_says_what_it_has_and_needs(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 19)
+    config = tiny(data={"path": str(path)}, model={"context_length": 10})
+    expected = r"a.txt: has 2 of 20 tokens for validation, and one window needs 11; take more"
+    with pytest.raises(DataError, match=expected):
+        prepare.prepare_corpus(config, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t ", b"\xef\xbb\xbf"])
+def test_no_text_is_no_corpus_and_leaves_nothing(tmp_path: Path, content):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a.txt: holds no text"):
+        prepared(path, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "auto"])
+def test_the_cache_is_used_again_and_repaired(text_file: Path, tmp_path: Path, kind):
+    cache = tmp_path / "cache"
+    first = prepared(text_file, cache, kind)
+    path = first.training[0].tokens.path
+    made = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
+    assert prepared(text_file, cache, kind).training[0].tokens.path == path
+    assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
+    for file, (whole, _) in made.items():
+        for damaged in (whole[: len(whole) // 2], b"", b"x" * 200):
+            file.write_bytes(damaged)
+            prepared(text_file, cache, kind)
+            assert file.read_bytes() == whole
+    assert made.keys() == set(cache.iterdir())
+
+
+def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_path: Path):
+    first = prepared(text_file, tmp_path / "cache", "bpe")
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text_file.read_bytes())
+    again = prepared(copy, tmp_path / "cache", "bpe")
+    assert again.training[0].tokens.path == first.training[0].tokens.path
+    assert again.content == first.content
+    copy.write_text(WORDS * 9)
+    assert prepared(copy, tmp_path / "cache", "bpe").content != first.content
+
+
+def test_text_that_changes_meanwhile_leaves_nothing(text_file: Path, tmp_path: Path, monkeypatch):
+    create = tokenizer.create
+
+    def change_the_file(*arguments: Any) -> tokenizer.Tokenizer:
+        text_file.write_text("other words")
+        return create(*arguments)
+
+    monkeypatch.setattr(tokenizer, "create", change_the_file)
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepared(text_file, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_killed_at_any_moment_it_leaves_nothing_that_looks_whole(
+    text_file: Path, tmp_path: Path, monkeypatch
+):
+    whole = tmp_path / "whole"
+    prepared(text_file, whole, "bpe")
+    names = sorted(file.name for file in whole.iterdir())
+    cache = tmp_path / "cache"
+    calls = moment = 0
+
+    class Killed(BaseException):
+        pass
+
+    @contextmanager
+    def interrupted(path: Path) -> Iterator[Any]:
+        nonlocal calls
+        calls += 1
+        with path.with_name(f".tmp-1-{path.name}").open("wb") as file:
+            yield file
+            if calls == moment:
+                os.truncate(file.fileno(), 50)
+                raise Killed
+        os.replace(file.name, path)
+
+    for moment in (1, 2):  # noqa: B007 - read by interrupted
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "aside", interrupted)
+            with pytest.raises(Killed):
+                prepared(text_file, cache, "bpe")
+        assert {f.name for f in cache.iterdir() if not f.name.startswith(".")} < set(names)
+    prepared(text_file, cache, "bpe")
+    for name in names:
+        assert (cache / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_cache_that_cannot_be_written_names_the_option(text_file: Path):
+    with pytest.raises(MachineError, match="--cache"):
+        prepared(text_file, text_file / "below-a-file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" " * 3_000_000, "x" * 3_000_000, "\t" * 1_500_000 + "x", "東" * 1_000_000, "ab" * 10**6],
+)
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+def test_texts_without_words_take_bounded_time(tmp_path: Path, kind, text):
+    if kind == "gpt2":
+        gpt2()
+    path = tmp_path / "a.txt"
+    path.write_text(text if text.strip() else text + "x")
+    started = time.perf_counter()
+    corpus = prepared(path, tmp_path / "cache", kind)
+    assert time.perf_counter() - started < 60  # a quadratic way takes hours
+    tokens = tokens_of(*corpus.training, *corpus.validation)
+    assert corpus.tokenizer.decode(tokens) == path.read_text()
+    assert corpus.training[0].tokens.text_bytes == path.stat().st_size
+
+
+def test_shards_are_the_same_on_any_number_of_cores(text_file: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "BLOCK", 64)
+    whole = []
+    for cores in (1, 2, 7):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        corpus = prepared(text_file, tmp_path / f"cache{cores}", "bpe")
+        whole.append(corpus.training[0].tokens.path.read_bytes())
+    assert whole[0] == whole[1] == whole[2]
+    assert len(whole[0]) > shards.HEADER.size
