@@ -60,8 +60,9 @@ def fetch(name: str, folder: Path) -> Path:
                     size += len(block)
                     file.write(block)
         except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
             raise MachineError(
-                f"{known.url}: could not be fetched ({getattr(error, 'reason', error)}); put the file at {target} by other "
+                f"{known.url}: could not be fetched ({reason}); put the file at {target} by other "
                 f"means, or train on builtin:python-docs, which needs no network"
             ) from None
         if hashed.hexdigest() != known.sha256:

@@ -22,6 +22,15 @@ def test_bench_attention_prints_caches_by_the_formula():
     assert all(size == formula for size, formula in sizes.values())
 
 
+def test_bench_text_shows_every_kind_and_tokenizer():
+    rows = [
+        line.strip("| ").split(" | ") for line in output("bench_text.py", "--quick").splitlines()
+    ]
+    found = {row[0]: float(row[1]) for row in rows if len(row) == 4 and row[3].endswith(" x")}
+    assert {"a folder", "Parquet", "JSON lines, zstd", "byte", "bpe-4096"} <= found.keys()
+    assert found["bpe-4096"] > found["bpe-1024"] > 2 > found["byte"]
+
+
 def test_gradient_checkpointing_saves_memory():
     rows = [line.strip("| ").split(" | ") for line in output("bench_memory.py").splitlines()[2:]]
     peaks = {row[0]: float(row[1]) for row in rows}

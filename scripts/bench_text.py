@@ -1,0 +1,151 @@
+"""Time the preparation of texts: python scripts/bench_text.py [--quick] [--large GIGABYTES]
+
+The same text, the standard library's sources, as each kind of corpus and by each tokenizer; rows
+are timed in turns and give medians, and ratios to the first row. With --large also a generated
+text of that size, by the gpt2 encoding if its files are here, in a process of its own whose peak
+memory is shown.
+"""
+
+import argparse
+import csv
+import gzip
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from gptmini import tokenizer as tokenizers
+from gptmini.config import Config, DataConfig
+from gptmini.corpus import find
+from gptmini.errors import DataError
+from gptmini.prepare import prepare_corpus
+
+
+def write_kinds(documents: list[str], folder: Path) -> dict[str, str]:
+    """The documents as every kind of corpus: what to call it, and its path."""
+    (folder / "texts").mkdir()
+    for number, document in enumerate(documents):
+        (folder / "texts" / f"{number:05d}.txt").write_text(document)
+    (folder / "one.txt").write_text("".join(documents))
+    (folder / "parted.txt").write_text("<|endoftext|>".join(documents))
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    (folder / "lines.jsonl").write_text(lines)
+    (folder / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 6))
+    packed = pyarrow.compress(lines.encode(), "zstd", asbytes=True)
+    (folder / "lines.jsonl.zst").write_bytes(packed)
+    with (folder / "rows.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerows([["text"], *([document] for document in documents)])
+    table = pyarrow.table({"text": documents})
+    pyarrow.parquet.write_table(table, folder / "column.parquet")
+    return {
+        "a text file": "one.txt",
+        "a text file with a separator": "parted.txt",
+        "a folder": "texts",
+        "JSON lines": "lines.jsonl",
+        "JSON lines, gzip": "lines.jsonl.gz",
+        "JSON lines, zstd": "lines.jsonl.zst",
+        "CSV": "rows.csv",
+        "Parquet": "column.parquet",
+    }
+
+
+def prepare(path: Path, kind: str) -> tuple[float, float]:
+    """Megabytes of text a second, and bytes per token."""
+    separator = "<|endoftext|>" if path.name == "parted.txt" else None
+    config = Config.model_validate(
+        {
+            "data": {"path": str(path), "separator": separator},
+            "tokenizer": {"kind": kind},
+        }
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        started = time.perf_counter()
+        corpus = prepare_corpus(config, Path(cache))
+        seconds = time.perf_counter() - started
+    (training,) = corpus.training
+    size = training.tokens.text_bytes
+    return size / 1e6 / seconds, size / len(training.tokens)
+
+
+def table(title: str, rows: Mapping[str, Callable[[], tuple[float, float]]], rounds: int) -> None:
+    """Time the rows in turns and print a Markdown table."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
+    for _ in range(rounds):
+        for name, measure in rows.items():
+            found[name].append(measure())
+    speeds = {name: statistics.median(speed for speed, _ in runs) for name, runs in found.items()}
+    base = next(iter(speeds.values()))
+    print(f"\n| {title} | bytes per token | MB/s | to the first |\n|---|---|---|---|")
+    for name, speed in speeds.items():
+        print(f"| {name} | {found[name][0][1]:.2f} | {speed:.1f} | {speed / base:.2f} x |")
+
+
+def large(gigabytes: float, documents: list[str], kind: str, folder: Path) -> None:
+    """Prepare a text that is far larger than the memory it may take."""
+    path = folder / "large.txt"
+    written = number = 0
+    with path.open("w") as file:
+        while written < gigabytes * 1e9:
+            document = documents[number % len(documents)]
+            written += file.write(f"# copy {number}\n{document}\n")
+            number += 1
+    command = [sys.executable, "-m", "gptmini", "data", "prepare", "--data", str(path)]
+    command += ["--set", f"tokenizer.kind={kind}", "--cache", str(folder / "cache")]
+    started = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    size = path.stat().st_size
+    print(
+        "\n| large text | tokenizer | GB | seconds | MB/s | peak MiB |\n|---|---|---|---|---|---|"
+    )
+    print(
+        f"| one file | {kind} | {size / 1e9:.2f} | {seconds:.0f} | {size / 1e6 / seconds:.1f} | "
+        f"{peak:.0f} |"
+    )
+
+
+def main() -> None:
+    """Print the tables."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--quick", action="store_true", help="a small part of the text, once")
+    options.add_argument("--large", type=float, default=0, metavar="GIGABYTES")
+    chosen = options.parse_args()
+    pieces = find(["builtin:python-code"], DataConfig()).pieces()
+    documents = [piece.text for piece in pieces][:: 50 if chosen.quick else 1]
+    rounds = 1 if chosen.quick else 3
+    kinds = ["byte", "char"]
+    try:
+        tokenizers.create("gpt2", None, ())
+        kinds.append("gpt2")
+    except DataError:
+        print("gpt2: its files are not here, left out", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = write_kinds(documents, folder)
+        for vocab_size in (1024, 4096, 16384):
+            learnt = tokenizers.create("bpe", vocab_size, documents)
+            kind = str(folder / f"bpe-{vocab_size}.json")
+            Path(kind).write_text(learnt.to_json())
+            kinds.append(kind)
+        bpe = str(folder / "bpe-4096.json")
+        corpora = {title: partial(prepare, folder / file, bpe) for title, file in files.items()}
+        table("corpus", corpora, rounds)
+        one = folder / "one.txt"
+        table("tokenizer", {Path(kind).stem: partial(prepare, one, kind) for kind in kinds}, rounds)
+        if chosen.large:
+            large(chosen.large, documents, "gpt2" if "gpt2" in kinds else "byte", folder)
+
+
+if __name__ == "__main__":
+    main()
