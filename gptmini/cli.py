@@ -6,6 +6,7 @@ torch takes more than a second and `--help` should not.
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from itertools import chain
@@ -16,7 +17,7 @@ import typer
 import typer.exceptions
 
 from gptmini.cli_text import data_app, tokenizer_app
-from gptmini.errors import CheckpointError, ConfigError, GptminiError
+from gptmini.errors import CheckpointError, ConfigError, GptminiError, Stopped
 
 if TYPE_CHECKING:
     from gptmini.config import Config
@@ -293,6 +294,7 @@ def main() -> None:
     sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    signal.signal(signal.SIGTERM, _stop)
     try:
         code = app(
             prog_name="gptmini", standalone_mode=False
@@ -304,6 +306,11 @@ def main() -> None:
     if code == 130:
         _fail(["stopped by Ctrl-C"], 130)
     sys.exit(code)
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    """End as Ctrl-C does, tidily; the training loop has a handler of its own."""
+    raise Stopped(number, "stopped by SIGTERM")
 
 
 def _explain(error: Exception) -> tuple[Sequence[str], int]:

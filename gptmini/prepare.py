@@ -5,6 +5,8 @@ hashes of the content and of the tokenizer.
 """
 
 import hashlib
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -74,6 +76,7 @@ def prepare_corpus(
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
         with sources.spooled(config.data.paths, cache) as paths:
             return _prepare(config, paths, cache, progress)
     except OSError as error:
@@ -81,6 +84,13 @@ def prepare_corpus(
             f"{error.filename or cache}: {(error.strerror or str(error)).lower()}; "
             f"make room, or name another folder with --cache"
         ) from None
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what processes that were killed have left, a day ago or more."""
+    for left in cache.glob(".tmp-*"):
+        if left.stat().st_mtime < time.time() - 86_400:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _prepare(config: Config, paths: list[str], cache: Path, progress: Progress) -> Corpus:

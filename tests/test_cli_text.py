@@ -1,7 +1,9 @@
 import io
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,18 @@ def test_a_text_cut_while_training_ends_the_run_in_a_line(gptmini, text_file: Pa
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 0, err
     assert "from step 2" in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, number, code):
+    command = [sys.executable, "-m", "gptmini", "data", "prepare", "--data", "-"]
+    command += ["--cache", str(tmp_path / "cache")]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        while not list(tmp_path.glob("cache/.tmp-*")):
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert err.decode().startswith("gptmini: stopped by ")
+    assert list((tmp_path / "cache").iterdir()) == []

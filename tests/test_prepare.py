@@ -196,3 +196,14 @@ def test_shards_are_the_same_on_any_number_of_cores(text_file: Path, tmp_path: P
         whole.append(corpus.training[0].tokens.path.read_bytes())
     assert whole[0] == whole[1] == whole[2]
     assert len(whole[0]) > shards.HEADER.size
+
+
+def test_what_a_killed_process_left_is_swept_after_a_day(text_file: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    (cache / ".tmp-1" / "standard input").mkdir(parents=True)
+    for name in (".tmp-2-x.tokens", ".tmp-3-x.tokens"):
+        (cache / name).write_bytes(b"x")
+    for name in (".tmp-1", ".tmp-2-x.tokens"):
+        os.utime(cache / name, (0, 0))
+    prepared(text_file, cache)
+    assert [file.name for file in cache.glob(".tmp-*")] == [".tmp-3-x.tokens"]

@@ -1,5 +1,7 @@
 """Every command in the README runs, on small models, and its claims about the code hold."""
 
+import gzip
+import json
 import re
 import shlex
 import sys
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gptmini import cli
+from gptmini import cli, fetch
 from gptmini.configfile import CONFIGS, named_configs
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -35,16 +37,19 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     text = "".join(
         f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
     )
-    for name in ("my.txt", "data/tinyshakespeare.txt"):
+    for name in ("my.txt", "notes/a.txt", "src/a.py", "src/a.md", "data/tinyshakespeare.txt"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
+    with gzip.open(tmp_path / "stories.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"story": text}))
+    monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
     found = commands()
-    assert {line[1] for line in found} == {"train", "generate", "inspect"}
+    assert {line[1] for line in found} == {"train", "generate", "inspect", "tokenizer", "data"}
     for line in found:
         small = [word for setting in SMALL for word in ("--set", setting)]
-        extra = {"train": small, "generate": ["--max-new-tokens", "3"], "inspect": []}
-        words = [*line, *extra[line[1]]]
+        extra = {"train": small, "generate": ["--max-new-tokens", "3"]}
+        words = [*line, *extra.get(line[1], [])]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end:
             cli.main()
