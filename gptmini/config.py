@@ -195,7 +195,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How it is learnt: AdamW, warm-up, a constant rate, a cool-down."""
 
-    steps: Steps = Field(500, description="optimizer updates")
+    steps: Steps = Field(300, description="optimizer updates")
     batch_size: Count = Field(16, description="windows per update")
     micro_batch_size: Count = Field(
         default_factory=lambda data: data["batch_size"],

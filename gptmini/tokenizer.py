@@ -8,6 +8,7 @@ import base64
 import codecs
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
@@ -193,8 +194,24 @@ def create(kind: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer
 
 
 def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
-    """Kind and vocabulary size for so much text and so wide a model."""
-    return "bpe", 2048
+    """Kind and vocabulary size where `auto` is asked for, or `bpe` without a size.
+
+    The power of two next to 20 d_model, so that the head costs half of what four layers do, but
+    next to a 128th of the text if that is less: tokens that are seldom seen are not learnt. Best
+    bits per byte on held-out text, default model, 500 steps or the best before:
+
+        corpus                    byte  bpe 512   1024   2048   4096   8192
+        Shakespeare,    0.1 MB    2.33     2.21   2.18
+        python-docs,    0.5 MB    1.67     1.69   1.66   1.65   1.60   1.58
+        Shakespeare,    1.1 MB    2.33     2.15   2.10   2.03   1.98   1.97
+        python-code,   10   MB    1.92     1.79   1.76   1.69   1.64   1.58
+        seconds a step            0.13     0.14   0.15   0.16   0.19   0.25
+    """
+    size = min(20 * d_model, text_bytes // 128, 32_768)
+    vocab_size = 1 << round(math.log2(max(size, 1)))
+    if kind == "auto" and vocab_size < 512:
+        return "byte", None
+    return "bpe", max(vocab_size, 512)
 
 
 def read(path: Path) -> Tokenizer:

@@ -205,3 +205,22 @@ def test_tokenizer_json_is_json():
         "kind": "char",
         "characters": "éü",
     }
+
+
+@pytest.mark.parametrize(
+    ("text_bytes", "d_model", "expected"),
+    [
+        (0, 192, ("byte", None)),
+        (30_000, 192, ("byte", None)),
+        (100_000, 192, ("bpe", 1024)),
+        (500_000, 192, ("bpe", 4096)),
+        (10**12, 192, ("bpe", 4096)),
+        (10**12, 64, ("bpe", 1024)),
+        (10**12, 768, ("bpe", 16384)),
+        (10**12, 10**6, ("bpe", 32768)),
+    ],
+)
+def test_the_vocabulary_fits_text_and_model(text_bytes, d_model, expected):
+    assert tokenizers.choose("auto", text_bytes, d_model) == expected
+    kind, vocab_size = tokenizers.choose("bpe", text_bytes, d_model)
+    assert (kind, vocab_size) == ("bpe", expected[1] or 512)
