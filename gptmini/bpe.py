@@ -14,7 +14,7 @@ import regex
 # A word: letters behind one other character, up to three digits, marks behind a space, line ends,
 # spaces. As in GPT-4, but nothing is longer than 16, so that no text can make it slow.
 PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?+\p{L}{1,16}+|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]{1,16}+[\r\n]{0,16}+"
+    r"[^\r\n\p{L}\p{N}]?\p{L}{1,16}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,16}[\r\n]{0,16}"
     r"|\s{0,16}?[\r\n]|\s{1,16}(?!\S)|\s"
 )
 SYMBOLS = 2_000_000  # bytes of different words that are held in memory

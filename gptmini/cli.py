@@ -87,7 +87,7 @@ def train(
 ) -> None:
     """Train a model on a text, or go on with a run that was stopped."""
     settings = _config(config, data, errors, attention, steps, device, assignments or [])
-    out = out or _default_out(config, settings.data.paths[0], attention)
+    out = out or _default_out(config, settings.data.path[0], attention)
     from gptmini import sampler, trainer
 
     trainer.train(settings, out, cache)
@@ -247,7 +247,7 @@ def _config(
         path, value = yamlfile.assignment(text)
         overrides.append((f"--set {'.'.join(path)}", path, value))
     if data:
-        overrides.append(("--data", ("data", "path"), data if len(data) > 1 else data[0]))
+        overrides.append(("--data", ("data", "path"), data))
     if errors is not None:
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:

@@ -45,7 +45,7 @@ def train(
             ("--vocab-size", ("tokenizer", "vocab_size"), vocab_size),
         ],
     )
-    texts = [corpus.find(config.data.paths, config.data)]
+    texts = [corpus.find(config.data.path, config.data)]
     learnt = prepare.learn("bpe", vocab_size, texts, runlog.progress)
     files.replace(out, learnt.to_json().encode())
     print(f"gptmini: {out}: {learnt.vocab_size:,} tokens", file=sys.stderr)

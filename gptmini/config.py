@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gptmini.errors import ConfigError
@@ -150,14 +157,19 @@ class TokenizerConfig(Section):
             yield "vocab_size", f"is chosen for kind bpe alone, not {self.kind}; leave it out"
 
 
-Paths = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+Paths = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}}),
+]
 
 
 class DataConfig(Section):
     """What is learnt from."""
 
     path: Paths = Field(
-        "builtin:python-docs",
+        ["builtin:python-docs"],
         description="a file, a folder, a glob, - for standard input, builtin:python-docs or "
         "builtin:python-code, or a list of them",
     )
@@ -179,23 +191,18 @@ class DataConfig(Section):
         None, description="a text of its own to hold out, instead of a share"
     )
 
-    @property
-    def paths(self) -> list[str]:
-        """Every path to learn from."""
-        return [self.path] if isinstance(self.path, str) else self.path
-
     def contradictions(self) -> Iterator[Contradiction]:
-        if self.weights is not None and len(self.weights) != len(self.paths):
+        if self.weights is not None and len(self.weights) != len(self.path):
             yield (
                 "weights",
-                f"{len(self.weights)} of them for {len(self.paths)} paths; give one for each path",
+                f"{len(self.weights)} of them for {len(self.path)} paths; give one for each path",
             )
 
 
 class TrainConfig(Section):
     """How it is learnt: AdamW, warm-up, a constant rate, a cool-down."""
 
-    steps: Steps = Field(300, description="optimizer updates")
+    steps: Steps = Field(250, description="optimizer updates")
     batch_size: Count = Field(16, description="windows per update")
     micro_batch_size: Count = Field(
         default_factory=lambda data: data["batch_size"],

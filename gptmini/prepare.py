@@ -77,7 +77,7 @@ def prepare_corpus(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         _sweep(cache)
-        with sources.spooled(config.data.paths, cache) as paths:
+        with sources.spooled(config.data.path, cache) as paths:
             return _prepare(config, paths, cache, progress)
     except OSError as error:
         raise MachineError(
@@ -99,8 +99,7 @@ def _prepare(config: Config, paths: list[str], cache: Path, progress: Progress) 
     training = [sources.find(group, settings) for group in groups]
     held_out: list[Source] = []
     if settings.validation_path is not None:
-        own = settings.validation_path
-        held_out = [sources.find([own] if isinstance(own, str) else own, settings)]
+        held_out = [sources.find(settings.validation_path, settings)]
     elif settings.split == "documents":
         held_out = [source.only("validation") for source in training]
         training = [source.only("training") for source in training]
@@ -115,7 +114,7 @@ def _prepare(config: Config, paths: list[str], cache: Path, progress: Progress) 
     if not held_out:
         ours, theirs = _without_tails(whole, settings.validation)
     content = hashlib.sha256("".join(digests).encode()).hexdigest()
-    corpus = Corpus(", ".join(settings.paths), tokenizer, ours, theirs, content)
+    corpus = Corpus(", ".join(settings.path), tokenizer, ours, theirs, content)
     _check_length(corpus, config.seq_len)
     return corpus
 

@@ -308,6 +308,6 @@ def _diverged(training: Training, what: str) -> str:
 
 def _other_text(config: Config, run: RunDirectory) -> str:
     return (
-        f"{', '.join(config.data.paths)}: not the text that {run.path} began with; restore it, or "
+        f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
         f"name another directory with --out"
     )

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 from conftest import WORDS, gpt2, tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gptmini import files, prepare, shards, tokenizer
 from gptmini.errors import DataError, MachineError
@@ -207,3 +210,43 @@ def test_what_a_killed_process_left_is_swept_after_a_day(text_file: Path, tmp_pa
         os.utime(cache / name, (0, 0))
     prepared(text_file, cache)
     assert [file.name for file in cache.glob(".tmp-*")] == [".tmp-3-x.tokens"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(content=st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
+def test_any_bytes_are_a_text_or_an_error_and_come_back(tmp_path: Path, kind, content):
+    if kind == "gpt2":
+        gpt2()
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    try:
+        corpus = prepared(path, tmp_path / "cache", kind, errors="replace", validation=0.5)
+    except DataError as error:
+        short = len(content) < 20
+        no_text = (
+            b"\0" in content or not content.strip() or content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        )
+        assert short or no_text, error
+        assert len(error.lines) == 1
+        return
+    text = content.decode("utf-8-sig", "replace")
+    tokens = tokens_of(*corpus.training, *corpus.validation)
+    assert tokens[0] == corpus.tokenizer.document_token
+    assert corpus.tokenizer.document_token not in tokens[1:]
+    assert corpus.tokenizer.decode(tokens) == text
+
+
+def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ranks |= {f" {number}".encode(): number for number in range(256, 70_000)}
+    encoding = tiktoken.Encoding(
+        "large", pat_str=r" \d+|.", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000}
+    )
+    (tmp_path / "t.json").write_text(tokenizer.BpeTokenizer(encoding).to_json())
+    numbers = [256, 300, 65_535, 65_536, 69_999] * 3
+    (tmp_path / "a.txt").write_text("".join(f" {number}" for number in numbers))
+    kind = str(tmp_path / "t.json")
+    corpus = prepared(tmp_path / "a.txt", tmp_path / "cache", kind, validation=0.3)
+    assert tokens_of(*corpus.training, *corpus.validation) == [70_000, *numbers]
+    assert corpus.training[0].tokens.dtype.itemsize == 4

@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
         DivergedError, match=r"gradient norm nan after step 4, nothing of it saved; lower train.lr"
     ):
         train(config)
-    run = RunDirectory(Path(config.data.path).parent / "run")
+    run = RunDirectory(Path(config.data.path[0]).parent / "run")
     assert run.steps() == [3]
     assert all(tensor.isfinite().all() for tensor in weights(run, 3).values())
 
