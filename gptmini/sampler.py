@@ -29,11 +29,16 @@ PREFILL = 512  # prompt tokens per forward pass, which bounds the memory of thei
 
 
 def decode(
-    model: GPT, prompt: list[int], sample: SampleConfig, use_cache: bool = True
+    model: GPT,
+    prompt: list[int],
+    sample: SampleConfig,
+    use_cache: bool = True,
+    first: Tensor | None = None,
 ) -> Iterator[int]:
     """Tokens that follow a prompt of at least one token, max_new_tokens of them.
 
-    ConfigError, before anything is drawn, if they do not fit the context and may not overflow it.
+    Where `first` is given, bool (V,), it says which tokens the first may be. ConfigError, before
+    anything is drawn, if the tokens do not fit the context and may not overflow it.
     """
     limit = model.config.context_length
     if sample.overflow == "error" and len(prompt) + sample.max_new_tokens - 1 > limit:
@@ -41,11 +46,13 @@ def decode(
             f"sample.overflow: {len(prompt)} tokens of prompt and {sample.max_new_tokens} new ones "
             f"do not fit the context of {limit}; lower max_new_tokens, or take slide"
         )
-    return _decode(model, prompt, sample, use_cache)
+    return _decode(model, prompt, sample, use_cache, first)
 
 
 @torch.inference_mode()
-def _decode(model: GPT, prompt: list[int], sample: SampleConfig, use_cache: bool) -> Iterator[int]:
+def _decode(
+    model: GPT, prompt: list[int], sample: SampleConfig, use_cache: bool, first: Tensor | None
+) -> Iterator[int]:
     limit = model.config.context_length
     weight = model.embed.weight
     cache = KVCache(model.config, 1, weight.device, weight.dtype) if use_cache else None
@@ -57,7 +64,8 @@ def _decode(model: GPT, prompt: list[int], sample: SampleConfig, use_cache: bool
         for chunk in tokens.split(PREFILL if use_cache else limit, dim=1):
             hidden = model.hidden(chunk, cache)
         logits = model.logits(hidden[0, -1])
-        token = choose(logits, sample, generator)
+        token = choose(logits, sample, generator, first)
+        first = None
         yield token
         window, unseen = [*window, token], [token]
         if len(window) > limit:
@@ -68,10 +76,14 @@ def _decode(model: GPT, prompt: list[int], sample: SampleConfig, use_cache: bool
                 cache.clear()
 
 
-def choose(logits: Tensor, sample: SampleConfig, generator: torch.Generator) -> int:
-    """A token drawn from logits (V,); temperature 0 takes the likeliest."""
+def choose(
+    logits: Tensor, sample: SampleConfig, generator: torch.Generator, allowed: Tensor | None = None
+) -> int:
+    """A token drawn from logits (V,), or from those allowed; temperature 0 takes the likeliest."""
     if not logits.isfinite().all():
         raise CheckpointError("the model gives non-finite logits; its weights are damaged")
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
     if sample.temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(probabilities(logits, sample), 1, generator=generator))
@@ -114,6 +126,13 @@ class Run:
         sample = self.config.sample
         if settings:
             sample = _override(sample, settings)
+        first = None
+        if prompt.endswith(" "):
+            # A space belongs to the word behind it where words are tokens: let the model draw both.
+            size, spelt = self.tokenizer.vocab_size, self.tokenizer.token_bytes
+            words = torch.tensor([spelt(token).startswith(b" ") for token in range(size)])
+            if words.sum() > 1:
+                prompt, first = prompt[:-1], words
         try:
             tokens = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.document_token]
         except UnicodeEncodeError as error:
@@ -123,15 +142,16 @@ class Run:
         limit = self.model.config.context_length
         if len(tokens) > limit:
             say(f"prompt: {len(tokens)} tokens, the context has {limit}; the last ones are used")
-        return self._texts(decode(self.model, tokens, sample, use_cache))
+        return self._texts(decode(self.model, tokens, sample, use_cache, first), first is not None)
 
-    def _texts(self, tokens: Iterator[int]) -> Iterator[str]:
+    def _texts(self, tokens: Iterator[int], without_space: bool) -> Iterator[str]:
         decoder = StreamDecoder(self.tokenizer)
         for token in tokens:
             if token == self.tokenizer.document_token:
                 break
             if text := decoder.feed(token):
-                yield text
+                yield text.removeprefix(" " * without_space)
+                without_space = False
         if text := decoder.flush():
             yield text
 

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from gptmini import sampler, trainer
 from gptmini.config import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.model import GPT
-from gptmini.tokenizer import CharTokenizer
+from gptmini.tokenizer import BpeTokenizer, CharTokenizer
 
 
 def model_of(variant: str = "gqa", position: str = "rope", extra: dict | None = None) -> GPT:
@@ -175,3 +176,23 @@ def test_a_tokenizer_of_another_run_is_refused(run: sampler.Run):
     (run.path / "tokenizer.json").write_text(CharTokenizer("é").to_json())
     with pytest.raises(DataError, match="not the tokenizer of this run"):
         sampler.load(run.path)
+
+
+def test_a_space_at_the_end_belongs_to_the_next_word(run: sampler.Run, tiny_encoding, monkeypatch):
+    """The model has seen " the", and a lone space only before what is no word."""
+    text_tokenizer = BpeTokenizer(tiny_encoding)
+    model = GPT(tiny().with_tokenizer("bpe", text_tokenizer.vocab_size).model).eval()
+    other = dataclasses.replace(run, tokenizer=text_tokenizer, model=model)
+    seen: list[list[int]] = []
+    hidden = model.hidden
+
+    def note(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(tokens[0].tolist())
+        return hidden(tokens, *rest)
+
+    monkeypatch.setattr(model, "hidden", note)
+    drawn = [other.generate("the ", max_new_tokens=1, seed=seed) for seed in range(40)]
+    assert set(drawn) == {"", "the"}  # a lone space, or the rest of " the"
+    assert seen[0] == [257]  # "the" alone
+    assert other.generate(" ", max_new_tokens=1, seed=0) in ("", "the")
+    assert seen[-1] == [text_tokenizer.document_token]
