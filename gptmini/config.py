@@ -183,7 +183,9 @@ class DataConfig(Section):
     errors: Literal["strict", "replace"] = Field(
         "strict", description="bytes that are no UTF-8: refuse them, or put U+FFFD there"
     )
-    validation: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="share held out")
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="share held out; by default a tenth, of large texts about 1.5 MB"
+    )
     split: Literal["tail", "documents"] = Field(
         "tail", description="hold out the end of the tokens, or whole documents by their hash"
     )

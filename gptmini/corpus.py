@@ -29,28 +29,32 @@ BUILTIN = ("builtin:python-docs", "builtin:python-code")
 
 @dataclass(frozen=True)
 class Source:
-    """Files in the order they are read; `part` keeps the documents of one side of a split."""
+    """Files in the order they are read; `part` keeps the documents of one side of a split.
+
+    `share` of the documents, by their hash, is the validation part.
+    """
 
     name: str
     files: tuple[File, ...]
     settings: DataConfig
     part: str = "all"  # or training, validation
+    share: float = 0.0
 
     @property
     def bytes(self) -> int:
         """The size of the files as they lie on the disk."""
         return sum(file.bytes for file in self.files)
 
-    def only(self, part: str) -> "Source":
+    def only(self, part: str, share: float) -> "Source":
         """The documents of one side of the split by the hashes of documents."""
-        return replace(self, part=part)
+        return replace(self, part=part, share=share)
 
     def digest(self) -> str:
         """SHA-256 (hex) of all that decides the text: the bytes of files and how they are read."""
         settings = self.settings
         options: list[object] = [settings.text_key, settings.separator]
         if self.part != "all":
-            options += [self.part, settings.validation]
+            options += [self.part, self.share]
         hashed = hashlib.sha256(json.dumps(options).encode())
         for file in self.files:
             hashed.update(json.dumps([file.kind, file.packing, file.errors, file.bytes]).encode())
@@ -74,7 +78,7 @@ class Source:
         for piece in pieces:
             if piece.starts_document:
                 number = int.from_bytes(hashlib.sha256(piece.text.encode()).digest()[:8])
-                ours = (number < self.settings.validation * 2**64) == (self.part == "validation")
+                ours = (number < self.share * 2**64) == (self.part == "validation")
             if ours:
                 yield piece
 

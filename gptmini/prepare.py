@@ -22,6 +22,7 @@ from gptmini.errors import DataError, MachineError
 from gptmini.shards import TokenFile
 from gptmini.tokenizer import Tokenizer
 
+HELD_OUT = 1_500_000  # bytes of a large text; evaluating more takes longer than it tells
 LEARNT_FROM = 10_000_000  # bytes of text that a vocabulary is learnt from
 
 # Shows the progress of so many bytes; gives a function that takes how many more are done.
@@ -97,12 +98,14 @@ def _prepare(config: Config, paths: list[str], cache: Path, progress: Progress) 
     settings = config.data
     groups = [[path] for path in paths] if settings.weights else [paths]
     training = [sources.find(group, settings) for group in groups]
+    shares = [settings.validation or min(0.1, HELD_OUT / (one.bytes + 1)) for one in training]
     held_out: list[Source] = []
     if settings.validation_path is not None:
         held_out = [sources.find(settings.validation_path, settings)]
     elif settings.split == "documents":
-        held_out = [source.only("validation") for source in training]
-        training = [source.only("training") for source in training]
+        both = list(zip(training, shares, strict=True))
+        held_out = [source.only("validation", share) for source, share in both]
+        training = [source.only("training", share) for source, share in both]
     digests = [source.digest() for source in training + held_out]
     tokenizer = _tokenizer(config, training, digests, cache, progress)
     ready = [
@@ -112,19 +115,21 @@ def _prepare(config: Config, paths: list[str], cache: Path, progress: Progress) 
     whole = [Stretch(tokens, 0, len(tokens)) for tokens in ready]
     ours, theirs = whole[: len(training)], whole[len(training) :]
     if not held_out:
-        ours, theirs = _without_tails(whole, settings.validation)
+        ours, theirs = _without_tails(whole, shares)
     content = hashlib.sha256("".join(digests).encode()).hexdigest()
     corpus = Corpus(", ".join(settings.path), tokenizer, ours, theirs, content)
     _check_length(corpus, config.seq_len)
     return corpus
 
 
-def _without_tails(whole: list[Stretch], share: float) -> tuple[list[Stretch], list[Stretch]]:
-    cuts = [len(one) - max(round(len(one) * share), 1) for one in whole]
-    pairs = list(zip(whole, cuts, strict=True))
+def _without_tails(
+    whole: list[Stretch], shares: list[float]
+) -> tuple[list[Stretch], list[Stretch]]:
+    both = list(zip(whole, shares, strict=True))
+    cuts = [(one, len(one) - max(round(len(one) * share), 1)) for one, share in both]
     return (
-        [Stretch(one.tokens, 0, cut) for one, cut in pairs],
-        [Stretch(one.tokens, cut, one.last) for one, cut in pairs],
+        [Stretch(one.tokens, 0, cut) for one, cut in cuts],
+        [Stretch(one.tokens, cut, one.last) for one, cut in cuts],
     )
 
 

@@ -110,7 +110,7 @@ def test_the_digest_knows_content_kind_order_and_reading(folder: Path):
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
     source = corpus.find([str(a), str(b)], DataConfig())
-    others += [source.only("training").digest(), source.only("validation").digest()]
+    others += [source.only(part, 0.1).digest() for part in ("training", "validation")]
     a.write_text("A")
     others.append(digest(a, b))
     assert len({first, *others}) == 10
@@ -122,10 +122,9 @@ def test_documents_fall_to_one_side_whatever_is_beside_them(tmp_path: Path):
 
     def sides(documents: list[str]) -> list[list[str]]:
         path.write_text("|".join(documents))
-        source = corpus.find(
-            [str(path)], DataConfig.model_validate({"separator": "|", "validation": 0.2})
-        )
-        return [[p.text for p in source.only(part).pieces()] for part in ("training", "validation")]
+        source = corpus.find([str(path)], DataConfig.model_validate({"separator": "|"}))
+        parts = [source.only(part, 0.2).pieces() for part in ("training", "validation")]
+        return [[piece.text for piece in part] for part in parts]
 
     training, validation = sides(words)
     assert sorted(training + validation) == sorted(words)

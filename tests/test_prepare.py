@@ -250,3 +250,17 @@ def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
     corpus = prepared(tmp_path / "a.txt", tmp_path / "cache", kind, validation=0.3)
     assert tokens_of(*corpus.training, *corpus.validation) == [70_000, *numbers]
     assert corpus.training[0].tokens.dtype.itemsize == 4
+
+
+@pytest.mark.parametrize("split", ["tail", "documents"])
+def test_of_a_large_text_less_than_a_tenth_is_held_out(tmp_path: Path, monkeypatch, split):
+    path = tmp_path / "a.txt"
+    path.write_text("|".join(f"document {number:5}" for number in range(2000)))
+    for held_out, expected in [(1_500_000, 0.1), (600, 0.02)]:
+        monkeypatch.setattr(prepare, "HELD_OUT", held_out)
+        corpus = prepared(path, tmp_path / "cache", split=split, separator="|")
+        ((training,), (validation,)) = corpus.training, corpus.validation
+        share = len(validation) / (len(training) + len(validation))
+        assert share == pytest.approx(expected, rel=0.3)
+    corpus = prepared(path, tmp_path / "cache", split=split, separator="|", validation=0.5)
+    assert len(corpus.validation[0]) == pytest.approx(len(corpus.training[0]), rel=0.2)
