@@ -21,7 +21,6 @@ from gptmini.errors import CheckpointError, ConfigError, GptminiError, Stopped
 
 if TYPE_CHECKING:
     from gptmini.config import Config
-    from gptmini.sampler import Run
 
 RUNS = Path("runs")
 CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
@@ -88,12 +87,12 @@ def train(
     """Train a model on a text, or go on with a run that was stopped."""
     settings = _config(config, data, errors, attention, steps, device, assignments or [])
     out = out or _default_out(config, settings.data.path[0], attention)
-    from gptmini import sampler, trainer
+    from gptmini import runlog, sampler, trainer
 
     trainer.train(settings, out, cache)
     run = sampler.load(out, settings.train.device)
     print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
-    _stream(run, "", use_cache=True)
+    runlog.deliver(chain(run.stream(""), ["\n"]))
     print(
         f"\ngptmini: more with: gptmini generate {shlex.quote(str(out))} --prompt TEXT",
         file=sys.stderr,
@@ -139,7 +138,7 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model, on stdout as it is drawn."""
     path = run or _newest_run()
-    from gptmini import sampler
+    from gptmini import runlog, sampler
 
     trained = sampler.load(path, device)
     given = {
@@ -151,7 +150,8 @@ def generate(
         "overflow": overflow,
     }
     settings = {name: value for name, value in given.items() if value is not None}
-    _stream(trained, prompt, use_cache=not no_cache, **settings)
+    continuation = trained.stream(prompt, not no_cache, **settings)
+    runlog.deliver(chain([prompt], continuation, ["\n"]))
 
 
 @app.command()
@@ -211,23 +211,6 @@ def _show_mask(name: str, out: Path | None) -> None:
         from gptmini import plots
 
         plots.draw_mask(found, name, out)
-
-
-def _stream(run: "Run", prompt: str, use_cache: bool, **settings: Any) -> None:
-    """Write prompt and continuation to stdout as they come; a terminal gets no control characters.
-
-    A closed pipe ends it quietly: the reader has what it wanted, as in `| head -1`.
-    """
-    from gptmini.runlog import shown
-
-    visible = sys.stdout.isatty()
-    continuation = run.stream(prompt, use_cache, **settings)
-    try:
-        for text in chain([prompt], continuation, ["\n"]):
-            sys.stdout.write(shown(text) if visible else text)
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _config(

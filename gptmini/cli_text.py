@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,8 +46,9 @@ def train(
             ("--vocab-size", ("tokenizer", "vocab_size"), vocab_size),
         ],
     )
-    texts = [corpus.find(config.data.path, config.data)]
-    learnt = prepare.learn("bpe", vocab_size, texts, runlog.progress)
+    with corpus.spooled(config.data.path, Path(tempfile.gettempdir())) as paths:
+        texts = [corpus.find(paths, config.data)]
+        learnt = prepare.learn("bpe", vocab_size, texts, runlog.progress)
     files.replace(out, learnt.to_json().encode())
     print(f"gptmini: {out}: {learnt.vocab_size:,} tokens", file=sys.stderr)
 
@@ -57,8 +59,10 @@ def encode(
     text: Annotated[str | None, typer.Argument(help="By default standard input.")] = None,
 ) -> None:
     """Write the tokens of a text as numbers."""
+    from gptmini.runlog import deliver
+
     tokens = _find(name).encode(sys.stdin.buffer.read().decode() if text is None else text)
-    print(" ".join(map(str, tokens.tolist())))
+    deliver([" ".join(map(str, tokens.tolist())), "\n"])
 
 
 @tokenizer_app.command()
@@ -67,7 +71,7 @@ def decode(
     tokens: Annotated[list[str] | None, typer.Argument(help="By default standard input.")] = None,
 ) -> None:
     """Write the text of tokens, byte for byte into a pipe or a file."""
-    from gptmini.runlog import shown
+    from gptmini.runlog import deliver
 
     tokenizer = _find(name)
     words = sys.stdin.read().split() if tokens is None else tokens
@@ -77,7 +81,7 @@ def decode(
                 f"{word}: no token; they are numbers from 0 to {tokenizer.vocab_size - 1}"
             )
     if sys.stdout.isatty():
-        print(shown(tokenizer.decode(map(int, words))))
+        deliver([tokenizer.decode(map(int, words)), "\n"])
     else:
         sys.stdout.buffer.write(b"".join(tokenizer.token_bytes(int(word)) for word in words))
 
@@ -112,11 +116,12 @@ def _measured(tokenizer: "Tokenizer", data: list[str]) -> dict[str, Any]:
     import numpy as np
 
     from gptmini.config import DataConfig
-    from gptmini.corpus import find
+    from gptmini.corpus import find, spooled
 
     counts = np.zeros(tokenizer.vocab_size, np.int64)
-    for piece in find(data, DataConfig()).pieces():
-        counts += np.bincount(tokenizer.encode(piece.text), minlength=tokenizer.vocab_size)
+    with spooled(data, Path(tempfile.gettempdir())) as paths:
+        for piece in find(paths, DataConfig()).pieces():
+            counts += np.bincount(tokenizer.encode(piece.text), minlength=tokenizer.vocab_size)
     size, tokens = int(counts @ tokenizer.byte_lengths()), int(counts.sum())
     return {
         "bytes": size,

@@ -1,10 +1,11 @@
 """What a run tells: metrics.jsonl for programs, a progress bar or plain lines for people."""
 
 import json
+import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,20 @@ METRICS_FORMAT = {
 def say(line: str) -> None:
     """A line for people, on stderr, above a progress bar if there is one."""
     tqdm.write(line, file=sys.stderr)
+
+
+def deliver(texts: Iterable[str]) -> None:
+    """Write texts to stdout as they come; a terminal gets no control characters.
+
+    A closed pipe ends it quietly: the reader has what it wanted, as in `| head -1`.
+    """
+    visible = sys.stdout.isatty()
+    try:
+        for text in texts:
+            sys.stdout.write(shown(text) if visible else text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def shown(text: str) -> str:

@@ -145,3 +145,13 @@ def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, number, code):
     assert process.returncode == code
     assert err.decode().startswith("gptmini: stopped by ")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(text_file: Path):
+    command = [sys.executable, "-m", "gptmini", "tokenizer", "encode", "byte"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        process.stdout.close()
+        process.stdin.write(text_file.read_bytes() * 100)
+        process.stdin.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
