@@ -30,7 +30,7 @@ from gptmini.config import Config
 from gptmini.errors import CheckpointError, MachineError
 from gptmini.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 2  # the newest checkpoints that stay, beside the best
 NAME = re.compile(r"step-([0-9]{8})")
 Tensors = dict[str, Tensor]
