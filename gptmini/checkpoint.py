@@ -14,7 +14,10 @@ before its bytes agree with the manifest, and no file can run code.
 
 import hashlib
 import json
+import os
+import platform
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,27 +100,38 @@ class RunDirectory:
             yield
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a") as file:
+        with (self.path / "lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                file.seek(0)
                 raise MachineError(
-                    f"{self.path}: another process is training this run; wait for it, or name "
-                    f"another directory with --out"
+                    f"{self.path}: {file.read(200).strip() or 'another process'} is training this "
+                    f"run; wait for it, or name another directory with --out"
                 ) from None
             except OSError:
                 pass  # a file system without locks
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
             yield
 
     # -- saving ------------------------------------------------------------------------------------
 
+    def check_space(self, needed: int) -> None:
+        """MachineError if the disk has not so many bytes for a checkpoint."""
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise MachineError(
+                f"{self.path}: a checkpoint needs {needed:,} bytes, {free:,} are free; make room, "
+                f"or name another directory with --out"
+            )
+
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint and then let go of those that are neither new nor best."""
-        step = checkpoint.step
-        final = self.checkpoints / f"step-{step:08d}"
-        temporary = self.checkpoints / ".tmp"
-        files.remove_tree(temporary)
-        temporary.mkdir(parents=True)
+        """Write a checkpoint and then let go of those that are neither new nor best.
+
+        MachineError if it cannot be written; those that are there stay whole.
+        """
         contents = {
             "model.safetensors": safetensors.torch.save(checkpoint.model),
             "optimizer.safetensors": safetensors.torch.save(checkpoint.optimizer),
@@ -128,13 +142,30 @@ class RunDirectory:
             for name, data in contents.items()
         }
         contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
+        try:
+            self._write(checkpoint.step, contents)
+            self.write_best(checkpoint.state["best"])
+            self._retain(checkpoint.state["best"])
+        except OSError as error:
+            shutil.rmtree(self.checkpoints / ".tmp", ignore_errors=True)
+            needed = sum(map(len, contents.values()))
+            free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+            raise MachineError(
+                f"{self.checkpoints}: step {checkpoint.step} could not be saved "
+                f"({(error.strerror or str(error)).lower()}); it needs {needed:,} bytes, {free:,} "
+                f"are free; the same command goes on from the checkpoint before"
+            ) from None
+
+    def _write(self, step: int, contents: dict[str, bytes]) -> None:
+        final = self.checkpoints / f"step-{step:08d}"
+        temporary = self.checkpoints / ".tmp"
+        files.remove_tree(temporary)
+        temporary.mkdir(parents=True)
         for name, data in contents.items():
             files.write(temporary / name, data)
         files.sync_directory(temporary)
         files.remove_tree(final)  # only a damaged one can be there
         files.rename(temporary, final)
-        self.write_best(checkpoint.state["best"])
-        self._retain(checkpoint.state["best"])
 
     def write_best(self, best: dict[str, Any] | None) -> None:
         """Say which step was the best, so far as any was evaluated."""

@@ -135,6 +135,9 @@ def generate(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every position anew; same text, slower.")
     ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Let a terminal obey control characters in the text.")
+    ] = False,
 ) -> None:
     """Continue a prompt with a trained model, on stdout as it is drawn."""
     path = run or _newest_run()
@@ -151,7 +154,7 @@ def generate(
     }
     settings = {name: value for name, value in given.items() if value is not None}
     continuation = trained.stream(prompt, not no_cache, **settings)
-    runlog.deliver(chain([prompt], continuation, ["\n"]))
+    runlog.deliver(chain([prompt], continuation, ["\n"]), raw)
 
 
 @app.command()
@@ -277,7 +280,9 @@ def main() -> None:
     sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    signal.signal(signal.SIGTERM, _stop)
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _stop)
     try:
         code = app(
             prog_name="gptmini", standalone_mode=False
@@ -293,7 +298,7 @@ def main() -> None:
 
 def _stop(number: int, _: object) -> NoReturn:
     """End as Ctrl-C does, tidily; the training loop has a handler of its own."""
-    raise Stopped(number, "stopped by SIGTERM")
+    raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
 
 def _explain(error: Exception) -> tuple[Sequence[str], int]:

@@ -227,6 +227,11 @@ class TrainConfig(Section):
         Field(min_length=2, max_length=2),
     ] = Field([0.9, 0.95], description="of AdamW")
     grad_clip: Positive = Field(1.0, description="largest norm of the gradient")
+    on_divergence: Literal["stop", "rewind"] = Field(
+        "stop",
+        description="at a loss that is not finite: end, or go back to the newest checkpoint and "
+        "on at half the rate",
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute blocks in the backward pass: less memory, more time"
     )

@@ -20,8 +20,11 @@ def aside(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            _sync(file.fileno())
+            sync(file.fileno())
         rename(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -37,7 +40,7 @@ def write(path: Path, data: bytes) -> None:
     with path.open("xb") as file:
         file.write(data)
         file.flush()
-        _sync(file.fileno())
+        sync(file.fileno())
 
 
 def rename(source: Path, target: Path) -> None:
@@ -62,12 +65,13 @@ def sync_directory(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        _sync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _sync(descriptor: int) -> None:
+def sync(descriptor: int) -> None:
+    """Make what was written to an open file last."""
     if sys.platform == "darwin":  # there fsync leaves data in the drive's own cache
         import fcntl  # noqa: PLC0415 - not on Windows
 

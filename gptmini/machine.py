@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -54,17 +55,33 @@ def keep_freed_memory() -> None:
                 mallopt(trim_threshold, (1 << 31) - 1)
 
 
+@dataclass
+class Received:
+    """The signals that came: one that ends the work, and whether to save and go on."""
+
+    stop: int | None = None
+    save: bool = False
+
+
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, to be acted on between steps; a second SIGINT acts at once."""
-    received: list[int] = []
+def signals() -> Iterator[Received]:
+    """Collects signals, to be acted on between steps.
+
+    SIGINT, SIGTERM and SIGHUP end the work, a second SIGINT at once; SIGUSR1 asks for a checkpoint.
+    """
+    received = Received()
 
     def note(number: int, _: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
+        if number == getattr(signal, "SIGUSR1", None):
+            received.save = True
+        elif received.stop is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        received.append(number)
+        else:
+            received.stop = received.stop or number
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # the last two are not on Windows
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield received
     finally:

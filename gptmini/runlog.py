@@ -28,12 +28,12 @@ def say(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def deliver(texts: Iterable[str]) -> None:
-    """Write texts to stdout as they come; a terminal gets no control characters.
+def deliver(texts: Iterable[str], raw: bool = False) -> None:
+    """Write texts to stdout as they come; a terminal gets no control characters unless `raw`.
 
     A closed pipe ends it quietly: the reader has what it wanted, as in `| head -1`.
     """
-    visible = sys.stdout.isatty()
+    visible = sys.stdout.isatty() and not raw
     try:
         for text in texts:
             sys.stdout.write(shown(text) if visible else text)
@@ -78,6 +78,7 @@ class RunLog:
     """The metrics and the progress of a training run of `steps` steps that has made `step`."""
 
     def __init__(self, path: Path, step: int, steps: int) -> None:
+        self._path = path
         _keep_until(path, step)
         self._file = path.open("a", encoding="utf-8")
         self._terminal = sys.stderr.isatty()
@@ -96,8 +97,12 @@ class RunLog:
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Add a line of metrics and show it; every evaluation keeps a line on the terminal."""
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(metrics) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk names no file
+            raise
         shown = [
             form.format(metrics[key]) for key, form in METRICS_FORMAT.items() if key in metrics
         ]
@@ -107,6 +112,17 @@ class RunLog:
             self._bar.set_postfix_str(
                 f"loss {metrics['train_loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
             )
+
+    def back_to(self, step: int) -> None:
+        """Forget what was told of later steps, which will be made again."""
+        self._file.close()
+        _keep_until(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._bar.n = step
+
+    def sync(self) -> None:
+        """Make what was told last through a power cut, as a checkpoint does."""
+        files.sync(self._file.fileno())
 
     def close(self) -> None:
         """End the bar and the file."""

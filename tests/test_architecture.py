@@ -28,6 +28,7 @@ FLOORS = [
     ["machine", "optim", "batches", "checkpoint", "runlog"],
     # what it is for
     ["evaluate", "sampler", "plots", "inspect"],
+    ["training"],
     ["trainer"],
     # the door
     ["cli_text"],

@@ -35,3 +35,10 @@ def test_gradient_checkpointing_saves_memory():
     rows = [line.strip("| ").split(" | ") for line in output("bench_memory.py").splitlines()[2:]]
     peaks = {row[0]: float(row[1]) for row in rows}
     assert peaks["on"] < 0.7 * peaks["off"]
+
+
+def test_torture_loses_no_run():
+    words = output("torture.py", "4").split()
+    assert words[:2] == ["4", "runs,"]
+    assert int(words[2]) > 0
+    assert words[6:] == ["4", "equal", "ends,", "0", "lost"]

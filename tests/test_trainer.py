@@ -14,7 +14,7 @@ from gptmini import trainer
 from gptmini.checkpoint import RunDirectory
 from gptmini.config import Config
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
-from gptmini.machine import pick_device, stop_signals
+from gptmini.machine import pick_device, signals
 
 
 @pytest.fixture
@@ -97,9 +97,9 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch,
 
 
 def test_a_second_ctrl_c_stops_at_once():
-    with pytest.raises(KeyboardInterrupt), stop_signals() as received:
+    with pytest.raises(KeyboardInterrupt), signals() as received:
         os.kill(os.getpid(), signal.SIGINT)
-        assert received == [signal.SIGINT]
+        assert received.stop == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -213,9 +213,8 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
         monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * float("nan"))
 
     stop_after(monkeypatch, 5, poison)
-    with pytest.raises(
-        DivergedError, match=r"gradient norm nan after step 4, nothing of it saved; lower train.lr"
-    ):
+    expected = r"gradient norm nan after step 4, in the windows at tokens \d.*, nothing of it saved"
+    with pytest.raises(DivergedError, match=expected):
         train(config)
     run = RunDirectory(Path(config.data.path[0]).parent / "run")
     assert run.steps() == [3]

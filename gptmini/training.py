@@ -1,0 +1,228 @@
+"""One training: what the loop holds, made at step 0 or from a checkpoint, and saved as one.
+
+Everything random is a function of (seed, step, micro-batch), so nothing random is in it.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptmini import machine, optim
+from gptmini.batches import Batches, draw
+from gptmini.checkpoint import Checkpoint, RunDirectory, fitting
+from gptmini.config import Config, differences
+from gptmini.errors import ConfigError, DataError, DivergedError
+from gptmini.model import GPT
+from gptmini.prepare import Corpus, prepare_corpus
+from gptmini.runlog import progress, say
+
+# Settings that may change while a run goes on; all others would make it another run.
+CHANGEABLE = {
+    "data.path",  # the content is compared
+    "data.validation_path",
+    "train.steps",
+    "train.warmup_steps",
+    "train.eval_every",
+    "train.save_every",
+    "train.log_every",
+    "train.device",
+    "train.gradient_checkpointing",
+    "train.on_divergence",
+}
+
+
+@dataclass
+class Training:
+    """What the loop holds."""
+
+    config: Config
+    run: RunDirectory
+    corpus: Corpus
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+    step: int = 0
+    seconds: float = 0.0  # of training, over all sessions
+    lr_scale: float = 1.0  # halved whenever the run went back after it had diverged
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))  # losses, for spikes
+    best: dict[str, Any] | None = None
+    saved: int | None = None  # the step of the newest checkpoint
+    logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
+
+    def precision(self) -> torch.autocast:
+        """A context in which matrix products run in `dtype`."""
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
+        )
+
+
+def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
+    """Corpus, model and optimizer at step 0; nothing is written but the corpus in the cache."""
+    settings = config.train
+    device = machine.pick_device(settings.device)
+    machine.keep_freed_memory()
+    corpus = prepare_corpus(config, cache, progress)
+    asked = config.tokenizer.kind
+    config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    say(corpus.summary(asked))
+    rows = Batches(
+        corpus.training, config.data.weights, config.seq_len, settings.batch_size, settings.seed
+    )
+    torch.manual_seed(draw(settings.seed))
+    model = GPT(config.model).to(device)
+    model.gradient_checkpointing = settings.gradient_checkpointing
+    return Training(
+        config,
+        run,
+        corpus,
+        model,
+        optim.adamw(model, settings),
+        rows,
+        device,
+        machine.pick_dtype(settings, device),
+    )
+
+
+def begin(training: Training) -> None:
+    """Make the run directory, or go on from the newest checkpoint of the same run in it."""
+    config, run, tokenizer = training.config, training.run, training.corpus.tokenizer
+    if not run.begun:
+        run.begin(config, tokenizer)
+    else:
+        _check_same(config, run.config(), run)
+        if run.tokenizer().fingerprint != tokenizer.fingerprint:
+            raise DataError(_other_text(config, run))
+        if (checkpoint := run.newest()) is not None:
+            restore(training, checkpoint)
+        if training.step < config.train.steps:
+            run.write_config(config)
+    _introduce(training)
+
+
+def save(training: Training) -> None:
+    """Write a checkpoint of this step, unless there is one."""
+    if training.saved == training.step:
+        return
+    weights = training.model.state_dict()
+    if not all(tensor.isfinite().all() for tensor in weights.values()):
+        raise DivergedError(diverged(training, "weights that are not finite"))
+    state = stamp(training) | {
+        "best": training.best,
+        "lr_scale": training.lr_scale,
+        "corpus": training.corpus.content,
+        "tokenizer": training.corpus.tokenizer.fingerprint,
+        **_machine(training),
+    }
+    training.run.save(
+        Checkpoint(
+            state,
+            weights,
+            optim.named_state(training.model, training.optimizer),
+        )
+    )
+    training.saved = training.step
+
+
+def restore(training: Training, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights, optimizer state and counters in place."""
+    state, run, model = checkpoint.state, training.run, training.model
+    if state["corpus"] != training.corpus.content:
+        raise DataError(_other_text(training.config, run))
+    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
+    fitting(checkpoint.optimizer, optim.state_like(model), run.checkpoints)
+    optim.restore_state(model, training.optimizer, checkpoint.optimizer)
+    run.set_aside_after(checkpoint.step)
+    training.step = training.saved = checkpoint.step
+    training.seconds, training.best = state["seconds"], state["best"]
+    training.lr_scale = state["lr_scale"]
+    training.logged = (training.step, training.seconds)
+    training.recent.clear()
+    run.write_best(training.best)
+    changed = [
+        f"{key} {state[key]}, now {now}"
+        for key, now in _machine(training).items()
+        if state[key] != now
+    ]
+    if changed:
+        say(f"{run.path}: made with {'; '.join(changed)}; it goes on, but not to the same last bit")
+
+
+def _machine(training: Training) -> dict[str, Any]:
+    """What the last bit of a result depends on, beside the configuration."""
+    return {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": training.device.type,
+        "dtype": str(training.dtype).removeprefix("torch."),
+    }
+
+
+def stamp(training: Training) -> dict[str, Any]:
+    """When this is: the step, the tokens seen and the seconds spent training."""
+    per_step = training.config.train.batch_size * training.config.seq_len
+    return {
+        "step": training.step,
+        "tokens": training.step * per_step,
+        "seconds": round(training.seconds, 3),
+    }
+
+
+def _introduce(training: Training) -> None:
+    """Say in two lines what is trained, and how long."""
+    config, model = training.config, training.config.model
+    count = sum(parameter.numel() for parameter in training.model.parameters())
+    kept = sum(model.cache_length(layer) for layer in range(model.n_layer))
+    cache = 2 * kept * model.n_kv_head * model.head_dim * 4  # in float32
+    epochs = training.batches.epochs(config.train.steps)
+    say(
+        f"model:  {count:,} parameters, {model.n_layer} layers, width {model.d_model}, heads "
+        f"{model.n_head}:{model.n_kv_head} ({model.attention.variant}), context "
+        f"{model.context_length}, KV cache {cache:,} bytes"
+    )
+    say(
+        f"run:    {training.run.path}, {config.train.steps:,} steps of "
+        f"{config.train.batch_size} x {config.seq_len} tokens ({epochs:.1f} epochs), "
+        f"{training.device.type} {_machine(training)['dtype']}"
+        + (f", from step {training.step}" if training.step else "")
+    )
+
+
+def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
+    """ConfigError listing the settings in which a run differs from the one asked for."""
+    lines = [
+        f"{key}: {theirs} in {run.path}, {ours} asked for"
+        for key, ours, theirs in differences(asked, existing)
+        if key not in CHANGEABLE and not key.startswith("sample.")
+    ]
+    if lines:
+        raise ConfigError(
+            *lines, f"{run.path}: holds another run; name another directory with --out"
+        )
+
+
+def diverged(training: Training, what: str) -> str:
+    """What to say of a run that has left the finite numbers."""
+    return (
+        f"{training.run.path}: {what} after step {training.step}, in {windows(training)}, nothing "
+        f"of it saved; lower train.lr and name another directory with --out, or set "
+        f"train.on_divergence=rewind"
+    )
+
+
+def windows(training: Training, step: int | None = None) -> str:
+    """Where the windows of a step are, so that they can be looked at."""
+    starts = training.batches.starts(training.step if step is None else step)
+    shown = ", ".join(str(start) for _, start in starts[:4]) + ", ..." * (len(starts) > 4)
+    return f"the windows at tokens {shown}"
+
+
+def _other_text(config: Config, run: RunDirectory) -> str:
+    return (
+        f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
+        f"name another directory with --out"
+    )

@@ -1,0 +1,124 @@
+"""Kill training runs at random moments and compare how they end: python scripts/torture.py RUNS
+
+Each run is killed (SIGKILL) and started again until it reaches its last step; its weights and its
+metrics must then be those of a run that was left alone. torch is imported once and every attempt is
+a fork of this process, so that an attempt takes a fraction of a second.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo  # the optimizer loads it, which would take longer than a run
+
+from gptmini import trainer
+from gptmini.config import Config
+
+STEPS = 24
+
+
+def config_of(folder: Path) -> Config:
+    """A small run with dropout, accumulation and many checkpoints."""
+    return Config.model_validate(
+        {
+            "model": {
+                "n_layer": 2,
+                "n_head": 2,
+                "d_model": 32,
+                "context_length": 32,
+                "dropout": 0.1,
+            },
+            "tokenizer": {"kind": "byte"},
+            "data": {"path": str(folder / "text.txt")},
+            "train": {
+                "steps": STEPS,
+                "batch_size": 8,
+                "micro_batch_size": 4,
+                "save_every": 3,
+                "eval_every": 8,
+                "log_every": 1,
+            },
+        }
+    )
+
+
+def attempt(config: Config, folder: Path, name: str) -> int:
+    """Train in a fork; the number of its process."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, sys.stderr.fileno())
+            trainer.train(config, folder / name, folder / "cache")
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def result(run: Path) -> str:
+    """A hash of the last weights and of every figure that does not depend on the clock."""
+    weights = run / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"
+    hashed = hashlib.sha256(weights.read_bytes())
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        figures = {key: metrics[key] for key in sorted(metrics) if "second" not in key}
+        hashed.update(json.dumps(figures).encode())
+    return hashed.hexdigest()
+
+
+def killed_or_done(pid: int, seconds: float) -> int | None:
+    """Kill a process after some time: None, or its exit status if it was done before."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None if status == -signal.SIGKILL else status
+
+
+def main() -> None:
+    """Torture RUNS runs; the exit code is 1 if one was lost."""
+    options = argparse.ArgumentParser()
+    options.add_argument("runs", type=int)
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    chance = random.Random(1337)  # noqa: S311 - when to kill is no secret
+    kills = equal = lost = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(500)))
+        config = config_of(folder)
+        started = time.monotonic()
+        if killed_or_done(attempt(config, folder, "whole"), 600) != 0:
+            sys.exit("the run that was left alone did not end well")
+        whole, seconds = result(folder / "whole"), time.monotonic() - started
+        for run in range(chosen.runs):
+            status = None
+            while status is None:
+                pid = attempt(config, folder, f"run-{run}")
+                status = killed_or_done(pid, seconds * chance.uniform(0.05, 0.8))
+                kills += status is None
+            if status == 0 and result(folder / f"run-{run}") == whole:
+                equal += 1
+            else:
+                lost += 1
+                print(f"run {run}: exit {status}, or another end", file=sys.stderr)
+    print(f"{chosen.runs} runs, {kills} kills and resumes, {equal} equal ends, {lost} lost")
+    sys.exit(lost > 0)
+
+
+if __name__ == "__main__":
+    main()
