@@ -34,7 +34,7 @@ from gptmini.errors import CheckpointError, MachineError
 from gptmini.tokenizer import Tokenizer
 
 FORMAT = 2
-KEEP = 2  # the newest checkpoints that stay, beside the best
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 NAME = re.compile(r"step-([0-9]{8})")
 Tensors = dict[str, Tensor]
 
@@ -127,8 +127,8 @@ class RunDirectory:
                 f"or name another directory with --out"
             )
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint and then let go of those that are neither new nor best.
+    def save(self, checkpoint: Checkpoint, keep: int = 2) -> None:
+        """Write a checkpoint and let go of all but the newest whole ones, so many, and the best.
 
         MachineError if it cannot be written; those that are there stay whole.
         """
@@ -145,7 +145,7 @@ class RunDirectory:
         try:
             self._write(checkpoint.step, contents)
             self.write_best(checkpoint.state["best"])
-            self._retain(checkpoint.state["best"])
+            self._retain(checkpoint.state["best"], keep)
         except OSError as error:
             shutil.rmtree(self.checkpoints / ".tmp", ignore_errors=True)
             needed = sum(map(len, contents.values()))
@@ -160,7 +160,7 @@ class RunDirectory:
         final = self.checkpoints / f"step-{step:08d}"
         temporary = self.checkpoints / ".tmp"
         files.remove_tree(temporary)
-        temporary.mkdir(parents=True)
+        temporary.mkdir()  # a run that was moved away meanwhile is not begun anew here
         for name, data in contents.items():
             files.write(temporary / name, data)
         files.sync_directory(temporary)
@@ -172,10 +172,21 @@ class RunDirectory:
         if best is not None:
             files.replace(self.path / "best.json", json.dumps(best).encode())
 
-    def _retain(self, best: dict[str, Any] | None) -> None:
-        for step in self.steps()[KEEP:]:
-            if best is None or step != best["step"]:
+    def _retain(self, best: dict[str, Any] | None, keep: int) -> None:
+        whole = 1  # the newest, which was just written
+        for step in self.steps()[1:]:
+            if whole < keep:
+                whole += self._is_whole(step)
+            elif best is None or step != best["step"]:
                 files.remove_tree(self.checkpoints / f"step-{step:08d}")
+
+    def _is_whole(self, step: int) -> bool:
+        folder = self.checkpoints / f"step-{step:08d}"
+        try:
+            manifest = _json(folder / "manifest.json")
+            return all(_checked(folder / name, manifest) for name in FILES)
+        except CheckpointError:
+            return False
 
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints after a step, which are damaged, so that none counts as kept."""
@@ -202,6 +213,12 @@ class RunDirectory:
 
     def best(self) -> Checkpoint:
         """The best checkpoint, without the optimizer; else the newest that is whole."""
+        try:
+            return self._best()
+        except CheckpointError:  # a run that is training may have let go of what was being read
+            return self._best()
+
+    def _best(self) -> Checkpoint:
         steps = self.steps()
         try:
             best = json.loads((self.path / "best.json").read_bytes())["step"]

@@ -237,6 +237,9 @@ class TrainConfig(Section):
     )
     eval_every: Steps = Field(100, description="steps between whole-split evaluations")
     save_every: Steps = Field(100, description="steps between checkpoints")
+    keep: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        2, description="newest checkpoints that stay, beside the best"
+    )
     log_every: Steps = Field(20, description="steps between lines of metrics")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     device: Literal["auto", "cpu", "cuda"] = "auto"

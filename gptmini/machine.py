@@ -1,6 +1,7 @@
 """What this machine offers a run: device, number type, memory, signals."""
 
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,22 @@ def pick_dtype(settings: TrainConfig, device: torch.device) -> torch.dtype:
     else:
         fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def check_memory(parameters: int, device: torch.device) -> None:
+    """MachineError if weights, gradients and AdamW's two moments in float32 cannot fit."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = (
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else 0
+        )
+    needed = 16 * parameters
+    if 0 < total < needed:
+        raise MachineError(
+            f"model: {parameters:,} parameters need {needed:,} bytes to train, {device.type} has "
+            f"{total:,}; lower model.d_model, model.n_layer or the vocabulary"
+        )
 
 
 def keep_freed_memory() -> None:

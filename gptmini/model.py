@@ -122,3 +122,9 @@ def initialise(model: GPT) -> None:
         assert isinstance(block, Block)
         nn.init.normal_(block.attn.o_proj.weight, std=into_stream)
         nn.init.normal_(block.mlp.down_proj.weight, std=into_stream)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """The number of parameters of a model, without the memory for them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())

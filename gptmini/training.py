@@ -15,7 +15,7 @@ from gptmini.batches import Batches, draw
 from gptmini.checkpoint import Checkpoint, RunDirectory, fitting
 from gptmini.config import Config, differences
 from gptmini.errors import ConfigError, DataError, DivergedError
-from gptmini.model import GPT
+from gptmini.model import GPT, parameter_count
 from gptmini.prepare import Corpus, prepare_corpus
 from gptmini.runlog import progress, say
 
@@ -27,6 +27,7 @@ CHANGEABLE = {
     "train.warmup_steps",
     "train.eval_every",
     "train.save_every",
+    "train.keep",
     "train.log_every",
     "train.device",
     "train.gradient_checkpointing",
@@ -73,6 +74,7 @@ def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
     rows = Batches(
         corpus.training, config.data.weights, config.seq_len, settings.batch_size, settings.seed
     )
+    machine.check_memory(parameter_count(config.model), device)
     torch.manual_seed(draw(settings.seed))
     model = GPT(config.model).to(device)
     model.gradient_checkpointing = settings.gradient_checkpointing
@@ -94,6 +96,7 @@ def begin(training: Training) -> None:
     if not run.begun:
         run.begin(config, tokenizer)
     else:
+        run.checkpoints.mkdir(exist_ok=True)
         _check_same(config, run.config(), run)
         if run.tokenizer().fingerprint != tokenizer.fingerprint:
             raise DataError(_other_text(config, run))
@@ -123,7 +126,8 @@ def save(training: Training) -> None:
             state,
             weights,
             optim.named_state(training.model, training.optimizer),
-        )
+        ),
+        training.config.train.keep,
     )
     training.saved = training.step
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import SMALL, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptmini import batches, checkpoint, configfile, files, optim, trainer
+from gptmini import checkpoint, configfile, files, optim, runlog, trainer
 from gptmini.checkpoint import Checkpoint, RunDirectory
 from gptmini.config import Config
-from gptmini.configfile import CONFIGS, named_configs
-from gptmini.errors import CheckpointError, ConfigError, DivergedError, GptminiError, MachineError
+from gptmini.configfile import named_configs
+from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
 from gptmini.tokenizer import ByteTokenizer
 
 TRAIN = {"steps": 6, "save_every": 2, "eval_every": 3, "log_every": 1}
@@ -138,13 +138,15 @@ def test_a_power_cut_at_any_call_to_the_disk_loses_nothing(train, config, tmp_pa
     assert lost(train, config, 1, tmp_path) == []
 
 
-@pytest.mark.parametrize("mutant", ["no sync", "no check", "no seed", "no optimizer"])
+@pytest.mark.parametrize("mutant", ["no sync", "no check", "no rename", "no seed", "no optimizer"])
 def test_the_test_above_would_see_it(train, config, tmp_path, monkeypatch, mutant):
     if mutant == "no sync":
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
     elif mutant == "no check":  # of what a power cut has left of files that were not synced
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
         monkeypatch.setattr(checkpoint, "_checked", lambda path, _: path.read_bytes())
+    elif mutant == "no rename":
+        monkeypatch.setattr(files, "replace", lambda path, data: path.write_bytes(data))
     elif mutant == "no seed":
         seed = torch.manual_seed
         monkeypatch.setattr(trainer.torch, "manual_seed", lambda n: seed(1) if n < 9 else None)
@@ -441,8 +443,83 @@ def test_no_configuration_is_our_bug(tmp_path: Path, data):
         assert all(line for line in error.lines)
 
 
-def test_there_are_configurations_to_change():
-    assert len(named_configs()) > 5
-    assert CONFIGS.is_dir()
-    assert batches.draw(1) != batches.draw(2)
-    assert issubclass(CheckpointError, GptminiError)
+def test_kept_checkpoints_are_counted_only_if_they_are_whole(tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin(tiny(), ByteTokenizer())
+    tensors = {"a": torch.zeros(9)}
+    for step in range(1, 6):
+        run.save(Checkpoint({"step": step, "best": {"step": 1}}, tensors, tensors), keep=3)
+        if step == 4:
+            (run.checkpoints / "step-00000004" / "optimizer.safetensors").write_bytes(b"x")
+    assert run.steps() == [5, 4, 3, 2, 1]  # 5, 3 and 2 are whole, 4 is not, 1 is the best
+    run.save(Checkpoint({"step": 6, "best": {"step": 1}}, tensors, tensors), keep=1)
+    assert run.steps() == [6, 1]
+
+
+def test_a_run_that_is_moved_away_is_not_begun_anew(train, config, tmp_path, monkeypatch):
+    update = trainer.update
+
+    def move(training: Any) -> Any:
+        if training.step == 3:
+            training.run.path.rename(tmp_path / "moved")
+        return update(training)
+
+    whole = result(train(config, "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "update", move)
+        with pytest.raises(MachineError, match="step 4 could not be saved"):
+            train(config)
+    assert not (tmp_path / "run").exists()
+    assert result(train(config, "moved")) == whole
+
+
+def test_a_run_can_be_read_while_it_is_written(train, config, tmp_path):
+    busy = tiny(
+        data={"path": config.data.path},
+        train={"steps": 60, "save_every": 1, "eval_every": 1, "keep": 1},
+    )
+    train(tiny(data={"path": config.data.path}, train={"steps": 1}), "other")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            train(busy)
+        finally:
+            os._exit(0)
+    run, read = RunDirectory(tmp_path / "run"), 0
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if run.begun and run.steps():
+            assert run.best().model
+            read += 1
+    assert read > 5
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcode 東", "new\nline", "-x", "a" * 200])
+def test_runs_may_have_any_name(train, config, name):
+    assert train(config, name).steps()[0] == 6
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_made(train, config):
+    large = tiny(data={"path": config.data.path}, model={"d_model": 1_000_000, "n_layer": 100})
+    with pytest.raises(MachineError, match=r"parameters need [\d,]+ bytes to train, cpu has"):
+        train(large)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")],
+)
+def test_too_little_memory_is_the_limit_of_the_machine(gptmini, text_file, monkeypatch, error):
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer, "update", fail)
+    code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 5
+    assert "out of memory; lower train.micro_batch_size" in err
+
+
+def test_control_characters_reach_a_terminal_only_when_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    runlog.deliver(["a\x1b[2J", "\n"])
+    runlog.deliver(["a\x1b[2J", "\n"], raw=True)
+    assert capsys.readouterr().out == "a\\x1b[2J\na\x1b[2J\n"
