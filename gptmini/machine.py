@@ -85,6 +85,7 @@ def signals() -> Iterator[Received]:
     """Collects signals, to be acted on between steps.
 
     SIGINT, SIGTERM and SIGHUP end the work, a second SIGINT at once; SIGUSR1 asks for a checkpoint.
+    What is ignored, as SIGHUP is under nohup, stays so.
     """
     received = Received()
 
@@ -98,7 +99,8 @@ def signals() -> Iterator[Received]:
 
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # the last two are not on Windows
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.signal(number, note) for number in numbers}
+    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield received
     finally:

@@ -38,10 +38,10 @@ def train(config: Config, out: Path, cache: Path) -> None:
     training = prepare(config, run, cache)
     with run.lock():
         begin(training)
-        run.check_space(3 * sum(p.nbytes for p in training.model.parameters()))
         if training.step >= config.train.steps:
             say(f"{out}: already finished at step {training.step}; a higher --steps prolongs it")
             return
+        run.check_space(3 * sum(p.nbytes for p in training.model.parameters()))
         log = RunLog(run.metrics, training.step, config.train.steps)
         try:
             with machine.signals() as received:

@@ -279,6 +279,21 @@ def test_a_signal_anywhere_saves_and_the_same_command_goes_on(
     assert result(train(config)) == whole
 
 
+def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    update = trainer.update
+
+    def hang_up(training: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", hang_up)
+    try:
+        assert train(config).steps()[0] == 6
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_request_to_save_is_met_and_the_run_goes_on(train, config, monkeypatch):
     whole = result(train(config, "whole"))
     save, saved = trainer.save, []
