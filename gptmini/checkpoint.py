@@ -222,7 +222,7 @@ class RunDirectory:
         steps = self.steps()
         try:
             best = json.loads((self.path / "best.json").read_bytes())["step"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             best = None
         if best in steps:
             steps.remove(best)
@@ -250,11 +250,13 @@ class RunDirectory:
     def _load(self, step: int, with_optimizer: bool) -> Checkpoint:
         folder = self.checkpoints / f"step-{step:08d}"
         manifest = _json(folder / "manifest.json")
-        state = json.loads(_checked(folder / "state.json", manifest))
-        if state["format"] != FORMAT or state["step"] != step:
+        _checked(folder / "state.json", manifest)
+        state = _json(folder / "state.json")
+        found = (state.get("format"), state.get("step"))
+        if found != (FORMAT, step):
             raise CheckpointError(
-                f"{folder}: holds format {state['format']} and step {state['step']}, not format "
-                f"{FORMAT} and its own step; passed over"
+                f"{folder}: holds format {found[0]} and step {found[1]}, not format {FORMAT} and "
+                f"its own step; passed over"
             )
         return Checkpoint(
             state,
@@ -263,10 +265,14 @@ class RunDirectory:
         )
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ValueError("no JSON object")
+        return data
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); passed over") from None
 
 

@@ -130,7 +130,12 @@ class BpeTokenizer(Tokenizer):
         while start < len(text):  # tiktoken grows slow on very long texts without a word's end
             part = text[start : start + BLOCK]
             cut = boundary(part, BLOCK) if start + BLOCK < len(text) else len(part)
-            parts.append(self.encoding.encode_to_numpy(part[:cut], disallowed_special=()))
+            try:
+                parts.append(self.encoding.encode_to_numpy(part[:cut], disallowed_special=()))
+            except UnicodeEncodeError:
+                raise
+            except ValueError as error:  # only a pattern that somebody else wrote
+                raise DataError(f"tokenizer {self.kind}: {error}; take another one") from None
             start += cut
         return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 

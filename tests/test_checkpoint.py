@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import shutil
@@ -183,6 +184,28 @@ def test_other_names_are_not_checkpoints(run: RunDirectory):
     assert run.steps() == [7]
     (run.checkpoints / "step-00000007").rename(run.checkpoints / "step-00000008")
     with pytest.raises(CheckpointError, match="step 7"):
+        run.newest()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[", b"[" * 100_000, b"3", b"{}", b'{"format": 1, "step": 7}', b'{"step": -7}'],
+)
+def test_a_strangers_state_is_no_bug_of_ours(run: RunDirectory, content):
+    """Files whose hashes agree and that are still not what we write."""
+    run.save(checkpoint(7))
+    folder = run.checkpoints / "step-00000007"
+    (folder / "state.json").write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["state.json"] = {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="passed over"):
+        run.newest()
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="passed over"):
         run.newest()
 
 

@@ -207,6 +207,19 @@ def test_tokenizer_json_is_json():
     }
 
 
+def test_half_a_character_is_no_text(tiny_encoding: tiktoken.Encoding):
+    for tokenizer in make_all(tiny_encoding):
+        with pytest.raises(UnicodeEncodeError):
+            tokenizer.encode("a\ud800")
+
+
+def test_a_pattern_that_explodes_ends_in_a_line(tmp_path: Path):
+    (tmp_path / "t.json").write_text(bpe_file(pattern=r"((a|aa)+)(?!x)b|."))
+    tokenizer = tokenizers.read(tmp_path / "t.json")
+    with pytest.raises(DataError, match=r"tokenizer x: .*backtracking.*; take another one"):
+        tokenizer.encode("a" * 70)
+
+
 @pytest.mark.parametrize(
     ("text_bytes", "d_model", "expected"),
     [
