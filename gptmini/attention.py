@@ -176,7 +176,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.head_dim, self.dropout = config.head_dim, config.dropout
+        self.head_dim, self.dropout = config.head_dim, config.attention.weight_dropout
         self.window, self.backend = config.window(layer), config.attention.backend
         D, K = config.d_model, config.head_dim
         qkv_bias = config.bias if config.attention.qkv_bias is None else config.attention.qkv_bias
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)
         if self.qk_norm:  # in float32, as the weights are
-            q, k = self.q_norm(q.float()).type_as(q), self.k_norm(k.float()).type_as(k)
+            q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, v
+        return q.type_as(v), k.type_as(v), v

@@ -33,7 +33,7 @@ from gptmini.config import Config
 from gptmini.errors import CheckpointError, MachineError
 from gptmini.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 NAME = re.compile(r"step-([0-9]{8})")
 Tensors = dict[str, Tensor]

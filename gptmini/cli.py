@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -81,16 +82,21 @@ def train(
     ] = None,
     attention: Annotated[str | None, typer.Option(help="mha, mqa or gqa:KV_HEADS.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time to take; sizes and steps are fitted to it.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     assignments: Assignments = None,
     cache: Cache = CACHE,
 ) -> None:
     """Train a model on a text, or go on with a run that was stopped."""
-    settings = _config(config, data, errors, attention, steps, device, assignments or [])
+    started = time.perf_counter()
+    named = {"--steps": steps, "--minutes": minutes, "--device": device}
+    settings = _config(config, data, errors, attention, named, assignments or [])
     out = out or _default_out(config, settings.data.path[0], attention)
     from gptmini import runlog, sampler, trainer
 
-    trainer.train(settings, out, cache)
+    trainer.train(settings, out, cache, started)
     run = sampler.load(out, settings.train.device)
     print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
     runlog.deliver(chain(run.stream(""), ["\n"]))
@@ -111,7 +117,7 @@ def prepare(
     """Turn a text into tokens, as train does before its first step."""
     from gptmini import prepare, runlog
 
-    settings = _config(config, data, errors, None, None, None, assignments or [])
+    settings = _config(config, data, errors, None, {}, assignments or [])
     ready = prepare.prepare_corpus(settings, cache, runlog.progress)
     print(ready.summary(settings.tokenizer.kind))
 
@@ -222,11 +228,13 @@ def _config(
     data: list[str] | None,
     errors: str | None,
     attention: str | None,
-    steps: int | None,
-    device: str | None,
+    named: dict[str, Any],
     assignments: list[str],
 ) -> "Config":
-    """The configuration of a command line: file, then --set, then the named options."""
+    """The configuration of a command line: file, then --set, then the named options.
+
+    `named` has the options that are keys of the section train.
+    """
     from gptmini import configfile, yamlfile
 
     overrides: list[Assignment] = []
@@ -239,10 +247,9 @@ def _config(
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
         overrides += _attention(attention)
-    if steps is not None:
-        overrides.append(("--steps", ("train", "steps"), steps))
-    if device is not None:
-        overrides.append(("--device", ("train", "device"), device))
+    for option, value in named.items():
+        if value is not None:
+            overrides.append((option, ("train", option.removeprefix("--")), value))
     return configfile.load(configfile.find(name) if name is not None else None, overrides)
 
 

@@ -56,7 +56,8 @@ class AttentionConfig(Section):
         None, description="with a window: each so-many-th layer sees everything"
     )
     qkv_bias: bool | None = Field(None, description="of q, k and v; by default as model.bias")
-    qk_norm: bool = Field(False, description="RMSNorm of each query and key before its position")
+    qk_norm: bool = Field(True, description="RMSNorm of each query and key before its position")
+    weight_dropout: Fraction = Field(0.0, description="of the weights; slow, as it takes eager")
     backend: Literal["auto", "eager", "sdpa", "flash"] = Field(
         "auto", description="auto chooses by measured rules; flash insists on the flash kernel"
     )
@@ -96,7 +97,9 @@ class ModelConfig(Section):
     )
     bias: bool = Field(False, description="in projections and layer norms")
     tie_embeddings: bool = Field(True, description="the output head is the embedding table")
-    dropout: Fraction = Field(0.0, description="of embeddings, weights and residual branches")
+    dropout: Fraction | None = Field(
+        None, description="of embeddings and residual branches; by default by the epochs planned"
+    )
 
     @property
     def n_kv_head(self) -> int:
@@ -202,16 +205,24 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """How it is learnt: AdamW, warm-up, a constant rate, a cool-down."""
+    """How it is learnt: an optimizer, warm-up, a constant rate, a cool-down."""
 
+    minutes: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        None, description="time for the whole command: sizes and steps not given are fitted to it"
+    )
     steps: Steps = Field(250, description="optimizer updates")
     batch_size: Count = Field(16, description="windows per update")
-    micro_batch_size: Count = Field(
-        default_factory=lambda data: data["batch_size"],
-        description="windows per forward pass; gradients of batch_size of them are accumulated",
+    micro_batch_size: Count | None = Field(
+        None,
+        description="windows per forward pass, whose gradients add up to those of batch_size; by "
+        "default as many as fit in memory and are fast",
     )
     seq_len: Count | None = Field(None, description="tokens per window; by default context_length")
-    lr: Positive = 2e-3
+    optimizer: Literal["muon", "adamw"] = Field(
+        "muon", description="of the matrices in the blocks; all else is AdamW's"
+    )
+    muon_lr: Positive = Field(0.02, description="of Muon, falling and rising as lr does")
+    lr: Positive = Field(2e-3, description="of AdamW")
     min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="at the end of the cool-down")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default_factory=lambda data: min(100, data["steps"] // 10),
@@ -221,7 +232,7 @@ class TrainConfig(Section):
     cooldown: Annotated[float, Field(ge=0, le=1)] = Field(
         0.7, description="share of the steps, at the end, in which the rate falls to min_lr"
     )
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(0.1, description="on matrices only")
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(0.3, description="on matrices only")
     betas: Annotated[
         list[Fraction],
         Field(min_length=2, max_length=2),
@@ -234,6 +245,14 @@ class TrainConfig(Section):
     )
     gradient_checkpointing: bool = Field(
         False, description="recompute blocks in the backward pass: less memory, more time"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="torch.compile of the blocks; auto: if there is a C++ compiler, the run is "
+        "long enough and a timing says that it is faster",
+    )
+    patience: Count | None = Field(
+        5, description="evaluations of the cool-down without a better one, then the run ends"
     )
     eval_every: Steps = Field(100, description="steps between whole-split evaluations")
     save_every: Steps = Field(100, description="steps between checkpoints")
@@ -252,7 +271,7 @@ class TrainConfig(Section):
             yield "warmup_steps", f"{self.warmup_steps} is over steps {self.steps}; lower it"
         if self.min_lr > self.lr:
             yield "min_lr", f"{self.min_lr} is over lr {self.lr}; lower it"
-        if self.batch_size % self.micro_batch_size:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             yield (
                 "micro_batch_size",
                 f"{self.micro_batch_size} does not divide batch_size {self.batch_size}; "
@@ -301,6 +320,10 @@ class Config(Section):
                 f"lower it",
             )
 
+    def with_train(self, **settings: Any) -> "Config":
+        """The same run with other settings of the section train."""
+        return self.model_copy(update={"train": self.train.model_copy(update=settings)})
+
     def with_tokenizer(self, kind: str, vocab_size: int) -> "Config":
         """The same run with the tokenizer it got; ConfigError if another size is asked for."""
         if self.model.vocab_size not in (None, vocab_size):
@@ -313,20 +336,3 @@ class Config(Section):
             return self.model_copy(update={"model": model})
         tokenizer = TokenizerConfig(kind=kind, vocab_size=vocab_size if kind == "bpe" else None)
         return self.model_copy(update={"model": model, "tokenizer": tokenizer})
-
-
-def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    a, b = (dict(leaves(config.model_dump())) for config in (ours, theirs))
-    for key, value in a.items():
-        if value != b[key]:
-            yield key, value, b[key]
-
-
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting of nested data as (dotted key, value)."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gptmini import yamlfile
-from gptmini.config import Config, leaves
+from gptmini.config import Config
 from gptmini.errors import ConfigError
 
 Origins = dict[tuple[str, ...], str]  # where each key was given: `file.yaml:3` or `--set a.b`
@@ -80,6 +80,14 @@ def validate(data: Any, origins: Origins) -> Config:
         raise ConfigError(*dict.fromkeys(lines)) from None
 
 
+def completed(config: Config, wanted: dict[str, dict[str, Any]]) -> Config:
+    """The configuration with what it leaves open set to what is wanted, section by section."""
+    given = config.model_dump(exclude_unset=True)
+    return validate(
+        given | {name: values | given.get(name, {}) for name, values in wanted.items()}, {}
+    )
+
+
 def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
     """What contradicts itself among the settings that are well-formed one by one.
 
@@ -108,6 +116,23 @@ def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
             ]
         return contradictions
     return []
+
+
+def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    a, b = (dict(leaves(config.model_dump())) for config in (ours, theirs))
+    for key, value in a.items():
+        if value != b[key]:
+            yield key, value, b[key]
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of nested data as (dotted key, value)."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def find(name: str) -> Path:

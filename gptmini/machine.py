@@ -41,16 +41,24 @@ def pick_dtype(settings: TrainConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def precision(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """A context in which matrix products run in float32 or bfloat16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def memory(device: torch.device) -> int:
+    """Bytes of memory in all; a guess where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if os.name != "posix":
+        return 8 << 30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def check_memory(parameters: int, device: torch.device) -> None:
     """MachineError if weights, gradients and AdamW's two moments in float32 cannot fit."""
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-    else:
-        total = (
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else 0
-        )
-    needed = 16 * parameters
-    if 0 < total < needed:
+    needed, total = 16 * parameters, memory(device)
+    if total < needed:
         raise MachineError(
             f"model: {parameters:,} parameters need {needed:,} bytes to train, {device.type} has "
             f"{total:,}; lower model.d_model, model.n_layer or the vocabulary"

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.attention import Attention, KVCache, LayerCache
 from gptmini.config import ModelConfig
 from gptmini.errors import ConfigError
-from gptmini.layers import MLP, Rotary, norm
+from gptmini.layers import MLP, Dropout, Rotary, norm
 
 
 class Block(nn.Module):
@@ -21,7 +21,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm, self.attn = norm(config), Attention(config, layer)
         self.mlp_norm, self.mlp = norm(config), MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class GPT(nn.Module):
         learned = config.position == "learned"
         self.positions = nn.Embedding(config.context_length, config.d_model) if learned else None
         self.rotary = Rotary(config) if config.position == "rope" else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, n) for n in range(config.n_layer))
         self.final_norm = norm(config)
         tied = config.tie_embeddings

@@ -91,6 +91,10 @@ class RunLog:
             leave=False,
         )
 
+    def plan(self, steps: int) -> None:
+        """The run will have another number of steps."""
+        self._bar.total = steps
+
     def advance(self) -> None:
         """One more step is made."""
         self._bar.update()

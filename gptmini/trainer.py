@@ -8,41 +8,45 @@ import math
 import signal
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gptmini import batches, machine, optim
+from gptmini import batches, budget, machine
 from gptmini.batches import draw
 from gptmini.checkpoint import RunDirectory
 from gptmini.config import Config
 from gptmini.errors import DivergedError, Stopped
 from gptmini.evaluate import evaluate
 from gptmini.model import loss
+from gptmini.optim import cooldown_steps, learning_rate
 from gptmini.runlog import RunLog, say
 from gptmini.training import Training, begin, diverged, prepare, restore, save, stamp, windows
 
 LEAST_SCALE = 1 / 32  # of the learning rate, after which a run that diverges ends
 
 
-def train(config: Config, out: Path, cache: Path) -> None:
+def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
     """Train the run in a directory to its last step, from where it stands.
+
+    `started` is the time.perf_counter() from which `train.minutes` count.
 
     Raises ConfigError if another run lives there, DataError for an unusable corpus,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
     Stopped when a signal ended the work after it was saved.
     """
     run = RunDirectory(out, say)
-    training = prepare(config, run, cache)
+    training = prepare(config, run, cache, time.perf_counter() if started is None else started)
     with run.lock():
         begin(training)
-        if training.step >= config.train.steps:
-            say(f"{out}: already finished at step {training.step}; a higher --steps prolongs it")
+        if _is_finished(training):
+            say(f"{out}: already finished at step {training.step}; {_how_to_go_on(training)}")
             return
         run.check_space(3 * sum(p.nbytes for p in training.model.parameters()))
-        log = RunLog(run.metrics, training.step, config.train.steps)
+        log = RunLog(run.metrics, training.step, training.config.train.steps)
         try:
             with machine.signals() as received:
                 _loop(training, log, received)
@@ -51,17 +55,18 @@ def train(config: Config, out: Path, cache: Path) -> None:
 
 
 def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
-    """Make the steps that are left."""
-    settings = training.config.train
-    while training.step < settings.steps:
+    """Make the steps that are left, unless the validation loss turns before."""
+    while not _is_finished(training):
         try:
             _advance(training, log)
+            if training.paced:
+                _keep_pace(training, log)
             stop = received.stop is not None
             if _save_is_due(training) or stop or received.save:
                 log.sync()
                 save(training)
         except DivergedError as error:
-            if settings.on_divergence == "stop":
+            if training.config.train.on_divergence == "stop":
                 raise
             _rewind(training, log, error)
         received.save = False
@@ -72,6 +77,22 @@ def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
                 f"{training.run.path}: stopped by {name} after step {training.step}, saved; the "
                 f"same command goes on",
             )
+    if training.step < training.config.train.steps:
+        say(f"ended at step {training.step}: {_how_to_go_on(training)}")
+
+
+def _is_finished(training: Training) -> bool:
+    return training.step >= training.config.train.steps or _has_turned(training)
+
+
+def _how_to_go_on(training: Training) -> str:
+    settings, best = training.config.train, training.best
+    if training.step >= settings.steps or best is None:
+        return "a higher --steps prolongs it"
+    return (
+        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
+        f"ago; --set train.patience=null goes on"
+    )
 
 
 def _advance(training: Training, log: RunLog) -> None:
@@ -96,10 +117,40 @@ def _advance(training: Training, log: RunLog) -> None:
         log.write(stamp(training) | record)
 
 
+def _has_turned(training: Training) -> bool:
+    """Whether the validation loss was best so many evaluations ago that the run should end.
+
+    Only those in the cool-down count: on the plateau it goes up and down, and falls again.
+    """
+    settings, best = training.config.train, training.best
+    if settings.patience is None or best is None or training.step % settings.eval_every:
+        return False
+    since = max(best["step"], settings.steps - cooldown_steps(settings))
+    return training.step >= since + settings.patience * settings.eval_every
+
+
+def _keep_pace(training: Training, log: RunLog) -> None:
+    """Before the cool-down, fit the number of steps to the minutes at the speed so far.
+
+    Up to there no step depends on that number, so the run is the one that the final configuration
+    describes.
+    """
+    settings, now = training.config.train, (training.step, training.elapsed)
+    if training.first is None:  # the first update of a command takes memory for all others
+        training.first = now
+    elif training.step % settings.log_every == 0 and settings.minutes is not None:
+        seconds = (now[1] - training.first[1]) / (now[0] - training.first[0])
+        steps = budget.paced_steps(settings, *now, seconds)
+        if steps != settings.steps:
+            training.change(steps=steps)
+            training.run.write_config(training.config)
+            log.plan(steps)
+
+
 def _save_is_due(training: Training) -> bool:
     settings, step = training.config.train, training.step
     is_best = training.best is not None and training.best["step"] == step
-    return step % settings.save_every == 0 or step == settings.steps or is_best
+    return step % settings.save_every == 0 or is_best or _is_finished(training)
 
 
 def _rewind(training: Training, log: RunLog, error: DivergedError) -> None:
@@ -113,7 +164,7 @@ def _rewind(training: Training, log: RunLog, error: DivergedError) -> None:
         raise error
     restore(training, checkpoint)
     training.lr_scale = scale
-    training.optimizer.zero_grad()
+    training.model.zero_grad()
     log.back_to(training.step)
     say(f"{error.lines[0].split(';')[0]}; back to step {training.step}, at {scale:g} of the rate")
 
@@ -135,8 +186,8 @@ def update(training: Training) -> dict[str, Any]:
     model.train()
     tokens, targets = training.batches.batch(step)
     total = 0.0
-    rate = optim.learning_rate(settings, step) * training.lr_scale
-    size = settings.micro_batch_size
+    rate = learning_rate(settings, step) * training.lr_scale
+    size = settings.micro_batch_size or settings.batch_size
     for micro, (x, y) in enumerate(zip(tokens.split(size), targets.split(size), strict=True)):
         torch.manual_seed(draw(settings.seed, step, micro))  # for dropout
         with training.precision():
@@ -146,10 +197,7 @@ def update(training: Training) -> dict[str, Any]:
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
     if not math.isfinite(norm):
         raise DivergedError(diverged(training, f"loss {total:.4g}, gradient norm {norm}"))
-    for group in training.optimizer.param_groups:
-        group["lr"] = rate
-    training.optimizer.step()
-    training.optimizer.zero_grad()
+    training.optimizer.step(rate)
     return {"train_loss": total, "lr": rate, "grad_norm": norm}
 
 
@@ -157,9 +205,15 @@ def assess(training: Training) -> dict[str, Any]:
     """Evaluate the whole validation split and remember the best step."""
     settings, corpus = training.config.train, training.corpus
     held_out = batches.validation_batches(
-        corpus.validation, training.config.seq_len, settings.micro_batch_size
+        corpus.validation, training.config.seq_len, settings.micro_batch_size or 1
     )
-    result = evaluate(training.model, held_out, corpus.tokenizer.byte_lengths(), training.precision)
+    # Kernels compiled for training would be compiled again for the other shapes and modes.
+    eagerly = (
+        torch.compiler.set_stance("force_eager") if settings.compile == "on" else nullcontext()
+    )
+    with eagerly:
+        lengths = corpus.tokenizer.byte_lengths()
+        result = evaluate(training.model, held_out, lengths, training.precision)
     if not math.isfinite(result.loss):
         raise DivergedError(diverged(training, f"validation loss {result.loss}"))
     if training.best is None or result.loss < training.best["val_loss"]:

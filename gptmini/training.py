@@ -3,6 +3,7 @@
 Everything random is a function of (seed, step, micro-batch), so nothing random is in it.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 
-from gptmini import machine, optim
+from gptmini import budget, machine
 from gptmini.batches import Batches, draw
 from gptmini.checkpoint import Checkpoint, RunDirectory, fitting
-from gptmini.config import Config, differences
+from gptmini.config import Config
+from gptmini.configfile import completed, differences
 from gptmini.errors import ConfigError, DataError, DivergedError
 from gptmini.model import GPT, parameter_count
+from gptmini.optim import Optimizer
 from gptmini.prepare import Corpus, prepare_corpus
 from gptmini.runlog import progress, say
 
@@ -32,7 +35,12 @@ CHANGEABLE = {
     "train.device",
     "train.gradient_checkpointing",
     "train.on_divergence",
+    "train.patience",
+    "train.micro_batch_size",
+    "train.compile",
 }
+
+MANY_EPOCHS = 20  # of which a small model learns little more about other text
 
 
 @dataclass
@@ -43,10 +51,12 @@ class Training:
     run: RunDirectory
     corpus: Corpus
     model: GPT
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     batches: Batches
     device: torch.device
     dtype: torch.dtype  # of matrix products
+    started: float  # when this command did, less the time that earlier ones gave to the run
+    paced: bool  # the number of steps follows the minutes
     step: int = 0
     seconds: float = 0.0  # of training, over all sessions
     lr_scale: float = 1.0  # halved whenever the run went back after it had diverged
@@ -54,47 +64,61 @@ class Training:
     best: dict[str, Any] | None = None
     saved: int | None = None  # the step of the newest checkpoint
     logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
+    first: tuple[int, float] | None = None  # step and time of the first update of this command
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that the run has taken, in all commands, with everything around the updates."""
+        return time.perf_counter() - self.started
 
     def precision(self) -> torch.autocast:
         """A context in which matrix products run in `dtype`."""
-        return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
-        )
+        return machine.precision(self.device, self.dtype)
+
+    def change(self, **settings: Any) -> None:
+        """Set keys of the configuration's section train."""
+        self.config = self.config.with_train(**settings)
 
 
-def prepare(config: Config, run: RunDirectory, cache: Path) -> Training:
-    """Corpus, model and optimizer at step 0; nothing is written but the corpus in the cache."""
-    settings = config.train
-    device = machine.pick_device(settings.device)
+def prepare(config: Config, run: RunDirectory, cache: Path, started: float) -> Training:
+    """Corpus, model and optimizer at step 0; nothing is written but the corpus in the cache.
+
+    A run that has begun keeps what it chose then; `started` is when this command did.
+    """
+    device = machine.pick_device(config.train.device)
+    dtype = machine.pick_dtype(config.train, device)
     machine.keep_freed_memory()
-    corpus = prepare_corpus(config, cache, progress)
+    paced = config.train.minutes is not None and "steps" not in config.train.model_fields_set
     asked = config.tokenizer.kind
+    if run.begun:
+        config = budget.as_chosen(config, run.config())
+    corpus = prepare_corpus(config, cache, progress)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     say(corpus.summary(asked))
+    if config.train.minutes is not None and not run.begun:
+        left = 60 * config.train.minutes - (time.perf_counter() - started)
+        config = budget.plan(config, left, device, dtype)
+    settings = config.train
     rows = Batches(
         corpus.training, config.data.weights, config.seq_len, settings.batch_size, settings.seed
     )
+    if config.model.dropout is None:
+        share = budget.dropout(rows.epochs(settings.steps))
+        config = completed(config, {"model": {"dropout": share}})
     machine.check_memory(parameter_count(config.model), device)
     torch.manual_seed(draw(settings.seed))
     model = GPT(config.model).to(device)
     model.gradient_checkpointing = settings.gradient_checkpointing
-    return Training(
-        config,
-        run,
-        corpus,
-        model,
-        optim.adamw(model, settings),
-        rows,
-        device,
-        machine.pick_dtype(settings, device),
-    )
+    optimizer = Optimizer(model, settings, dtype)
+    return Training(config, run, corpus, model, optimizer, rows, device, dtype, started, paced)
 
 
 def begin(training: Training) -> None:
     """Make the run directory, or go on from the newest checkpoint of the same run in it."""
     config, run, tokenizer = training.config, training.run, training.corpus.tokenizer
     if not run.begun:
-        run.begin(config, tokenizer)
+        fit(training)
+        run.begin(training.config, tokenizer)
     else:
         run.checkpoints.mkdir(exist_ok=True)
         _check_same(config, run.config(), run)
@@ -102,9 +126,23 @@ def begin(training: Training) -> None:
             raise DataError(_other_text(config, run))
         if (checkpoint := run.newest()) is not None:
             restore(training, checkpoint)
+            training.started -= checkpoint.state["elapsed"]
         if training.step < config.train.steps:
-            run.write_config(config)
+            fit(training)
+            run.write_config(training.config)
     _introduce(training)
+
+
+def fit(training: Training) -> None:
+    """Choose what the configuration leaves open: the micro-batch, and whether to compile."""
+    model, precision = training.model, training.precision
+    model.train()
+    if training.config.train.micro_batch_size is None:
+        size = budget.micro_batch_size(model, training.config, precision)
+        training.change(micro_batch_size=size)
+    if training.config.train.compile != "off":
+        compiled = budget.compile_blocks(model, training.config, precision, say)
+        training.change(compile="on" if compiled else "off")
 
 
 def save(training: Training) -> None:
@@ -117,17 +155,13 @@ def save(training: Training) -> None:
     state = stamp(training) | {
         "best": training.best,
         "lr_scale": training.lr_scale,
+        "elapsed": training.elapsed,
         "corpus": training.corpus.content,
         "tokenizer": training.corpus.tokenizer.fingerprint,
         **_machine(training),
     }
     training.run.save(
-        Checkpoint(
-            state,
-            weights,
-            optim.named_state(training.model, training.optimizer),
-        ),
-        training.config.train.keep,
+        Checkpoint(state, weights, training.optimizer.state()), training.config.train.keep
     )
     training.saved = training.step
 
@@ -138,8 +172,8 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     if state["corpus"] != training.corpus.content:
         raise DataError(_other_text(training.config, run))
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
-    fitting(checkpoint.optimizer, optim.state_like(model), run.checkpoints)
-    optim.restore_state(model, training.optimizer, checkpoint.optimizer)
+    fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
+    training.optimizer.restore(checkpoint.optimizer)
     run.set_aside_after(checkpoint.step)
     training.step = training.saved = checkpoint.step
     training.seconds, training.best = state["seconds"], state["best"]
@@ -163,6 +197,7 @@ def _machine(training: Training) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": training.device.type,
         "dtype": str(training.dtype).removeprefix("torch."),
+        "compile": training.config.train.compile,
     }
 
 
@@ -183,17 +218,27 @@ def _introduce(training: Training) -> None:
     kept = sum(model.cache_length(layer) for layer in range(model.n_layer))
     cache = 2 * kept * model.n_kv_head * model.head_dim * 4  # in float32
     epochs = training.batches.epochs(config.train.steps)
+    chosen = config.train
     say(
         f"model:  {count:,} parameters, {model.n_layer} layers, width {model.d_model}, heads "
         f"{model.n_head}:{model.n_kv_head} ({model.attention.variant}), context "
-        f"{model.context_length}, KV cache {cache:,} bytes"
+        f"{model.context_length}, dropout {model.dropout:g}, KV cache {cache:,} bytes"
     )
     say(
-        f"run:    {training.run.path}, {config.train.steps:,} steps of "
-        f"{config.train.batch_size} x {config.seq_len} tokens ({epochs:.1f} epochs), "
-        f"{training.device.type} {_machine(training)['dtype']}"
+        f"run:    {training.run.path}, {chosen.steps:,} steps of {chosen.batch_size} x "
+        f"{config.seq_len} tokens ({epochs:.1f} epochs)"
         + (f", from step {training.step}" if training.step else "")
     )
+    say(
+        f"by:     {chosen.optimizer}, {training.device.type}, {_machine(training)['dtype']}, "
+        f"{torch.get_num_threads()} threads, {chosen.micro_batch_size} windows at a time, "
+        f"torch.compile {chosen.compile}"
+    )
+    if epochs > MANY_EPOCHS:
+        say(
+            f"note:   the text is read {epochs:.0f} times over, and little is learnt after "
+            f"{MANY_EPOCHS}; more text or fewer steps would help"
+        )
 
 
 def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:

@@ -26,6 +26,7 @@ FLOORS = [
     ["model"],
     # machinery
     ["machine", "optim", "batches", "checkpoint", "runlog"],
+    ["budget"],
     # what it is for
     ["evaluate", "sampler", "plots", "inspect"],
     ["training"],

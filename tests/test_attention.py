@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gptmini import masks, mechanisms
 from gptmini.attention import Attention, KVCache, LayerCache, attend, choose_backend
-from gptmini.config import ModelConfig
+from gptmini.config import AttentionConfig, ModelConfig
 from gptmini.errors import MachineError
 from gptmini.layers import Rotary
 
@@ -129,7 +129,13 @@ def test_golden_self_attention_whose_values_have_their_own_size():
 
 
 def test_golden_causal_attention_through_the_module():
-    config = ModelConfig(n_head=1, d_model=3, head_dim=2, position="none")
+    config = ModelConfig(
+        n_head=1,
+        d_model=3,
+        head_dim=2,
+        position="none",
+        attention=AttentionConfig(qk_norm=False),
+    )
     module = Attention(config)
     torch.manual_seed(123)
     for name in ("q_proj", "k_proj", "v_proj"):

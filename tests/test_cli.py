@@ -183,6 +183,8 @@ def test_killed_by_the_system_and_gone_on(gptmini, text_file: Path, tmp_path: Pa
         "300",
         "--set",
         "train.save_every=20",
+        "--set",
+        "train.patience=null",
         "--out",
     ]
     assert gptmini(*words, "whole")[0] == 0

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from conftest import tiny
 
-from gptmini.config import Config, ModelConfig, default_d_ff, differences
-from gptmini.configfile import find, load, named_configs, validate
+from gptmini.config import Config, ModelConfig, default_d_ff
+from gptmini.configfile import differences, find, load, named_configs, validate
 from gptmini.errors import ConfigError
 from gptmini.yamlfile import dump
 

@@ -8,7 +8,7 @@ import torch
 from gptmini.config import Config
 from gptmini.configfile import CONFIGS, load, named_configs
 from gptmini.model import GPT, loss
-from gptmini.optim import adamw
+from gptmini.optim import Optimizer
 
 NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_configs()]
 
@@ -29,10 +29,10 @@ def test_it_makes_a_step(name):
     small = [("", ("model", "n_layer"), 1)]
     config = load(CONFIGS / f"{name}.yaml", small).with_tokenizer("byte", 257)
     model = GPT(config.model)
-    optimizer = adamw(model, config.train)
+    optimizer = Optimizer(model, config.train)
     tokens = torch.randint(257, (1, 17))
     loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
-    optimizer.step()
+    optimizer.step(1e-3)
     assert all(p.isfinite().all() for p in model.parameters())
 
 

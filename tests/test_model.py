@@ -139,6 +139,7 @@ def test_published_shapes_have_their_published_sizes():
         "norm": "layernorm",
         "activation": "gelu",
         "bias": True,
+        "attention": {"qk_norm": False},
     }
     smollm2 = {
         "vocab_size": 49152,
@@ -148,7 +149,7 @@ def test_published_shapes_have_their_published_sizes():
         "d_ff": 1536,
         "context_length": 2048,
         "activation": "swiglu",
-        "attention": {"variant": "gqa", "n_kv_head": 3},
+        "attention": {"variant": "gqa", "n_kv_head": 3, "qk_norm": False},
         "norm": "rmsnorm",
         "position": "rope",
     }

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from torch import nn
 
 from gptmini.config import ModelConfig, TrainConfig
 from gptmini.model import GPT
-from gptmini.optim import adamw, learning_rate, named_state, restore_state, state_like
+from gptmini.optim import Muon, Optimizer, learning_rate
 
 
 def rates(**settings) -> list[float]:
@@ -39,9 +40,10 @@ def test_short_runs_have_a_rate_at_every_step(settings):
     assert all(0 < rate <= 1 for rate in rates(**settings))
 
 
-def small() -> GPT:
+def small(**settings: bool) -> GPT:
     return GPT(
         ModelConfig(
+            **settings,
             vocab_size=11,
             n_layer=1,
             n_head=2,
@@ -54,42 +56,95 @@ def small() -> GPT:
     )
 
 
+def roles(parameters: list[torch.Tensor], model: GPT) -> set[str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter].split(".")[-2] for parameter in parameters}
+
+
+MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
+
+
 def test_only_matrices_of_linear_layers_decay():
     model = small()
-    decayed, others = adamw(model, TrainConfig()).param_groups
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "up_proj",
-        "down_proj",
-    }
+    ((adamw, _),) = Optimizer(model, TrainConfig(optimizer="adamw")).parts
+    decayed, others = adamw.param_groups
+    assert roles(decayed["params"], model) == MATRICES
     assert all(p.ndim == 2 for p in decayed["params"])
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
 
 
-def step(model: GPT, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.arange(4)[None]).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
+    model = small(tie_embeddings=tied)
+    (adamw, _), (muon, scale) = Optimizer(model, TrainConfig(muon_lr=0.04, lr=0.01)).parts
+    assert isinstance(muon, Muon)
+    assert scale == 4
+    (group,) = muon.param_groups
+    assert roles(group["params"], model) == MATRICES
+    rest = [p for group in adamw.param_groups for p in group["params"]]
+    assert len(rest) + len(group["params"]) == len(list(model.parameters()))
+    assert "embed" in roles(rest, model)
+    assert ("head" in roles(adamw.param_groups[0]["params"], model)) == (not tied)
 
 
-def test_the_state_by_name_goes_on_to_the_same_bits():
-    torch.manual_seed(0)
+def test_an_update_of_muon_turns_every_direction_alike():
+    """Whatever the gradient's singular values, those of the update are near one another."""
     model = small()
-    optimizer = adamw(model, TrainConfig())
+    weight = model.blocks[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * torch.logspace(0, 2, parameter.shape[-1])
+    Optimizer(model, TrainConfig(lr=0.01, muon_lr=0.01, weight_decay=0.0)).step(0.01)
+    turned = torch.linalg.svdvals(before - weight) / (0.01 * 2)  # up_proj is 4 times as tall
+    assert turned.min() > 0.5
+    assert turned.max() < 1.5
+
+
+def test_muon_is_torchs():
+    """Several matrices of several shapes, over several steps, against torch's own."""
+    torch.manual_seed(0)
+    shapes = [(8, 8), (32, 8), (8, 32), (8, 8), (8, 32)]
+    ours = [torch.randn(shape) for shape in shapes]
+    theirs = [matrix.clone() for matrix in ours]
+    # torch's turns them in bfloat16 alone
+    pair = (
+        Muon(ours, 0.1, torch.bfloat16),
+        torch.optim.Muon([nn.Parameter(m) for m in theirs], weight_decay=0.1),
+    )
+    theirs = pair[1].param_groups[0]["params"]
+    for _ in range(4):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in pair:
+            optimizer.param_groups[0]["lr"] = 0.02
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other.detach(), atol=2e-3, rtol=0)
+        assert (one - other).abs().max() < 0.05 * 4 * 0.02 * 2
+
+
+def step(model: GPT, optimizer: Optimizer) -> None:
+    model(torch.arange(4)[None]).square().sum().backward()
+    optimizer.step(1e-3)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_state_by_name_goes_on_to_the_same_bits(kind):
+    torch.manual_seed(0)
+    model, settings = small(), TrainConfig(optimizer=kind)
+    optimizer = Optimizer(model, settings)
     step(model, optimizer)
-    state = {name: value.clone() for name, value in named_state(model, optimizer).items()}
+    state = {name: value.clone() for name, value in optimizer.state().items()}
     assert {n: t.shape for n, t in state.items()} == {
-        n: t.shape for n, t in state_like(model).items()
+        n: t.shape for n, t in optimizer.state_like().items()
     }
     twin = small()
     twin.load_state_dict(model.state_dict())
-    twin_optimizer = adamw(twin, TrainConfig())
-    restore_state(twin, twin_optimizer, dict(reversed(state.items())))
+    twin_optimizer = Optimizer(twin, settings)
+    twin_optimizer.restore(dict(reversed(state.items())))
     step(model, optimizer)
     step(twin, twin_optimizer)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
