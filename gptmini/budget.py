@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gptmini import machine
-from gptmini.config import Config, TrainConfig
+from gptmini.config import Config, ModelConfig, TrainConfig
 from gptmini.configfile import completed
-from gptmini.errors import MachineError
+from gptmini.errors import GptminiError, MachineError
 from gptmini.model import GPT, loss, parameter_count
 from gptmini.optim import Optimizer, cooldown_steps
 
@@ -116,6 +116,8 @@ def compile_blocks(
         block.forward = torch.compile(block.forward, dynamic=False)
     try:
         compiled = step_seconds(model, config, precision)
+    except GptminiError:  # a signal
+        raise
     except Exception as error:  # of the compiler, of its kernels, or of what calls them
         reason = f"{str(error).strip() or repr(error)}".splitlines()[0]
         if asked == "on":
@@ -157,6 +159,8 @@ def plan(config: Config, seconds: float, device: torch.device, dtype: torch.dtyp
     for layers, width, windows in RUNGS:
         sizes = {"n_layer": layers, "n_head": width // 64, "d_model": width}
         candidate = completed(config, {"model": sizes, "train": {"batch_size": windows}})
+        if found is not None and _sizes(candidate) == _sizes(found):  # they are stated
+            continue
         per_step = _seconds_with_update(candidate, device, dtype)
         if config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and _compiler():
             per_step /= COMPILE_GAIN
@@ -171,6 +175,11 @@ def plan(config: Config, seconds: float, device: torch.device, dtype: torch.dtyp
             break
     assert found is not None
     return found
+
+
+def _sizes(config: Config) -> tuple[ModelConfig, int]:
+    """What a step's time depends on."""
+    return config.model, config.train.batch_size
 
 
 def _seconds_with_update(config: Config, device: torch.device, dtype: torch.dtype) -> float:

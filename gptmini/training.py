@@ -180,6 +180,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     training.lr_scale = state["lr_scale"]
     training.logged = (training.step, training.seconds)
     training.recent.clear()
+    training.first = None
     run.write_best(training.best)
     changed = [
         f"{key} {state[key]}, now {now}"

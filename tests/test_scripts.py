@@ -42,3 +42,12 @@ def test_torture_loses_no_run():
     assert words[:2] == ["4", "runs,"]
     assert int(words[2]) > 0
     assert words[6:] == ["4", "equal", "ends,", "0", "lost"]
+
+
+def test_bench_train_trains_both(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
+    rows = output("bench_train.py", str(text), "--parts", "small", "--quick").splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+    assert float(cells[0][1]) > 0
+    assert 1 < float(cells[1][2]) < 7
