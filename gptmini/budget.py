@@ -26,7 +26,7 @@ Precision = Callable[[], AbstractContextManager[object]]
 FAST_TOKENS = 8192  # in a forward pass on a CPU: more of them leave its caches and are no faster
 FINISH = 3  # seconds for the last checkpoint and the sample
 COMPILE_GAIN = 1.4  # of speed, where it pays
-COMPILE_PAYS = 60  # seconds of training, of which a third is more than compiling takes
+COMPILE_PAYS = 90  # seconds of training, of which a quarter is more than compiling takes
 
 # A ladder of models: layers, width, windows in a batch.
 RUNGS = (
