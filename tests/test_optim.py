@@ -66,7 +66,8 @@ MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
 
 def test_only_matrices_of_linear_layers_decay():
     model = small()
-    ((adamw, _),) = Optimizer(model, TrainConfig(optimizer="adamw")).parts
+    settings = TrainConfig(optimizer="adamw", weight_decay=0.1)
+    ((adamw, _),) = Optimizer(model, settings).parts
     decayed, others = adamw.param_groups
     assert roles(decayed["params"], model) == MATRICES
     assert all(p.ndim == 2 for p in decayed["params"])
