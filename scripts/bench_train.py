@@ -185,7 +185,7 @@ def small_rows(runs: Runs, quick: bool) -> Iterator[str]:
     ends = statistics.median(loss for _, loss in theirs)
     name = f"seconds to {SMALL_TARGET}, the recipe ends at {ends:.4f}"
     yield f"| {name} | {plain:.1f} | {seconds:.1f} | {plain / seconds:.1f} x |"
-    yield f"| loss where that run ends | | {statistics.median(map(best, ours)):.4f} | |"
+    yield f"| lowest loss of that run | | {statistics.median(map(best, ours)):.4f} | |"
 
 
 def large_rows(runs: Runs, quick: bool) -> Iterator[str]:
@@ -195,7 +195,7 @@ def large_rows(runs: Runs, quick: bool) -> Iterator[str]:
     minutes = seconds_to(metrics, LARGE_TARGET) / 60
     ratio = f"{plain / minutes:.0f} x"
     yield f"| minutes to {LARGE_TARGET} | {plain:.0f} (5000 steps) | {minutes:.1f} | {ratio} |"
-    yield f"| loss where that run ends | | {best(metrics):.4f} | |"
+    yield f"| lowest loss of that run | | {best(metrics):.4f} | |"
 
 
 def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
@@ -203,7 +203,7 @@ def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
     started = time.perf_counter()
     metrics = runs.train("shakespeare-char-best", *(["train.steps=3"] if quick else []))
     minutes = (time.perf_counter() - started) / 60
-    yield f"| loss in {minutes:.1f} minutes, all told | | {best(metrics):.4f} | |"
+    yield f"| lowest loss in {minutes:.1f} minutes, all told | | {best(metrics):.4f} | |"
 
 
 def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:
