@@ -7,6 +7,8 @@ h // (H / G), and keys and values are never repeated.
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size.
 """
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -143,14 +145,23 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache per layer: 2 · G · K numbers for each position that the layer keeps."""
+    """One LayerCache per layer: 2 · G · K numbers for each position that the layer keeps.
+
+    Those with a window keep `spare` positions more, so that as many can be taken back.
+    """
 
     def __init__(
-        self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        spare: int = 0,
     ) -> None:
         self.layers = []
         for layer in range(config.n_layer):
-            shape = (batch_size, config.n_kv_head, config.cache_length(layer), config.head_dim)
+            size = min(config.cache_length(layer) + spare, config.context_length)
+            shape = (batch_size, config.n_kv_head, size, config.head_dim)
             both = torch.zeros(2, *shape, device=device, dtype=dtype)
             self.layers.append(LayerCache(both[0], both[1]))
 
@@ -164,10 +175,17 @@ class KVCache:
         """Memory taken."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
-    def clear(self) -> None:
-        """Forget all positions; the memory stays."""
+    def truncate(self, length: int) -> None:
+        """Forget the positions from `length` on; the memory stays."""
         for layer in self.layers:
-            layer.length = 0
+            layer.length = length
+
+    def row(self, index: int) -> "KVCache":
+        """The cache of one row of the batch, in the same memory."""
+        one = copy(self)
+        rows = slice(index, index + 1)
+        one.layers = [LayerCache(layer.keys[rows], layer.values[rows]) for layer in self.layers]
+        return one
 
 
 class Attention(nn.Module):
@@ -205,7 +223,8 @@ class Attention(nn.Module):
         queries = keys = torch.arange(start, start + T, device=x.device)
         if cache is not None:
             k, v, keys = cache.append(k, v)
-        whole = T == 1 or (len(keys) == T and (self.window is None or self.window >= T))
+        narrow = self.window is not None and self.window < len(keys)
+        whole = not narrow and T in (1, len(keys))
         mask = None
         if padding is not None or not whole:
             mask = masks.visible(queries, keys, self.window, padding)
