@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gptmini.config import ModelConfig
     from gptmini.model import GPT
-    from gptmini.sampler import Run, load
+    from gptmini.run import Run, load
 
 __version__ = "0.1.0"
 __all__ = ["GPT", "ModelConfig", "Run", "load"]
 
-_HOMES = {"GPT": "model", "ModelConfig": "config", "Run": "sampler", "load": "sampler"}
+_HOMES = {"GPT": "model", "ModelConfig": "config", "Run": "run", "load": "run"}
 
 
 def __getattr__(name: str) -> Any:

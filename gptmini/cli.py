@@ -4,7 +4,6 @@ Results go to stdout, everything else to stderr. The workers are imported inside
 torch takes more than a second and `--help` should not.
 """
 
-import os
 import re
 import shlex
 import signal
@@ -18,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 import typer.exceptions
 
+from gptmini.cli_generate import RUNS, Cache, RunName, generate, newest_run, score
 from gptmini.cli_text import data_app, tokenizer_app
-from gptmini.errors import CheckpointError, ConfigError, GptminiError, Stopped
+from gptmini.errors import ConfigError, GptminiError, Stopped
+from gptmini.files import CACHE
 
 if TYPE_CHECKING:
     from gptmini.config import Config
 
-RUNS = Path("runs")
-CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 Assignment = tuple[str, tuple[str, ...], Any]
 
 ConfigName = Annotated[
@@ -42,9 +41,6 @@ Errors = Annotated[str | None, typer.Option(help="Bytes that are no UTF-8: stric
 Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as train.lr=1e-3."),
-]
-Cache = Annotated[
-    Path, typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora are kept.")
 ]
 
 app = typer.Typer(
@@ -70,6 +66,8 @@ def _options(
 
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(data_app, name="data")
+app.command()(generate)
+app.command()(score)
 
 
 @app.command()
@@ -94,10 +92,11 @@ def train(
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
     settings = _config(config, data, errors, attention, named, assignments or [])
     out = out or _default_out(config, settings.data.path[0], attention)
-    from gptmini import runlog, sampler, trainer
+    from gptmini import runlog, trainer
+    from gptmini.run import load
 
     trainer.train(settings, out, cache, started)
-    run = sampler.load(out, settings.train.device)
+    run = load(out, settings.train.device, cache=cache)
     print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
     runlog.deliver(chain(run.stream(""), ["\n"]))
     print(
@@ -123,52 +122,8 @@ def prepare(
 
 
 @app.command()
-def generate(
-    run: Annotated[
-        Path | None, typer.Argument(help="A run directory; by default the newest in runs/.")
-    ] = None,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to draw.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Keep the likeliest tokens of that much probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
-    overflow: Annotated[
-        str | None, typer.Option(help="Past the context: slide, stop or error.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Compute every position anew; same text, slower.")
-    ] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Let a terminal obey control characters in the text.")
-    ] = False,
-) -> None:
-    """Continue a prompt with a trained model, on stdout as it is drawn."""
-    path = run or _newest_run()
-    from gptmini import runlog, sampler
-
-    trained = sampler.load(path, device)
-    given = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "overflow": overflow,
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
-    continuation = trained.stream(prompt, not no_cache, **settings)
-    runlog.deliver(chain([prompt], continuation, ["\n"]), raw)
-
-
-@app.command()
 def inspect(
-    run: Annotated[
-        Path | None, typer.Argument(help="A run directory; by default the newest in runs/.")
-    ] = None,
+    run: RunName = None,
     prompt: Annotated[str | None, typer.Option(help="The text to read.")] = None,
     layer: Annotated[int | None, typer.Option(help="Draw one layer, from 0.")] = None,
     head: Annotated[int | None, typer.Option(help="Draw one head, from 0.")] = None,
@@ -183,11 +138,11 @@ def inspect(
         return
     if prompt is None:
         raise ConfigError("--prompt: missing; give the text whose attention is shown")
-    path = run or _newest_run()
+    path = run or newest_run()
     from gptmini import inspect as look
-    from gptmini import sampler
+    from gptmini.run import load
 
-    trained = sampler.load(path, "cpu")
+    trained = load(path, "cpu", "float32")
     config = trained.config.model
     layers = list(range(config.n_layer)) if layer is None else [layer]
     for name, value, count in (("layer", layer, config.n_layer), ("head", head, config.n_head)):
@@ -271,15 +226,6 @@ def _default_out(config: str | None, data: str, attention: str | None) -> Path:
     plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
     name = Path(*plain).name.split(".")[0].strip("-") or "text"
     return RUNS / (f"{name}-{attention.replace(':', '')}" if attention else name)
-
-
-def _newest_run() -> Path:
-    """The run that was trained last."""
-    configs = RUNS.glob("*/config.yaml")
-    newest = max(configs, key=lambda file: file.stat().st_mtime, default=None)
-    if newest is None:
-        raise CheckpointError(f"{RUNS}: no run here; make one with gptmini train, or name one")
-    return newest.parent
 
 
 def main() -> None:

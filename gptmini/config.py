@@ -19,6 +19,7 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
+Penalty = Annotated[float, Field(ge=-100, le=100)]
 Contradiction = tuple[str, str]  # the key to change, and what is wrong with it
 
 
@@ -280,13 +281,24 @@ class TrainConfig(Section):
 
 
 class SampleConfig(Section):
-    """How a token is drawn when generating."""
+    """How a token is drawn when generating, and when a text ends."""
 
     max_new_tokens: Steps = 256
     temperature: Annotated[float, Field(ge=0, le=100)] = Field(0.8, description="0 is greedy")
     top_k: Count | None = Field(50, description="keep the k likeliest tokens")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="keep the likeliest tokens that hold this much probability"
+    )
+    min_p: Fraction | None = Field(None, description="of the likeliest one's probability")
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
+        1.0, description="divides logits of tokens that were there; over 1 is against repeating"
+    )
+    presence_penalty: Penalty = Field(0.0, description="off the logits of drawn tokens, once")
+    frequency_penalty: Penalty = Field(0.0, description="the same, as often as they were drawn")
+    bias: dict[str, Penalty] = Field({}, description="added to the logit of the token of a text")
+    ban: list[str] = Field([], description="tokens that are never drawn")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="texts that end the text, and are left out"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     overflow: Literal["slide", "stop", "error"] = Field(

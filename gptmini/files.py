@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
+
 
 @contextmanager
 def aside(path: Path) -> Iterator[BinaryIO]:

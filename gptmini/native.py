@@ -89,9 +89,9 @@ def _compile(compiler: str, library: Path) -> None:
     partial = library.with_suffix(f".{os.getpid()}")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
     try:  # with torch's own threads; on a Mac they take a library that is seldom there
-        subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)
+        subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
     except subprocess.CalledProcessError:
-        subprocess.run(command, capture_output=True, check=True)
+        subprocess.run(command, capture_output=True, check=True)  # noqa: S603
     partial.chmod(0o700)
     os.replace(partial, library)
 
@@ -122,9 +122,7 @@ class NativeStep:
     are to stay where they are, as this has pointers to them.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, model: GPT, precision: str, cache: KVCache
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, model: GPT, precision: str, cache: KVCache) -> None:
         self._function = library.gptmini_step
         self._function.restype = None
         self._precision = precision
@@ -204,13 +202,14 @@ class NativeStep:
         return layer
 
     def _norm(self, module: nn.Module) -> _Norm:
-        return _Norm(self._pointer(module.weight), self._pointer(getattr(module, "bias", None)))
+        parts = dict(module.named_parameters())
+        return _Norm(self._pointer(parts["weight"]), self._pointer(parts.get("bias")))
 
-    def _matrix(self, *modules: nn.Module) -> _Matrix:
+    def _matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
         """The rows of the modules as one matrix, its columns padded and laid out for C."""
-        weights = torch.cat([module.weight.detach().float() for module in modules])
-        biases = [getattr(module, "bias", None) for module in modules]
-        bias = None if biases[0] is None else torch.cat(biases)
+        parts = [dict(module.named_parameters()) for module in modules]
+        weights = torch.cat([part["weight"].detach() for part in parts])
+        bias = torch.cat([part["bias"] for part in parts]) if "bias" in parts[0] else None
         weights = functional.pad(weights, (0, -weights.shape[1] % COLUMNS))
         rows, columns = weights.shape
         scales = None
@@ -218,8 +217,8 @@ class NativeStep:
             weights = weights.bfloat16()
         elif self._precision == "int8":
             weights, scales = quantize(weights)
-        parts = 4 // weights.element_size()
-        words = weights.view(rows, -1, parts, LANES).transpose(2, 3)
+        in_word = 4 // weights.element_size()
+        words = weights.view(rows, -1, in_word, LANES).transpose(2, 3)
         pointers = [self._pointer(tensor) for tensor in (words, scales, bias)]
         return _Matrix(*pointers, rows, columns)
 

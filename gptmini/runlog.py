@@ -74,6 +74,14 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
         say(f"{what}: {done / 1e6:,.1f} MB in {seconds:.1f} s, {done / 1e6 / seconds:.1f} MB/s")
 
 
+@contextmanager
+def counted(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
+    """A bar over so many things, some of them done; the block tells it how many more are."""
+    terminal = sys.stderr.isatty()
+    with tqdm(total=total, initial=done, unit=unit, disable=not terminal) as bar:
+        yield bar.update
+
+
 class RunLog:
     """The metrics and the progress of a training run of `steps` steps that has made `step`."""
 

@@ -1,18 +1,24 @@
 """What several tests share: a small text, a small configuration, a small BPE encoding."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 # Small models are fastest on one thread, and bits are the same in this process and its children.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HOME"] = tempfile.mkdtemp()  # for what is compiled once and used in many tests
+atexit.register(shutil.rmtree, os.environ["HOME"])
 
 import pytest
 import tiktoken
 
 from gptmini import cli
 from gptmini.config import Config
+from gptmini.files import CACHE
 from gptmini.tokenizer import Tokenizer, create
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -43,6 +49,15 @@ def tiny(**sections: dict[str, Any]) -> Config:
     )
 
 
+def new_cache(folder: Path) -> Path:
+    """A cache that holds nothing but the code compiled in this session."""
+    compiled = CACHE / "native"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (folder / "cache").mkdir()
+    (folder / "cache" / "native").symlink_to(compiled)
+    return folder / "cache"
+
+
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
@@ -64,7 +79,7 @@ def gpt2() -> Tokenizer:
 def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     """Runs a command line in an empty directory: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["gptmini", *words])

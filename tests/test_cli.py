@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import SHARED, SMALL
 
-from gptmini import cli, runlog
+from gptmini import cli, cli_generate, runlog
 
 
 def test_train_then_generate(gptmini, text_file: Path):
@@ -42,7 +42,8 @@ def test_a_run_needs_nothing_else(gptmini, text_file: Path, tmp_path: Path):
     )
     text_file.unlink()
     for file in (tmp_path / "cache").iterdir():
-        file.unlink()
+        if file.is_file():
+            file.unlink()
     Path("runs/text").rename("elsewhere")
     assert gptmini("generate", "elsewhere", "--prompt", "the ")[0] == 0
     code, out, _ = gptmini("generate", "elsewhere", "--prompt", "é")  # unseen in training
@@ -97,6 +98,16 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--top-p", "1.5"], "sample.top_p"),
         (["--max-new-tokens", "-1"], "sample.max_new_tokens"),
         (["--seed", "-1"], "sample.seed"),
+        (["--min-p", "1"], "sample.min_p"),
+        (["--repetition-penalty", "0"], "sample.repetition_penalty"),
+        (["--stop", ""], "sample.stop"),
+        (["--bias", "e"], "--bias e: not TOKEN=NUMBER"),
+        (["--bias", "e=nan"], "sample.bias.e: expected a finite number"),
+        (["--ban", "é"], "sample.ban: 'é' is not one token"),
+        (["--samples", "0"], "'--samples'"),
+        (["--weights", "int4"], "weights int4: take one of"),
+        (["--prompt-file", "x"], "--prompt: not together with --prompt-file"),
+        (["-i"], "--prompt: not together with --interactive"),
         (["--device", "mps"], "device mps: not one of auto, cpu and cuda"),
         (["--overflow", "error", "--max-new-tokens", "99"], "do not fit the context of 16"),
     ]:
@@ -136,7 +147,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch)
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_newest_run", broken)
+    monkeypatch.setattr(cli_generate, "newest_run", broken)
     code, _, err = gptmini("generate")
     assert (code, err.count("\n")) == (1, 1)
     assert "--debug" in err

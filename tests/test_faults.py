@@ -436,7 +436,8 @@ def test_no_file_can_run_code(gptmini, train, config, text_file: Path, tmp_path:
         assert "Traceback" not in err
         file.write_bytes(kept)
     for file in (tmp_path / "cache").iterdir():
-        file.write_bytes(evil)
+        if file.is_file():
+            file.write_bytes(evil)
     assert gptmini("data", "prepare", "--data", str(text_file))[0] == 0
     assert not canary.exists()
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import new_cache
 
 from gptmini import cli, fetch
 from gptmini.configfile import CONFIGS, named_configs
@@ -33,7 +34,7 @@ def commands() -> list[list[str]]:
 
 def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     text = "".join(
         f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
     )
@@ -59,7 +60,7 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     small = [word for setting in SMALL for word in ("--set", setting)]
     monkeypatch.setattr(sys, "argv", ["gptmini", "train", *small])
     with pytest.raises(SystemExit):

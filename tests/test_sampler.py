@@ -1,21 +1,30 @@
-import dataclasses
-from pathlib import Path
+"""Decoding rows of tokens: every decoder, every company, the same tokens."""
+
+import shutil
 
 import pytest
 import torch
 from conftest import tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptmini import sampler, trainer
+from gptmini import decoder as decoding
+from gptmini import files
 from gptmini.config import SampleConfig
-from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.decoder import NativeDecoder, Row, TorchDecoder, open_decoder
+from gptmini.errors import ConfigError
 from gptmini.model import GPT
-from gptmini.tokenizer import BpeTokenizer, CharTokenizer
+from gptmini.sampler import Speed, begin, decode
+from gptmini.speculate import Draft, Lookup
+
+LIMIT = 16
+ENGINES = ["torch", "whole"] + ["compiled"] * (shutil.which("g++") is not None)
 
 
-def model_of(variant: str = "gqa", position: str = "rope", extra: dict | None = None) -> GPT:
-    torch.manual_seed(5)
+def model_of(
+    variant: str = "gqa", position: str = "rope", extra: dict | None = None, seed: int = 5
+) -> GPT:
+    torch.manual_seed(seed)
     heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None} | (extra or {})
     shape = {"attention": heads, "position": position, "tie_embeddings": False}
     model = GPT(tiny(model=shape).with_tokenizer("byte", 50).model).eval()
@@ -26,6 +35,28 @@ def model_of(variant: str = "gqa", position: str = "rope", extra: dict | None = 
     return model
 
 
+def decoder_of(model: GPT, engine: str, n_rows: int = 1) -> decoding.Decoder:
+    if engine == "compiled":
+        found = open_decoder(model, "float32", n_rows, files.CACHE)
+        assert isinstance(found, NativeDecoder)
+        return found
+    return TorchDecoder(model, use_cache=engine == "torch")
+
+
+def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[list[int]]:
+    """What follows each of the prompts, drawn together."""
+    guesser = given.pop("guesser", None)
+    numbers = given.pop("numbers", range(len(prompts)))
+    sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
+    limit = model.config.context_length
+    rows = [begin(n, prompt, sample, limit) for n, prompt in zip(numbers, prompts, strict=True)]
+    decoder = decoder_of(model, engine, len(rows))
+    for row, token, logits in decode(decoder, rows, sample, limit, guesser=guesser):
+        assert row.drawn[-1] == token
+        assert logits.shape == (50,)
+    return [row.drawn for row in rows]
+
+
 @pytest.mark.parametrize("position", ["rope", "learned", "none"])
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -33,48 +64,82 @@ def test_with_and_without_the_cache_the_same_tokens_ten_contexts_long(
     variant, position, temperature
 ):
     model = model_of(variant, position)
-    sample = SampleConfig(temperature=temperature, max_new_tokens=160, top_k=None)
-    prompt = [3, 1, 4, 1, 5]
-    cached = list(sampler.decode(model, prompt, sample))
-    assert cached == list(sampler.decode(model, prompt, sample, use_cache=False))
-    assert len(cached) == 160
-    assert len(set(cached)) > 5
+    given = {"temperature": temperature, "max_new_tokens": 160}
+    first, *others = (drawn(model, [[3, 1, 4, 1, 5]], engine, **given) for engine in ENGINES)
+    assert all(other == first for other in others)
+    assert len(first[0]) == 160
+    assert len(set(first[0])) > 5
 
 
 @pytest.mark.parametrize("attention", [{"window": 5}, {"window": 5, "full_every": 2}], ids=str)
 def test_windows_slide_alike_with_and_without_the_cache(attention):
     model = model_of(extra=attention)
-    sample = SampleConfig(temperature=1.0, max_new_tokens=160, top_k=None)
-    cached = list(sampler.decode(model, [3, 1, 4], sample))
-    assert cached == list(sampler.decode(model, [3, 1, 4], sample, use_cache=False))
+    first, *others = (drawn(model, [[3, 1, 4]], e, max_new_tokens=160) for e in ENGINES)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_of_a_batch_is_what_it_is_alone(engine, position, attention):
+    """Of any length, past the context, with noise of its own, and with others that end sooner."""
+    model = model_of(position=position, extra=attention)
+    prompts = [[7], list(range(12)), [3, 1, 4, 1], list(range(40)), [7]]
+    together = drawn(model, prompts, engine, max_new_tokens=50)
+    for number, prompt in enumerate(prompts):
+        (alone,) = drawn(model, [prompt], engine, max_new_tokens=50, numbers=[number])
+        assert together[number] == alone
+    assert together[0] != together[4]  # the same prompt, other noise
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_that_ends_leaves_the_others_alone(engine):
+    model = model_of()
+    sample = SampleConfig(max_new_tokens=30, temperature=1.0)
+    rows = [begin(n, [n], sample, LIMIT) for n in range(3)]
+    expected = drawn(model, [[0], [1], [2]], engine, max_new_tokens=30, top_k=50)
+    for row, _, _ in decode(decoder_of(model, engine, 3), rows, sample, LIMIT):
+        if row is rows[1] and len(row.drawn) == 7:
+            row.finish = "mine"
+    assert [row.drawn for row in rows] == [expected[0], expected[1][:7], expected[2]]
+    assert [row.finish for row in rows] == ["length", "mine", "length"]
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+def test_the_compiled_step_gives_a_row_the_same_bits_in_every_batch():
+    model = model_of()
+    rows = [Row(n, [], list(range(n + 1, n + 1 + n % 7 + 1))) for n in range(40)]
+    together = decoder_of(model, "compiled", 40)(rows)  # in several calls
+    for row, logits in zip(rows, together, strict=True):
+        row.cached = 0
+        assert torch.equal(decoder_of(model, "compiled")([row])[0], logits)
 
 
 def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     model, prompt = model_of(extra={"window": 5, "full_every": 2}), list(range(15))
-    sample = SampleConfig(temperature=0, max_new_tokens=20)
-    whole = list(sampler.decode(model, prompt, sample))
-    monkeypatch.setattr(sampler, "PREFILL", 4)
-    assert list(sampler.decode(model, prompt, sample)) == whole
+    whole = drawn(model, [prompt], "torch", temperature=0, max_new_tokens=20)
+    monkeypatch.setattr(decoding, "PREFILL", 4)
+    monkeypatch.setattr(decoding, "SPARE", 2)
+    for engine in ENGINES:
+        assert drawn(model, [prompt], engine, temperature=0, max_new_tokens=20) == whole
 
 
 def test_stop_and_error_past_the_context():
     model = model_of()
     base = {"max_new_tokens": 50, "temperature": 0}
-    slide, stop = (
-        list(sampler.decode(model, [3, 1], SampleConfig.model_validate({**base, "overflow": o})))
-        for o in ("slide", "stop")
-    )
+    (slide,) = drawn(model, [[3, 1]], "torch", **base)
+    (stop,) = drawn(model, [[3, 1]], "torch", **base, overflow="stop")
     assert stop == slide[: 16 - 2 + 1]  # the last token needs no place of its own
     with pytest.raises(ConfigError, match="2 tokens of prompt and 50 new ones do not fit"):
-        list(sampler.decode(model, [3, 1], SampleConfig(max_new_tokens=50, overflow="error")))
-    fitting = SampleConfig(max_new_tokens=15, overflow="error")
-    assert len(list(sampler.decode(model, [3, 1], fitting))) == 15
+        drawn(model, [[3, 1]], "torch", max_new_tokens=50, overflow="error")
+    assert len(drawn(model, [[3, 1]], "torch", max_new_tokens=15, overflow="error")[0]) == 15
 
 
-def test_greedy_is_the_argmax_of_the_whole_model():
+@pytest.mark.parametrize("engine", ENGINES)
+def test_greedy_is_the_argmax_of_the_whole_model(engine):
     model = model_of()
     tokens = [3, 1, 4]
-    for token in sampler.decode(model, tokens, SampleConfig(temperature=0, max_new_tokens=10)):
+    for token in drawn(model, [tokens], engine, temperature=0, max_new_tokens=10)[0]:
         with torch.no_grad():
             assert token == int(model(torch.tensor([tokens]))[0, -1].argmax())
         tokens.append(token)
@@ -83,116 +148,67 @@ def test_greedy_is_the_argmax_of_the_whole_model():
 def test_the_cost_of_a_token_stays_bounded(monkeypatch: pytest.MonkeyPatch):
     model, seen = model_of(), []
     hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda t, c: seen.append(t.shape[1]) or hidden(t, c))
-    list(sampler.decode(model, [1] * 100, SampleConfig(max_new_tokens=160)))
+    monkeypatch.setattr(model, "hidden", lambda t, *r: seen.append(t.shape[1]) or hidden(t, *r))
+    drawn(model, [[1] * 100], "torch", max_new_tokens=160)
     assert seen[0] == 16  # the last context of the prompt
     assert sum(seen) <= 3 * 160
     assert max(seen) == 16
 
 
-def test_the_filters_keep_what_they_say():
-    logits = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
+class Oracle:
+    """Guesses what will come, and errs as it is told."""
 
-    def kept(**settings) -> list[float]:
-        base = {"temperature": 1.0, "top_k": None, "top_p": None}
-        sample = SampleConfig.model_validate(base | settings)
-        return [round(p, 4) for p in sampler.probabilities(logits, sample).tolist()]
+    def __init__(self, texts: list[list[int]], wrong: set[int]) -> None:
+        self._texts, self._wrong = texts, wrong
 
-    assert kept() == [0.5, 0.2, 0.15, 0.1, 0.05]
-    assert kept(top_k=2) == [0.7143, 0.2857, 0, 0, 0]
-    assert kept(top_k=9) == kept()
-    assert kept(top_p=0.7) == [0.7143, 0.2857, 0, 0, 0]
-    assert kept(top_p=0.71) == [0.5882, 0.2353, 0.1765, 0, 0]
-    assert kept(top_p=0.01) == [1, 0, 0, 0, 0]
-    # top-p after top-k: 0.5 / 0.7 of the two that are left is enough
-    assert kept(top_k=2, top_p=0.71) == [1, 0, 0, 0, 0]
-    # temperature before both: at 0.5 the probabilities go with their squares
-    assert kept(temperature=0.5)[0] == round(0.25 / (0.25 + 0.04 + 0.0225 + 0.01 + 0.0025), 4)
+    def __call__(self, rows: list[Row], limits: list[int]) -> list[list[int]]:
+        found = []
+        for row, limit in zip(rows, limits, strict=True):
+            start = len(row.drawn)
+            ahead = self._texts[row.number][start : start + limit]
+            found.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
+        return found
 
 
-@given(
-    st.lists(st.floats(-30, 30), min_size=1, max_size=20),
-    st.integers(1, 25),
-    st.floats(0.01, 1.0),
-    st.floats(0.01, 10),
-)
-def test_filtered_probabilities_are_probabilities(logits, top_k, top_p, temperature):
-    sample = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-    found = sampler.probabilities(torch.tensor(logits), sample)
-    assert found.sum().item() == pytest.approx(1, abs=1e-5)
-    plain = torch.tensor(logits).div(temperature).softmax(dim=0)
-    assert plain[found > 0].min() >= plain[found == 0].max() if (found == 0).any() else True
+@settings(max_examples=25, deadline=None)
+@given(wrong=st.sets(st.integers(0, 59)), temperature=st.sampled_from([0, 1.0]))
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("attention", [{}, {"window": 5}], ids=str)
+def test_guesses_right_or_wrong_change_no_token(engine, attention, wrong, temperature):
+    model, prompts = model_of(extra=attention), [[3, 1, 4, 1], [5], list(range(20))]
+    given = {"max_new_tokens": 60, "temperature": temperature}
+    plain = drawn(model, prompts, engine, **given)
+    oracle = Oracle(plain, wrong)
+    assert drawn(model, prompts, engine, **given, guesser=oracle) == plain
+    (alone,) = drawn(model, prompts[:1], engine, **given, guesser=oracle)
+    assert alone == plain[0]
 
 
-def test_draws_follow_the_probabilities():
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(0))
-    sample = SampleConfig(temperature=0.7, top_k=8)
-    expected = sampler.probabilities(logits, sample)
-    generator = torch.Generator().manual_seed(1)
-    draws = 4000
-    counts = torch.zeros(12)
-    for _ in range(draws):
-        counts[sampler.choose(logits, sample, generator)] += 1
-    assert not counts[expected == 0].any()
-    kept = expected > 0
-    chi_squared = ((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum()
-    assert chi_squared < 18.5  # 1 in 100 with 7 degrees of freedom
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("temperature", [0, 0.3])
+def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
+    model, other = model_of(), model_of("mqa", "learned", seed=6)
+    given = {"max_new_tokens": 90, "temperature": temperature}
+    plain = drawn(model, [[3, 1, 4]], engine, **given)
+    sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
+    for guessing, right in ((model, True), (other, False)):
+        draft = Draft(guessing, decoder_of(guessing, "torch"), sample)
+        assert drawn(model, [[3, 1, 4]], engine, **given, guesser=draft) == plain
+        rows, speed = [begin(0, [3, 1, 4], sample, LIMIT)], Speed()
+        draft = Draft(guessing, decoder_of(guessing, "torch"), sample)
+        for _ in decode(decoder_of(model, engine), rows, sample, LIMIT, guesser=draft, speed=speed):
+            pass
+        assert speed.tokens == 256
+        assert (speed.right == speed.guessed > 100) == right
+    assert drawn(model, [[3, 1, 4]], engine, **given, guesser=Lookup()) == plain
 
 
-def test_weights_that_are_not_finite_are_said():
-    with pytest.raises(CheckpointError, match="non-finite"):
-        sampler.choose(torch.tensor([0.0, float("nan")]), SampleConfig(), torch.Generator())
-
-
-@pytest.fixture
-def run(text_file: Path, tmp_path: Path) -> sampler.Run:
-    config = tiny(data={"path": str(text_file)}, train={"steps": 3})
-    trainer.train(config, tmp_path / "run", tmp_path / "cache")
-    return sampler.load(tmp_path / "run")
-
-
-def test_a_run_streams_what_it_generates_and_repeats_itself(run: sampler.Run):
-    text = run.generate("the ", max_new_tokens=30, top_k=None)
-    assert text == "".join(run.stream("the ", max_new_tokens=30, top_k=None))
-    assert text != run.generate("the ", max_new_tokens=30, top_k=None, seed=2)
-    begins = list(sampler.decode(run.model, [256], SampleConfig(temperature=0, max_new_tokens=5)))
-    assert run.generate("", max_new_tokens=5, temperature=0) == run.tokenizer.decode(begins)
-    with pytest.raises(ConfigError, match=r"sample.temperature: expected greater than or equal"):
-        run.generate("x", temperature=-1.0)
-
-
-def test_a_document_token_ends_the_text(run: sampler.Run, monkeypatch):
-    monkeypatch.setattr(sampler, "decode", lambda *_: iter([104, 105, 256, 106]))
-    assert run.generate("x") == "hi"
-
-
-def test_a_long_prompt_keeps_its_tail_and_says_so(run: sampler.Run, capsys):
-    tail = "x" * 16
-    assert run.generate("abc" + tail) == run.generate(tail)
-    assert "19 tokens, the context has 16" in capsys.readouterr().err
-
-
-def test_a_tokenizer_of_another_run_is_refused(run: sampler.Run):
-    (run.path / "tokenizer.json").write_text(CharTokenizer("é").to_json())
-    with pytest.raises(DataError, match="not the tokenizer of this run"):
-        sampler.load(run.path)
-
-
-def test_a_space_at_the_end_belongs_to_the_next_word(run: sampler.Run, tiny_encoding, monkeypatch):
-    """The model has seen " the", and a lone space only before what is no word."""
-    text_tokenizer = BpeTokenizer(tiny_encoding)
-    model = GPT(tiny().with_tokenizer("bpe", text_tokenizer.vocab_size).model).eval()
-    other = dataclasses.replace(run, tokenizer=text_tokenizer, model=model)
-    seen: list[list[int]] = []
-    hidden = model.hidden
-
-    def note(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
-        seen.append(tokens[0].tolist())
-        return hidden(tokens, *rest)
-
-    monkeypatch.setattr(model, "hidden", note)
-    drawn = [other.generate("the ", max_new_tokens=1, seed=seed) for seed in range(40)]
-    assert set(drawn) == {"", "the"}  # a lone space, or the rest of " the"
-    assert seen[0] == [257]  # "the" alone
-    assert other.generate(" ", max_new_tokens=1, seed=0) in ("", "the")
-    assert seen[-1] == [text_tokenizer.document_token]
+def test_lookup_guesses_what_came_last_time():
+    row = Row(0, [1, 2, 3, 4, 1, 2], [])
+    lookup = Lookup()
+    assert lookup([row], [2]) == [[3, 4]]
+    row.drawn += [9]
+    assert lookup([row], [4]) == [[]]
+    row.drawn += [1, 2]
+    assert lookup([row], [4]) == [[9, 1, 2]]  # the latest place
+    assert lookup([Row(1, [5], [])], [4]) == [[]]

@@ -1,0 +1,318 @@
+"""The commands of a trained model: `gptmini generate` and `gptmini score`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.files import CACHE
+
+if TYPE_CHECKING:
+    from gptmini.run import Generation, Run
+    from gptmini.score import Score
+
+RUNS = Path("runs")
+LARGEST = 16 << 20  # bytes of a prompt, of which a model sees its context only
+
+RunName = Annotated[
+    Path | None, typer.Argument(help="A run directory; by default the newest in runs/.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Cache = Annotated[
+    Path, typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora and code are kept.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+def generate(
+    run: RunName = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file with it; - is standard input.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Many: JSON lines, each a text or an object with prompt.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --prompts: JSON lines; goes on where it ended.")
+    ] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Type prompts, one after the other.")
+    ] = False,
+    samples: Annotated[int, typer.Option(min=1, max=10_000, help="Texts for the prompt.")] = 1,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to draw.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens of that much probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep what has that much of the likeliest's probability.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Over 1 is against what was there before.")
+    ] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Against what was drawn.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, each time.")] = None,
+    ban: Annotated[list[str] | None, typer.Option(help="A token never to draw.")] = None,
+    bias: Annotated[
+        list[str] | None, typer.Option(metavar="TOKEN=NUMBER", help="Added to its logit.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text to end before.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    overflow: Annotated[
+        str | None, typer.Option(help="Past the context: slide, stop or error.")
+    ] = None,
+    special: Annotated[
+        bool, typer.Option("--special", help="<|endoftext|> in a prompt begins a document.")
+    ] = False,
+    lookup: Annotated[
+        bool, typer.Option("--lookup", help="Guess from the text so far; same text, often sooner.")
+    ] = False,
+    draft: Annotated[
+        Path | None, typer.Option(help="A smaller run that guesses; same text.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="Texts at a time.")] = 16,
+    weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
+    device: Device = "auto",
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compute every position anew; same text, slower.")
+    ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Let a terminal obey control characters in the text.")
+    ] = False,
+    as_json: AsJson = False,
+    cache: Cache = CACHE,
+) -> None:
+    """Continue a prompt with a trained model, on stdout as it is drawn."""
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "ban": ban,
+        "bias": _bias(bias),
+        "stop": stop,
+        "seed": seed,
+        "overflow": overflow,
+    }
+    sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
+    named = [name for name, value in sources.items() if value is not None]
+    named += ["--interactive"] * interactive
+    if len(named) > 1:
+        raise ConfigError(f"{named[0]}: not together with {named[1]}; leave one out")
+    if (prompts is None) != (out is None):
+        raise ConfigError("--prompts, --out: one needs the other; name both files")
+    path = run or newest_run()
+    from gptmini.run import load
+
+    trained = load(path, device, weights, cache)
+    settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    settings |= {"use_cache": not no_cache, "special": special, "logprobs": as_json or bool(out)}
+    if draft is not None:
+        settings["guess"] = load(draft, device, weights, cache)
+    elif lookup:
+        settings["guess"] = "lookup"
+    if interactive:
+        _converse(trained, settings, raw)
+    elif prompts is not None and out is not None:
+        from gptmini import bulk
+
+        bulk.generate(trained, prompts, out, samples, batch_size, settings)
+    else:
+        text = _text(prompt_file) if prompt is None else prompt
+        _show(trained, text, samples, batch_size, settings, raw, as_json)
+
+
+def _show(
+    run: "Run",
+    prompt: str,
+    samples: int,
+    batch_size: int,
+    settings: dict[str, Any],
+    raw: bool,
+    as_json: bool,
+) -> None:
+    """One prompt, continued as often as asked for: streamed if once, else one after the other."""
+    from gptmini.runlog import deliver, say
+
+    groups = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
+    generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in groups)
+    if as_json:
+        done = []
+        for generation in generations:
+            for _ in generation:
+                pass
+            done.append(generation)
+        deliver([json.dumps(_facts(done)), "\n"])
+        return
+    for generation in generations:
+        if samples == 1:
+            deliver(chain([prompt], (text for _, text in generation), ["\n"]), raw)
+        else:
+            for _ in generation:
+                pass
+            for sample in generation.samples:
+                deliver([f"--- {sample.number + 1}\n", prompt, sample.text, "\n"], raw)
+        if sys.stderr.isatty():
+            say(f"gptmini: {_speed(generation)}")
+
+
+def _speed(generation: "Generation") -> str:
+    speed = generation.speed
+    first = (speed.first_token or 0) * 1000
+    words = f"{speed.tokens} tokens, {speed.tokens / max(speed.seconds, 1e-9):,.0f} a second"
+    words += f", the first after {first:.0f} ms ({generation.engine})"
+    if speed.guessed:
+        words += f"; {speed.right} of {speed.guessed} guesses right"
+    return words
+
+
+def _facts(generations: "list[Generation]") -> dict[str, Any]:
+    """Samples and speed as JSON data."""
+    speeds = [generation.speed for generation in generations]
+    tokens, seconds = sum(one.tokens for one in speeds), sum(one.seconds for one in speeds)
+    guessed, right = sum(one.guessed for one in speeds), sum(one.right for one in speeds)
+    facts: dict[str, Any] = {
+        "samples": [vars(sample) for one in generations for sample in one.samples],
+        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
+        "time_to_first_token": round(speeds[0].first_token or 0.0, 4),
+        "engine": generations[0].engine,
+    }
+    return facts | ({"guessed": guessed, "guessed_right": right} if guessed else {})
+
+
+def _converse(run: "Run", settings: dict[str, Any], raw: bool) -> None:
+    """Prompts from the terminal; an empty line goes on with the text, Ctrl-C ends the text only."""
+    from gptmini.runlog import deliver, say
+
+    say("a line is a prompt, an empty one goes on; Ctrl-C ends a text, Ctrl-D the program")
+    text = ""
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            say("")
+            return
+        shown = "" if line else text
+        text = line or text
+
+        def pieces(before: str = text, shown: str = shown) -> Iterator[str]:
+            nonlocal text
+            yield shown
+            for _, piece in run.start([before], **settings):
+                text += piece
+                yield piece
+
+        try:
+            deliver(chain([line], pieces(), ["\n"]) if line else chain(pieces(), ["\n"]), raw)
+        except KeyboardInterrupt:
+            deliver(["\n"])
+
+
+def score(
+    run: RunName = None,
+    text: Annotated[str | None, typer.Option(help="The text.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file with it; - is standard input.")] = None,
+    weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show how well a trained model expects a text: token by token, and in all."""
+    if (text is None) == (file is None):
+        raise ConfigError("--text, --file: give one of them, the text to score")
+    path = run or newest_run()
+    from gptmini import score as scoring
+    from gptmini.run import load
+    from gptmini.runlog import deliver
+
+    found = scoring.score(load(path, device, weights), _text(file) if text is None else text)
+    totals = {
+        "tokens": len(found.tokens),
+        "bytes": found.bytes,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+    }
+    if as_json:
+        columns = zip(found.texts, found.tokens, found.logprobs, found.ranks, strict=True)
+        names = ("text", "token", "logprob", "rank")
+        rows = [dict(zip(names, row, strict=True)) for row in columns]
+        deliver([json.dumps(totals | {"scores": rows}), "\n"])
+        return
+    deliver(_coloured(found) if sys.stdout.isatty() else _table(found), raw=True)
+    print(
+        f"{totals['tokens']:,} tokens, {totals['bytes']:,} bytes: loss {found.loss:.4f} nats a "
+        f"token, perplexity {found.perplexity:,.2f}, {found.bits_per_byte:.4f} bits a byte"
+    )
+
+
+def _table(found: "Score") -> Iterator[str]:
+    yield "logprob   rank  token\n"
+    for text, logprob, rank in zip(found.texts, found.logprobs, found.ranks, strict=True):
+        yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
+
+
+def _coloured(found: "Score") -> Iterator[str]:
+    """The text on grounds from none to dark red, one step for two bits of surprise."""
+    from gptmini.runlog import shown
+
+    grounds = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
+    for text, logprob in zip(found.texts, found.logprobs, strict=True):
+        ground = grounds[min(len(grounds) - 1, int(-logprob / 1.386))]
+        yield "\n".join(
+            f"{ground}{shown(line)}\x1b[0m" if ground and line else shown(line)
+            for line in text.split("\n")
+        )
+    yield "\n"
+
+
+def _text(file: Path | None) -> str:
+    """The text of a file or of standard input; without a file nothing."""
+    if file is None:
+        return ""
+    if str(file) == "-":
+        data = sys.stdin.buffer.read(LARGEST + 1)
+    else:
+        with file.open("rb") as opened:
+            data = opened.read(LARGEST + 1)
+    name = "standard input" if str(file) == "-" else str(file)
+    if len(data) > LARGEST:
+        raise DataError(f"{name}: over {LARGEST >> 20} MiB, far more than a model sees; shorten it")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: byte {error.start} is no UTF-8; convert it") from None
+
+
+def _bias(assignments: list[str] | None) -> dict[str, float] | None:
+    if assignments is None:
+        return None
+    bias = {}
+    for text in assignments:
+        token, equals, number = text.rpartition("=")
+        try:
+            bias[token] = float(number)
+        except ValueError:
+            equals = ""
+        if not equals or not token:
+            raise ConfigError(f"--bias {text}: not TOKEN=NUMBER; write it as the=-2")
+    return bias
+
+
+def newest_run() -> Path:
+    """The run that was trained last."""
+    configs = RUNS.glob("*/config.yaml")
+    newest = max(configs, key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        raise CheckpointError(f"{RUNS}: no run here; make one with gptmini train, or name one")
+    return newest.parent

@@ -1,0 +1,86 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny
+
+from gptmini import bulk
+from gptmini.errors import DataError
+from gptmini.model import GPT
+from gptmini.run import Run
+from gptmini.tokenizer import ByteTokenizer
+
+SETTINGS = {"max_new_tokens": 12, "temperature": 1.2, "logprobs": True}
+
+
+@pytest.fixture
+def run() -> Run:
+    torch.manual_seed(0)
+    config = tiny().with_tokenizer("byte", 257)
+    return Run(Path("run"), config, ByteTokenizer(), GPT(config.model).eval())
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = ['"one"', "", '{"prompt": "a second, longer one \\u00e9", "id": 7}', '"three"']
+    path.write_text("\n".join(lines))
+    return path
+
+
+def written(run: Run, prompts: Path, name: str, batch_size: int) -> bytes:
+    out = prompts.with_name(name)
+    bulk.generate(run, prompts, out, 2, batch_size, SETTINGS)
+    return out.read_bytes()
+
+
+def test_every_sample_is_that_of_the_prompt_alone_whatever_the_batch(run: Run, prompts: Path):
+    found = written(run, prompts, "a.jsonl", 4)
+    assert found == written(run, prompts, "b.jsonl", 1)
+    lines = [json.loads(line) for line in found.splitlines()]
+    assert [(line["prompt"][:3], line["number"]) for line in lines] == [
+        ("one", 0), ("one", 1), ("a s", 0), ("a s", 1), ("thr", 0), ("thr", 1)
+    ]  # fmt: skip
+    assert lines[2]["id"] == 7
+    assert len(lines[0]["logprobs"]) == len(lines[0]["tokens"])
+    settings = {key: value for key, value in SETTINGS.items() if key != "logprobs"}
+    assert lines[4]["text"] == run.generate("three", **settings)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 300, 500, -1])
+def test_it_goes_on_where_it_ended(run: Run, prompts: Path, cut: int):
+    whole = written(run, prompts, "whole.jsonl", 2)
+    prompts.with_name("cut.jsonl").write_bytes(whole[:cut])
+    assert written(run, prompts, "cut.jsonl", 2) == whole
+    assert written(run, prompts, "cut.jsonl", 2) == whole  # and nothing more is done
+
+
+def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):
+    before = written(run, prompts, "out.jsonl", 2)
+    out = prompts.with_name("out.jsonl")
+    for other in ({**SETTINGS, "seed": 3}, {}):
+        with pytest.raises(DataError, match=r"out.jsonl:1: not made of these prompts and settings"):
+            bulk.generate(run, prompts, out, 2, 2, other)
+    out.write_text("a letter to a friend\n")
+    with pytest.raises(DataError, match="name another --out"):
+        bulk.generate(run, prompts, out, 2, 2, SETTINGS)
+    assert out.read_text() == "a letter to a friend\n"
+    assert before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('"fine"\n{"text": 1}', ':2: neither a text nor an object with "prompt"'),
+        ("[1]", ":1: neither"),
+        ('"one', ":1: no JSON"),
+    ],
+)
+def test_wrong_prompts_are_named(run: Run, tmp_path: Path, text: str, message: str):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        bulk.generate(run, path, tmp_path / "out.jsonl", 1, 2, SETTINGS)
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,0 +1,265 @@
+"""`gptmini generate` and `gptmini score` as they are used, and misused."""
+
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, WORDS
+
+from gptmini import cli_generate, runlog
+from gptmini.cli_generate import LARGEST
+
+FEW = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n}. {WORDS}\n" for n in range(40)))
+    words = [sys.executable, "-m", "gptmini", "train", "--data", str(text), *SMALL]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    return folder / "runs" / "text"
+
+
+@pytest.fixture
+def run(trained: Path, gptmini) -> str:
+    """In the directory of the test."""
+    shutil.copytree(trained, "runs/text")
+    return "runs/text"
+
+
+def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_a_prompt_from_anywhere_gives_the_same_text(gptmini, run, monkeypatch):
+    code, expected, _ = gptmini("generate", "--prompt", "the é", *FEW)
+    assert code == 0
+    Path("prompt.txt").write_text("the é")
+    assert gptmini("generate", "--prompt-file", "prompt.txt", *FEW)[1] == expected
+    give(monkeypatch, "the é".encode())
+    assert gptmini("generate", "--prompt-file", "-", *FEW)[1] == expected
+
+
+def test_several_samples_are_the_same_in_any_batch(gptmini, run):
+    words = ["generate", "--prompt", "the ", "--samples", "5", *FEW]
+    code, out, _ = gptmini(*words)
+    assert code == 0
+    assert out.count("--- ") == 5
+    assert gptmini(*words, "--batch-size", "2")[1] == out
+    code, text, _ = gptmini("generate", "--prompt", "the ", *FEW)
+    assert out.startswith("--- 1\n" + text)
+
+
+def test_json_has_all_there_is_to_know(gptmini, run):
+    words = ["generate", "--prompt", "the ", "--samples", "3", "--json", *FEW]
+    code, out, err = gptmini(*words)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [sample["number"] for sample in found["samples"]] == [0, 1, 2]
+    for sample in found["samples"]:
+        assert sample["finish_reason"] in ("length", "document")
+        assert len(sample["tokens"]) == len(sample["logprobs"]) > 0
+        assert all(logprob <= 0 for logprob in sample["logprobs"])
+    assert found["tokens_per_second"] > 0
+    assert 0 < found["time_to_first_token"] < 60
+    assert found["engine"] == ("compiled" if shutil.which("g++") else "torch")
+    again = json.loads(gptmini(*words, "--lookup")[1])
+    assert again["samples"] == found["samples"]
+    by_draft = json.loads(gptmini(*words, "--draft", run)[1])
+    assert by_draft["samples"] == found["samples"]
+    assert by_draft["guessed"] == by_draft["guessed_right"] > 0
+
+
+def test_stop_texts_bans_and_penalties_reach_the_sampler(gptmini, run):
+    greedy = ["generate", "--prompt", "a", "--temperature", "0", "--max-new-tokens", "60"]
+    text = gptmini(*greedy)[1][1:-1]
+    place = text.index(text[7:9])
+    assert gptmini(*greedy, "--stop", text[7:9])[1] == "a" + text[:place] + "\n"
+    assert text[0] not in gptmini(*greedy, "--ban", text[0])[1][1:]
+    assert gptmini(*greedy, "--bias", "z=100")[1] == "a" + "z" * 60 + "\n"
+    assert gptmini(*greedy, "--bias", "==100")[1] == "a" + "=" * 60 + "\n"
+    other = gptmini(*greedy, "--repetition-penalty", "5", "--frequency-penalty", "2")[1]
+    assert len(set(other)) > len(set(text))
+
+
+def test_a_file_of_prompts(gptmini, run):
+    Path("in.jsonl").write_text('"the "\n{"prompt": "a", "key": [1]}\n')
+    words = ["generate", "--prompts", "in.jsonl", "--out", "out.jsonl", *FEW]
+    code, out, err = gptmini(*words)
+    assert (code, out, err) == (0, "", "")
+    first, second = map(json.loads, Path("out.jsonl").read_text().splitlines())
+    assert "the " + first["text"] + "\n" == gptmini("generate", "--prompt", "the ", *FEW)[1]
+    assert second["key"] == [1]
+    before = Path("out.jsonl").read_bytes()
+    assert gptmini(*words)[0] == 0
+    assert Path("out.jsonl").read_bytes() == before
+    code, _, err = gptmini(*words, "--weights", "float32")
+    assert (code, err.count("\n")) == (3, 1)
+    assert gptmini("generate", "--prompts", "in.jsonl")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xfe", "standard input: byte 0 is no UTF-8"),
+        (b"x" * (LARGEST + 1), "standard input: over 16 MiB"),
+    ],
+)
+def test_standard_input_that_is_no_prompt(gptmini, run, monkeypatch, data, message):
+    give(monkeypatch, data)
+    code, out, err = gptmini("generate", "--prompt-file", "-")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert message in err
+    give(monkeypatch, data)
+    assert gptmini("score", "--file", "-")[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prompt", "\udc80"], 3, "character 0 is no Unicode text"),
+        (["--prompt-file", "nothere"], 5, "nothere: no such file"),
+        (["--prompt", "x" * 30, "--overflow", "error"], 2, "do not fit the context"),
+        (["--draft", "nothere"], 4, "nothere: no run here"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(gptmini, run, words, code, message):
+    found, out, err = gptmini("generate", *words)
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert message in err
+
+
+def test_a_stdout_of_ascii_only_gets_question_marks(run, tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "gptmini", "generate", run, "--prompt", "é€", *FEW]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert done.stdout.startswith(b"??")
+
+
+def test_nul_and_special_text_in_a_prompt_are_text(gptmini, run):
+    code, out, _ = gptmini("generate", "--prompt", "<|endoftext|>", *FEW)
+    assert code == 0
+    assert out.startswith("<|endoftext|>")
+    assert out != gptmini("generate", "--prompt", "<|endoftext|>", "--special", *FEW)[1]
+    Path("nul").write_bytes(b"a\0b")
+    assert gptmini("generate", "--prompt-file", "nul", *FEW)[1].startswith("a\0b")
+
+
+# -- a conversation --------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on_and_begins_anew(gptmini, run, monkeypatch):
+    lines = iter(["the ", "", "a"])
+
+    def typed(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    code, out, err = gptmini("generate", "-i", *FEW)
+    assert code == 0
+    assert "Ctrl-C" in err
+    first = gptmini("generate", "--prompt", "the ", *FEW)[1]
+    third = gptmini("generate", "--prompt", "a", *FEW)[1]
+    assert out.startswith(first + first[:-1])  # an empty line goes on behind the text
+    assert out.endswith(third)
+
+
+def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch):
+    lines = iter(["the ", "a"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    deliver, calls = runlog.deliver, []
+
+    def interrupted(texts, raw=False):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        deliver(texts, raw)
+
+    monkeypatch.setattr(runlog, "deliver", interrupted)
+    with pytest.raises(StopIteration):  # no more lines: the second was answered
+        cli_generate.generate(interactive=True, max_new_tokens=4, run=Path(run))
+    assert len(calls) == 3
+
+
+def test_ctrl_c_in_a_terminal(run, tmp_path):
+    """A real terminal: a text of a million tokens is stopped, another prompt is answered."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = ["-m", "gptmini", "generate", run, "-i", "--max-new-tokens", "1000000"]
+        os.execv(sys.executable, [sys.executable, *command])
+    seen = b""
+
+    def until(what: bytes, after: int = 0) -> int:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while what not in seen[after:] and time.monotonic() < deadline:
+            seen += os.read(terminal, 65536)
+        return seen.index(what, after) + len(what)
+
+    place = until(b"> ")
+    os.write(terminal, b"the\n")
+    until(b"the", place + 5)
+    time.sleep(0.2)
+    os.write(terminal, b"\x03")
+    place = until(b"\n> ", place + 5)
+    os.write(terminal, b"\x04")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        try:
+            os.read(terminal, 65536)
+        except OSError:
+            continue
+    else:
+        os.kill(pid, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# -- score -----------------------------------------------------------------------------------------
+
+
+def test_score_says_how_expected_a_text_is(gptmini, run, monkeypatch):
+    code, out, err = gptmini("score", "--text", "the fox")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) == 1 + 7 + 1
+    assert "7 tokens, 7 bytes: loss" in lines[-1]
+    found = json.loads(gptmini("score", "--text", "the fox", "--json")[1])
+    assert [row["text"] for row in found["scores"]] == list("the fox")
+    assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
+    assert f"loss {found['loss']:.4f}" in lines[-1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert list(cli_generate._coloured(cli_generate_score(found)))[-1] == "\n"
+    code, _, err = gptmini("score")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def cli_generate_score(found: dict):
+    from gptmini.score import Score
+
+    rows = found["scores"]
+    columns = ("text", "token", "logprob", "rank")
+    return Score(*([row[name] for row in rows] for name in columns), found["bytes"])
+
+
+def test_surprise_is_a_colour():
+    from gptmini.score import Score
+
+    found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
+    text = "".join(cli_generate._coloured(found))
+    assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"

@@ -1,0 +1,132 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptmini.config import SampleConfig
+from gptmini.errors import CheckpointError, ConfigError
+from gptmini.filters import Adjustment, choose, log_probability, probabilities, uniform
+
+OPEN = {"temperature": 1.0, "top_k": None}
+
+
+def weights_of(logits: torch.Tensor, **settings) -> np.ndarray:
+    """Probabilities (V,) in the order of the vocabulary."""
+    sample = SampleConfig.model_validate(OPEN | settings)
+    tokens, weights = probabilities(logits, sample)
+    found = np.zeros(len(logits))
+    found[slice(None) if tokens is None else tokens.numpy()] = weights
+    return found / found.sum()
+
+
+def test_the_filters_keep_what_they_say():
+    logits = torch.tensor([0.15, 0.5, 0.2, 0.1, 0.05]).log()
+
+    def kept(**settings) -> list[float]:
+        return [round(p, 4) for p in weights_of(logits, **settings).tolist()]
+
+    assert kept() == [0.15, 0.5, 0.2, 0.1, 0.05]
+    assert kept(top_k=2) == [0, 0.7143, 0.2857, 0, 0]
+    assert kept(top_k=9) == kept()
+    assert kept(top_p=0.69) == [0, 0.7143, 0.2857, 0, 0]
+    assert kept(top_p=0.71) == [0.1765, 0.5882, 0.2353, 0, 0]
+    assert kept(top_p=0.01) == [0, 1, 0, 0, 0]
+    assert kept(top_k=9, top_p=0.01) == [0, 1, 0, 0, 0]
+    assert kept(min_p=0.39) == [0, 0.7143, 0.2857, 0, 0]
+    assert kept(min_p=0.41) == [0, 1, 0, 0, 0]
+    # top-p after top-k: 0.5 / 0.7 of the two that are left is enough
+    assert kept(top_k=2, top_p=0.71) == [0, 1, 0, 0, 0]
+    # temperature before all: at 0.5 the probabilities go with their squares
+    assert kept(temperature=0.5)[1] == round(0.25 / (0.25 + 0.04 + 0.0225 + 0.01 + 0.0025), 4)
+    assert kept(temperature=0.5, min_p=0.39) == [0, 1, 0, 0, 0]
+
+
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20, unique=True),
+    st.none() | st.integers(1, 25),
+    st.none() | st.floats(0.01, 1.0),
+    st.none() | st.floats(0, 0.99),
+    st.floats(0.01, 10),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_what_is_left_is_the_likeliest_and_a_draw_is_one_of_it(
+    logits, top_k, top_p, min_p, temperature, number
+):
+    settings = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    found = weights_of(torch.tensor(logits), **settings)
+    ordered = [found[place] > 0 for place in np.argsort(logits)[::-1]]
+    assert ordered == sorted(ordered, reverse=True)
+    assert ordered[0]
+    sample = SampleConfig.model_validate(settings)
+    assert found[choose(torch.tensor(logits), sample, number)] > 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8}]
+)
+def test_draws_follow_the_exact_probabilities(settings):
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    sample = SampleConfig.model_validate({"temperature": 0.7, "top_k": None} | settings)
+    expected = weights_of(logits, temperature=0.7, **settings)
+    exact = (logits.double() / 0.7).softmax(0).numpy()
+    kept = expected > 0
+    np.testing.assert_allclose(expected[kept], exact[kept] / exact[kept].sum(), rtol=1e-6)
+    draws = 20_000
+    counts = np.zeros(12)
+    for n in range(draws):
+        counts[choose(logits, sample, uniform(5, 0, n))] += 1
+    assert not counts[~kept].any()
+    chi_squared = ((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum()
+    # 1 in 1000, for 1 to 11 degrees of freedom
+    limit = [10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3][kept.sum() - 2]
+    assert chi_squared < limit
+
+
+def test_the_noise_is_uniform_and_its_own_for_each_seed_row_and_place():
+    numbers = [uniform(s, r, p) for s in range(10) for r in range(10) for p in range(100)]
+    assert len(set(numbers)) == 10_000
+    counts, _ = np.histogram(numbers, 10, (0, 1))
+    assert ((counts - 1000) ** 2 / 1000).sum() < 27.9  # 1 in 1000 with 9 degrees of freedom
+    assert uniform(1337, 0, 0) == 0.16112765958959163  # and of every machine
+
+
+def test_penalties_are_those_of_the_papers():
+    logits = torch.tensor([2.0, -2.0, 1.0, 1.0])
+
+    def adjusted(prompt, drawn, **settings) -> list[float]:
+        sample = SampleConfig.model_validate(settings)
+        return Adjustment(sample, None)(logits, prompt, drawn).tolist()
+
+    assert adjusted([0], [1, 1], repetition_penalty=2.0) == [1, -4, 1, 1]
+    assert adjusted([0], [1, 1, 2], presence_penalty=0.5) == [2, -2.5, 0.5, 1]
+    assert adjusted([0], [1, 1, 2], frequency_penalty=0.5) == [2, -3, 0.5, 1]
+    both = {"presence_penalty": 0.5, "frequency_penalty": 0.5}
+    assert adjusted([], [1, 1], **both) == [2, -3.5, 1, 1]
+    assert adjusted([], [], **both, repetition_penalty=2.0) == logits.tolist()
+    assert logits.tolist() == [2, -2, 1, 1]
+
+
+def test_bias_comes_before_the_penalties():
+    sample = SampleConfig(repetition_penalty=2.0)
+    found = Adjustment(sample, torch.tensor([4.0, 0]))(torch.tensor([-2.0, 0]), [0], [])
+    assert found.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_nothing_left_is_said(temperature):
+    sample = SampleConfig(temperature=temperature)
+    with pytest.raises(ConfigError, match=r"sample.ban: nothing is left"):
+        choose(torch.tensor([-torch.inf, -torch.inf]), sample, 0.5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_said(bad):
+    with pytest.raises(CheckpointError, match="non-finite"):
+        Adjustment(SampleConfig(), None)(torch.tensor([0.0, bad]), [], [])
+
+
+def test_log_probability_is_that_of_torch():
+    logits = torch.randn(9)
+    found = [log_probability(logits, token) for token in range(9)]
+    torch.testing.assert_close(torch.tensor(found), logits.log_softmax(0))

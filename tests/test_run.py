@@ -1,0 +1,200 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptmini import trainer
+from gptmini.errors import ConfigError, DataError
+from gptmini.filters import log_probability
+from gptmini.model import GPT
+from gptmini.run import Run, Sample, _Text, load
+from gptmini.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    config = tiny(data={"path": str(folder / "text.txt")}, train={"steps": 3})
+    trainer.train(config, folder / "run", folder / "cache")
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path) -> Run:
+    return load(trained)
+
+
+def test_a_run_streams_what_it_generates_and_repeats_itself(run: Run):
+    text = run.generate("the ", max_new_tokens=30, top_k=None)
+    assert text == "".join(run.stream("the ", max_new_tokens=30, top_k=None))
+    assert text != run.generate("the ", max_new_tokens=30, top_k=None, seed=2)
+    with pytest.raises(ConfigError, match=r"sample.temperature: expected greater than or equal"):
+        run.generate("x", temperature=-1.0)
+
+
+def test_an_empty_prompt_starts_a_document(run: Run):
+    with torch.no_grad():
+        logits = run.model(torch.tensor([[run.tokenizer.document_token]]))[0, -1]
+    generation = run.start([""], max_new_tokens=1, temperature=0)
+    list(generation)
+    assert generation.samples[0].tokens == [int(logits.argmax())]
+
+
+def test_prompts_together_are_what_they_are_alone(run: Run):
+    prompts = ["the ", "", "a dog and a fox " * 3, "é"]
+    generation = run.start(prompts, max_new_tokens=40, temperature=1.5, logprobs=True)
+    pieces: dict[int, str] = dict.fromkeys(range(4), "")
+    for number, piece in generation:
+        pieces[number] += piece
+    assert [sample.text for sample in generation.samples] == list(pieces.values())
+    for number, prompt in enumerate(prompts):
+        alone = run.start([prompt], [number], max_new_tokens=40, temperature=1.5, logprobs=True)
+        list(alone)
+        assert alone.samples == [generation.samples[number]]
+    assert generation.speed.tokens == sum(len(sample.tokens) for sample in generation.samples)
+
+
+def test_log_probabilities_are_those_of_the_model(run: Run):
+    generation = run.start(["the"], max_new_tokens=6, logprobs=True, temperature=1.5, top_k=3)
+    list(generation)
+    (sample,) = generation.samples
+    tokens = [*b"the", *sample.tokens]
+    with torch.no_grad():
+        logits = run.model(torch.tensor([tokens]))[0]
+    expected = [log_probability(logits[2 + n], token) for n, token in enumerate(sample.tokens)]
+    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_the_cache_changes_no_text_in_any_precision(trained: Path, weights: str):
+    run = load(trained, weights=weights)
+    settings = {"max_new_tokens": 60, "temperature": 1.5, "top_k": None}
+    assert run.generate("the ", **settings) == run.generate("the ", **settings, use_cache=False)
+
+
+def test_unknown_weights_are_refused(trained: Path):
+    with pytest.raises(ConfigError, match="weights int4: take one of float32, bfloat16, int8"):
+        load(trained, weights="int4")
+
+
+def test_bans_and_bias_name_tokens_by_their_text(run: Run):
+    plain = run.generate("the ", max_new_tokens=40, temperature=0)
+    likeliest = plain[0]
+    without = run.generate("the ", max_new_tokens=40, temperature=0, ban=[likeliest])
+    assert likeliest in plain
+    assert likeliest not in without
+    assert run.generate("a", max_new_tokens=5, bias={"z": 100.0}) == "zzzzz"
+    with pytest.raises(ConfigError, match=r"sample.ban: 'no' is not one token but 'n', 'o'"):
+        run.generate("a", ban=["no"])
+
+
+def test_special_text_is_text_unless_asked_for(run: Run):
+    text = "<|endoftext|>"
+    new = run.start([f"a{text}the"], special=True, max_new_tokens=1)
+    (row,) = new._texts
+    assert row.prompt == [97, run.tokenizer.document_token, *b"the"]
+    (row,) = run.start([f"a{text}"], max_new_tokens=1)._texts
+    assert row.prompt == [97, *text.encode()]
+
+
+def test_a_long_prompt_keeps_its_tail_and_says_so(run: Run, capsys):
+    tail = "x" * 16
+    assert run.generate("abc" + tail) == run.generate(tail)
+    assert "19 tokens, the context has 16" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_unicode_is_refused(run: Run):
+    with pytest.raises(DataError, match="prompt: character 1 is no Unicode text"):
+        run.generate("a\udc80")
+
+
+def test_a_tokenizer_of_another_run_is_refused(trained: Path):
+    file = trained / "tokenizer.json"
+    before = file.read_text()
+    file.write_text(CharTokenizer("é").to_json())
+    with pytest.raises(DataError, match="not the tokenizer of this run"):
+        load(trained)
+    file.write_text(before)
+
+
+def test_a_draft_needs_the_same_tokenizer(run: Run):
+    other = Run(Path("other"), run.config, CharTokenizer("é"), run.model)
+    with pytest.raises(ConfigError, match="draft other: has another tokenizer"):
+        run.start(["a"], guess=other)
+    plain = run.generate("the ", max_new_tokens=50)
+    assert run.generate("the ", max_new_tokens=50, guess=run) == plain
+    assert run.generate("the ", max_new_tokens=50, guess="lookup") == plain
+
+
+def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):
+    """The model has seen " the", and a lone space only before what is no word."""
+    tokenizer = BpeTokenizer(tiny_encoding)
+    model = GPT(tiny().with_tokenizer("bpe", tokenizer.vocab_size).model).eval()
+    other = Run(run.path, run.config, tokenizer, model)
+    generations = [other.start(["the "], max_new_tokens=1, seed=seed) for seed in range(40)]
+    for generation in generations:
+        list(generation)
+    assert {one.samples[0].text for one in generations} == {"", "the"}  # a space, or " the"
+    assert next(iter(generations[0]._texts)).prompt == [257]  # "the" alone
+    generation = other.start([" "], max_new_tokens=1, seed=0)
+    assert next(iter(generation._texts)).prompt == [tokenizer.document_token]
+
+
+# -- text out of tokens ----------------------------------------------------------------------------
+
+
+def texts_of(tokens: list[int], stops: list[str]) -> tuple[list[str], Sample]:
+    """The pieces of a text of bytes, and the sample they make."""
+    text = _Text(Sample(0, ""), ByteTokenizer(), stops, spaced=False)
+    pieces = []
+    for place, token in enumerate(tokens):
+        piece, finish = text.add(token, "length" if place == len(tokens) - 1 else None)
+        pieces.append(piece)
+        if finish:
+            break
+    return pieces, text.sample
+
+
+@given(st.binary(min_size=1, max_size=40))
+def test_streamed_bytes_are_the_whole_text_wherever_they_are_cut(data):
+    pieces, sample = texts_of(list(data), [])
+    assert "".join(pieces) == sample.text == data.decode("utf-8", "replace")
+    assert sample.tokens == list(data)
+
+
+@given(
+    st.text("abé€", min_size=1, max_size=30),
+    st.lists(st.text("abé€", min_size=1, max_size=4), max_size=3),
+)
+def test_a_text_ends_before_the_first_stop_text_whatever_the_tokens(text, stops):
+    pieces, sample = texts_of(list(text.encode()), stops)
+    certain = ""
+    for piece in pieces:  # nothing is ever taken back
+        certain += piece
+        assert text.startswith(certain)
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if ends:
+        seen = text[: min(ends)]  # where the first stop text is complete
+        assert sample.text == seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+        assert sample.finish_reason == "stop"
+    else:
+        assert sample.text == text
+        assert sample.finish_reason == "length"
+
+
+def test_a_document_token_ends_the_text():
+    pieces, sample = texts_of([104, 105, 0xC3, 256, 106], ["ix"])
+    assert "".join(pieces) == "hi\ufffd"
+    assert sample.finish_reason == "document"
+    assert sample.tokens == [104, 105, 0xC3, 256]
+
+
+def test_a_sample_is_json(run: Run):
+    generation = run.start(["the"], max_new_tokens=2)
+    list(generation)
+    assert json.loads(json.dumps(vars(generation.samples[0])))["finish_reason"] == "length"
