@@ -203,20 +203,14 @@ def _converse(run: "Run", settings: dict[str, Any], raw: bool) -> None:
         except (EOFError, KeyboardInterrupt):
             say("")
             return
-        shown = "" if line else text
         text = line or text
-
-        def pieces(before: str = text, shown: str = shown) -> Iterator[str]:
-            nonlocal text
-            yield shown
-            for _, piece in run.start([before], **settings):
-                text += piece
-                yield piece
-
+        generation = None
         try:
-            deliver(chain([line], pieces(), ["\n"]) if line else chain(pieces(), ["\n"]), raw)
+            generation = run.start([text], **settings)
+            deliver(chain([text], (piece for _, piece in generation), ["\n"]), raw)
         except KeyboardInterrupt:
             deliver(["\n"])
+        text += generation.samples[0].text if generation else ""
 
 
 def score(

@@ -17,7 +17,10 @@ namespace {
 
 constexpr int LANES = 16;    // numbers in a vector
 constexpr int COLUMNS = 64;  // columns of matrices and widths of their inputs are padded to this
+enum { GELU, RELU2, SWIGLU };
+enum { FLOAT32, BFLOAT16, INT8 };
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float Half __attribute__((vector_size(2 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
@@ -39,9 +42,13 @@ struct Int8 {
 };
 
 inline float total(Lanes v) {
-  float s = 0;
-  for (int i = 0; i < LANES; i++) s += v[i];
-  return s;
+  Half low, high;
+  memcpy(&low, &v, sizeof low);
+  memcpy(&high, (const char*)&v + sizeof low, sizeof high);
+  low += high;
+  float s[LANES / 2];
+  memcpy(s, &low, sizeof s);
+  return ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]));
 }
 
 int padded(int n) { return (n + COLUMNS - 1) / COLUMNS * COLUMNS; }
@@ -118,9 +125,9 @@ void product(const Matrix& w, int from, int to, int M, const float* x, int xs, f
 
 void multiply(const Model& g, const Matrix& w, int from, int to, int M, const float* x, int xs,
               float* y, int ys) {
-  if (g.precision == 0) product<Float32>(w, from, to, M, x, xs, y, ys);
-  if (g.precision == 1) product<BFloat16>(w, from, to, M, x, xs, y, ys);
-  if (g.precision == 2) product<Int8>(w, from, to, M, x, xs, y, ys);
+  if (g.precision == FLOAT32) product<Float32>(w, from, to, M, x, xs, y, ys);
+  if (g.precision == BFLOAT16) product<BFloat16>(w, from, to, M, x, xs, y, ys);
+  if (g.precision == INT8) product<Int8>(w, from, to, M, x, xs, y, ys);
 }
 
 void normalise(const float* x, float* y, int n, bool rms, float eps, Norm norm) {
@@ -141,11 +148,11 @@ void normalise(const float* x, float* y, int n, bool rms, float eps, Norm norm) 
 }
 
 float activate(float x, int kind) {
-  if (kind == 0) {  // gelu, tanh form: x * sigmoid(2u)
+  if (kind == GELU) {  // gelu, tanh form: x * sigmoid(2u)
     float u = 0.7978845608f * (x + 0.044715f * x * x * x);
     return x / (1 + std::exp(-2 * u));
   }
-  if (kind == 1) return x > 0 ? x * x : 0;
+  if (kind == RELU2) return x > 0 ? x * x : 0;
   return x / (1 + std::exp(-x));  // silu
 }
 
@@ -167,11 +174,11 @@ void attend(const Model& g, const Layer& layer, const float* q, int64_t cache, i
             float* scores, float* out) {
   int K = g.head_dim, start = 0;
   if (layer.window && position >= layer.window) start = position - layer.window + 1;
-  int S = position - start + 1;
+  int S = position - start + 1, first = start % layer.size;
   const float *keys = layer.keys + cache, *values = layer.values + cache;
   float factor = 1 / std::sqrt((float)K), highest = -INFINITY, sum = 0;
-  for (int s = 0; s < S; s++) {
-    const float* key = keys + (int64_t)((start + s) % layer.size) * K;
+  for (int s = 0, at = first; s < S; s++, at = at + 1 == layer.size ? 0 : at + 1) {
+    const float* key = keys + (int64_t)at * K;
     float score = 0;
 #pragma omp simd reduction(+ : score)
     for (int i = 0; i < K; i++) score += q[i] * key[i];
@@ -180,98 +187,120 @@ void attend(const Model& g, const Layer& layer, const float* q, int64_t cache, i
   }
   for (int s = 0; s < S; s++) sum += scores[s] = std::exp(scores[s] - highest);
   for (int i = 0; i < K; i++) out[i] = 0;
-  for (int s = 0; s < S; s++) {
-    const float* value = values + (int64_t)((start + s) % layer.size) * K;
+  for (int s = 0, at = first; s < S; s++, at = at + 1 == layer.size ? 0 : at + 1) {
+    const float* value = values + (int64_t)at * K;
     float weight = scores[s] / sum;
     for (int i = 0; i < K; i++) out[i] += weight * value[i];
   }
 }
 
-struct Share { int from, to; };
+// One call, as a thread sees it. Where threads share the rows of a matrix, each computes its own.
+struct Call {
+  const Model& g;
+  int M;
+  const int *tokens, *rows, *positions;
+  int thread, threads;
+  int D = padded(g.d_model), heads = g.n_head + 2 * g.n_kv_head;  // D, Q, O, F: distances of
+  int Q = padded(heads * g.head_dim), O = padded(g.n_head * g.head_dim);  // tokens in the buffers
+  int F = padded(g.d_ff) * (g.activation == SWIGLU ? 2 : 1);
 
-Share share(int n, int unit, int thread, int threads) {  // of n things, in whole units
-  int units = (n + unit - 1) / unit;
-  int from = units * thread / threads * unit, to = units * (thread + 1) / threads * unit;
-  return {from, to < n ? to : n};
-}
+  struct Share { int from, to; };
+  Share share(int n, int unit) const {  // of n things, in whole units
+    int units = (n + unit - 1) / unit;
+    int from = units * thread / threads * unit, to = units * (thread + 1) / threads * unit;
+    return {from, to < n ? to : n};
+  }
+
+  void embed() const {
+#pragma omp for schedule(static)
+    for (int m = 0; m < M; m++) {
+      const float* token = g.embed + (int64_t)tokens[m] * g.d_model;
+      const float* place = g.positions ? g.positions + (int64_t)positions[m] * g.d_model : nullptr;
+      for (int i = 0; i < g.d_model; i++) g.x[m * D + i] = token[i] + (place ? place[i] : 0);
+    }
+  }
+
+  void norm(Norm weights) const {
+#pragma omp for schedule(static)
+    for (int m = 0; m < M; m++)
+      normalise(g.x + m * D, g.normed + m * D, g.d_model, g.rms, g.norm_eps, weights);
+  }
+
+  void add_product(const Matrix& w, const float* inputs, int distance) const {
+    Share mine = share(g.d_model, 4);
+    multiply(g, w, mine.from, mine.to, M, inputs, distance, g.normed, D);
+    for (int m = 0; m < M; m++)
+      for (int i = mine.from; i < mine.to; i++) g.x[m * D + i] += g.normed[m * D + i];
+#pragma omp barrier
+  }
+
+  void attention(const Layer& layer) const {
+    const int H = g.n_head, G = g.n_kv_head, K = g.head_dim;
+    const int64_t per_head = (int64_t)layer.size * K, per_row = G * per_head;
+    norm(layer.attn_norm);
+    Share mine = share(heads, 1);
+    multiply(g, layer.qkv, mine.from * K, mine.to * K, M, g.normed, D, g.qkv, Q);
+    for (int m = 0; m < M; m++)
+      for (int h = mine.from; h < mine.to; h++) {
+        float* head = g.qkv + (int64_t)m * Q + h * K;
+        if (h < H + G) place(g, head, h < H ? layer.q_norm : layer.k_norm, positions[m]);
+        if (h < H) continue;
+        float* cache = h < H + G ? layer.keys : layer.values;
+        int64_t at = rows[m] * per_row + (h - H) % G * per_head;
+        memcpy(cache + at + positions[m] % layer.size * (int64_t)K, head, K * sizeof(float));
+      }
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (int task = 0; task < M * H; task++) {
+      int m = task / H, h = task % H;
+      int64_t cache = rows[m] * per_row + h / (H / G) * per_head;
+      float* scores = g.scores + thread * (int64_t)padded(g.context_length);
+      const float* q = g.qkv + (int64_t)m * Q + h * K;
+      attend(g, layer, q, cache, positions[m], scores, g.mixed + (int64_t)m * O + h * K);
+    }
+    add_product(layer.o, g.mixed, O);
+  }
+
+  void mlp(const Layer& layer) const {
+    const bool gated = g.activation == SWIGLU;
+    const int behind = padded(g.d_ff);  // the gate is the other branch
+    norm(layer.mlp_norm);
+    Share mine = share(g.d_ff, 4);
+    multiply(g, layer.up, mine.from, mine.to, M, g.normed, D, g.inner, F);
+    if (gated)
+      multiply(g, layer.up, g.d_ff + mine.from, g.d_ff + mine.to, M, g.normed, D,
+               g.inner + behind - g.d_ff, F);
+    for (int m = 0; m < M; m++)
+      for (int i = mine.from; i < mine.to; i++) {
+        float* at = g.inner + (int64_t)m * F + i;
+        at[0] = activate(at[0], g.activation) * (gated ? at[behind] : 1);
+      }
+#pragma omp barrier
+    add_product(layer.down, g.inner, F);
+  }
+};
 
 }  // namespace
 
-// Tokens (M), each of a row of the batch and at a position; logits (M, V) out. Those of one row
-// must be in order; what lies behind a position in the cache is overwritten.
+// Tokens (M), each of a row of the batch and at a position in it; logits (M, V) come out. Those of
+// one row are in order, and the cache holds what is before them.
 extern "C" void gptmini_step(const Model* model, int M, const int* tokens, const int* rows,
                              const int* positions, float* logits) {
   const Model& g = *model;
-  const int H = g.n_head, G = g.n_kv_head, K = g.head_dim, D = g.d_model, F = g.d_ff;
-  const int Dp = padded(D), Fp = padded(F), heads = H + 2 * G;
-  const int Qp = padded(heads * K), Mp = padded(H * K);
-  const bool gated = g.activation == 2;
-  const int width = gated ? 2 * Fp : Fp;
 #pragma omp parallel num_threads(g.n_threads)
   {
-    int thread = 0, threads = 1;
 #ifdef _OPENMP
-    thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    Call call{g, M, tokens, rows, positions, omp_get_thread_num(), omp_get_num_threads()};
+#else
+    Call call{g, M, tokens, rows, positions, 0, 1};
 #endif
-#pragma omp for schedule(static)
-    for (int m = 0; m < M; m++) {
-      const float* embedding = g.embed + (int64_t)tokens[m] * D;
-      const float* position = g.positions ? g.positions + (int64_t)positions[m] * D : nullptr;
-      for (int i = 0; i < D; i++) g.x[m * Dp + i] = embedding[i] + (position ? position[i] : 0);
-    }
+    call.embed();
     for (int l = 0; l < g.n_layer; l++) {
-      const Layer& layer = g.layers[l];
-      const int64_t per_head = (int64_t)layer.size * K, per_row = G * per_head;
-#pragma omp for schedule(static)
-      for (int m = 0; m < M; m++)
-        normalise(g.x + m * Dp, g.normed + m * Dp, D, g.rms, g.norm_eps, layer.attn_norm);
-      Share mine = share(heads, 1, thread, threads);
-      multiply(g, layer.qkv, mine.from * K, mine.to * K, M, g.normed, Dp, g.qkv, Qp);
-      for (int m = 0; m < M; m++)
-        for (int h = mine.from; h < mine.to; h++) {
-          float* head = g.qkv + (int64_t)m * Qp + h * K;
-          if (h < H + G) place(g, head, h < H ? layer.q_norm : layer.k_norm, positions[m]);
-          if (h < H) continue;
-          float* cache = h < H + G ? layer.keys : layer.values;
-          int64_t at = rows[m] * per_row + (h - H) % G * per_head;
-          memcpy(cache + at + (int64_t)(positions[m] % layer.size) * K, head, K * sizeof(float));
-        }
-#pragma omp barrier
-#pragma omp for schedule(static)
-      for (int task = 0; task < M * H; task++) {
-        int m = task / H, h = task % H;
-        int64_t cache = rows[m] * per_row + h / (H / G) * per_head;
-        attend(g, layer, g.qkv + (int64_t)m * Qp + h * K, cache, positions[m],
-               g.scores + thread * (int64_t)padded(g.context_length), g.mixed + (int64_t)m * Mp + h * K);
-      }
-      mine = share(D, 4, thread, threads);
-      multiply(g, layer.o, mine.from, mine.to, M, g.mixed, Mp, g.normed, Dp);
-      for (int m = 0; m < M; m++)
-        for (int i = mine.from; i < mine.to; i++) g.x[m * Dp + i] += g.normed[m * Dp + i];
-#pragma omp barrier
-#pragma omp for schedule(static)
-      for (int m = 0; m < M; m++)
-        normalise(g.x + m * Dp, g.normed + m * Dp, D, g.rms, g.norm_eps, layer.mlp_norm);
-      mine = share(F, 4, thread, threads);
-      multiply(g, layer.up, mine.from, mine.to, M, g.normed, Dp, g.inner, width);
-      if (gated)  // the branch goes behind the gate
-        multiply(g, layer.up, F + mine.from, F + mine.to, M, g.normed, Dp, g.inner + Fp - F, width);
-      for (int m = 0; m < M; m++)
-        for (int i = mine.from; i < mine.to; i++) {
-          float* at = g.inner + (int64_t)m * width + i;
-          at[0] = gated ? activate(at[0], 2) * at[Fp] : activate(at[0], g.activation);
-        }
-#pragma omp barrier
-      mine = share(D, 4, thread, threads);
-      multiply(g, layer.down, mine.from, mine.to, M, g.inner, width, g.normed, Dp);
-      for (int m = 0; m < M; m++)
-        for (int i = mine.from; i < mine.to; i++) g.x[m * Dp + i] += g.normed[m * Dp + i];
-#pragma omp barrier
+      call.attention(g.layers[l]);
+      call.mlp(g.layers[l]);
     }
-#pragma omp for schedule(static)
-    for (int m = 0; m < M; m++)
-      normalise(g.x + m * Dp, g.normed + m * Dp, D, g.rms, g.norm_eps, g.final_norm);
-    Share mine = share(g.head.rows, 4, thread, threads);
-    multiply(g, g.head, mine.from, mine.to, M, g.normed, Dp, logits, g.head.rows);
+    call.norm(g.final_norm);
+    Call::Share mine = call.share(g.head.rows, 4);
+    multiply(g, g.head, mine.from, mine.to, M, g.normed, call.D, logits, g.head.rows);
   }
 }

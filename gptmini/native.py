@@ -208,9 +208,11 @@ class NativeStep:
     def _matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
         """The rows of the modules as one matrix, its columns padded and laid out for C."""
         parts = [dict(module.named_parameters()) for module in modules]
-        weights = torch.cat([part["weight"].detach() for part in parts])
+        each = [part["weight"].detach() for part in parts]
+        weights = torch.cat(each) if len(each) > 1 else each[0]
         bias = torch.cat([part["bias"] for part in parts]) if "bias" in parts[0] else None
-        weights = functional.pad(weights, (0, -weights.shape[1] % COLUMNS))
+        if missing := -weights.shape[1] % COLUMNS:
+            weights = functional.pad(weights, (0, missing))
         rows, columns = weights.shape
         scales = None
         if self._precision == "bfloat16":

@@ -8,6 +8,7 @@ for piece in run.stream("The "):
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +140,9 @@ class Run:
     def _tokens(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
         """The tokens of a prompt, one at least, and which tokens (V,) may follow, if not all."""
         first = None
-        if prompt.endswith(" "):
+        if prompt.endswith(" ") and self._spaced.sum() > 1:
             # A space belongs to the word behind it where words are tokens: let the model draw both.
-            size, spelt = self.tokenizer.vocab_size, self.tokenizer.token_bytes
-            words = torch.tensor([spelt(token).startswith(b" ") for token in range(size)])
-            if words.sum() > 1:
-                prompt, first = prompt[:-1], words
+            prompt, first = prompt[:-1], self._spaced
         document = self.tokenizer.document_token
         tokens: list[int] = []
         try:
@@ -156,6 +154,12 @@ class Run:
                 f"prompt: character {error.start} is no Unicode text; mend it"
             ) from None
         return tokens or [document], first
+
+    @cached_property
+    def _spaced(self) -> Tensor:
+        """Which tokens begin with a space, (V,)."""
+        size, spelt = self.tokenizer.vocab_size, self.tokenizer.token_bytes
+        return torch.tensor([spelt(token).startswith(b" ") for token in range(size)])
 
     def _bias(self, sample: SampleConfig) -> Tensor | None:
         """What is added to all logits, (V,); ConfigError for a text that is not one token."""

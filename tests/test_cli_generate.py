@@ -211,8 +211,8 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
 
     place = until(b"> ")
     os.write(terminal, b"the\n")
-    until(b"the", place + 5)
-    time.sleep(0.2)
+    until(b"the", place + 5)  # the echo
+    time.sleep(0.5)
     os.write(terminal, b"\x03")
     place = until(b"\n> ", place + 5)
     os.write(terminal, b"\x04")

@@ -44,9 +44,12 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         path.write_text(text)
     with gzip.open(tmp_path / "stories.jsonl.gz", "wt") as file:
         file.write(json.dumps({"story": text}))
+    (tmp_path / "prompts.jsonl").write_text('"It"')
+    monkeypatch.setattr("builtins.input", lambda _: sys.exit())  # who types nothing
     monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
     found = commands()
-    assert {line[1] for line in found} == {"train", "generate", "inspect", "tokenizer", "data"}
+    names = {"train", "generate", "score", "inspect", "tokenizer", "data"}
+    assert {line[1] for line in found} == names
     for line in found:
         small = [word for setting in SMALL for word in ("--set", setting)]
         extra = {"train": small, "generate": ["--max-new-tokens", "3"]}

@@ -51,3 +51,14 @@ def test_bench_train_trains_both(tmp_path: Path):
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
     assert float(cells[0][1]) > 0
     assert 1 < float(cells[1][2]) < 7
+
+
+def test_bench_generate_draws_with_everybody():
+    rows = output("bench_generate.py", "--quick").splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[5:]]
+    names = [cell.strip() for cell in rows[3].strip("|").split("|")]
+    assert [cell[0] for cell in cells] == ["tiny gqa, 2 x 8", "tiny mha, 1 x 8"]
+    for row in cells:
+        assert len(row) >= 4
+        assert all(float(cell.split()[0].replace(",", "")) > 0 for cell in row[1:])
+    assert names[1:4] == ["HF", "HF bf16", "gptmini in torch"]

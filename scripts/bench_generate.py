@@ -1,0 +1,296 @@
+"""Time generation beside Hugging Face on the same weights: python scripts/bench_generate.py
+
+Needs `pip install -e '.[bench]'`. In each row all take turns in one process, and the table gives
+medians: tokens a second with the prefill, and ratios to `generate` of transformers in float32. The
+weights are drawn at random; logits of both are compared before anything is timed. MHA is the shape
+of GPT-2, GQA and MQA that of Llama. Draws are from the 50 likeliest tokens. --quick is a small one.
+--guess RUN DRAFT times guesses on trained runs instead.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from gptmini.config import ModelConfig, SampleConfig
+from gptmini.decoder import Decoder, NativeDecoder, TorchDecoder, open_decoder
+from gptmini.files import CACHE
+from gptmini.model import GPT
+from gptmini.native import PRECISIONS
+from gptmini.run import load
+from gptmini.sampler import Speed, begin, decode
+
+SIZES = {
+    "tiny": {"n_layer": 2, "n_head": 6, "d_model": 96, "vocab_size": 65},
+    "10M": {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 65},
+    "124M": {"n_layer": 12, "n_head": 12, "d_model": 768, "vocab_size": 50257},
+}
+GPT2 = {"position": "learned", "activation": "gelu", "bias": True}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mha": {"variant": "mha"},
+    "gqa": {"variant": "gqa"},
+    "mqa": {"variant": "mqa"},
+}
+Names = dict[str, tuple[str, ...]]
+
+
+def model_of(size: str, variant: str) -> GPT:
+    """A model with random weights."""
+    shape = GPT2 if variant == "mha" else LLAMA
+    heads = {"n_kv_head": SIZES[size]["n_head"] // 3} if variant == "gqa" else {}
+    attention = {"qk_norm": False, **VARIANTS[variant], **heads}
+    config = {"context_length": 1024, **SIZES[size], **shape, "attention": attention}
+    torch.manual_seed(0)
+    return GPT(ModelConfig.model_validate(config)).eval()
+
+
+def hugging_face(model: GPT) -> Any:
+    """The same weights in the model of transformers."""
+    ours = model.config
+    config: Any
+    theirs: Any
+    shared: dict[str, Any] = {"vocab_size": ours.vocab_size, "use_cache": True}
+    if ours.position == "learned":
+        config = transformers.GPT2Config(
+            n_layer=ours.n_layer,
+            n_head=ours.n_head,
+            n_embd=ours.d_model,
+            n_positions=1024,
+            **shared,
+        )
+        theirs = transformers.GPT2LMHeadModel(config)
+        theirs.load_state_dict(gpt2_names(model), strict=False)
+    else:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=ours.n_layer,
+            num_attention_heads=ours.n_head,
+            num_key_value_heads=ours.n_kv_head,
+            hidden_size=ours.d_model,
+            intermediate_size=ours.d_ff,
+            rms_norm_eps=ours.norm_eps,
+            max_position_embeddings=1024,
+            **shared,
+        )
+        theirs = transformers.LlamaForCausalLM(config)
+        theirs.load_state_dict(llama_names(model), strict=False)
+    tokens = torch.randint(ours.vocab_size or 1, (2, 40))
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            theirs.eval()(tokens).logits, model(tokens), atol=1e-3, rtol=1e-3
+        )
+    return theirs
+
+
+def gpt2_names(model: GPT) -> dict[str, Tensor]:
+    """Weights as GPT-2 names and turns them."""
+    found = {"transformer.wte.weight": model.embed.weight, "lm_head.weight": model.embed.weight}
+    assert model.positions is not None
+    found["transformer.wpe.weight"] = model.positions.weight
+    state = model.state_dict()
+    found |= {
+        f"transformer.ln_f.{part}": state[f"final_norm.{part}"] for part in ("weight", "bias")
+    }
+    pairs = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.o_proj": "attn.c_proj"}
+    pairs |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+    for layer in range(model.config.n_layer):
+        ours, theirs = f"blocks.{layer}.", f"transformer.h.{layer}."
+        for part in ("weight", "bias"):
+            for name, other in pairs.items():
+                value = state[f"{ours}{name}.{part}"]
+                found[f"{theirs}{other}.{part}"] = value.mT if value.ndim == 2 else value
+            qkv = torch.cat([state[f"{ours}attn.{x}_proj.{part}"] for x in "qkv"])
+            found[f"{theirs}attn.c_attn.{part}"] = qkv.mT if qkv.ndim == 2 else qkv
+    return found
+
+
+def llama_names(model: GPT) -> dict[str, Tensor]:
+    """Weights as Llama names them."""
+    renamed = {
+        "blocks": "model.layers",
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attn": "self_attn",
+        "embed": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    }
+    return {
+        ".".join(renamed.get(part, part) for part in name.split(".")): value
+        for name, value in model.state_dict().items()
+    }
+
+
+def ours(decoder: Decoder, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
+    """Seconds in all and to the first token."""
+    sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
+    rows = [begin(n, row, sample, 1024) for n, row in enumerate(prompts.tolist())]
+    speed = Speed()
+    for _ in decode(decoder, rows, sample, 1024, speed=speed):
+        pass
+    return speed.seconds, speed.first_token or 0.0
+
+
+def theirs(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
+    """The same of `generate`, whose first token is timed in a call of its own."""
+    taken = []
+    for length in (n_new, 1):
+        started = time.perf_counter()
+        model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=length,
+            min_new_tokens=length,
+            do_sample=True,
+            top_k=50,
+            pad_token_id=0,
+        )
+        taken.append(time.perf_counter() - started)
+    return taken[0], taken[1]
+
+
+def contestants(model: GPT, batch: int) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
+    """Who takes part, by name."""
+    other, narrow = hugging_face(model), hugging_face(model).to(torch.bfloat16)
+    found: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
+        "HF": lambda prompts, n: theirs(other, prompts, n),
+        "HF bf16": lambda prompts, n: theirs(narrow, prompts, n),
+        "torch": lambda prompts, n: ours(TorchDecoder(model), model, prompts, n),
+    }
+    for weights in PRECISIONS:
+        decoder = open_decoder(model, weights, batch, CACHE)
+        if isinstance(decoder, NativeDecoder):
+            found[weights] = lambda prompts, n, d=decoder: ours(d, model, prompts, n)  # type: ignore[misc]
+    return found
+
+
+def bandwidth() -> float:
+    """Bytes a second that all threads read from memory: the best of ten sums of 500 MB."""
+    numbers, best = torch.ones(125_000_000), float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        numbers.sum()
+        best = min(best, time.perf_counter() - started)
+    return numbers.nbytes / best
+
+
+def row(size: str, variant: str, batch: int, length: int, rounds: int, reads: float) -> None:
+    """One line of the table."""
+    model = model_of(size, variant)
+    parameters = sum(p.numel() for p in model.parameters())
+    if model.positions is not None:
+        parameters -= model.positions.weight.numel()
+    if model.head is not None:
+        parameters -= model.embed.weight.numel()
+    all_of = contestants(model, batch)
+    prompts = torch.randint(model.config.vocab_size or 1, (batch, length))
+    n_new = 16 if size == "tiny" else 200 if size == "10M" else 64 if batch < 32 else 32
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in all_of}
+    for turn in range(rounds + 1):
+        for name, call in all_of.items():
+            taken = call(prompts, n_new if turn else 2)
+            if turn:
+                times[name].append(taken)
+    base = statistics.median(one for one, _ in times["HF"])
+    cells = []
+    for name, taken_all in times.items():
+        seconds = statistics.median(one for one, _ in taken_all)
+        first = statistics.median(one for _, one in taken_all)
+        share = ""
+        if batch == 1 and name in PRECISIONS:
+            width = {"float32": 4, "bfloat16": 2, "int8": 1}[name]
+            each = (seconds - first) / (n_new - 1)
+            share = f" {parameters * width / each / reads:.0%}"
+        cells.append(
+            f"{batch * n_new / seconds:,.0f} ({base / seconds:.1f}x, {first * 1000:.0f} ms{share})"
+        )
+    print(f"| {size} {variant}, {batch} x {length} | {' | '.join(cells)} |", flush=True)
+
+
+def guesses(path: str, draft: str) -> None:
+    """Print what guessing is worth to a trained run: the same texts, drawn with and without."""
+    run, kinds = load(path), {"none": None, "lookup": "lookup", "draft": load(draft)}
+    print("| temperature | guesses by | right | tokens a second | to none |\n|---|---|---|---|---|")
+    for temperature in (0.0, 0.8):
+        speeds: dict[str, list[Speed]] = {name: [] for name in kinds}
+        texts = set()
+        for _ in range(5):
+            for name, guess in kinds.items():
+                generation = run.start(
+                    ["ROMEO:\n"], guess=guess, max_new_tokens=200, temperature=temperature
+                )
+                for _ in generation:
+                    pass
+                speeds[name].append(generation.speed)
+                texts.add(generation.samples[0].text)
+        assert len(texts) == 1
+        base = statistics.median(speed.seconds for speed in speeds["none"])
+        for name, found in speeds.items():
+            seconds = statistics.median(speed.seconds for speed in found)
+            right = f"{found[0].right} of {found[0].guessed}"
+            print(
+                f"| {temperature} | {name} | {right} | {found[0].tokens / seconds:,.0f} "
+                f"| {base / seconds:.2f} x |"
+            )
+
+
+def memory(size: str, who: str) -> None:
+    """Print the peak of this process, which generates with one row."""
+    model = model_of(size, "mha")
+    prompts = torch.randint(65, (1, 32))
+    if who == "HF":
+        other = hugging_face(model)
+        del model
+        theirs(other, prompts, 32)
+    else:
+        ours(open_decoder(model, who, 1, CACHE), model, prompts, 32)
+    (peak,) = (line for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+    print(int(peak.split()[1]) // 1024)  # getrusage would tell of the parent's as well
+
+
+def main() -> None:
+    """Print the table, and peaks of memory."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--guess", nargs=2, metavar=("RUN", "DRAFT"))
+    parser.add_argument("--memory", nargs=2, metavar=("SIZE", "WHO"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    if options.guess:
+        guesses(*options.guess)
+        return
+    if options.memory:
+        memory(*options.memory)
+        return
+    reads = bandwidth()
+    print(
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, reads {reads / 1e9:.1f} GB/s"
+    )
+    print("tokens a second (ratio to HF, time to the first, share of the bandwidth)\n")
+    names = ["HF", "HF bf16", "gptmini in torch", *(f"gptmini {name}" for name in PRECISIONS)]
+    print(f"| model, batch x prompt | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
+    if options.quick:
+        row("tiny", "gqa", 2, 8, 1, reads)
+        row("tiny", "mha", 1, 8, 1, reads)
+        return
+    for size in ("10M", "124M"):
+        for variant in VARIANTS:
+            for batch, length in ((1, 32), (1, 512), (8, 32), (32, 32)):
+                row(size, variant, batch, length, 3, reads)
+        for who in ("HF", *PRECISIONS):
+            command = [sys.executable, __file__, "--memory", size, who]
+            peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            print(f"{size}, batch 1, peak memory of {who}: {peak.strip()} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
