@@ -162,7 +162,7 @@ class KVCache:
         for layer in range(config.n_layer):
             size = min(config.cache_length(layer) + spare, config.context_length)
             shape = (batch_size, config.n_kv_head, size, config.head_dim)
-            both = torch.zeros(2, *shape, device=device, dtype=dtype)
+            both = torch.empty(2, *shape, device=device, dtype=dtype)
             self.layers.append(LayerCache(both[0], both[1]))
 
     @property

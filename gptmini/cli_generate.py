@@ -200,9 +200,12 @@ def _converse(run: "Run", settings: dict[str, Any], raw: bool) -> None:
     while True:
         try:
             line = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             say("")
             return
+        except KeyboardInterrupt:
+            say("")
+            continue
         text = line or text
         generation = None
         try:

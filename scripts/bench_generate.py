@@ -252,7 +252,8 @@ def memory(size: str, who: str) -> None:
         theirs(other, prompts, 32)
     else:
         ours(open_decoder(model, who, 1, CACHE), model, prompts, 32)
-    (peak,) = (line for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line for line in lines if line.startswith("VmHWM"))
     print(int(peak.split()[1]) // 1024)  # getrusage would tell of the parent's as well
 
 
