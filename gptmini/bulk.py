@@ -20,7 +20,8 @@ def generate(
     Sample n of a prompt is that of the same prompt alone. DataError if the prompts cannot be read,
     or if `out` is of other prompts, settings or weights.
     """
-    inputs = list(_read(prompts))
+    if not (inputs := list(_read(prompts))):
+        raise DataError(f"{prompts}: is empty; write a prompt on each line")
     changing = {key: value for key, value in settings.items() if key not in ("guess", "use_cache")}
     words = json.dumps([str(run.path.resolve()), run.step, run.weights, samples, inputs, changing])
     made_of = hashlib.sha256(words.encode()).hexdigest()[:16]
@@ -30,10 +31,9 @@ def generate(
         for start in range(done, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
             texts = [inputs[place]["prompt"] for place, _ in batch]
-            generation = run.start(texts, [number for _, number in batch], **settings)
-            for _ in generation:
-                pass
-            for (place, _), sample in zip(batch, generation.samples, strict=True):
+            numbers = [number for _, number in batch]
+            ended = run.start(texts, numbers, **settings).finish()
+            for (place, _), sample in zip(batch, ended, strict=True):
                 line = inputs[place] | vars(sample) | {"made_of": made_of}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
@@ -43,8 +43,7 @@ def generate(
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """The prompts, each as an object with `prompt`."""
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -55,8 +54,6 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
             raise DataError(f'{path}:{number}: neither a text nor an object with "prompt"; mend it')
         yield found
-    if not lines:
-        raise DataError(f"{path}: is empty; write a prompt on each line")
 
 
 def _resume(out: Path, made_of: str) -> int:

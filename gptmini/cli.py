@@ -271,7 +271,7 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
         reason = (error.strerror or str(error)).lower()
         return [f"{error.filename or 'a file'}: {reason}; mend it or name another place"], 5
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
-        return ["out of memory; lower train.micro_batch_size (generate: --batch-size) or the model"], 5
+        return ["out of memory; lower train.micro_batch_size, --batch-size or the model"], 5
     return [f"a bug of gptmini: {error!r}; run again with --debug and report it"], 1
 
 

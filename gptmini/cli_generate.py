@@ -148,21 +148,19 @@ def _show(
     groups = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
     generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in groups)
     if as_json:
-        done = []
-        for generation in generations:
-            for _ in generation:
-                pass
-            done.append(generation)
+        done = list(generations)
+        for generation in done:
+            generation.finish()
         deliver([json.dumps(_facts(done)), "\n"])
         return
     for generation in generations:
         if samples == 1:
             deliver(chain([prompt], (text for _, text in generation), ["\n"]), raw)
         else:
-            for _ in generation:
-                pass
-            for sample in generation.samples:
-                deliver([f"--- {sample.number + 1}\n", prompt, sample.text, "\n"], raw)
+            ended = generation.finish()
+            whole = [f"--- {one.number + 1}\n{prompt}{one.text}\n" for one in ended]
+            if not deliver(whole, raw):
+                return
         if sys.stderr.isatty():
             say(f"gptmini: {_speed(generation)}")
 

@@ -103,11 +103,10 @@ class NativeDecoder:
 class TorchDecoder:
     """Rows that are padded on the left to one length, on any device, with or without a cache."""
 
-    name = "torch"
+    name, ragged = "torch", False
 
     def __init__(self, model: GPT, use_cache: bool = True) -> None:
         self._model, self._use_cache = model, use_cache
-        self.ragged = False
         self._rows: list[Row] = []
         self._cache: KVCache | None = None
         self._padding: Tensor | None = None

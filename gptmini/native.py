@@ -70,8 +70,7 @@ def build(cache: Path) -> ctypes.CDLL | None:
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
         return None
-    host = f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
-    words = " ".join([compiler, *FLAGS, host])
+    words = " ".join([compiler, *FLAGS, _processor()])
     name = hashlib.sha256(SOURCE.read_bytes() + words.encode()).hexdigest()[:16]
     library = cache / "native" / f"{name}.so"
     try:
@@ -82,6 +81,16 @@ def build(cache: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _processor() -> str:
+    """What the code is made for: homes are shared by machines that know other instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        known = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        known = platform.processor()
+    return f"{platform.machine()} {known}"
 
 
 def _compile(compiler: str, library: Path) -> None:

@@ -178,7 +178,7 @@ class Run:
 
 
 class Generation:
-    """Texts on their way: iterating gives (number of the sample, more of its text)."""
+    """Texts on their way: iterating gives (number of the sample, more of its text) as they grow."""
 
     def __init__(
         self,
@@ -191,6 +191,12 @@ class Generation:
         self._drawn, self._texts, self._logprobs = drawn, texts, logprobs
         self.speed, self.engine = speed, engine
         self.samples = [text.sample for text in texts.values()]
+
+    def finish(self) -> list[Sample]:
+        """The samples, when all have ended."""
+        for _ in self:
+            pass
+        return self.samples
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         for row, token, logits in self._drawn:

@@ -28,10 +28,10 @@ def say(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def deliver(texts: Iterable[str], raw: bool = False) -> None:
+def deliver(texts: Iterable[str], raw: bool = False) -> bool:
     """Write texts to stdout as they come; a terminal gets no control characters unless `raw`.
 
-    A closed pipe ends it quietly: the reader has what it wanted, as in `| head -1`.
+    A closed pipe ends it quietly, and gives False: the reader has what it wanted, as in `| head`.
     """
     visible = sys.stdout.isatty() and not raw
     try:
@@ -40,6 +40,8 @@ def deliver(texts: Iterable[str], raw: bool = False) -> None:
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def shown(text: str) -> str:

@@ -43,31 +43,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
 Names = dict[str, tuple[str, ...]]
 
 
-def model_of(size: str, variant: str) -> GPT:
-    """A model with random weights."""
+def model_config(size: str, variant: str) -> ModelConfig:
+    """The shape of a model."""
     shape = GPT2 if variant == "mha" else LLAMA
     heads = {"n_kv_head": SIZES[size]["n_head"] // 3} if variant == "gqa" else {}
     attention = {"qk_norm": False, **VARIANTS[variant], **heads}
     config = {"context_length": 1024, **SIZES[size], **shape, "attention": attention}
+    return ModelConfig.model_validate(config)
+
+
+def model_of(size: str, variant: str) -> GPT:
+    """A model with random weights."""
     torch.manual_seed(0)
-    return GPT(ModelConfig.model_validate(config)).eval()
+    return GPT(model_config(size, variant)).eval()
+
+
+def gpt2_config(ours: ModelConfig) -> Any:
+    """The same shape for transformers."""
+    return transformers.GPT2Config(
+        vocab_size=ours.vocab_size or 0,
+        n_layer=ours.n_layer,
+        n_head=ours.n_head,
+        n_embd=ours.d_model,
+        n_positions=1024,
+    )
 
 
 def hugging_face(model: GPT) -> Any:
     """The same weights in the model of transformers."""
     ours = model.config
-    config: Any
     theirs: Any
-    shared: dict[str, Any] = {"vocab_size": ours.vocab_size, "use_cache": True}
     if ours.position == "learned":
-        config = transformers.GPT2Config(
-            n_layer=ours.n_layer,
-            n_head=ours.n_head,
-            n_embd=ours.d_model,
-            n_positions=1024,
-            **shared,
-        )
-        theirs = transformers.GPT2LMHeadModel(config)
+        theirs = transformers.GPT2LMHeadModel(gpt2_config(ours))
         theirs.load_state_dict(gpt2_names(model), strict=False)
     else:
         config = transformers.LlamaConfig(
@@ -78,7 +85,7 @@ def hugging_face(model: GPT) -> Any:
             intermediate_size=ours.d_ff,
             rms_norm_eps=ours.norm_eps,
             max_position_embeddings=1024,
-            **shared,
+            vocab_size=ours.vocab_size or 0,
         )
         theirs = transformers.LlamaForCausalLM(config)
         theirs.load_state_dict(llama_names(model), strict=False)
@@ -227,10 +234,9 @@ def guesses(path: str, draft: str) -> None:
                 generation = run.start(
                     ["ROMEO:\n"], guess=guess, max_new_tokens=200, temperature=temperature
                 )
-                for _ in generation:
-                    pass
+                (sample,) = generation.finish()
                 speeds[name].append(generation.speed)
-                texts.add(generation.samples[0].text)
+                texts.add(sample.text)
         assert len(texts) == 1
         base = statistics.median(speed.seconds for speed in speeds["none"])
         for name, found in speeds.items():
@@ -243,14 +249,12 @@ def guesses(path: str, draft: str) -> None:
 
 
 def memory(size: str, who: str) -> None:
-    """Print the peak of this process, which generates with one row."""
-    model = model_of(size, "mha")
+    """Print the peak of this process, which makes a model and generates with one row."""
     prompts = torch.randint(65, (1, 32))
     if who == "HF":
-        other = hugging_face(model)
-        del model
-        theirs(other, prompts, 32)
+        theirs(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
     else:
+        model = model_of(size, "mha")
         ours(open_decoder(model, who, 1, CACHE), model, prompts, 32)
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line for line in lines if line.startswith("VmHWM"))

@@ -40,9 +40,8 @@ def test_a_run_streams_what_it_generates_and_repeats_itself(run: Run):
 def test_an_empty_prompt_starts_a_document(run: Run):
     with torch.no_grad():
         logits = run.model(torch.tensor([[run.tokenizer.document_token]]))[0, -1]
-    generation = run.start([""], max_new_tokens=1, temperature=0)
-    list(generation)
-    assert generation.samples[0].tokens == [int(logits.argmax())]
+    (sample,) = run.start([""], max_new_tokens=1, temperature=0).finish()
+    assert sample.tokens == [int(logits.argmax())]
 
 
 def test_prompts_together_are_what_they_are_alone(run: Run):
@@ -54,15 +53,13 @@ def test_prompts_together_are_what_they_are_alone(run: Run):
     assert [sample.text for sample in generation.samples] == list(pieces.values())
     for number, prompt in enumerate(prompts):
         alone = run.start([prompt], [number], max_new_tokens=40, temperature=1.5, logprobs=True)
-        list(alone)
-        assert alone.samples == [generation.samples[number]]
+        assert alone.finish() == [generation.samples[number]]
     assert generation.speed.tokens == sum(len(sample.tokens) for sample in generation.samples)
 
 
 def test_log_probabilities_are_those_of_the_model(run: Run):
     generation = run.start(["the"], max_new_tokens=6, logprobs=True, temperature=1.5, top_k=3)
-    list(generation)
-    (sample,) = generation.samples
+    (sample,) = generation.finish()
     tokens = [*b"the", *sample.tokens]
     with torch.no_grad():
         logits = run.model(torch.tensor([tokens]))[0]
@@ -195,6 +192,5 @@ def test_a_document_token_ends_the_text():
 
 
 def test_a_sample_is_json(run: Run):
-    generation = run.start(["the"], max_new_tokens=2)
-    list(generation)
-    assert json.loads(json.dumps(vars(generation.samples[0])))["finish_reason"] == "length"
+    (sample,) = run.start(["the"], max_new_tokens=2).finish()
+    assert json.loads(json.dumps(vars(sample)))["finish_reason"] == "length"
