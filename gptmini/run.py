@@ -111,10 +111,11 @@ class Run:
         guesser = self._guesser(guess, len(rows), sample)
         speed = Speed()
         drawn = decode(decoder, rows, sample, limit, bias, allowed, guesser, speed)
-        samples = [Sample(row.number, prompt) for row, prompt in zip(rows, prompts, strict=True)]
-        spaced = {row.number for row in allowed}
-        texts = [_Text(one, self.tokenizer, sample.stop, one.number in spaced) for one in samples]
-        return Generation(drawn, dict(zip(rows, texts, strict=True)), speed, logprobs, decoder.name)
+        texts = {
+            row: _Text(Sample(row.number, prompt), self.tokenizer, sample.stop, row in allowed)
+            for row, prompt in zip(rows, prompts, strict=True)
+        }
+        return Generation(drawn, texts, speed, logprobs, decoder.name)
 
     def decoder(self, n_rows: int, use_cache: bool = True) -> Decoder:
         """What gives this model's logits for so many rows; it is made once."""

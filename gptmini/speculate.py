@@ -54,8 +54,8 @@ class Draft:
         own = [self._follow(row) for row in rows]
         adjust = Adjustment(self._sample, None)
         for place in range(max(limits)):
-            live = [n for n, limit in enumerate(limits) if len(own[n].tokens) <= self._limit > 0]
-            live = [n for n in live if limits[n] > place]
+            room = [len(row.tokens) <= self._limit for row in own]
+            live = [n for n, limit in enumerate(limits) if place < limit and room[n]]
             if not live:
                 break
             for n, logits in zip(live, self._decoder([own[n] for n in live]), strict=True):

@@ -138,6 +138,10 @@ def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):
         list(generation)
     assert {one.samples[0].text for one in generations} == {"", "the"}  # a space, or " the"
     assert next(iter(generations[0]._texts)).prompt == [257]  # "the" alone
+    # and to that of its own row only, whatever the numbers
+    settings = {"max_new_tokens": 9, "temperature": 0, "bias": {" the": 100.0}}
+    spaced, plain = other.start(["the ", "the"], [0, 0], **settings).finish()
+    assert (spaced.text, plain.text) == ("the" + " the" * 8, " the" * 9)
     generation = other.start([" "], max_new_tokens=1, seed=0)
     assert next(iter(generation._texts)).prompt == [tokenizer.document_token]
 
