@@ -11,19 +11,28 @@ from gptmini.errors import DataError
 from gptmini.run import Run
 from gptmini.runlog import counted
 
+ADDED = {"number", "text", "tokens", "logprobs", "finish_reason", "made_of"}
+
 
 def generate(
-    run: Run, prompts: Path, out: Path, samples: int, batch_size: int, settings: dict[str, Any]
+    run: Run,
+    prompts: Path,
+    out: Path,
+    samples: int,
+    batch_size: int,
+    settings: dict[str, Any],
+    **how: Any,
 ) -> None:
     """Write a JSON line for every sample of every prompt, in order, with whatever came along.
 
-    Sample n of a prompt is that of the same prompt alone. DataError if the prompts cannot be read,
-    or if `out` is of other prompts, settings or weights.
+    Sample n of a prompt is that of the same prompt alone. `settings` are those of the section
+    `sample`, `how` is what else Run.start takes. DataError if the prompts cannot be read, or if
+    `out` is of other prompts, settings or weights.
     """
     if not (inputs := list(_read(prompts))):
         raise DataError(f"{prompts}: is empty; write a prompt on each line")
-    changing = {key: value for key, value in settings.items() if key not in ("guess", "use_cache")}
-    words = json.dumps([str(run.path.resolve()), run.step, run.weights, samples, inputs, changing])
+    sampling = run.sampling(settings).model_dump()
+    words = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, inputs])
     made_of = hashlib.sha256(words.encode()).hexdigest()[:16]
     jobs = [(place, number) for place in range(len(inputs)) for number in range(samples)]
     done = _resume(out, made_of)
@@ -32,7 +41,7 @@ def generate(
             batch = jobs[start : start + batch_size]
             texts = [inputs[place]["prompt"] for place, _ in batch]
             numbers = [number for _, number in batch]
-            ended = run.start(texts, numbers, **settings).finish()
+            ended = run.start(texts, numbers, **settings, **how).finish()
             for (place, _), sample in zip(batch, ended, strict=True):
                 line = inputs[place] | vars(sample) | {"made_of": made_of}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -48,11 +57,14 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             found = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: no JSON ({error}); mend the line") from None
+            json.dumps(found, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: no JSON in Unicode ({error}); mend it") from None
         found = {"prompt": found} if isinstance(found, str) else found
         if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
             raise DataError(f'{path}:{number}: neither a text nor an object with "prompt"; mend it')
+        if taken := found.keys() & ADDED:
+            raise DataError(f"{path}:{number}: has {min(taken)}, which is added here; rename it")
         yield found
 
 
@@ -65,7 +77,7 @@ def _resume(out: Path, made_of: str) -> int:
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             same = json.loads(line)["made_of"] == made_of
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             same = False
         if not same:
             raise DataError(

@@ -117,20 +117,21 @@ def generate(
 
     trained = load(path, device, weights, cache)
     settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    settings |= {"use_cache": not no_cache, "special": special, "logprobs": as_json or bool(out)}
+    how: dict[str, Any] = {"use_cache": not no_cache, "special": special}
+    how["logprobs"] = as_json or prompts is not None
     if draft is not None:
-        settings["guess"] = load(draft, device, weights, cache)
+        how["guess"] = load(draft, device, weights, cache)
     elif lookup:
-        settings["guess"] = "lookup"
-    if interactive:
-        _converse(trained, settings, raw)
-    elif prompts is not None and out is not None:
+        how["guess"] = "lookup"
+    if prompts is not None and out is not None:
         from gptmini import bulk
 
-        bulk.generate(trained, prompts, out, samples, batch_size, settings)
+        bulk.generate(trained, prompts, out, samples, batch_size, settings, **how)
+    elif interactive:
+        _converse(trained, settings | how, raw)
     else:
         text = _text(prompt_file) if prompt is None else prompt
-        _show(trained, text, samples, batch_size, settings, raw, as_json)
+        _show(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
 def _show(

@@ -121,9 +121,9 @@ def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
 def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys whose values differ, with both values."""
     a, b = (dict(leaves(config.model_dump())) for config in (ours, theirs))
-    for key, value in a.items():
-        if value != b[key]:
-            yield key, value, b[key]
+    for key in a | b:  # a mapping may have keys of its own
+        if a.get(key) != b.get(key):
+            yield key, a.get(key), b.get(key)
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -48,7 +48,7 @@ class Decoder(Protocol):
     def __call__(self, rows: list[Row]) -> list[Tensor]:
         """Logits (wanted, V) in float32 on the CPU after each row's last tokens, now cached.
 
-        They are to be used before the next call.
+        Those of a single row that wants one are to be used before the next call.
         """
 
 
@@ -80,7 +80,7 @@ class NativeDecoder:
         for call in filter(None, calls):
             tokens, where, positions = (list(column) for column in zip(*call, strict=True))
             found = self._step(tokens, where, positions)
-            found = found if len(calls) == 1 else found.clone()
+            found = found.clone() if len(found) > 1 else found  # others may step before all is read
             ends = {slot: place + 1 for place, slot in enumerate(where)}
             wanted = {slot: row.wanted for slot, row in zip(slots, rows, strict=True)}
             logits |= {slot: found[end - wanted[slot] : end] for slot, end in ends.items()}

@@ -6,6 +6,7 @@ for piece in run.stream("The "):
     print(piece, end="")
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,9 +95,7 @@ class Run:
         in a prompt is the document token. `guess` is "lookup" or a smaller run with this tokenizer:
         the same text, sooner if its guesses are often right.
         """
-        sample = self.config.sample
-        if settings:
-            sample = validate({"sample": {**sample.model_dump(), **settings}}, {}).sample
+        sample = self.sampling(settings)
         bias = self._bias(sample)
         limit = self.model.config.context_length
         rows, allowed = [], {}
@@ -116,6 +115,19 @@ class Run:
             for row, prompt in zip(rows, prompts, strict=True)
         }
         return Generation(drawn, texts, speed, logprobs, decoder.name)
+
+    def sampling(self, settings: dict[str, Any]) -> SampleConfig:
+        """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
+        section = {**self.config.sample.model_dump(), **settings}
+        return validate({"sample": section}, {}).sample if settings else self.config.sample
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the tokenizer and of the weights as they are rounded."""
+        digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def decoder(self, n_rows: int, use_cache: bool = True) -> Decoder:
         """What gives this model's logits for so many rows; it is made once."""

@@ -96,9 +96,12 @@ def _guess(
 ) -> list[list[int]]:
     if guesser is None or not (decoder.ragged or len(rows) == 1):
         return [[] for _ in rows]
-    left = [sample.max_new_tokens - len(row.drawn) - 1 for row in rows]
-    room = [limit - len(row.tokens) for row in rows]
-    return guesser(rows, [min(GUESSES, *both) for both in zip(left, room, strict=True)])
+    limits = []
+    for row in rows:
+        left = min(sample.max_new_tokens - len(row.drawn) - 1, limit - len(row.tokens))
+        prefilled = row.cached == len(row.tokens) - 1  # and a prompt is, without guesses behind it
+        limits.append(min(GUESSES, left) if prefilled else 0)
+    return guesser(rows, limits)
 
 
 def _add(row: Row, token: int, sample: SampleConfig, limit: int) -> None:

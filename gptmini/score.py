@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptmini.errors import DataError
+from gptmini.errors import CheckpointError, DataError
 from gptmini.run import Run
 
 ROWS = 64  # positions whose logits are held at a time
@@ -39,10 +39,11 @@ class Score:
 
 @torch.inference_mode()
 def score(run: Run, text: str) -> Score:
-    """Score a text, as the beginning of a document; DataError for an empty one.
+    """Score a text, as the beginning of a document.
 
-    A text longer than the context is read in windows of one context that move by half of it, so
-    that each token has half a context before it or all there is.
+    DataError for an empty one, CheckpointError if the weights are not finite. A text longer than
+    the context is read in windows of one context that move by half of it, so that each token has
+    half a context before it or all there is.
     """
     try:
         tokens = run.tokenizer.encode(text).tolist()
@@ -65,5 +66,7 @@ def score(run: Run, text: str) -> Score:
             own = logits.gather(1, goals[:, None])
             logprobs += (own - logits.logsumexp(1, keepdim=True))[:, 0].tolist()
             ranks += (1 + (logits > own).sum(1)).tolist()
+    if not math.isfinite(sum(logprobs)):
+        raise CheckpointError("the model gives non-finite logits; its weights are damaged")
     texts = [run.tokenizer.decode([token]) for token in tokens]
     return Score(texts, tokens, logprobs, ranks, len(text.encode()))

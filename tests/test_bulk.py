@@ -11,7 +11,7 @@ from gptmini.model import GPT
 from gptmini.run import Run
 from gptmini.tokenizer import ByteTokenizer
 
-SETTINGS = {"max_new_tokens": 12, "temperature": 1.2, "logprobs": True}
+SETTINGS = {"max_new_tokens": 12, "temperature": 1.2}
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def written(run: Run, prompts: Path, name: str, batch_size: int) -> bytes:
     out = prompts.with_name(name)
-    bulk.generate(run, prompts, out, 2, batch_size, SETTINGS)
+    bulk.generate(run, prompts, out, 2, batch_size, SETTINGS, logprobs=True)
     return out.read_bytes()
 
 
@@ -44,8 +44,7 @@ def test_every_sample_is_that_of_the_prompt_alone_whatever_the_batch(run: Run, p
     ]  # fmt: skip
     assert lines[2]["id"] == 7
     assert len(lines[0]["logprobs"]) == len(lines[0]["tokens"])
-    settings = {key: value for key, value in SETTINGS.items() if key != "logprobs"}
-    assert lines[4]["text"] == run.generate("three", **settings)
+    assert lines[4]["text"] == run.generate("three", **SETTINGS)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 300, 500, -1])
@@ -62,11 +61,20 @@ def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):
     for other in ({**SETTINGS, "seed": 3}, {}):
         with pytest.raises(DataError, match=r"out.jsonl:1: not made of these prompts and settings"):
             bulk.generate(run, prompts, out, 2, 2, other)
+    with pytest.raises(DataError, match="not made of"):  # <|endoftext|> read otherwise
+        bulk.generate(run, prompts, out, 2, 2, SETTINGS, special=True)
+    same = {**SETTINGS, "seed": run.config.sample.seed}
+    bulk.generate(run, prompts, out, 2, 2, same, logprobs=True)
+    other_run = Run(run.path, run.config, run.tokenizer, run.model)  # trained a little further
+    with torch.no_grad():
+        run.model.final_norm.weight[0] += 0.01
+    with pytest.raises(DataError, match="not made of"):
+        bulk.generate(other_run, prompts, out, 2, 2, SETTINGS)
+    assert out.read_bytes() == before
     out.write_text("a letter to a friend\n")
     with pytest.raises(DataError, match="name another --out"):
         bulk.generate(run, prompts, out, 2, 2, SETTINGS)
     assert out.read_text() == "a letter to a friend\n"
-    assert before
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,9 @@ def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):
         ('"fine"\n{"text": 1}', ':2: neither a text nor an object with "prompt"'),
         ("[1]", ":1: neither"),
         ('"one', ":1: no JSON"),
+        ("[" * 100_000, ":1: no JSON"),
+        ('{"prompt": "a", "id": "\\ud800"}', ":1: no JSON in Unicode"),
+        ('{"prompt": "a", "text": "b"}', ":1: has text, which is added here; rename it"),
     ],
 )
 def test_wrong_prompts_are_named(run: Run, tmp_path: Path, text: str, message: str):

@@ -89,6 +89,16 @@ def test_errors_are_one_line_with_a_mend(gptmini, words, code, line):
     assert not Path("runs").exists()
 
 
+def test_a_run_goes_on_with_other_settings_of_sampling(gptmini, text_file: Path):
+    words = ["train", "--data", str(text_file), *SMALL]
+    assert gptmini(*words)[0] == 0
+    code, _, err = gptmini(*words, "--set", "sample.bias={e: -2}", "--set", "sample.stop=[x]")
+    assert code == 0, err
+    other = [*words, "--out", "other", "--set", "sample.bias={e: -2}"]
+    assert gptmini(*other)[0] == 0
+    assert gptmini(*words, "--out", "other")[0] == 0
+
+
 def test_wrong_settings_when_generating(gptmini, text_file: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     for words, line in [

@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def test_prompts_together_are_what_they_are_alone(run: Run):
         alone = run.start([prompt], [number], max_new_tokens=40, temperature=1.5, logprobs=True)
         assert alone.finish() == [generation.samples[number]]
     assert generation.speed.tokens == sum(len(sample.tokens) for sample in generation.samples)
+
+
+def test_two_generations_may_take_turns(run: Run):
+    prompts, settings = ["the ", "a dog"], {"max_new_tokens": 30, "temperature": 1.5}
+    expected = run.start(prompts, **settings).finish()
+    one, other = (run.start(prompts, guess="lookup", **settings) for _ in range(2))
+    for _ in itertools.zip_longest(one, other):
+        pass
+    assert one.samples == other.samples == expected
 
 
 def test_log_probabilities_are_those_of_the_model(run: Run):

@@ -203,6 +203,19 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     assert drawn(model, [[3, 1, 4]], engine, **given, guesser=Lookup()) == plain
 
 
+def test_a_prompt_is_prefilled_without_guesses_behind_it():
+    class Everywhere:
+        def __call__(self, rows: list[Row], limits: list[int]) -> list[list[int]]:
+            asked.append(limits[0])
+            return [[1] * limit for limit in limits]
+
+    asked: list[int] = []
+    drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, guesser=Everywhere())
+    assert asked[0] == 0
+    assert max(asked) == 3
+    assert asked.count(0) > 1  # as behind the half that is kept when the context is full
+
+
 def test_lookup_guesses_what_came_last_time():
     row = Row(0, [1, 2, 3, 4, 1, 2], [])
     lookup = Lookup()

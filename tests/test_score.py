@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import tiny
 
-from gptmini.errors import DataError
+from gptmini.errors import CheckpointError, DataError
 from gptmini.model import GPT
 from gptmini.run import Run
 from gptmini.score import score
@@ -59,3 +59,9 @@ def test_a_long_text_is_seen_through_windows_that_move_by_half(run: Run, length:
 def test_what_cannot_be_scored_is_refused(run: Run, text: str, message: str):
     with pytest.raises(DataError, match=message):
         score(run, text)
+
+
+def test_weights_that_are_not_finite_are_said(run: Run):
+    torch.nn.init.constant_(run.model.final_norm.weight, torch.nan)
+    with pytest.raises(CheckpointError, match="non-finite"):
+        score(run, "text")
