@@ -110,6 +110,10 @@ def generate(
     named += ["--interactive"] * interactive
     if len(named) > 1:
         raise ConfigError(f"{named[0]}: not together with {named[1]}; leave one out")
+    if as_json and (interactive or prompts is not None):
+        raise ConfigError(f"--json: not together with {named[0]}; leave one out")
+    if samples > 1 and interactive:
+        raise ConfigError("--samples: not together with --interactive; leave one out")
     if (prompts is None) != (out is None):
         raise ConfigError("--prompts, --out: one needs the other; name both files")
     path = run or newest_run()

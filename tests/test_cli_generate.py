@@ -131,6 +131,9 @@ def test_standard_input_that_is_no_prompt(gptmini, run, monkeypatch, data, messa
         (["--prompt-file", "nothere"], 5, "nothere: no such file"),
         (["--prompt", "x" * 30, "--overflow", "error"], 2, "do not fit the context"),
         (["--draft", "nothere"], 4, "nothere: no run here"),
+        (["-i", "--json"], 2, "--json: not together with --interactive"),
+        (["-i", "--samples", "2"], 2, "--samples: not together with --interactive"),
+        (["--prompts", "a", "--out", "b", "--json"], 2, "--json: not together with --prompts"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(gptmini, run, words, code, message):
