@@ -36,8 +36,8 @@ def choose(logits: Tensor, sample: SampleConfig, number: float) -> int:
             return token
         raise ConfigError("sample.ban: nothing is left to draw; ban less")
     tokens, weights = probabilities(logits, sample)
-    heap = weights.cumsum()
-    place = int(heap.searchsorted(number * heap[-1], side="right"))
+    sums = weights.cumsum()
+    place = int(sums.searchsorted(number * sums[-1], side="right"))
     return place if tokens is None else int(tokens[place])
 
 

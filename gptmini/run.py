@@ -116,6 +116,15 @@ class Run:
         }
         return Generation(drawn, texts, speed, logprobs, decoder.name)
 
+    def encode(self, text: str, name: str) -> list[int]:
+        """The tokens of a text; DataError, which calls it by a name, if it is no Unicode text."""
+        try:
+            return self.tokenizer.encode(text).tolist()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{name}: character {error.start} is no Unicode text; mend it"
+            ) from None
+
     def sampling(self, settings: dict[str, Any]) -> SampleConfig:
         """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
         section = {**self.config.sample.model_dump(), **settings}
@@ -158,14 +167,8 @@ class Run:
             prompt, first = prompt[:-1], self._spaced
         document = self.tokenizer.document_token
         tokens: list[int] = []
-        try:
-            for place, part in enumerate(prompt.split(DOCUMENT) if special else [prompt]):
-                tokens += [document] * (place > 0)
-                tokens += self.tokenizer.encode(part).tolist()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"prompt: character {error.start} is no Unicode text; mend it"
-            ) from None
+        for place, part in enumerate(prompt.split(DOCUMENT) if special else [prompt]):
+            tokens += [document] * (place > 0) + self.encode(part, "prompt")
         return tokens or [document], first
 
     @cached_property

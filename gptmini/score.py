@@ -45,10 +45,7 @@ def score(run: Run, text: str) -> Score:
     the context is read in windows of one context that move by half of it, so that each token has
     half a context before it or all there is.
     """
-    try:
-        tokens = run.tokenizer.encode(text).tolist()
-    except UnicodeEncodeError as error:
-        raise DataError(f"text: character {error.start} is no Unicode text; mend it") from None
+    tokens = run.encode(text, "text")
     if not tokens:
         raise DataError("text: is empty; there is nothing to score")
     whole = torch.tensor([run.tokenizer.document_token, *tokens])
