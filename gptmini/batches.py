@@ -17,6 +17,7 @@ from torch import Tensor
 from gptmini.prepare import Stretch
 
 ROUNDS = 4
+BESIDE = -100  # a target that does not count
 CYCLE = 1000  # places after which the pattern of weighted stretches comes again
 
 
@@ -93,18 +94,40 @@ def shares(weights: list[float], whole: int) -> list[int]:
 
 
 def validation_batches(
-    stretches: list[Stretch], seq_len: int, batch_size: int
+    stretches: list[Stretch], seq_len: int, batch_size: int, stride: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every token but the first of each stretch as a target once, in windows side by side."""
+    """Every token but the first of each stretch as a target once; other targets are BESIDE.
+
+    Windows of seq_len lie side by side, or begin `stride` apart, so that each token (but those of
+    the first window) has at least seq_len - stride before it. The last may be shorter.
+    """
     for stretch in stretches:
-        tokens, first = stretch.tokens, stretch.first
-        last = stretch.last - 1  # the last position that has a target
-        whole = (last - first) // seq_len
-        for begin in range(0, whole, batch_size):
-            rows = range(begin, min(begin + batch_size, whole))
-            yield stack(tokens.read(first + row * seq_len, seq_len + 1) for row in rows)
-        if rest := (last - first) % seq_len:
-            yield stack([tokens.read(last - rest, rest + 1)])
+        rows: list[np.ndarray] = []
+        counts: list[int] = []
+        for start, end, count in _windows(stretch, seq_len, stride or seq_len):
+            row = stretch.tokens.read(start, end - start + 1)
+            if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
+                yield _counted(rows, counts)
+                rows, counts = [], []
+            rows.append(row)
+            counts.append(count)
+        if rows:
+            yield _counted(rows, counts)
+
+
+def _windows(stretch: Stretch, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """First and last position of each window, and how many targets at its end are new."""
+    start = done = stretch.first
+    while done < stretch.last - 1:
+        end = min(start + seq_len, stretch.last - 1)
+        yield start, end, end - done
+        start, done = start + stride, end
+
+
+def _counted(rows: list[np.ndarray], counts: list[int]) -> tuple[Tensor, Tensor]:
+    inputs, targets = stack(rows)
+    new = torch.arange(targets.shape[1]) >= targets.shape[1] - torch.tensor(counts)[:, None]
+    return inputs, targets.where(new, BESIDE)
 
 
 def stack(rows: Iterator[np.ndarray] | list[np.ndarray]) -> tuple[Tensor, Tensor]:

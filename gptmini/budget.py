@@ -18,14 +18,16 @@ from gptmini import machine
 from gptmini.config import Config, ModelConfig, TrainConfig
 from gptmini.configfile import completed
 from gptmini.errors import GptminiError, MachineError
-from gptmini.model import GPT, loss, parameter_count
+from gptmini.model import GPT, loss
 from gptmini.optim import Optimizer, cooldown_steps
+from gptmini.planner import parameter_count
 
 Precision = Callable[[], AbstractContextManager[object]]
 
 FAST_TOKENS = 8192  # in a forward pass on a CPU: more of them leave its caches and are no faster
 FINISH = 3  # seconds for the last checkpoint and the sample
-COMPILE_GAIN = 1.4  # of speed, where it pays
+COMPILE_GAIN = 1.5  # of the speed of passes, where it pays
+MEASURED = 3  # layers of a model that stands for deeper ones
 COMPILE_PAYS = 90  # seconds of training, of which a quarter is more than compiling takes
 
 # A ladder of models: layers, width, windows in a batch.
@@ -73,10 +75,15 @@ def step_seconds(model: GPT, config: Config, precision: Precision) -> float:
 
 def micro_batch_size(model: GPT, config: Config, precision: Precision) -> int:
     """The largest divisor of the batch whose passes fit in half of the memory and are fast."""
-    device, batch = _device(model), config.train.batch_size
-    static = 16 * sum(parameter.numel() for parameter in model.parameters())
-    room = (machine.memory(device) - static) // 2
-    fitting = room // activation_bytes(model, config.seq_len, precision)
+    window = activation_bytes(model, config.seq_len, precision)
+    return windows_at_a_time(config, _device(model), window)
+
+
+def windows_at_a_time(config: Config, device: torch.device, activations: int) -> int:
+    """The same, if a window needs so many bytes of activations."""
+    batch = config.train.batch_size
+    room = (machine.memory(device) - 16 * parameter_count(config.model)) // 2
+    fitting = room // activations
     if device.type == "cpu":
         fitting = min(fitting, FAST_TOKENS // config.seq_len)
     return max(n for n in range(1, batch + 1) if batch % n == 0 and n <= max(1, fitting))
@@ -162,9 +169,10 @@ def plan(config: Config, seconds: float, device: torch.device, dtype: torch.dtyp
         candidate = completed(config, {"model": sizes, "train": {"batch_size": windows}})
         if found is not None and _sizes(candidate) == _sizes(found):  # they are stated
             continue
-        per_step = _seconds_with_update(candidate, device, dtype)
+        passes, updates = _seconds_by_part(candidate, device, dtype)
         if config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and _compiler():
-            per_step /= COMPILE_GAIN
+            passes /= COMPILE_GAIN
+        per_step = passes + updates
         steps = config.train.steps if stated else max(1, int((seconds - FINISH) / per_step))
         tokens = steps * candidate.train.batch_size * candidate.seq_len
         enough = TOKENS_PER_PARAMETER * parameter_count(candidate.model)
@@ -178,15 +186,51 @@ def plan(config: Config, seconds: float, device: torch.device, dtype: torch.dtyp
     return found
 
 
+def smaller(config: Config) -> Config:
+    """A training of the same shape, with few layers and one micro-batch, to be measured instead."""
+    train = config.train
+    size = min(train.micro_batch_size or train.batch_size, max(1, FAST_TOKENS // config.seq_len))
+    layers = {"n_layer": min(config.model.n_layer, MEASURED)}
+    few = config.model_copy(update={"model": config.model.model_copy(update=layers)})
+    return few.with_train(batch_size=size, micro_batch_size=size)
+
+
+def predicted_seconds(
+    config: Config, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Times of the passes, without torch.compile, and of the update of a step, by smaller ones.
+
+    Layers take equal times, and so do micro-batches.
+    """
+    few = smaller(config)
+    layers, most = config.model.n_layer, few.model.n_layer
+    passes, updates = _seconds_by_part(few, device, dtype)
+    if layers > most:
+        one = few.model_copy(update={"model": few.model.model_copy(update={"n_layer": 1})})
+        first_passes, first_updates = _seconds_by_part(one, device, dtype)
+        passes += (layers - most) * (passes - first_passes) / (most - 1)
+        updates += (layers - most) * (updates - first_updates) / (most - 1)
+    return passes * config.train.batch_size / few.train.batch_size, updates
+
+
+def compiles(config: Config, seconds: float) -> bool:
+    """Whether blocks will probably be compiled if the passes take so many seconds without."""
+    asked = config.train.compile
+    return asked == "on" or (asked == "auto" and seconds >= COMPILE_PAYS and _compiler())
+
+
 def _sizes(config: Config) -> tuple[ModelConfig, int]:
     """What a step's time depends on."""
     return config.model, config.train.batch_size
 
 
-def _seconds_with_update(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Time of a whole step of a model that is made for this and forgotten."""
+def _seconds_by_part(
+    config: Config, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Times of the passes and of the update of a model that is made for this and forgotten."""
     precision = partial(machine.precision, device, dtype)
     model = GPT(config.model).to(device)
+    model.gradient_checkpointing = config.train.gradient_checkpointing
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=micro_batch_size(model, config, precision))
     seconds = step_seconds(model, config, precision)
@@ -200,7 +244,7 @@ def _seconds_with_update(config: Config, device: torch.device, dtype: torch.dtyp
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    return seconds + min(times)
+    return seconds, min(times)
 
 
 def paced_steps(settings: TrainConfig, step: int, elapsed: float, per_step: float) -> int:

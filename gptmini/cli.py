@@ -12,36 +12,30 @@ import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 import typer.exceptions
 
-from gptmini.cli_generate import RUNS, Cache, RunName, generate, newest_run, score
+from gptmini.cli_evidence import compare, convert, evaluate, plot, size
+from gptmini.cli_generate import generate, score
+from gptmini.cli_options import (
+    Assignments,
+    AttentionName,
+    Cache,
+    ConfigName,
+    Data,
+    Errors,
+    Picture,
+    RunName,
+    Steps,
+    configured,
+    default_out,
+    newest_run,
+)
 from gptmini.cli_text import data_app, tokenizer_app
 from gptmini.errors import ConfigError, GptminiError, Stopped
 from gptmini.files import CACHE
-
-if TYPE_CHECKING:
-    from gptmini.config import Config
-
-Assignment = tuple[str, tuple[str, ...], Any]
-
-ConfigName = Annotated[
-    str | None, typer.Argument(help="A YAML file, or the name of one in configs/.")
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A file, a folder, a glob, - for standard input, builtin:python-docs or "
-        "builtin:python-code; may be given several times."
-    ),
-]
-Errors = Annotated[str | None, typer.Option(help="Bytes that are no UTF-8: strict or replace.")]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as train.lr=1e-3."),
-]
 
 app = typer.Typer(
     help="Turn any text into a GPT that its owner understands.",
@@ -68,6 +62,11 @@ app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(data_app, name="data")
 app.command()(generate)
 app.command()(score)
+app.command()(evaluate)
+app.command()(compare)
+app.command()(convert)
+app.command()(plot)
+app.command()(size)
 
 
 @app.command()
@@ -78,24 +77,27 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="The run directory; by default runs/ and a name.")
     ] = None,
-    attention: Annotated[str | None, typer.Option(help="mha, mqa or gqa:KV_HEADS.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer updates.")] = None,
+    attention: AttentionName = None,
+    steps: Steps = None,
     minutes: Annotated[
         float | None, typer.Option(help="Time to take; sizes and steps are fitted to it.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     assignments: Assignments = None,
+    no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
     cache: Cache = CACHE,
 ) -> None:
     """Train a model on a text, or go on with a run that was stopped."""
     started = time.perf_counter()
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
-    settings = _config(config, data, errors, attention, named, assignments or [])
-    out = out or _default_out(config, settings.data.path[0], attention)
+    settings = configured(config, data, errors, attention, named, assignments)
+    out = out or default_out(config, settings.data.path[0], attention)
     from gptmini import runlog, trainer
     from gptmini.run import load
 
     trainer.train(settings, out, cache, started)
+    if no_sample:
+        return
     run = load(out, settings.train.device, cache=cache)
     print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
     runlog.deliver(chain(run.stream(""), ["\n"]))
@@ -116,7 +118,7 @@ def prepare(
     """Turn a text into tokens, as train does before its first step."""
     from gptmini import prepare, runlog
 
-    settings = _config(config, data, errors, None, {}, assignments or [])
+    settings = configured(config, data, errors, assignments=assignments)
     ready = prepare.prepare_corpus(settings, cache, runlog.progress)
     print(ready.summary(settings.tokenizer.kind))
 
@@ -130,7 +132,7 @@ def inspect(
     mask: Annotated[
         str | None, typer.Option(help="Show a mask instead: causal, window:N or padding:N.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A picture to draw: .png, .pdf, .svg.")] = None,
+    out: Picture = None,
 ) -> None:
     """Show what the heads of a trained model look at, or what a mask hides."""
     if mask is not None:
@@ -162,7 +164,7 @@ def inspect(
         from gptmini import plots
 
         names = [look.label(trained.tokenizer, token) for token in tokens]
-        plots.draw_weights(weights, names, config.n_kv_head, layers, head, out)
+        plots.save(plots.attention(weights, names, config.n_kv_head, layers, head), out)
 
 
 def _show_mask(name: str, out: Path | None) -> None:
@@ -175,57 +177,7 @@ def _show_mask(name: str, out: Path | None) -> None:
     if out is not None:
         from gptmini import plots
 
-        plots.draw_mask(found, name, out)
-
-
-def _config(
-    name: str | None,
-    data: list[str] | None,
-    errors: str | None,
-    attention: str | None,
-    named: dict[str, Any],
-    assignments: list[str],
-) -> "Config":
-    """The configuration of a command line: file, then --set, then the named options.
-
-    `named` has the options that are keys of the section train.
-    """
-    from gptmini import configfile, yamlfile
-
-    overrides: list[Assignment] = []
-    for text in assignments:
-        path, value = yamlfile.assignment(text)
-        overrides.append((f"--set {'.'.join(path)}", path, value))
-    if data:
-        overrides.append(("--data", ("data", "path"), data))
-    if errors is not None:
-        overrides.append(("--errors", ("data", "errors"), errors))
-    if attention is not None:
-        overrides += _attention(attention)
-    for option, value in named.items():
-        if value is not None:
-            overrides.append((option, ("train", option.removeprefix("--")), value))
-    return configfile.load(configfile.find(name) if name is not None else None, overrides)
-
-
-def _attention(text: str) -> list[Assignment]:
-    """`gqa:2` as the settings it is short for."""
-    variant, colon, heads = text.partition(":")
-    if colon and not heads.isdecimal():
-        raise ConfigError(f"--attention {text}: not a number of KV heads; write it as gqa:2")
-    section = ("model", "attention")
-    return [
-        ("--attention", (*section, "variant"), variant),
-        ("--attention", (*section, "n_kv_head"), int(heads) if colon else None),
-    ]
-
-
-def _default_out(config: str | None, data: str, attention: str | None) -> Path:
-    """`runs/` and the configuration's name, or the text's where none is named."""
-    parts = Path(config or data.removeprefix("builtin:")).parts
-    plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
-    name = Path(*plain).name.split(".")[0].strip("-") or "text"
-    return RUNS / (f"{name}-{attention.replace(':', '')}" if attention else name)
+        plots.save(plots.mask(found, name), out)
 
 
 def main() -> None:

@@ -9,24 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.cli_options import AsJson, Cache, Device, RunName, Weights, newest_run
+from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
 
 if TYPE_CHECKING:
     from gptmini.run import Generation, Run
     from gptmini.score import Score
 
-RUNS = Path("runs")
 LARGEST = 16 << 20  # bytes of a prompt, of which a model sees its context only
-
-RunName = Annotated[
-    Path | None, typer.Argument(help="A run directory; by default the newest in runs/.")
-]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Cache = Annotated[
-    Path, typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora and code are kept.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
 def generate(
@@ -78,7 +69,7 @@ def generate(
         Path | None, typer.Option(help="A smaller run that guesses; same text.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, max=4096, help="Texts at a time.")] = 16,
-    weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
+    weights: Weights = "bfloat16",
     device: Device = "auto",
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every position anew; same text, slower.")
@@ -223,7 +214,7 @@ def score(
     run: RunName = None,
     text: Annotated[str | None, typer.Option(help="The text.")] = None,
     file: Annotated[Path | None, typer.Option(help="A file with it; - is standard input.")] = None,
-    weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
+    weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -307,12 +298,3 @@ def _bias(assignments: list[str] | None) -> dict[str, float] | None:
         if not equals or not token:
             raise ConfigError(f"--bias {text}: not TOKEN=NUMBER; write it as the=-2")
     return bias
-
-
-def newest_run() -> Path:
-    """The run that was trained last."""
-    configs = RUNS.glob("*/config.yaml")
-    newest = max(configs, key=lambda file: file.stat().st_mtime, default=None)
-    if newest is None:
-        raise CheckpointError(f"{RUNS}: no run here; make one with gptmini train, or name one")
-    return newest.parent

@@ -234,10 +234,9 @@ class TrainConfig(Section):
         0.7, description="share of the steps, at the end, in which the rate falls to min_lr"
     )
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(0.3, description="on matrices only")
-    betas: Annotated[
-        list[Fraction],
-        Field(min_length=2, max_length=2),
-    ] = Field([0.9, 0.95], description="of AdamW")
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(
+        [0.9, 0.95], description="of AdamW"
+    )
     grad_clip: Positive = Field(1.0, description="largest norm of the gradient")
     on_divergence: Literal["stop", "rewind"] = Field(
         "stop",
@@ -261,6 +260,9 @@ class TrainConfig(Section):
         2, description="newest checkpoints that stay, beside the best"
     )
     log_every: Steps = Field(20, description="steps between lines of metrics")
+    log_to: list[Literal["tensorboard", "wandb"]] = Field(
+        [], description="where metrics go too; needs the extra of that name"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -325,12 +327,9 @@ class Config(Section):
         return self.train.seq_len or self.model.context_length
 
     def contradictions(self) -> Iterator[Contradiction]:
-        if self.seq_len > self.model.context_length:
-            yield (
-                "train.seq_len",
-                f"{self.seq_len} is over model.context_length {self.model.context_length}; "
-                f"lower it",
-            )
+        limit = self.model.context_length
+        if self.seq_len > limit:
+            yield "train.seq_len", f"{self.seq_len} is over model.context_length {limit}; lower it"
 
     def with_train(self, **settings: Any) -> "Config":
         """The same run with other settings of the section train."""

@@ -4,9 +4,10 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -53,6 +54,28 @@ def memory(device: torch.device) -> int:
     if os.name != "posix":
         return 8 << 30
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most: on a device, or else in all."""
+    return _held(device, "VmHWM", torch.cuda.max_memory_reserved)
+
+
+def resident_memory(device: torch.device) -> int:
+    """Bytes that this process holds now."""
+    return _held(device, "VmRSS", torch.cuda.memory_reserved)
+
+
+def _held(device: torch.device, field: str, on_cuda: Callable[[torch.device], int]) -> int:
+    if device.type == "cuda":
+        return on_cuda(device)
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(f"{field}:")[1].split()[0]) << 10
+    except (OSError, IndexError):  # not on Linux, where ru_maxrss would count the parent's
+        import resource  # noqa: PLC0415 - not on Windows
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
 
 
 def check_memory(parameters: int, device: torch.device) -> None:

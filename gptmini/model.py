@@ -94,10 +94,10 @@ class GPT(nn.Module):
         return F.linear(hidden, (self.head or self.embed).weight)
 
 
-def loss(model: GPT, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats, in float32: the mean per token, or "sum" or "none" (B·T)."""
+def loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats per token, in float32."""
     logits = model(tokens).float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
@@ -122,9 +122,3 @@ def initialise(model: GPT) -> None:
         assert isinstance(block, Block)
         nn.init.normal_(block.attn.o_proj.weight, std=into_stream)
         nn.init.normal_(block.mlp.down_proj.weight, std=into_stream)
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """The number of parameters of a model, without the memory for them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(config).parameters())

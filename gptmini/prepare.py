@@ -8,7 +8,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from gptmini import corpus as sources
 from gptmini import files, shards
 from gptmini import tokenizer as tokenizers
-from gptmini.config import Config
+from gptmini.config import Config, DataConfig
 from gptmini.corpus import Source
 from gptmini.errors import DataError, MachineError
 from gptmini.shards import TokenFile
@@ -75,11 +75,28 @@ def prepare_corpus(
 
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
+    with _cached(config.data, cache) as paths:
+        return _prepare(config, paths, cache, progress)
+
+
+def prepare_text(
+    settings: DataConfig, tokenizer: Tokenizer, cache: Path, progress: Progress
+) -> Stretch:
+    """The whole of a text as tokens of a tokenizer that there is; raises as prepare_corpus."""
+    with _cached(settings, cache) as paths:
+        source = sources.find(paths, settings)
+        tokens = _token_file(source, source.digest(), tokenizer, cache, progress)
+    return Stretch(tokens, 0, len(tokens))
+
+
+@contextmanager
+def _cached(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
+    """The paths of a text, and a cache to prepare it in."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         _sweep(cache)
-        with sources.spooled(config.data.path, cache) as paths:
-            return _prepare(config, paths, cache, progress)
+        with sources.spooled(settings.path, cache) as paths:
+            yield paths
     except OSError as error:
         raise MachineError(
             f"{error.filename or cache}: {(error.strerror or str(error)).lower()}; "

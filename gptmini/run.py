@@ -59,14 +59,26 @@ class Run:
         config: Config,
         tokenizer: Tokenizer,
         model: GPT,
-        step: int = 0,
+        state: dict[str, Any] | None = None,
         weights: str = "float32",
         cache: Path = CACHE,
     ) -> None:
-        self.path, self.config, self.step = path, config, step
+        """`state` is what its checkpoint says of the training."""
+        self.path, self.config = path, config
+        self.state: dict[str, Any] = state or {"step": 0, "corpus": ""}
         self.tokenizer, self.model = tokenizer, model
         self.weights, self._cache = weights, cache
         self._decoder: Decoder | None = None
+
+    @property
+    def step(self) -> int:
+        """Updates that made the weights."""
+        return int(self.state["step"])
+
+    @property
+    def corpus(self) -> str:
+        """SHA-256 (hex) of the text that it was trained on."""
+        return str(self.state["corpus"])
 
     def generate(self, prompt: str = "", **settings: Any) -> str:
         """The continuation of a prompt; `settings` are those of the section `sample`.
@@ -290,4 +302,4 @@ def load(
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
     native.round_weights(model, weights)
     model = model.eval().to(pick_device(device))
-    return Run(run.path, config, tokenizer, model, checkpoint.step, weights, cache)
+    return Run(run.path, config, tokenizer, model, checkpoint.state, weights, cache)

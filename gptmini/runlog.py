@@ -85,10 +85,15 @@ def counted(unit: str, total: int, done: int) -> Iterator[Callable[[int], object
 
 
 class RunLog:
-    """The metrics and the progress of a training run of `steps` steps that has made `step`."""
+    """The metrics and the progress of a training run of `steps` steps that has made `step`.
 
-    def __init__(self, path: Path, step: int, steps: int) -> None:
-        self._path = path
+    `also` is given each line of metrics too.
+    """
+
+    def __init__(
+        self, path: Path, step: int, steps: int, also: Callable[[dict[str, Any]], object]
+    ) -> None:
+        self._path, self._also = path, also
         _keep_until(path, step)
         self._file = path.open("a", encoding="utf-8")
         self._terminal = sys.stderr.isatty()
@@ -117,6 +122,7 @@ class RunLog:
         except OSError as error:
             error.filename = str(self._path)  # a full disk names no file
             raise
+        self._also(metrics)
         shown = [
             form.format(metrics[key]) for key, form in METRICS_FORMAT.items() if key in metrics
         ]
@@ -144,15 +150,21 @@ class RunLog:
         self._file.close()
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines after a step, which will be written again, and a line cut by a crash."""
+def metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of metrics; one that a crash has cut is passed over."""
     if not path.exists():
         return
-    kept = []
     for line in path.read_text("utf-8", "replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            found = json.loads(line)
+            int(found["step"])
         except (ValueError, KeyError, TypeError):
             continue
-    files.replace(path, "".join(kept).encode())
+        yield found
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines after a step, which will be written again, and a line cut by a crash."""
+    if path.exists():
+        kept = [json.dumps(line) + "\n" for line in metrics(path) if line["step"] <= step]
+        files.replace(path, "".join(kept).encode())

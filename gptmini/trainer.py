@@ -8,7 +8,6 @@ import math
 import signal
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,18 @@ from gptmini import batches, budget, machine
 from gptmini.batches import draw
 from gptmini.checkpoint import RunDirectory
 from gptmini.config import Config
+from gptmini.decoder import TorchDecoder
 from gptmini.errors import DivergedError, Stopped
 from gptmini.evaluate import evaluate
 from gptmini.model import loss
 from gptmini.optim import cooldown_steps, learning_rate
 from gptmini.runlog import RunLog, say
+from gptmini.sampler import begin as begin_row
+from gptmini.sampler import decode
+from gptmini.trackers import Trackers
 from gptmini.training import Training, begin, diverged, prepare, restore, save, stamp, windows
 
+SAMPLE = 120  # tokens that are drawn at an evaluation
 LEAST_SCALE = 1 / 32  # of the learning rate, after which a run that diverges ends
 
 
@@ -46,12 +50,14 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
             say(f"{out}: already finished at step {training.step}; {_how_to_go_on(training)}")
             return
         run.check_space(3 * sum(p.nbytes for p in training.model.parameters()))
-        log = RunLog(run.metrics, training.step, training.config.train.steps)
+        trackers = Trackers(run.path, training.config, training.step)
+        log = RunLog(run.metrics, training.step, training.config.train.steps, trackers.write)
         try:
             with machine.signals() as received:
                 _loop(training, log, received)
         finally:
             log.close()
+            trackers.close()
 
 
 def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
@@ -113,6 +119,8 @@ def _advance(training: Training, log: RunLog) -> None:
         training.logged = (training.step, training.seconds)
     if training.step % settings.eval_every == 0 or last:
         record |= assess(training)
+        record["sample"] = sample(training)
+        record["peak_memory"] = machine.peak_memory(training.device)
     if record:
         log.write(stamp(training) | record)
 
@@ -201,17 +209,30 @@ def update(training: Training) -> dict[str, Any]:
     return {"train_loss": total, "lr": rate, "grad_norm": norm}
 
 
+def sample(training: Training) -> str:
+    """What the model would write now; nothing of it touches the training."""
+    settings = training.config.sample
+    settings = settings.model_copy(
+        update={"max_new_tokens": min(SAMPLE, settings.max_new_tokens), "overflow": "stop"}
+    )
+    model, tokenizer = training.model, training.corpus.tokenizer
+    limit = training.config.model.context_length
+    row = begin_row(0, [tokenizer.document_token], settings, limit)
+    model.eval()
+    with training.eagerly():
+        for _, token, _ in decode(TorchDecoder(model), [row], settings, limit):
+            if token == tokenizer.document_token:
+                break
+    return tokenizer.decode(row.drawn)
+
+
 def assess(training: Training) -> dict[str, Any]:
     """Evaluate the whole validation split and remember the best step."""
     settings, corpus = training.config.train, training.corpus
     held_out = batches.validation_batches(
         corpus.validation, training.config.seq_len, settings.micro_batch_size or 1
     )
-    # Kernels compiled for training would be compiled again for the other shapes and modes.
-    eagerly = (
-        torch.compiler.set_stance("force_eager") if settings.compile == "on" else nullcontext()
-    )
-    with eagerly:
+    with training.eagerly():
         lengths = corpus.tokenizer.byte_lengths()
         result = evaluate(training.model, held_out, lengths, training.precision)
     if not math.isfinite(result.loss):

@@ -5,19 +5,20 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gptmini import budget, machine
+from gptmini import budget, machine, planner
 from gptmini.batches import Batches, draw
 from gptmini.checkpoint import Checkpoint, RunDirectory, fitting
 from gptmini.config import Config
 from gptmini.configfile import completed, differences
 from gptmini.errors import ConfigError, DataError, DivergedError
-from gptmini.model import GPT, parameter_count
+from gptmini.model import GPT
 from gptmini.optim import Optimizer
 from gptmini.prepare import Corpus, prepare_corpus
 from gptmini.runlog import progress, say
@@ -32,6 +33,7 @@ CHANGEABLE = {
     "train.save_every",
     "train.keep",
     "train.log_every",
+    "train.log_to",
     "train.device",
     "train.gradient_checkpointing",
     "train.on_divergence",
@@ -75,27 +77,35 @@ class Training:
         """A context in which matrix products run in `dtype`."""
         return machine.precision(self.device, self.dtype)
 
+    def eagerly(self) -> AbstractContextManager[object]:
+        """A context without compiled kernels, which other shapes and modes would compile again."""
+        compiled = self.config.train.compile == "on"
+        return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
     def change(self, **settings: Any) -> None:
         """Set keys of the configuration's section train."""
         self.config = self.config.with_train(**settings)
 
 
-def prepare(config: Config, run: RunDirectory, cache: Path, started: float) -> Training:
-    """Corpus, model and optimizer at step 0; nothing is written but the corpus in the cache.
+def settle(
+    config: Config,
+    existing: Config | None,
+    cache: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    started: float,
+) -> tuple[Config, Corpus, Batches]:
+    """The configuration with what the text and the minutes decide, the text, and its windows.
 
-    A run that has begun keeps what it chose then; `started` is when this command did.
+    A run that exists keeps what it chose when it began.
     """
-    device = machine.pick_device(config.train.device)
-    dtype = machine.pick_dtype(config.train, device)
-    machine.keep_freed_memory()
-    paced = config.train.minutes is not None and "steps" not in config.train.model_fields_set
     asked = config.tokenizer.kind
-    if run.begun:
-        config = budget.as_chosen(config, run.config())
+    if existing is not None:
+        config = budget.as_chosen(config, existing)
     corpus = prepare_corpus(config, cache, progress)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     say(corpus.summary(asked))
-    if config.train.minutes is not None and not run.begun:
+    if config.train.minutes is not None and existing is None:
         left = 60 * config.train.minutes - (time.perf_counter() - started)
         config = budget.plan(config, left, device, dtype)
     settings = config.train
@@ -105,7 +115,22 @@ def prepare(config: Config, run: RunDirectory, cache: Path, started: float) -> T
     if config.model.dropout is None:
         share = budget.dropout(rows.epochs(settings.steps))
         config = completed(config, {"model": {"dropout": share}})
-    machine.check_memory(parameter_count(config.model), device)
+    return config, corpus, rows
+
+
+def prepare(config: Config, run: RunDirectory, cache: Path, started: float) -> Training:
+    """Corpus, model and optimizer at step 0; nothing is written but the corpus in the cache.
+
+    `started` is when the command did.
+    """
+    device = machine.pick_device(config.train.device)
+    dtype = machine.pick_dtype(config.train, device)
+    machine.keep_freed_memory()
+    paced = config.train.minutes is not None and "steps" not in config.train.model_fields_set
+    existing = run.config() if run.begun else None
+    config, corpus, rows = settle(config, existing, cache, device, dtype, started)
+    settings = config.train
+    machine.check_memory(planner.parameter_count(config.model), device)
     torch.manual_seed(draw(settings.seed))
     model = GPT(config.model).to(device)
     model.gradient_checkpointing = settings.gradient_checkpointing
@@ -172,8 +197,9 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     if state["corpus"] != training.corpus.content:
         raise DataError(_other_text(training.config, run))
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
-    fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
-    training.optimizer.restore(checkpoint.optimizer)
+    if checkpoint.step:  # before its first update an optimizer has no state
+        fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
+        training.optimizer.restore(checkpoint.optimizer)
     run.set_aside_after(checkpoint.step)
     training.step = training.saved = checkpoint.step
     training.seconds, training.best = state["seconds"], state["best"]
@@ -215,9 +241,8 @@ def stamp(training: Training) -> dict[str, Any]:
 def _introduce(training: Training) -> None:
     """Say in two lines what is trained, and how long."""
     config, model = training.config, training.config.model
-    count = sum(parameter.numel() for parameter in training.model.parameters())
-    kept = sum(model.cache_length(layer) for layer in range(model.n_layer))
-    cache = 2 * kept * model.n_kv_head * model.head_dim * 4  # in float32
+    count = planner.parameter_count(model)
+    cache = planner.cache_bytes(model, model.context_length)
     epochs = training.batches.epochs(config.train.steps)
     chosen = config.train
     say(

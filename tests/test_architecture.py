@@ -12,7 +12,7 @@ FLOORS = [
     ["errors"],
     ["yamlfile", "files"],
     ["config"],
-    ["configfile"],
+    ["configfile", "planner"],
     ["bpe"],
     ["tokenizer"],
     ["formats"],
@@ -27,17 +27,21 @@ FLOORS = [
     ["native"],
     # machinery
     ["machine", "optim", "batches", "checkpoint", "runlog"],
-    ["budget"],
+    ["budget", "trackers", "rehearse"],
     # what it is for
     ["decoder", "filters"],
     ["speculate"],
     ["sampler"],
     ["run"],
-    ["evaluate", "score", "bulk", "plots", "inspect"],
+    ["evaluate", "score", "bulk", "inspect"],
+    ["measure"],
+    ["plots", "compare"],
+    ["report"],
     ["training"],
-    ["trainer"],
+    ["convert", "trainer", "size"],
     # the door
-    ["cli_text", "cli_generate"],
+    ["cli_options"],
+    ["cli_text", "cli_generate", "cli_evidence"],
     ["cli"],
     ["__init__", "__main__"],
 ]
@@ -50,12 +54,13 @@ DOORS = {
     "tiktoken": {"tokenizer"},
     "tqdm": {"runlog"},
     "safetensors": {"checkpoint"},
-    "typer": {"cli", "cli_text", "cli_generate"},
-    "subprocess": {"native"},
+    "typer": {"cli", "cli_text", "cli_generate", "cli_evidence", "cli_options"},
+    "subprocess": {"native", "compare"},
     "regex": {"bpe"},
     "pyarrow": {"formats"},
     "urllib": {"fetch"},
     "matplotlib": {"plots"},
+    "wandb": {"trackers"},
 }
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve"}

@@ -76,17 +76,23 @@ def test_windows_are_a_function_of_seed_and_step():
     assert tokens[:, 0].tolist() == [start for _, start in make(1).starts(3)]
 
 
-@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9))
-def test_validation_sees_every_target_once(total, seq_len, batch_size):
+@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9), st.data())
+def test_validation_sees_every_target_once_behind_enough_of_the_text(
+    total, seq_len, batch_size, data
+):
     first = total // 2 - 1
-    seen = [
-        target
-        for tokens, targets in batches.validation_batches(
-            [stretch(total, first)], seq_len, batch_size
-        )
-        for target in targets.flatten().tolist()
-        if torch.equal(targets, tokens + 1)
-    ]
+    stride = data.draw(st.none() | st.integers(1, seq_len))
+    seen = []
+    for tokens, targets in batches.validation_batches(
+        [stretch(total, first)], seq_len, batch_size, stride
+    ):
+        assert len(tokens) <= batch_size
+        counted = targets != batches.BESIDE
+        assert torch.equal(targets[counted], tokens[counted] + 1)
+        seen += targets[counted].tolist()
+        for row, new in zip(tokens, counted, strict=True):
+            place = int(new.nonzero()[0])
+            assert place + 1 > seq_len - (stride or seq_len) or row[0] == first
     assert sorted(seen) == list(range(first + 1, total))
 
 

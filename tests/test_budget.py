@@ -10,7 +10,7 @@ from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import budget, machine, trainer
+from gptmini import budget, machine, planner, trainer
 from gptmini.checkpoint import RunDirectory
 from gptmini.config import Config, TrainConfig
 from gptmini.configfile import validate
@@ -145,11 +145,11 @@ def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
 def planned(config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A plan on a machine that makes 10¹⁰ multiplications with a parameter in a second."""
 
-    def reckoned(config: Config, *_: Any) -> float:
+    def reckoned(config: Config, *_: Any) -> tuple[float, float]:
         tokens = config.train.batch_size * config.seq_len
-        return 6 * budget.parameter_count(config.model) * tokens / 1e11
+        return 6 * planner.parameter_count(config.model) * tokens / 1e11, 0.0
 
-    monkeypatch.setattr(budget, "_seconds_with_update", reckoned)
+    monkeypatch.setattr(budget, "_seconds_by_part", reckoned)
     monkeypatch.setattr(budget, "_compiler", lambda: False)
     return budget.plan(config.with_tokenizer("byte", 257), seconds, CPU, torch.float32)
 
@@ -160,7 +160,7 @@ def test_more_minutes_make_a_larger_model(monkeypatch):
         plan = planned(Config(), seconds, monkeypatch)
         widths.append(plan.model.d_model)
         tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
-        assert tokens * 6 * budget.parameter_count(plan.model) / 1e11 <= seconds
+        assert tokens * 6 * planner.parameter_count(plan.model) / 1e11 <= seconds
         assert plan.train.eval_every <= max(1, plan.train.steps // 10)
     assert widths == sorted(widths)
     assert widths[0] == 128
@@ -189,7 +189,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     """The plan thinks a step takes half a second; before and after step 100 it takes another."""
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(budget, "_seconds_with_update", lambda *_: 0.5)
+    monkeypatch.setattr(budget, "_seconds_by_part", lambda *_: (0.4, 0.1))
     update, first = trainer.update, budget.RUNGS[:1]
     monkeypatch.setattr(budget, "RUNGS", first)
 

@@ -55,6 +55,7 @@ def result(run: RunDirectory) -> tuple[bytes, list[dict[str, Any]]]:
     for line in lines:
         del line["seconds"]
         line.pop("tokens_per_second", None)
+        line.pop("peak_memory", None)
     return final.read_bytes(), lines
 
 

@@ -106,15 +106,15 @@ def test_pictures_are_drawn(tmp_path: Path):
     names = list("abcdefgh")
     for name, layers, head in (("all", [0, 1], None), ("layer", [1], None), ("head", [1], 3)):
         path = tmp_path / f"{name}.png"
-        plots.draw_weights(weights, names, 2, layers, head, path)
+        plots.save(plots.attention(weights, names, 2, layers, head), path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    plots.draw_mask(inspect.named_mask("causal", 5), "causal", tmp_path / "mask.png")
+    plots.save(plots.mask(inspect.named_mask("causal", 5), "causal"), tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"end it in \.png"):
-        plots.draw_mask(inspect.named_mask("causal", 5), "causal", tmp_path / "mask.txt")
+        plots.save(plots.mask(inspect.named_mask("causal", 5), "causal"), tmp_path / "mask.txt")
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MachineError, match=r"pip install 'gptmini\[plot\]'"):
-        plots.draw_mask(inspect.named_mask("causal", 5), "causal", tmp_path / "mask.png")
+        plots.save(plots.mask(inspect.named_mask("causal", 5), "causal"), tmp_path / "mask.png")

@@ -49,11 +49,15 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
     found = commands()
     names = {"train", "generate", "score", "inspect", "tokenizer", "data"}
+    names |= {"evaluate", "compare", "size", "plot", "convert"}
     assert {line[1] for line in found} == names
     for line in found:
         small = [word for setting in SMALL for word in ("--set", setting)]
         extra = {"train": small, "generate": ["--max-new-tokens", "3"]}
-        words = [*line, *extra.get(line[1], [])]
+        extra |= {"size": small, "compare": small if "shakespeare-char" in line else []}
+        pairs = zip(["", *line], [*line, ""], strict=True)
+        words = ["1" if before == "--seeds" else word for before, word in pairs][:-1]
+        words += extra.get(line[1], [])
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end:
             cli.main()

@@ -62,3 +62,11 @@ def test_bench_generate_draws_with_everybody():
         assert len(row) >= 4
         assert all(float(cell.split()[0].replace(",", "")) > 0 for cell in row[1:])
     assert names[1:4] == ["HF", "HF bf16", "gptmini in torch"]
+
+
+def test_bench_size_holds_plans_against_trainings():
+    row = output("bench_size.py", "--quick").splitlines()[2]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == "quick"
+    assert 0.5 < float(cells[2].replace(",", "")) / float(cells[3].replace(",", "")) < 2
+    assert float(cells[5]) > 0

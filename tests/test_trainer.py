@@ -16,6 +16,8 @@ from gptmini.config import Config
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
 from gptmini.machine import pick_device, signals
 
+CLOCK = {"seconds", "tokens_per_second", "peak_memory"}  # what depends on the moment
+
 
 @pytest.fixture
 def config(text_file: Path) -> Config:
@@ -39,10 +41,7 @@ def weights(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
 def metrics(run: RunDirectory) -> list[dict]:
     """The lines of metrics without what a clock said."""
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")}
-        for line in lines
-    ]
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines]
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -236,7 +235,9 @@ def test_the_run_directory_holds_what_it_promises(train, config):
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     keys = {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
     assert set(lines[0]) == keys
-    assert set(lines[2]) == keys | {"val_loss", "val_bpb"}
+    assert set(lines[2]) == keys | {"val_loss", "val_bpb", "sample", "peak_memory"}
+    assert len(lines[2]["sample"]) > 2
+    assert 50 << 20 < lines[2]["peak_memory"] < 8 << 30
     assert lines[5]["tokens"] == 6 * 4 * 16
     best = json.loads((run.path / "best.json").read_text())
     assert best["val_loss"] == min(line["val_loss"] for line in lines if "val_loss" in line)

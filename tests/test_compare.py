@@ -1,0 +1,182 @@
+"""Comparisons: what is trained, that it is trained once, and what is said of it."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, tiny
+from test_measure import variant
+
+from gptmini import compare, plots
+from gptmini.checkpoint import RunDirectory
+
+
+def test_seeds_take_turns_and_all_see_as_many_tokens(tmp_path):
+    base = tiny(train={"steps": 12, "batch_size": 4})
+    wide = tiny(train={"steps": 99, "batch_size": 8})
+    jobs = compare.jobs({"a": base, "b": wide}, 2, tmp_path)
+    assert [(job.variant, job.config.train.seed) for job in jobs] == [
+        ("a", 1337),
+        ("b", 1337),
+        ("a", 1338),
+        ("b", 1338),
+    ]
+    assert {job.config.train.steps * job.config.train.batch_size for job in jobs} == {48}
+    assert all(job.config.train.patience is None for job in jobs)
+    assert len({job.out for job in jobs}) == 4
+
+
+WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4", "--seeds", "2"]
+
+
+@pytest.fixture
+def compared(gptmini, text_file):
+    """The command line of a comparison, and what it said the first time."""
+    return gptmini, gptmini(*WORDS)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))}
+
+
+def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
+    gptmini, (code, out, err) = compared
+    assert code == 0, err
+    folder = tmp_path / "runs" / "compare"
+    runs = [folder / name / f"seed-{seed}" for name in ("mha", "window4") for seed in (1337, 1338)]
+    assert [RunDirectory(run).steps()[0] for run in runs] == [4] * 4
+    assert RunDirectory(runs[2]).config().model.attention.window == 4
+    before, made = weights(folder), [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
+    first = json.loads((folder / "compare.json").read_text())
+    code, again, err = gptmini(*WORDS, "--json")
+    assert code == 0
+    assert err.count("is finished") == 4
+    assert weights(folder) == before
+    assert [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs] == made
+    second = json.loads(again)
+    assert [v["runs"] for v in second["variants"]] == [v["runs"] for v in first["variants"]]
+    assert "window:4: " in out
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    text = (folder / "compare.md").read_text()
+    assert text.splitlines()[0] in out
+    assert {len(line) for line in text.splitlines()[:4]} == {len(text.splitlines()[0])}
+    # What was taken away is made again, to the same bits, and nothing else is touched.
+    victim = runs[1]
+    for path in (victim / "checkpoints").glob("step-*4"):
+        path.rename(tmp_path / path.name)
+    assert gptmini(*WORDS)[0] == 0
+    assert weights(folder) == before
+    # Another comparison does not mix with it.
+    code, _, err = gptmini(*WORDS, "--steps", "5")
+    assert code == 2
+    assert "is of another comparison" in err
+
+
+def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_path):
+    gptmini, _ = compared
+    folder = tmp_path / "runs" / "compare"
+    twins = [folder / "mha" / "seed-1337", folder / "mha" / "seed-1338"]
+    (folder / "copy").symlink_to(twins[0])
+    assert compare.grouped([*twins, folder / "window4" / "seed-1337", folder / "copy"]) == {
+        "mha": twins,
+        "window4": [folder / "window4" / "seed-1337"],
+        "copy": [folder / "copy"],  # the same seed again is no other seed
+    }
+    runs = [f"runs/compare/{name}/seed-{n}" for name in ("mha", "window4") for n in (1337, 1338)]
+    code, out, _ = gptmini("compare", *runs, "--out", "again", "--json")
+    assert code == 0
+    names = {one["name"]: len(one["runs"]) for one in json.loads(out)["variants"]}
+    assert names == {"mha": 2, "window4": 2}
+    (tmp_path / "other.txt").write_text("Another text. " * 20)
+    code, other, _ = gptmini("compare", *runs, "--data", "other.txt", "--out", "again", "--json")
+    assert code == 0
+    assert (
+        json.loads(other)["variants"][0]["bits_per_byte"]
+        != json.loads(out)["variants"][0]["bits_per_byte"]
+    )
+
+
+def test_equal_minutes_fix_the_sizes_once(gptmini, text_file, tmp_path):
+    small = ["--set", "model.context_length=16", "--set", "train.eval_every=1000"]
+    words = ["compare", "--data", "text.txt", *small, "--attention", "mha,mqa", "--minutes", "0.1"]
+    code, _, err = gptmini(*words)
+    assert code == 0, err
+    folder = tmp_path / "runs" / "compare"
+    configs = [RunDirectory(folder / name / "seed-1337").config() for name in ("mha", "mqa")]
+    shapes = {(one.model.n_layer, one.model.d_model, one.train.batch_size) for one in configs}
+    assert len(shapes) == 1
+    assert configs[1].model.n_kv_head == 1
+
+
+def test_a_failed_training_ends_it_with_its_own_words_and_code(gptmini, text_file):
+    words = [*WORDS, "--set", "train.lr=1e9", "--set", "train.optimizer=adamw"]
+    code, _, err = gptmini(*words)
+    assert code == 6
+    assert "after step" in err
+    assert "its training ended early" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_training_and_the_same_command_goes_on(
+    gptmini, text_file, tmp_path, number
+):
+    long = [*WORDS, "--set", "train.steps=3000", "--set", "train.save_every=3000"]
+    command = [sys.executable, "-m", "gptmini", *long]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        for line in process.stderr:
+            if line.startswith("step 20/"):
+                break
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == 128 + number
+    assert "saved; the same command goes on" in said
+    saved = RunDirectory(tmp_path / "runs/compare/mha/seed-1337").steps()
+    assert 20 <= saved[0] < 3000
+
+
+def test_differences_within_the_spread_are_called_so():
+    close = [variant("a", 2.0, 2.1, 2.2), variant("b", 2.02, 2.12, 2.22)]
+    assert compare.verdicts(close) == [
+        "b: +0.0200 bits per byte to a, 95 % interval ± 0.2270 (3 and 3 runs): within the spread"
+    ]
+    (worse,) = compare.verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 3.0, 3.1, 3.2)])
+    assert worse.endswith(": worse")
+    (better,) = compare.verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 1.0, 1.1, 1.2)])
+    assert better.endswith(": better")
+    (unknown,) = compare.verdicts([variant("a", 2.0), variant("b", 3.0)])
+    assert unknown.endswith("one run each: nothing is known of the spread, take --seeds 3")
+
+
+def test_runs_of_different_texts_are_not_compared_in_silence():
+    one, two = variant("a", 2.0), variant("b", 2.0)
+    assert len(compare.verdicts([one, two])) == 1
+    two.runs[0] = replace(two.runs[0], text="another")
+    assert "give one for all with --data" in compare.verdicts([one, two])[0]
+
+
+def test_the_picture_is_drawn_of_any_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    one, two = variant("a", 2.0, 2.1), variant("b", 2.5)
+    two.runs[0].history.clear()  # a converted run that was not trained on
+    plots.save(plots.comparison([one, two]), tmp_path / "a.svg")
+    words = (tmp_path / "a.svg").read_text()
+    assert "<svg" in words
+
+
+def test_usage_is_checked(gptmini, text_file, tmp_path):
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "config.yaml").touch()
+    code, _, err = gptmini("compare", "--data", "-")
+    assert (code, "read once only" in err) == (2, True)
+    code, _, err = gptmini("compare", "attention/mha", "attention/mqa", "--attention", "mha")
+    assert (code, "of several configurations" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "--steps", "9")
+    assert (code, "trained already" in err) == (2, True)
+    code, _, err = gptmini("compare", "--attention", "mha,window")
+    assert (code, "window:64" in err) == (2, True)
+    code, _, err = gptmini("compare", "no-such-thing")
+    assert (code, "no such configuration" in err) == (2, True)

@@ -1,0 +1,120 @@
+"""Costs by arithmetic, against the model itself and against counted operations."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from gptmini import planner
+from gptmini.attention import Attention, KVCache
+from gptmini.config import ModelConfig
+from gptmini.configfile import CONFIGS, load, named_configs
+from gptmini.layers import MLP
+from gptmini.model import GPT
+
+NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_configs()]
+
+
+def by_part(model: GPT) -> dict[str, int]:
+    """Parameters by the module that holds them."""
+    counts: dict[str, int] = {}
+    parts: dict[str, Any] = {"embedding": model.embed, "positions": model.positions}
+    for name, part in {**parts, "head": model.head}.items():
+        if part is not None:
+            counts[name] = part.weight.numel()
+    for module in model.modules():
+        for kind, part in ((Attention, "attention"), (MLP, "mlp")):
+            if isinstance(module, kind):
+                counts[part] = counts.get(part, 0) + sum(p.numel() for p in module.parameters())
+    counts["norms"] = sum(p.numel() for p in model.parameters()) - sum(counts.values())
+    return counts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_those_of_the_model_for_every_configuration(name):
+    config = load(CONFIGS / f"{name}.yaml", []).model.model_copy(update={"vocab_size": 50257})
+    with torch.device("meta"):
+        assert planner.parameters(config) == by_part(GPT(config))
+
+
+@st.composite
+def models(draw) -> ModelConfig:
+    heads = draw(st.sampled_from([1, 2, 4, 6]))
+    kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    window = draw(st.none() | st.integers(1, 40))
+    attention = {
+        "variant": "gqa",
+        "n_kv_head": kv_heads,
+        "window": window,
+        "full_every": draw(st.none() | st.integers(1, 3)) if window else None,
+        "qk_norm": draw(st.booleans()),
+        "qkv_bias": draw(st.none() | st.booleans()),
+    }
+    return ModelConfig.model_validate(
+        {
+            "vocab_size": draw(st.integers(1, 300)),
+            "n_layer": draw(st.integers(1, 4)),
+            "n_head": heads,
+            "d_model": draw(st.integers(1, 40)),
+            "head_dim": 2 * draw(st.integers(1, 8)),
+            "context_length": draw(st.integers(1, 64)),
+            "attention": attention,
+            "position": draw(st.sampled_from(["learned", "rope", "none"])),
+            "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+            "activation": draw(st.sampled_from(["gelu", "swiglu", "relu2"])),
+            "bias": draw(st.booleans()),
+            "tie_embeddings": draw(st.booleans()),
+        }
+    )
+
+
+@settings(deadline=None)
+@given(models())
+def test_parameters_and_caches_are_those_of_any_model(config):
+    with torch.device("meta"):
+        assert planner.parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
+    cache = KVCache(config, 1, torch.device("meta"), torch.float32)
+    assert planner.cache_bytes(config, config.context_length) == cache.bytes
+
+
+@settings(deadline=None, max_examples=25)
+@given(models())
+def test_operations_are_those_that_torch_counts(config):
+    """Its counter knows no causal mask, and a window or short queries are masks to it."""
+    backend = config.attention.model_copy(update={"backend": "eager", "window": None})
+    config = config.model_copy(update={"attention": backend})
+    length = config.context_length
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        GPT(config)(torch.zeros(1, length, dtype=torch.long))
+    ours = planner.forward_flops(config, length)
+    heads = config.n_layer * config.n_head * config.head_dim
+    unseen = 4 * heads * length * (length - (length + 1) / 2)
+    assert sum(ours.values()) * length + unseen == pytest.approx(counter.get_total_flops())
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_keys_seen_are_those_of_the_mask(window, length):
+    from gptmini import masks
+
+    places = torch.arange(length)
+    visible = masks.visible(places, places, window).sum().item()
+    config = ModelConfig.model_validate(
+        {"vocab_size": 7, "n_layer": 1, "attention": {"window": window}}
+    )
+    narrow = config.attention.model_copy(update={"window": 1})
+    whole = config.model_copy(update={"attention": narrow})
+    gap = planner.forward_flops(config, length)["attention"]
+    gap -= planner.forward_flops(whole, length)["attention"]
+    heads = config.n_head * config.head_dim
+    assert gap * length == pytest.approx(4 * heads * (visible - length))
+
+
+def test_training_takes_three_passes_and_checkpointing_four_of_the_blocks():
+    config = ModelConfig(vocab_size=100)
+    parts = planner.forward_flops(config, 64)
+    assert planner.training_flops(config, 64) == 3 * sum(parts.values())
+    more = planner.training_flops(config, 64, True) - planner.training_flops(config, 64)
+    assert more == parts["attention"] + parts["mlp"]

@@ -1,0 +1,104 @@
+"""Plans: their figures against those of the training that follows."""
+
+import json
+
+import pytest
+from conftest import SMALL, tiny
+
+from gptmini import machine, size
+from gptmini.checkpoint import RunDirectory
+
+WORDS = ["--data", "text.txt", *SMALL]
+
+
+def planned(gptmini, *words: str) -> dict:
+    code, out, err = gptmini("size", *WORDS, *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_plan_is_what_the_training_does(gptmini, text_file, tmp_path):
+    found = planned(gptmini)
+    assert not (tmp_path / "runs").exists()
+    code, _, err = gptmini("train", *WORDS, "--out", "run")
+    assert code == 0, err
+    run = RunDirectory(tmp_path / "run")
+    checkpoint = run.newest()
+    count = sum(tensor.numel() for tensor in checkpoint.model.values())
+    assert found["parameters"]["all"] == count
+    assert sum(n for part, n in found["parameters"].items() if part != "all") == count
+    assert found["memory"]["weights"] == pytest.approx(4 * count, rel=0.02)
+    assert found["memory"]["optimizer"] == sum(t.nbytes for t in checkpoint.optimizer.values())
+    assert found["micro_batch_size"] == run.config().train.micro_batch_size
+    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert (found["steps"], found["tokens"]["seen"]) == (last["step"], last["tokens"])
+    assert f"({found['tokens']['epochs']:.1f} epochs)" in err
+    (row,) = [row for row in found["cache"] if row["variant"] == "mha"]
+    assert f"KV cache {row['bytes']['16']:,} bytes" in err
+    assert found["tokens"]["compute_optimal"] == 20 * count
+    assert found["time"]["evaluations"] == 2
+
+
+def test_variants_are_reckoned_side_by_side(gptmini, text_file):
+    rows = {row["variant"]: row for row in planned(gptmini, "--attention", "gqa:2")["cache"]}
+    assert list(rows) == ["mha", "gqa:2", "mqa"]
+    assert rows["mha"]["bytes_per_token"] == 4 * rows["mqa"]["bytes_per_token"]
+    assert rows["gqa:2"]["bytes"]["256"] == 16 * rows["gqa:2"]["bytes"]["16"]
+    window = planned(gptmini, "--attention", "window:4")["cache"][0]
+    assert window["bytes"]["16"] == window["bytes"]["256"] == 4 * window["bytes_per_token"]
+
+
+def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
+    found = planned(gptmini, "--accelerator", "h100", "--utilisation", "0.5", "--devices", "4")
+    flops = found["flops_per_token"]["training"] * found["tokens"]["seen"]
+    assert found["time"]["minutes"] == pytest.approx(flops / (4 * 0.5 * 989e12) / 60)
+    assert found["time"]["fits"] is True
+    code, _, err = gptmini("size", *WORDS, "--accelerator", "abacus")
+    assert (code, "take one of l4" in err) == (2, True)
+
+
+def test_people_can_read_it(gptmini, text_file):
+    code, out, _ = gptmini("size", *WORDS)
+    assert code == 0
+    heads = [line.split("  ")[0] for line in out.splitlines() if line[0] != " "]
+    assert heads == ["parameters", "compute", "memory", "KV cache", "data", "time"]
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_minutes_are_planned_as_train_plans_them(gptmini, text_file):
+    words = ["--data", "text.txt", "--set", "model.context_length=16", "--minutes", "0.1"]
+    code, out, err = gptmini("size", *words, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert 0.02 < found["time"]["minutes"] < 0.4
+
+
+def test_deep_models_are_timed_by_a_few_layers(monkeypatch, text_file, tmp_path):
+    """With layers of 2 s and 0.1 s, and 1 s and 0.3 s beside them, ten take 21 s and 1.3 s."""
+    seen = []
+
+    def by_part(config, device, dtype):
+        layers = config.model.n_layer
+        seen.append(layers)
+        return 1 + 2 * layers, 0.3 + 0.1 * layers
+
+    monkeypatch.setattr(size.budget, "_seconds_by_part", by_part)
+    config = tiny(model={"n_layer": 10}, train={"batch_size": 8, "micro_batch_size": 4})
+    cpu = machine.pick_device("cpu")
+    seconds = size.budget.predicted_seconds(config.with_tokenizer("byte", 257), cpu, None)
+    assert seconds == pytest.approx((2 * 21, 1.3))
+    assert seen == [3, 1]
+
+
+def test_a_missing_text_is_named(gptmini):
+    code, _, err = gptmini("size", "--data", "nothing.txt")
+    assert code == 3
+    assert "nothing.txt" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "short"),
+    [(0, "0 "), (999, "999 "), (1234, "1.23 k"), (4.56e9, "4.56 G"), (7.8e15, "7.8e+03 T")],
+)
+def test_numbers_are_short(number, short):
+    assert size._short(number) == short

@@ -1,0 +1,87 @@
+"""Metrics in TensorBoard and Weights & Biases are those of metrics.jsonl."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import new_cache, tiny
+
+from gptmini import trackers, trainer
+from gptmini.errors import MachineError
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_tensorboard_has_every_number_and_goes_on_where_the_run_does(text_file, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cache, run = new_cache(tmp_path), tmp_path / "run"
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["tensorboard"]})
+    trainer.train(config, run, cache)
+    trainer.train(config.with_train(steps=9), run, cache)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for key in ("train_loss", "val_bpb", "lr", "grad_norm"):
+        found = [(event.step, event.value) for event in events.Scalars(key)]
+        logged = [(line["step"], line[key]) for line in lines(run) if key in line]
+        assert [step for step, _ in found] == [step for step, _ in logged]
+        assert [value for _, value in found] == pytest.approx([value for _, value in logged])
+    assert events.Tags()["tensors"] == ["sample/text_summary"]
+
+
+@pytest.mark.slow
+def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tmp_path / "run"
+    logged, log = [], wandb.Run.log
+    monkeypatch.setattr(
+        wandb.Run, "log", lambda self, data, step: (logged.append(data), log(self, data, step=step))
+    )
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    trainer.train(config, run, new_cache(tmp_path))
+    assert logged == lines(run)
+    name = (run / "wandb.id").read_text()
+    assert list((run / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+
+
+def test_what_is_not_installed_is_named_before_the_first_step(text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    with pytest.raises(MachineError, match=r"pip install 'gptmini\[wandb\]'"):
+        trainer.train(config, tmp_path / "run", new_cache(tmp_path))
+    assert not lines(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else True
+
+
+def test_a_tracker_that_fails_does_not_end_the_training(text_file, tmp_path, monkeypatch, capsys):
+    class Broken:
+        def __init__(self, *_) -> None:
+            self.tries = 0
+
+        def write(self, metrics) -> None:
+            raise ConnectionError("nobody there")
+
+        def close(self) -> None:
+            raise AssertionError("is not asked again")
+
+    monkeypatch.setitem(trackers.KINDS, "wandb", Broken)
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    trainer.train(config, tmp_path / "run", new_cache(tmp_path))
+    assert len(lines(tmp_path / "run")) == 6
+    said = capsys.readouterr().err
+    assert said.count("wandb: ConnectionError('nobody there'); going on without it") == 1
+
+
+def test_one_that_cannot_begin_is_named(text_file, tmp_path, monkeypatch):
+    def broken(*_):
+        raise ValueError("not logged in")
+
+    monkeypatch.setitem(trackers.KINDS, "wandb", broken)
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    with pytest.raises(MachineError, match="wandb: not logged in; mend it or leave it out"):
+        trainer.train(config, tmp_path / "run", new_cache(tmp_path))
