@@ -190,7 +190,8 @@ def smaller(config: Config) -> Config:
     """A training of the same shape, with few layers and one micro-batch, to be measured instead."""
     train = config.train
     size = min(train.micro_batch_size or train.batch_size, max(1, FAST_TOKENS // config.seq_len))
-    layers = {"n_layer": min(config.model.n_layer, MEASURED)}
+    least = max(MEASURED, config.model.attention.full_every or 0)  # to have each kind of layer
+    layers = {"n_layer": min(config.model.n_layer, least)}
     few = config.model_copy(update={"model": config.model.model_copy(update=layers)})
     return few.with_train(batch_size=size, micro_batch_size=size)
 

@@ -34,7 +34,7 @@ def evaluate(
     data: Data = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Positions between windows, by default a context."),
+        typer.Option(min=1, help="Positions between windows, by default a window."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 16,
     weights: Weights = "float32",
@@ -49,14 +49,14 @@ def evaluate(
     from gptmini.runlog import say
 
     trained = load(path, device, weights, cache)
-    context = trained.config.model.context_length
-    if stride is not None and stride > context:
-        raise ConfigError(f"--stride {stride}: is over the context of {context}; lower it")
+    window = trained.config.seq_len
+    if stride is not None and stride > window:
+        raise ConfigError(f"--stride {stride}: is over the window of {window} tokens; lower it")
     if data:
         stretches = evaluation.whole_text(trained, data, cache)
     else:
         stretches = evaluation.held_out(trained, cache)
-    say(f"{path}: step {trained.step}, windows of {context} tokens, {stride or context} apart")
+    say(f"{path}: step {trained.step}, windows of {window} tokens, {stride or window} apart")
     found = evaluation.evaluate_run(trained, stretches, batch_size, stride)
     facts = found.facts()
     print(json.dumps(facts) if as_json else _lines(facts))
@@ -85,14 +85,17 @@ def compare(
     attention: Annotated[
         str | None, typer.Option(help="Of one configuration; by default mha,gqa:2,mqa.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Trainings of each.")] = 1,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Trainings of each, by default 1.")
+    ] = None,
     data: Data = None,
     errors: Errors = None,
     steps: Steps = None,
     minutes: Annotated[float | None, typer.Option(help="Of each training, instead.")] = None,
     assignments: Assignments = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where all of it is written; by default runs/compare.")
+        Path | None,
+        typer.Option(help="Where all is written; by default runs/compare, or runs/compared."),
     ] = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
@@ -101,10 +104,10 @@ def compare(
     runs = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
     configs: list[str | None] = [name for name in names or [] if Path(name) not in runs]
     configs = configs or [None] * (not runs)
-    named = {"--steps": steps, "--minutes": minutes}
+    named: dict[str, Any] = {"--steps": steps, "--minutes": minutes}
     if not configs:
-        given = {**named, "--attention": attention, "--set": assignments, "--errors": errors}
-        for option, value in given.items():
+        named |= {"--attention": attention, "--set": assignments, "--errors": errors}
+        for option, value in {**named, "--seeds": seeds}.items():
             if value is not None:
                 raise ConfigError(f"{option}: these runs are trained already; leave it out")
     if len(configs) > 1 and attention:
@@ -116,17 +119,17 @@ def compare(
         for name in configs
         for kind in wanted
     }
-    if any("-" in config.data.path for config in variants.values()):
+    if "-" in [path for config in variants.values() for path in config.data.path] + (data or []):
         raise ConfigError("--data -: standard input is read once only; name a file")
-    out = out or RUNS / "compare"
+    out = out or RUNS / ("compare" if variants else "compared")
     from gptmini import compare as comparing
     from gptmini.measure import as_json as whole
     from gptmini.measure import measure
     from gptmini.runlog import say
 
-    paths = comparing.grouped(runs)
-    if variants:
-        paths |= comparing.train(comparing.jobs(variants, seeds, out), cache)
+    trained = comparing.train(comparing.jobs(variants, seeds or 1, out), cache) if variants else {}
+    there = comparing.grouped(runs).items()
+    paths = {str(where[0]) if name in trained else name: where for name, where in there} | trained
     found = measure(paths, data if not variants else None, cache, out / "compare.json")
     comparing.write(found, out)
     try:
@@ -155,6 +158,7 @@ def convert(
     if attention is None:
         raise ConfigError("--attention: missing; name what to make of it, as gqa:2")
     path = run or newest_run()
+    path = path.resolve() if path.name == "" else path
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini import convert as converting
     from gptmini.run import load
@@ -190,6 +194,7 @@ def plot(
 
     lines = {str(path): list(metrics(RunDirectory(path).metrics)) for path in paths}
     for name, found in lines.items():
+        RunDirectory(Path(name)).config()  # raises where no run is
         if not any("val_loss" in line for line in found):
             raise CheckpointError(f"{name}: has logged no evaluation yet; go on with gptmini train")
     for file in files:
@@ -219,7 +224,9 @@ def size(
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Show what a training would take: parameters, memory, data, minutes; no weights are made."""
+    """Show what a training would take, before it: parameters, memory, data, minutes."""
+    if accelerator is not None and minutes is not None:
+        raise ConfigError("--minutes: are planned by this machine's speed; leave out --accelerator")
     named = {"--steps": steps, "--minutes": minutes}
     settings = configured(config, data, errors, attention, named, assignments)
     from gptmini import size as sizing

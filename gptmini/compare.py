@@ -29,7 +29,7 @@ from gptmini.runlog import say
 # What the first training chooses for all: how it computes, and with `train.minutes` the sizes.
 CHOSEN = {"model": ["dropout"], "train": ["compile"]}
 SIZED = {
-    "model": [*CHOSEN["model"], "n_layer", "n_head", "d_model", "head_dim", "d_ff"],
+    "model": [*CHOSEN["model"], "n_layer", "d_model", "head_dim", "d_ff"],
     "train": [*CHOSEN["train"], "batch_size"],
 }
 
@@ -44,19 +44,23 @@ class Job:
 
 
 def jobs(variants: dict[str, Config], seeds: int, out: Path) -> list[Job]:
-    """The trainings in rounds, a seed of every variant in each; all see equally many tokens.
+    """The trainings in rounds, a seed of every variant in each.
 
-    Whatever the machine does meanwhile, it does to all. None ends before its last step.
+    Whatever the machine does meanwhile, it does to all. All see equally many tokens, or take
+    `train.minutes`, and none ends before its last step.
     """
     tokens = _tokens_of(next(iter(variants.values())))
     made = []
     for n in range(seeds):
         for name, config in variants.items():
             settings: dict[str, Any] = {"seed": config.train.seed + n, "patience": None}
-            if config.train.minutes is None and _tokens_of(config) != tokens:
+            if config.train.minutes is not None:  # the plan keeps the heads, which KV heads divide
+                heads = {"n_head": config.model.n_head}
+                config = configfile.completed(config, {"model": heads})  # noqa: PLW2901
+            elif _tokens_of(config) != tokens:
                 per_step = config.train.batch_size * config.seq_len
                 settings["steps"] = max(1, round(tokens / per_step))
-            folder = re.sub(r"[^\w.-]", "", name)
+            folder = re.sub(r"[^\w.-]", "", name.replace("/", "-"))
             path = out / folder / f"seed-{settings['seed']}"
             made.append(Job(name, config.with_train(**settings), path))
     return made
@@ -81,23 +85,29 @@ def train(jobs: list[Job], cache: Path) -> dict[str, list[Path]]:
     for number, job in enumerate(jobs, 1):
         config = job.config
         if number > 1:
-            chosen = RunDirectory(jobs[0].out).config().model_dump()
-            keys = CHOSEN if config.train.minutes is None else SIZED
-            wanted = {name: {key: chosen[name][key] for key in keys[name]} for name in keys}
-            config = configfile.completed(config, wanted)
-        title = (
-            f"compare: training {number} of {len(jobs)}, {job.variant}, seed {config.train.seed}"
-        )
+            config = _as_chosen(config, RunDirectory(jobs[0].out).config())
+        which = f"{number} of {len(jobs)}, {job.variant}, seed {config.train.seed}"
+        title = f"compare: training {which}"
         _train(job.out, config, cache, title)
         paths.setdefault(job.variant, []).append(job.out)
     return paths
 
 
+def _as_chosen(config: Config, first: Config) -> Config:
+    """A configuration with the choices of the first one where it states nothing."""
+    keys = dict(CHOSEN if config.train.minutes is None else SIZED)
+    if config.train.minutes is not None and not config.tokenizer.model_fields_set:
+        keys["tokenizer"] = ["kind", "vocab_size"]
+    chosen = first.model_dump()
+    wanted = {name: {key: chosen[name][key] for key in keys[name]} for name in keys}
+    return configfile.completed(config, wanted)
+
+
 def _train(out: Path, config: Config, cache: Path, title: str) -> None:
     file, text = out.with_suffix(".yaml"), _yaml(config)
-    if file.exists() and file.read_bytes() != text:
-        raise ConfigError(f"{file}: is of another comparison; name another directory with --out")
     run = RunDirectory(out)
+    if run.begun and file.exists() and file.read_bytes() != text:
+        raise ConfigError(f"{file}: is of another comparison; name another directory with --out")
     if run.begun and max(run.steps(), default=-1) >= run.config().train.steps:
         say(f"{title}: is finished")
         return
@@ -112,10 +122,10 @@ def _train(out: Path, config: Config, cache: Path, title: str) -> None:
     )
     code = _wait(process)
     if code:
-        error = GptminiError(
-            f"{out}: its training ended early, see above; the same command goes on"
-        )
-        error.exit_code = 128 - code if code < 0 else code
+        code = 128 - code if code < 0 else code
+        how = "the same command goes on" if code > 128 else "mend what is said above"
+        error = GptminiError(f"{out}: its training ended early; {how}")
+        error.exit_code = code
         raise error
 
 
@@ -125,6 +135,9 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
     try:
         with machine.signals() as received:
             while process.poll() is None:
+                if received.save:
+                    process.send_signal(signal.SIGUSR1)
+                    received.save = False
                 if received.stop is not None and told is None:
                     told = received.stop
                     process.send_signal(told)
@@ -133,7 +146,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
         process.send_signal(signal.SIGINT)
         process.wait()
         raise
-    return process.returncode
+    return process.returncode or (128 + told if told else 0)
 
 
 def grouped(paths: list[Path]) -> dict[str, list[Path]]:
@@ -143,7 +156,9 @@ def grouped(paths: list[Path]) -> dict[str, list[Path]]:
     for path in paths:
         run = RunDirectory(path)
         config, step = run.config(), max(run.steps(), default=0)
-        same = _yaml(config.with_train(seed=0, micro_batch_size=None, compile="auto"))
+        steps = config.train.steps if config.train.minutes is None else 1  # or as time allowed
+        alike_train = {"seed": 0, "micro_batch_size": None, "compile": "auto", "steps": steps}
+        same = _yaml(config.with_train(**alike_train))
         key: tuple[Any, ...] = (same, step == 0)
         if (key, config.train.seed) in taken:  # no other seed, so something else is different
             key = (path,)
@@ -203,13 +218,15 @@ def verdicts(variants: list[Variant]) -> list[str]:
     first, *others = variants
     lines = []
     if len({run.text for one in variants for run in one.runs}) > 1:
-        lines.append("the runs have held out different texts: give one for all with --data")
+        lines.append(
+            "the runs have held out different texts: name them again, with one text as --data"
+        )
     for one in others:
         gap, half = difference(one.figures("bits_per_byte"), first.figures("bits_per_byte"))
         line = f"{one.name}: {gap:+.4f} bits per byte to {first.name}"
         seeds = f"{len(one.runs)} and {len(first.runs)} runs"
         if half is None:
-            line += ", one run each: nothing is known of the spread, take --seeds 3"
+            line += ", one run each: nothing is known of the spread; train more seeds"
         elif abs(gap) <= half:
             line += f", 95 % interval ± {half:.4f} ({seeds}): within the spread"
         else:

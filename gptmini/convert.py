@@ -44,12 +44,15 @@ def convert(
             f"{legal}"
         )
     training = prepare(config, directory, cache, time.perf_counter())
-    if training.corpus.content != run.corpus:
-        raise DataError(f"{training.corpus.name}: not the text of {run.path}; restore it")
+    corpus = training.corpus
+    same = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
+    if corpus.content != run.corpus or not same:
+        raise DataError(f"{corpus.name}: not the text and tokenizer of {run.path}; restore them")
     training.model.load_state_dict(pooled(run.model.state_dict(), config.model))
     with directory.lock():
-        directory.begin(training.config, training.corpus.tokenizer)
-        save(training)
+        directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        save(training)  # a run without a checkpoint would begin anew
+        directory.begin(training.config, corpus.tokenizer)
     return training.config
 
 

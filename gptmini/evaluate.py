@@ -44,7 +44,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss): among how many tokens the model is as unsure as it was."""
-        return math.exp(self.loss)
+        return math.exp(min(self.loss, 700))  # or it would be no number of this machine
 
     @property
     def bits_per_byte(self) -> float:
@@ -148,6 +148,10 @@ def _costs(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]
 
 def held_out(run: Run, cache: Path) -> list[Stretch]:
     """The validation split of a run; DataError if its text is not what the run began with."""
+    if "-" in run.config.data.path:
+        raise DataError(
+            f"{run.path}: was trained on standard input; name its text, or another, with --data"
+        )
     file = str(run.path / "tokenizer.json")
     same = run.config.model_copy(update={"tokenizer": TokenizerConfig(kind=file)})
     corpus = prepare_corpus(same, cache, progress)
@@ -168,7 +172,6 @@ def whole_text(run: Run, paths: list[str], cache: Path) -> list[Stretch]:
 def evaluate_run(
     run: Run, stretches: list[Stretch], batch_size: int = 16, stride: int | None = None
 ) -> Evaluation:
-    """Evaluate a run, in float32, on windows of its context that begin `stride` apart."""
-    context = run.config.model.context_length
-    windows = validation_batches(stretches, context, batch_size, stride)
+    """Evaluate a run, in float32, on windows as long as in its training, `stride` apart."""
+    windows = validation_batches(stretches, run.config.seq_len, batch_size, stride)
     return evaluate(run.model, windows, run.tokenizer.byte_lengths(), nullcontext)

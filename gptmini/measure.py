@@ -1,5 +1,6 @@
 """What trained runs are worth and cost, measured alike, and whether differences mean anything."""
 
+import hashlib
 import json
 import statistics
 import time
@@ -18,6 +19,7 @@ from gptmini.prepare import Stretch
 from gptmini.run import Run, load
 from gptmini.runlog import metrics, say
 
+EVALUATED = ("loss", "loss_error", "bits_per_byte", "bits_per_byte_error", "accuracy")
 STEPS = 32  # of decoding that are timed at a time
 ROUNDS = 7
 # Half-widths of a 95 % interval in standard errors, for 1 to 10 degrees of freedom (Student 1908).
@@ -28,8 +30,8 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 class Measured:
     """A trained run. Losses are those of its best checkpoint, in float32; memory is in bytes.
 
-    `text` names what they were measured on, `made_of` the weights too and how it was cut into
-    tokens; `history` has what was logged at each evaluation: tokens, seconds and bits per byte.
+    `text` names what they were measured on, `made_of` that and the model; `history` has what was
+    logged at each evaluation: tokens, seconds and bits per byte.
     """
 
     path: str
@@ -80,11 +82,7 @@ def measure(
         for path in where:
             run = load(path, cache=cache, weights="float32")
             text = whole_text(run, data, cache) if data else held_out(run, cache)
-            made_of = f"{run.fingerprint} {_named(text)}"
-            if (found := before.get(made_of)) is None:
-                say(f"compare: measuring {path}")
-                found = _measured(run, made_of, text)
-            runs.append(found)
+            runs.append(_measured(run, text, before))
         model = run.config.model
         decoders.append(open_decoder(run.model, "bfloat16", 1, cache))
         variants.append(
@@ -101,37 +99,34 @@ def measure(
     return variants
 
 
-def _known(file: Path) -> dict[str, Measured]:
-    """What was measured before, by what it was measured of."""
+def _known(file: Path) -> dict[str, dict[str, Any]]:
+    """What was evaluated before, by what it was of."""
     try:
         runs = [
             one for variant in json.loads(file.read_bytes())["variants"] for one in variant["runs"]
         ]
-        return {one["made_of"]: Measured(**one) for one in runs}
+        return {one["made_of"]: {key: one[key] for key in EVALUATED} for one in runs}
     except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version
         return {}
 
 
-def _named(text: list[Stretch]) -> str:
-    """Stretches by the content of their files, which these are named by."""
-    return ",".join(f"{one.tokens.path.stem}[{one.first}:{one.last}]" for one in text)
-
-
-def _measured(run: Run, made_of: str, text: list[Stretch]) -> Measured:
-    found = evaluate_run(run, text)
+def _measured(run: Run, text: list[Stretch], known: dict[str, dict[str, Any]]) -> Measured:
+    cut = ",".join(f"{one.tokens.path.stem}[{one.first}:{one.last}]" for one in text)
+    made_of = hashlib.sha256(f"{run.fingerprint} {run.config.model} {cut}".encode()).hexdigest()
+    if (found := known.get(made_of)) is None:
+        say(f"compare: measuring {run.path}")
+        found = evaluate_run(run, text).facts()
     lines = list(metrics(RunDirectory(run.path).metrics))
     speeds = [line["tokens_per_second"] for line in lines[1:] if "tokens_per_second" in line]
+    share = run.config.data.validation, run.config.data.split
+    contents = sorted({one.tokens.path.name.split("-")[0] for one in text})
     return Measured(
         path=str(run.path),
         made_of=made_of,
-        text=",".join(sorted({one.tokens.path.name.split("-")[0] for one in text})),
+        text=f"{','.join(contents)} {share}",
         seed=run.config.train.seed,
         step=run.step,
-        loss=found.loss,
-        loss_error=found.loss_error,
-        bits_per_byte=found.bits_per_byte,
-        bits_per_byte_error=found.bits_per_byte_error,
-        accuracy=found.accuracy,
+        **{key: found[key] for key in EVALUATED},
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=lines[-1]["seconds"] if lines else 0.0,
         peak_memory=max((line.get("peak_memory", 0) for line in lines), default=0) or None,
@@ -149,7 +144,9 @@ def _time_decoding(variants: list[Variant], decoders: list[Decoder]) -> None:
     for _ in range(ROUNDS):
         for variant, decoder in zip(variants, decoders, strict=True):
             whole = variant.context_length
-            for context in sorted({max(2, whole // 4), max(2, whole // 2), whole}):
+            for context in sorted(
+                {max(2, whole // part) for part in (4, 2, 1)} if whole > 1 else ()
+            ):
                 speed = _decode_speed(decoder, context)
                 speeds.setdefault((variant.name, context), []).append(speed)
     for variant in variants:

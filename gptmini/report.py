@@ -87,7 +87,7 @@ def _attention(run: Run, text: str) -> str:
     weights = inspect.attention_weights(run.model, tokens)
     names = [inspect.label(run.tokenizer, token) for token in tokens]
     count, heads = weights.shape[:2]
-    layers = list(range(count)) if count * heads <= PANELS else [0, count // 2, count - 1]
+    layers = list(range(count)) if count * heads <= PANELS else sorted({0, count // 2, count - 1})
     figure = plots.attention(weights, names, run.config.model.n_kv_head, layers)
     words = html.escape(f"Attention weights of {len(layers)} layers, {heads} heads each")
     return f'<img alt="{words}" src="{plots.as_data(figure, "png")}">'

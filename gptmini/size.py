@@ -1,6 +1,6 @@
 """What a training will take, before it: parameters, operations, memory, data, minutes.
 
-All but the minutes is reckoned without making any weights.
+All but the minutes, here and as `--minutes` plans them, is reckoned without making any weights.
 """
 
 import math
@@ -42,14 +42,16 @@ def size(
         known = ", ".join(ACCELERATORS)
         raise ConfigError(f"--accelerator {accelerator}: not known; take one of {known}")
     device = machine.pick_device(config.train.device)
-    dtype = machine.pick_dtype(config.train, device)
+    dtype = machine.pick_dtype(config.train, device) if accelerator is None else torch.bfloat16
     config, corpus, rows = settle(config, None, cache, device, dtype, time.perf_counter())
     config, memory = _with_memory(config, device, dtype)
     model, train = config.model, config.train
     tokens = train.steps * train.batch_size * config.seq_len
     flops = planner.training_flops(model, config.seq_len, train.gradient_checkpointing)
     count = planner.parameter_count(model)
-    if accelerator is None:
+    if accelerator is None and memory.peak > machine.memory(device):
+        program, waste, when = 0, 1.0, {"on": f"this machine, {device.type}", "fits": False}
+    elif accelerator is None:
         program, waste, when = _here(config, corpus, device, dtype)
     else:
         peak, room = ACCELERATORS[accelerator]
@@ -196,9 +198,11 @@ def _cache_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _time_lines(when: dict[str, Any]) -> list[str]:
+    if not when.get("fits", True):
+        return [f"time        none: it does not fit in the memory of {when['on']}"]
     found = [f"time        {when['minutes']:,.1f} minutes on {when['on']}"]
     if "fits" in when:
-        return [*found, f"            {'fits' if when['fits'] else 'does not fit'} in its memory"]
+        return [*found, "            whose memory it fits in"]
     compiled = ", compiled" if when["compiled"] else ""
     return [
         *found,

@@ -46,7 +46,7 @@ def test_evaluate_takes_other_text_strides_and_precisions(trained, tmp_path):
 
 def test_evaluate_says_what_is_wrong(trained, text_file):
     code, _, err = trained("evaluate", "--stride", "17")
-    assert (code, "--stride 17: is over the context of 16" in err) == (2, True)
+    assert (code, "--stride 17: is over the window of 16 tokens" in err) == (2, True)
     text_file.write_text("something else altogether, " * 40)
     code, _, err = trained("evaluate")
     assert (code, "not the text that runs/a was trained on" in err) == (3, True)

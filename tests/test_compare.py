@@ -13,6 +13,7 @@ from test_measure import variant
 
 from gptmini import compare, plots
 from gptmini.checkpoint import RunDirectory
+from gptmini.errors import ConfigError, GptminiError
 
 
 def test_seeds_take_turns_and_all_see_as_many_tokens(tmp_path):
@@ -100,16 +101,36 @@ def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_pa
     )
 
 
-def test_equal_minutes_fix_the_sizes_once(gptmini, text_file, tmp_path):
+def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp_path):
     small = ["--set", "model.context_length=16", "--set", "train.eval_every=1000"]
-    words = ["compare", "--data", "text.txt", *small, "--attention", "mha,mqa", "--minutes", "0.1"]
-    code, _, err = gptmini(*words)
+    words = ["compare", "--data", "text.txt", *small, "--minutes", "0.1"]
+    code, _, err = gptmini(*words, "--attention", "mha,gqa:2")
     assert code == 0, err
     folder = tmp_path / "runs" / "compare"
-    configs = [RunDirectory(folder / name / "seed-1337").config() for name in ("mha", "mqa")]
-    shapes = {(one.model.n_layer, one.model.d_model, one.train.batch_size) for one in configs}
+    configs = [RunDirectory(folder / name / "seed-1337").config() for name in ("mha", "gqa2")]
+    shapes = {
+        (one.model.n_layer, one.model.n_head, one.model.d_model, one.train.batch_size)
+        for one in configs
+    }
     assert len(shapes) == 1
-    assert configs[1].model.n_kv_head == 1
+    assert configs[0].tokenizer == configs[1].tokenizer
+    assert configs[1].model.n_kv_head == 2
+    assert list(compare.grouped([folder / "mha" / "seed-1337"])) == ["mha"]
+
+
+def test_a_mistake_before_the_first_step_can_be_mended(text_file, tmp_path, monkeypatch):
+    """A configuration that was written for a training that never began is no other comparison."""
+    said = []
+    monkeypatch.setattr(compare, "_wait", lambda process: process.wait() and 3)
+    monkeypatch.setattr(compare, "say", said.append)
+    wrong, right = tiny(data={"path": "no.txt"}), tiny(data={"path": str(text_file)})
+    with pytest.raises(GptminiError, match="mend what is said above"):
+        compare._train(tmp_path / "seed-1", wrong, tmp_path / "cache", "wrong")
+    compare._train(tmp_path / "seed-1", right, tmp_path / "cache", "right")
+    compare._train(tmp_path / "seed-1", right, tmp_path / "cache", "again")
+    assert said == ["wrong", "right", "again: is finished"]
+    with pytest.raises(ConfigError, match="is of another comparison"):
+        compare._train(tmp_path / "seed-1", wrong, tmp_path / "cache", "wrong")
 
 
 def test_a_failed_training_ends_it_with_its_own_words_and_code(gptmini, text_file):
@@ -148,14 +169,14 @@ def test_differences_within_the_spread_are_called_so():
     (better,) = compare.verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 1.0, 1.1, 1.2)])
     assert better.endswith(": better")
     (unknown,) = compare.verdicts([variant("a", 2.0), variant("b", 3.0)])
-    assert unknown.endswith("one run each: nothing is known of the spread, take --seeds 3")
+    assert unknown.endswith("one run each: nothing is known of the spread; train more seeds")
 
 
 def test_runs_of_different_texts_are_not_compared_in_silence():
     one, two = variant("a", 2.0), variant("b", 2.0)
     assert len(compare.verdicts([one, two])) == 1
     two.runs[0] = replace(two.runs[0], text="another")
-    assert "give one for all with --data" in compare.verdicts([one, two])[0]
+    assert "with one text as --data" in compare.verdicts([one, two])[0]
 
 
 def test_the_picture_is_drawn_of_any_runs(tmp_path):
@@ -174,8 +195,11 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     assert (code, "read once only" in err) == (2, True)
     code, _, err = gptmini("compare", "attention/mha", "attention/mqa", "--attention", "mha")
     assert (code, "of several configurations" in err) == (2, True)
-    code, _, err = gptmini("compare", "done", "--steps", "9")
-    assert (code, "trained already" in err) == (2, True)
+    for option in ("--steps", "--seeds", "--minutes"):
+        code, _, err = gptmini("compare", "done", option, "9")
+        assert (code, f"{option}: these runs are trained already" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "--data", "-")
+    assert (code, "read once only" in err) == (2, True)
     code, _, err = gptmini("compare", "--attention", "mha,window")
     assert (code, "window:64" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")

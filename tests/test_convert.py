@@ -120,3 +120,17 @@ def test_what_cannot_be_pooled_is_refused(trained, tmp_path, text_file):
     with pytest.raises(DataError, match="not the text"):
         convert.convert(trained, half, None, tmp_path / "c", cache)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_conversion_that_was_cut_leaves_no_run_without_weights(trained, tmp_path, monkeypatch):
+    def full(*_) -> None:
+        raise OSError(28, "no space left on device")
+
+    half, out = {"variant": "gqa", "n_kv_head": 2}, tmp_path / "half"
+    monkeypatch.setattr(RunDirectory, "write_config", full)
+    with pytest.raises(OSError, match="no space"):
+        convert.convert(trained, half, None, out, tmp_path / "cache")
+    assert not RunDirectory(out).begun
+    monkeypatch.undo()
+    convert.convert(trained, half, None, out, tmp_path / "cache")
+    assert load(out, "cpu", "float32", tmp_path / "cache").step == 0

@@ -181,3 +181,18 @@ def test_a_run_is_measured_on_what_it_did_not_see(text_file, tmp_path):
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
         held_out(run, cache)
+
+
+def test_windows_are_as_long_as_in_training(text, tmp_path):
+    """Positions that were never trained on say nothing of a model."""
+    run = run_of(says(torch.zeros(257)), create("byte", None, ()))
+    run.config = run.config.with_train(seq_len=5)
+    stretches = whole_text(run, [str(text)], tmp_path / "cache")
+    assert len(evaluate_run(run, stretches).nats) == math.ceil(len(TEXT.encode()) / 5)
+
+
+def test_what_was_trained_on_standard_input_is_not_waited_for(tmp_path):
+    run = run_of(says(torch.zeros(257)), create("byte", None, ()))
+    run.config = tiny(data={"path": "-"})
+    with pytest.raises(DataError, match="was trained on standard input; name its text"):
+        held_out(run, tmp_path)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gptmini import measure, trainer
 from gptmini.checkpoint import RunDirectory
 from gptmini.config import Config
+from gptmini.configfile import validate
 from gptmini.measure import STUDENT, Measured, Variant, difference
 
 
@@ -98,6 +99,12 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
     trainer.train(config.with_train(steps=9), one, cache)
     (third,) = measure.measure({"a": [one]}, None, cache, known)
     assert third.runs[0].made_of != first.runs[0].made_of
+    # The same weights with a window are another model.
+    narrow = config.model_dump()
+    narrow["model"]["attention"]["window"] = 2
+    RunDirectory(one).write_config(validate(narrow | {"tokenizer": {"kind": "byte"}}, {}))
+    (fourth,) = measure.measure({"a": [one]}, None, cache, known)
+    assert fourth.runs[0].loss != third.runs[0].loss
 
 
 def variant(name: str, *bits: float) -> Variant:

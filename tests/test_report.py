@@ -84,6 +84,8 @@ def test_without_a_word_both_are_written_beside_the_newest_run(runs):
 
 def test_a_run_without_an_evaluation_is_named(runs):
     Path("runs/b/metrics.jsonl").write_text("")
+    code, _, err = runs("plot", "runs/none")
+    assert (code, "no run here" in err) == (4, True)
     code, _, err = runs("plot", "runs/a", "runs/b")
     assert code == 4
     assert err == "gptmini: runs/b: has logged no evaluation yet; go on with gptmini train\n"

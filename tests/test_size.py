@@ -57,6 +57,16 @@ def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
     assert (code, "take one of l4" in err) == (2, True)
 
 
+def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda _: 1 << 20)
+    monkeypatch.setattr(size, "_here", lambda *_: pytest.fail("tried"))
+    code, out, _ = gptmini("size", *WORDS)
+    assert code == 0
+    assert "none: it does not fit in the memory of this machine, cpu" in out
+    code, _, err = gptmini("size", *WORDS, "--minutes", "3", "--accelerator", "h100")
+    assert (code, "leave out --accelerator" in err) == (2, True)
+
+
 def test_people_can_read_it(gptmini, text_file):
     code, out, _ = gptmini("size", *WORDS)
     assert code == 0
