@@ -56,13 +56,16 @@ PLANNED = CHOSEN | {
 }
 
 
-def step_seconds(model: GPT, config: Config, precision: Precision) -> float:
-    """Time of the forward and backward passes of a step, on tokens of no meaning."""
+def step_seconds(model: GPT, config: Config, precision: Precision, passes: int = 3) -> float:
+    """Time of the forward and backward passes of a step, on tokens of no meaning.
+
+    The first of so many compiles and takes memory, the second takes some still.
+    """
     train = config.train
     size = train.micro_batch_size or train.batch_size
     tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=_device(model))
     times = []
-    for _ in range(3):  # the first one takes memory and compiles
+    for _ in range(passes):
         started = time.perf_counter()
         with precision():
             loss(model, tokens, tokens).backward()
@@ -204,13 +207,15 @@ def predicted_seconds(
     Layers take equal times, and so do micro-batches.
     """
     few = smaller(config)
-    layers, most = config.model.n_layer, few.model.n_layer
-    passes, updates = _seconds_by_part(few, device, dtype)
-    if layers > most:
+    extra, most = config.model.n_layer - few.model.n_layer, few.model.n_layer
+    first = (0.0, 0.0)
+    if extra:
         one = few.model_copy(update={"model": few.model.model_copy(update={"n_layer": 1})})
-        first_passes, first_updates = _seconds_by_part(one, device, dtype)
-        passes += (layers - most) * (passes - first_passes) / (most - 1)
-        updates += (layers - most) * (updates - first_updates) / (most - 1)
+        first = _seconds_by_part(one, device, dtype)
+    passes, updates = _seconds_by_part(few, device, dtype)
+    if extra:
+        passes += extra * (passes - first[0]) / (most - 1)
+        updates += extra * (updates - first[1]) / (most - 1)
     return passes * config.train.batch_size / few.train.batch_size, updates
 
 
@@ -234,7 +239,7 @@ def _seconds_by_part(
     model.gradient_checkpointing = config.train.gradient_checkpointing
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=micro_batch_size(model, config, precision))
-    seconds = step_seconds(model, config, precision)
+    seconds = step_seconds(model, config, precision, 6)
     optimizer = Optimizer(model, config.train, dtype)
     times = []
     for _ in range(3):

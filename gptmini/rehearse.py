@@ -20,9 +20,9 @@ from gptmini.optim import Optimizer
 class Memory:
     """Bytes that training holds at its peak.
 
-    `activations` are what lies above the other three: what the forward pass keeps for the backward
-    pass, or what the optimizer makes meanwhile. `saving` is what a checkpoint takes on top of
-    weights and state while it is written.
+    `activations` are what lies above the three before: what the forward pass keeps for the backward
+    pass, or what the optimizer makes meanwhile. `saving` is what a checkpoint takes while it is
+    written, in large blocks that are not taken from what the passes have left free.
     """
 
     weights: int
@@ -33,9 +33,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it, or what saving needs without gradients, if that is more."""
-        lasting = self.weights + self.optimizer
-        return lasting + max(self.gradients + self.activations, self.saving)
+        """All of it together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.saving
 
 
 class Held(TorchDispatchMode):
@@ -87,4 +86,5 @@ def rehearse(config: Config, device: torch.device, dtype: torch.dtype) -> Memory
         state = sum(tensor.nbytes for tensor in optimizer.state().values())
     lasting = 2 * weights + state
     # Tensors become bytes, and those a file of bytes: the optimizer's twice beside the model's.
-    return Memory(weights, weights, state, held.peak - lasting, weights + 2 * state)
+    saving = weights + 2 * state if device.type == "cpu" else 0
+    return Memory(weights, weights, state, held.peak - lasting, saving)

@@ -140,7 +140,8 @@ def _here(
     tokens = sum(map(len, corpus.validation))
     once = EVALUATING + passes / 4 * tokens / (train.batch_size * config.seq_len)
     evaluations = math.ceil(train.steps / train.eval_every)
-    seconds = START + train.steps * per_step + evaluations * once + COMPILING * compiled
+    # The first step takes the memory for all others, and twice the time.
+    seconds = START + (train.steps + 1) * per_step + evaluations * once + COMPILING * compiled
     when = {
         "on": f"this machine, {device.type}",
         "seconds_per_step": per_step,
@@ -180,8 +181,8 @@ def _memory_lines(facts: dict[str, Any]) -> list[str]:
         f"memory      {memory['peak']} MiB at the peak of training, {facts['micro_batch_size']} "
         f"windows at a time",
         f"            weights {memory['weights']}, gradients {memory['gradients']}, optimizer "
-        f"{memory['optimizer']}, activations {memory['activations']}, Python and torch "
-        f"{memory['program']}",
+        f"{memory['optimizer']}, activations {memory['activations']}, saving "
+        f"{memory['saving']}, Python and torch {memory['program']}",
         f"            {'without' if facts['checkpointing'] else 'with'} gradient checkpointing "
         f"{other}",
     ]

@@ -17,7 +17,7 @@ CASES = {
     "the default": [],
     "6 x 6 x 384, 64 windows": [
         *("--set", "model={n_layer: 6, n_head: 6, d_model: 384}"),
-        *("--set", "train={steps: 25, batch_size: 64}"),
+        *("--set", "train={steps: 45, batch_size: 64}"),
     ],
     "the same, not compiled, checkpointing": [
         *("--set", "model={n_layer: 6, n_head: 6, d_model: 384}"),
@@ -31,7 +31,7 @@ CASES = {
     "python-code": ["python-code"],
     "124M, AdamW, bytes": [
         *("gpt2-124m", "--set", "tokenizer.kind=byte", "--set", "model.context_length=256"),
-        *("--set", "train={steps: 5, batch_size: 16, micro_batch_size: 8}"),
+        *("--set", "train={steps: 12, batch_size: 16, micro_batch_size: 8}"),
         *("--set", "data.validation=0.005"),
     ],
 }
