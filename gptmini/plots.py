@@ -110,7 +110,7 @@ def training(runs: dict[str, list[dict[str, Any]]]) -> Figure:
     figure = _blank(10, 6.5)
     axes = figure.subplots(2, 2, sharex=True)
     panels = {
-        "train_loss": (axes[0, 0], "loss, nats per token"),
+        "train_loss": (axes[0, 0], "loss, nats per token; thin while training"),
         "lr": (axes[0, 1], "learning rate"),
         "tokens_per_second": (axes[1, 0], "tokens per second"),
         "grad_norm": (axes[1, 1], "gradient norm"),
@@ -118,23 +118,32 @@ def training(runs: dict[str, list[dict[str, Any]]]) -> Figure:
     for number, (name, lines) in enumerate(runs.items()):
         colour = f"C{number % 10}"
         for key, (axis, _) in panels.items():
-            _line(axis, lines, key, color=colour, linewidth=1, alpha=0.7)
-        _line(axes[0, 0], lines, "val_loss", ".-", color=colour, label=f"{name}, held out")
+            _line(axis, _logged(lines, key), "-", color=colour, linewidth=1, alpha=0.7)
+        held_out = _logged(lines, "val_loss")
+        _line(axes[0, 0], held_out, ".-", color=colour, label=f"{name}, held out")
     for axis, title in panels.values():
         axis.set_title(title, fontsize=10)
         _open(axis)
-        if axis is not axes[0, 0]:
-            axis.set_ylim(bottom=0)
+    for axis in (axes[0, 1], axes[1, 0]):
+        axis.set_ylim(bottom=0)
+    for axis in (axes[0, 0], axes[1, 1]):  # steep at first
+        axis.set_yscale("log", subs=[])
+        axis.yaxis.get_major_locator().set_params(subs=(1, 1.2, 1.5, 2, 3, 5))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     for axis in axes[1]:
-        axis.set_xlabel("tokens seen")
+        axis.set_xlabel("million tokens seen")
     axes[0, 0].legend(frameon=False, fontsize=8)
     return figure
 
 
-def _line(axis: Any, lines: list[dict[str, Any]], key: str, form: str = "-", **style: Any) -> None:
-    found = [(line["tokens"], line[key]) for line in lines if key in line]
-    if found:
-        axis.plot(*zip(*found, strict=True), form, **style)
+def _logged(lines: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+    """Million tokens seen, and a figure, of the lines that have it."""
+    return [(line["tokens"] / 1e6, line[key]) for line in lines if key in line]
+
+
+def _line(axis: Any, places: list[tuple[float, float]], form: str, **style: Any) -> None:
+    if places:
+        axis.plot(*zip(*places, strict=True), form, **style)
 
 
 def comparison(variants: list[Variant]) -> Figure:
@@ -158,12 +167,11 @@ def comparison(variants: list[Variant]) -> Figure:
             color=colour,
         )
         for run in one.runs:
-            lines = [
-                {"tokens": seen / 1e6 if equal else seconds / 60, "bits": bits}
-                for seen, seconds, bits in run.history
+            places = [
+                (seen / 1e6 if equal else took / 60, bits) for seen, took, bits in run.history
             ]
             label = one.name if run is one.runs[0] else None
-            _line(way, lines, "bits", ".-", color=colour, linewidth=1, markersize=3, label=label)
+            _line(way, places, ".-", color=colour, linewidth=1, markersize=3, label=label)
     cost.set_xscale("log", base=2)
     cost.margins(x=0.4)
     cost.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

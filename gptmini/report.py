@@ -6,7 +6,7 @@ from typing import Any
 from gptmini import inspect, planner, plots
 from gptmini.run import Run
 
-READ = 48  # tokens whose attention is shown, at most
+READ = 32  # tokens whose attention is shown, at most
 PANELS = 48  # of heads, at most; a model with more shows its first, middle and last layer
 
 STYLE = """
@@ -38,6 +38,7 @@ def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
     rows = []
     for name, (run, lines) in runs.items():
         model, last = run.config.model, lines[-1]
+        window = f", window {model.attention.window}" if model.attention.window else ""
         best = min(
             (line for line in lines if "val_loss" in line), key=lambda line: line["val_loss"]
         )
@@ -45,7 +46,7 @@ def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
             [
                 name,
                 f"{planner.parameter_count(model):,}",
-                f"{model.attention.variant} {model.n_head}:{model.n_kv_head}",
+                f"{model.attention.variant} {model.n_head}:{model.n_kv_head}{window}",
                 f"{last['step']:,}",
                 f"{last['tokens']:,}",
                 f"{last['seconds'] / 60:.1f}",
