@@ -82,7 +82,9 @@ def measure(
         for path in where:
             run = load(path, cache=cache, weights="float32")
             text = whole_text(run, data, cache) if data else held_out(run, cache)
-            runs.append(_measured(run, text, before))
+            settings = run.config.data
+            share = "" if data else f" {settings.validation} {settings.split}"
+            runs.append(_measured(run, text, share, before))
         model = run.config.model
         decoders.append(open_decoder(run.model, "bfloat16", 1, cache))
         variants.append(
@@ -110,7 +112,10 @@ def _known(file: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _measured(run: Run, text: list[Stretch], known: dict[str, dict[str, Any]]) -> Measured:
+def _measured(
+    run: Run, text: list[Stretch], share: str, known: dict[str, dict[str, Any]]
+) -> Measured:
+    """The figures of a run, what is known of it or measured on the text, a share of a file."""
     cut = ",".join(f"{one.tokens.path.stem}[{one.first}:{one.last}]" for one in text)
     made_of = hashlib.sha256(f"{run.fingerprint} {run.config.model} {cut}".encode()).hexdigest()
     if (found := known.get(made_of)) is None:
@@ -118,12 +123,11 @@ def _measured(run: Run, text: list[Stretch], known: dict[str, dict[str, Any]]) -
         found = evaluate_run(run, text).facts()
     lines = list(metrics(RunDirectory(run.path).metrics))
     speeds = [line["tokens_per_second"] for line in lines[1:] if "tokens_per_second" in line]
-    share = run.config.data.validation, run.config.data.split
     contents = sorted({one.tokens.path.name.split("-")[0] for one in text})
     return Measured(
         path=str(run.path),
         made_of=made_of,
-        text=f"{','.join(contents)} {share}",
+        text=",".join(contents) + share,
         seed=run.config.train.seed,
         step=run.step,
         **{key: found[key] for key in EVALUATED},
