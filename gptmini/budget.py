@@ -28,6 +28,7 @@ FAST_TOKENS = 8192  # in a forward pass on a CPU: more of them leave its caches 
 FINISH = 3  # seconds for the last checkpoint and the sample
 COMPILE_GAIN = 1.5  # of the speed of passes, where it pays
 MEASURED = 3  # layers of a model that stands for deeper ones
+STEADY = 6  # passes, until which their times settle to a few percent
 COMPILE_PAYS = 90  # seconds of training, of which a quarter is more than compiling takes
 
 # A ladder of models: layers, width, windows in a batch.
@@ -120,7 +121,7 @@ def compile_blocks(
     if asked == "off" or (asked == "auto" and not _compiler()):
         return False
     plain = step_seconds(model, config, precision)
-    if asked == "auto" and plain * config.train.steps < COMPILE_PAYS:
+    if not compiles(config, plain * config.train.steps):
         return False
     started = time.perf_counter()
     for block in model.blocks:
@@ -211,8 +212,8 @@ def predicted_seconds(
     first = (0.0, 0.0)
     if extra:
         one = few.model_copy(update={"model": few.model.model_copy(update={"n_layer": 1})})
-        first = _seconds_by_part(one, device, dtype)
-    passes, updates = _seconds_by_part(few, device, dtype)
+        first = _seconds_by_part(one, device, dtype, STEADY)
+    passes, updates = _seconds_by_part(few, device, dtype, STEADY)
     if extra:
         passes += extra * (passes - first[0]) / (most - 1)
         updates += extra * (updates - first[1]) / (most - 1)
@@ -220,7 +221,7 @@ def predicted_seconds(
 
 
 def compiles(config: Config, seconds: float) -> bool:
-    """Whether blocks will probably be compiled if the passes take so many seconds without."""
+    """Whether compiling is worth a try if the passes take so many seconds without."""
     asked = config.train.compile
     return asked == "on" or (asked == "auto" and seconds >= COMPILE_PAYS and _compiler())
 
@@ -231,7 +232,7 @@ def _sizes(config: Config) -> tuple[ModelConfig, int]:
 
 
 def _seconds_by_part(
-    config: Config, device: torch.device, dtype: torch.dtype
+    config: Config, device: torch.device, dtype: torch.dtype, passes: int = 3
 ) -> tuple[float, float]:
     """Times of the passes and of the update of a model that is made for this and forgotten."""
     precision = partial(machine.precision, device, dtype)
@@ -239,7 +240,7 @@ def _seconds_by_part(
     model.gradient_checkpointing = config.train.gradient_checkpointing
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=micro_batch_size(model, config, precision))
-    seconds = step_seconds(model, config, precision, 6)
+    seconds = step_seconds(model, config, precision, passes)
     optimizer = Optimizer(model, config.train, dtype)
     times = []
     for _ in range(3):

@@ -26,7 +26,6 @@ from gptmini.cli_options import (
     ConfigName,
     Data,
     Errors,
-    Picture,
     RunName,
     Steps,
     configured,
@@ -132,7 +131,7 @@ def inspect(
     mask: Annotated[
         str | None, typer.Option(help="Show a mask instead: causal, window:N or padding:N.")
     ] = None,
-    out: Picture = None,
+    out: Annotated[Path | None, typer.Option(help="A picture to draw: .png, .pdf, .svg.")] = None,
 ) -> None:
     """Show what the heads of a trained model look at, or what a mask hides."""
     if mask is not None:

@@ -38,7 +38,6 @@ Cache = Annotated[
     Path, typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora and code are kept.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-Picture = Annotated[Path | None, typer.Option(help="A picture to draw: .png, .pdf, .svg.")]
 
 
 def configured(

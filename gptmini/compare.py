@@ -52,11 +52,11 @@ def jobs(variants: dict[str, Config], seeds: int, out: Path) -> list[Job]:
     tokens = _tokens_of(next(iter(variants.values())))
     made = []
     for n in range(seeds):
-        for name, config in variants.items():
-            settings: dict[str, Any] = {"seed": config.train.seed + n, "patience": None}
-            if config.train.minutes is not None:  # the plan keeps the heads, which KV heads divide
-                heads = {"n_head": config.model.n_head}
-                config = configfile.completed(config, {"model": heads})  # noqa: PLW2901
+        for name, base in variants.items():
+            config = base
+            settings: dict[str, Any] = {"seed": base.train.seed + n, "patience": None}
+            if base.train.minutes is not None:  # the plan keeps the heads, which KV heads divide
+                config = configfile.completed(base, {"model": {"n_head": base.model.n_head}})
             elif _tokens_of(config) != tokens:
                 per_step = config.train.batch_size * config.seq_len
                 settings["steps"] = max(1, round(tokens / per_step))
@@ -222,15 +222,15 @@ def verdicts(variants: list[Variant]) -> list[str]:
             "the runs have held out different texts: name them again, with one text as --data"
         )
     for one in others:
-        gap, half = difference(one.figures("bits_per_byte"), first.figures("bits_per_byte"))
-        line = f"{one.name}: {gap:+.4f} bits per byte to {first.name}"
+        found = difference(one.figures("bits_per_byte"), first.figures("bits_per_byte"))
+        line = f"{one.name}: {found.gap:+.4f} bits per byte to {first.name}"
         seeds = f"{len(one.runs)} and {len(first.runs)} runs"
-        if half is None:
+        if found.half is None:
             line += ", one run each: nothing is known of the spread; train more seeds"
-        elif abs(gap) <= half:
-            line += f", 95 % interval ± {half:.4f} ({seeds}): within the spread"
         else:
-            line += f", 95 % interval ± {half:.4f} ({seeds}): {'worse' if gap > 0 else 'better'}"
+            verdict = "worse" if found.gap > 0 else "better"
+            verdict = "within the spread" if found.within_spread else verdict
+            line += f", 95 % interval ± {found.half:.4f} ({seeds}): {verdict}"
         lines.append(line)
     return lines
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -179,19 +179,30 @@ def spread(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """The difference of two means and the half-width of its 95 % interval.
+class Difference(NamedTuple):
+    """The difference of two means, and the half-width of its 95 % interval, if that is known."""
 
-    The interval is Student's with one variance for both (1908); None where there is one value
-    each. If it contains 0, the difference is within the spread.
+    gap: float
+    half: float | None
+
+    @property
+    def within_spread(self) -> bool | None:
+        """Whether the interval contains 0."""
+        return None if self.half is None else abs(self.gap) <= self.half
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
+    """The difference of two means; its interval is Student's with one variance for both (1908).
+
+    It is not known where there is one value each.
     """
     gap = statistics.mean(ours) - statistics.mean(theirs)
     freedom = len(ours) + len(theirs) - 2
     if freedom == 0:
-        return gap, None
+        return Difference(gap, None)
     squares = sum(statistics.pvariance(values) * len(values) for values in (ours, theirs))
     error = (squares / freedom * (1 / len(ours) + 1 / len(theirs))) ** 0.5
-    return gap, STUDENT[min(freedom, len(STUDENT)) - 1] * error
+    return Difference(gap, STUDENT[min(freedom, len(STUDENT)) - 1] * error)
 
 
 def as_json(variants: list[Variant]) -> dict[str, Any]:
@@ -200,15 +211,15 @@ def as_json(variants: list[Variant]) -> dict[str, Any]:
     found = []
     for variant in variants:
         ours = variant.figures("bits_per_byte")
-        gap, half = difference(ours, first)
+        to_first = difference(ours, first)
         found.append(
             asdict(variant)
             | {
                 "bits_per_byte": statistics.mean(ours),
                 "bits_per_byte_spread": spread(ours),
-                "to_first": gap,
-                "to_first_95": half,
-                "within_spread": None if half is None else abs(gap) <= half,
+                "to_first": to_first.gap,
+                "to_first_95": to_first.half,
+                "within_spread": to_first.within_spread,
             }
         )
     return {"variants": found}

@@ -14,11 +14,12 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     V, D, L, F = config.vocab_size or 0, config.d_model, config.n_layer, config.d_ff
     queries, keys = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     bias, qkv_bias = int(config.bias), config.attention.qkv_bias
-    attention = 2 * D * queries + 2 * D * keys + bias * D
+    attention, mlp = _matrices(config)
+    attention += bias * D
     attention += (bias if qkv_bias is None else int(qkv_bias)) * (queries + 2 * keys)
     attention += 2 * config.head_dim * config.attention.qk_norm
     wide = 2 if config.activation == "swiglu" else 1  # matrices that lead to the inner width
-    mlp = (wide + 1) * D * F + bias * (wide * F + D)
+    mlp += bias * (wide * F + D)
     norm = D * (1 + (config.norm == "layernorm" and config.bias))
     parts = {
         "embedding": V * D,
@@ -29,6 +30,13 @@ def parameters(config: ModelConfig) -> dict[str, int]:
         "head": 0 if config.tie_embeddings else V * D,
     }
     return {part: count for part, count in parts.items() if count}
+
+
+def _matrices(config: ModelConfig) -> tuple[int, int]:
+    """Weights in the matrices of one layer's attention and of its MLP."""
+    heads = (config.n_head + config.n_kv_head) * config.head_dim  # of q and k, as of o and v
+    into = 2 if config.activation == "swiglu" else 1
+    return 2 * config.d_model * heads, (into + 1) * config.d_model * config.d_ff
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -42,14 +50,13 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
     A product with a matrix of n weights takes 2 n. Scores and their mixing count for the keys that
     a query sees, which under the causal mask are half of T on average, or less with a window.
     """
-    D, heads = config.d_model, config.n_head * config.head_dim
-    matrices = 2 * D * heads + 2 * D * config.n_kv_head * config.head_dim
-    wide = 2 if config.activation == "swiglu" else 1
+    attention, mlp = _matrices(config)
+    heads = config.n_head * config.head_dim
     seen = sum(_keys_seen(config.window(layer), seq_len) for layer in range(config.n_layer))
     return {
-        "attention": 2 * config.n_layer * matrices + 4 * heads * seen,
-        "mlp": 2 * config.n_layer * (wide + 1) * D * config.d_ff,
-        "head": 2 * D * (config.vocab_size or 0),
+        "attention": 2 * config.n_layer * attention + 4 * heads * seen,
+        "mlp": 2 * config.n_layer * mlp,
+        "head": 2 * config.d_model * (config.vocab_size or 0),
     }
 
 

@@ -87,7 +87,7 @@ def test_deep_models_are_timed_by_a_few_layers(monkeypatch, text_file, tmp_path)
     """With layers of 2 s and 0.1 s, and 1 s and 0.3 s beside them, ten take 21 s and 1.3 s."""
     seen = []
 
-    def by_part(config, device, dtype):
+    def by_part(config, device, dtype, passes):
         layers = config.model.n_layer
         seen.append(layers)
         return 1 + 2 * layers, 0.3 + 0.1 * layers
