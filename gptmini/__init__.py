@@ -8,14 +8,19 @@ print(run.generate("The ", max_new_tokens=200, temperature=0.8))
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gptmini.config import ModelConfig
-    from gptmini.model import GPT
-    from gptmini.run import Run, load
+    from gptmini.config.settings import ModelConfig
+    from gptmini.generate.run import Run, load
+    from gptmini.model.gpt import GPT
 
 __version__ = "0.1.0"
 __all__ = ["GPT", "ModelConfig", "Run", "load"]
 
-_HOMES = {"GPT": "model", "ModelConfig": "config", "Run": "run", "load": "run"}
+_HOMES = {
+    "GPT": "model.gpt",
+    "ModelConfig": "config.settings",
+    "Run": "generate.run",
+    "load": "generate.run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m gptmini`."""
 
-from gptmini.cli import main
+from gptmini.cli.app import main
 
 main()

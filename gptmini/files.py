@@ -15,7 +15,7 @@ CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write that appears as `path` when the block ends, and not at all if it raises."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
@@ -33,7 +33,7 @@ def aside(path: Path) -> Iterator[BinaryIO]:
 
 def replace(path: Path, data: bytes) -> None:
     """Write a file, or give it a new content in one step."""
-    with aside(path) as file:
+    with atomic_write(path) as file:
         file.write(data)
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 
-from gptmini.config import TrainConfig
+from gptmini.config.settings import TrainConfig
 from gptmini.errors import ConfigError, MachineError
 
 

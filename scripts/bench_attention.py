@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from gptmini.attention import Attention, KVCache, attend
-from gptmini.config import ModelConfig
+from gptmini.config.settings import ModelConfig
 from gptmini.machine import keep_freed_memory
+from gptmini.model.attention import Attention, KVCache, attend
 
 VARIANTS = {
     "mha": {"variant": "mha"},

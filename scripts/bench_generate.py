@@ -20,13 +20,18 @@ import torch
 import transformers
 from torch import Tensor
 
-from gptmini.config import ModelConfig, SampleConfig
-from gptmini.decoder import Decoder, NativeDecoder, TorchDecoder, open_decoder
+from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.files import CACHE
-from gptmini.model import GPT
-from gptmini.native import PRECISIONS
-from gptmini.run import load
-from gptmini.sampler import Speed, begin, decode
+from gptmini.generate.engine import (
+    Engine,
+    NativeEngine,
+    TorchEngine,
+    open_engine,
+)
+from gptmini.generate.native import PRECISIONS
+from gptmini.generate.run import load
+from gptmini.generate.sampler import Speed, begin, decode
+from gptmini.model.gpt import GPT
 
 SIZES = {
     "tiny": {"n_layer": 2, "n_head": 6, "d_model": 96, "vocab_size": 65},
@@ -136,7 +141,7 @@ def llama_names(model: GPT) -> dict[str, Tensor]:
     }
 
 
-def ours(decoder: Decoder, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
+def ours(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
     """Seconds in all and to the first token."""
     sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
     rows = [begin(n, row, sample, 1024) for n, row in enumerate(prompts.tolist())]
@@ -170,11 +175,11 @@ def contestants(model: GPT, batch: int) -> dict[str, Callable[[Tensor, int], tup
     found: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
         "HF": lambda prompts, n: theirs(other, prompts, n),
         "HF bf16": lambda prompts, n: theirs(narrow, prompts, n),
-        "torch": lambda prompts, n: ours(TorchDecoder(model), model, prompts, n),
+        "torch": lambda prompts, n: ours(TorchEngine(model), model, prompts, n),
     }
     for weights in PRECISIONS:
-        decoder = open_decoder(model, weights, batch, CACHE)
-        if isinstance(decoder, NativeDecoder):
+        decoder = open_engine(model, weights, batch, CACHE)
+        if isinstance(decoder, NativeEngine):
             found[weights] = lambda prompts, n, d=decoder: ours(d, model, prompts, n)  # type: ignore[misc]
     return found
 
@@ -255,7 +260,7 @@ def memory(size: str, who: str) -> None:
         theirs(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
     else:
         model = model_of(size, "mha")
-        ours(open_decoder(model, who, 1, CACHE), model, prompts, 32)
+        ours(open_engine(model, who, 1, CACHE), model, prompts, 32)
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line for line in lines if line.startswith("VmHWM"))
     print(int(peak.split()[1]) // 1024)  # getrusage would tell of the parent's as well

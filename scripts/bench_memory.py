@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from gptmini.config import ModelConfig
-from gptmini.model import GPT, loss
+from gptmini.config.settings import ModelConfig
+from gptmini.model.gpt import GPT, loss
 
 
 def measure(checkpointing: bool) -> None:

@@ -23,11 +23,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from gptmini import tokenizer as tokenizers
-from gptmini.config import Config, DataConfig
-from gptmini.corpus import find
+from gptmini.config.settings import Config, DataConfig
 from gptmini.errors import DataError
-from gptmini.prepare import prepare_corpus
+from gptmini.text import tokenizer as tokenizers
+from gptmini.text.corpus import prepare_corpus
+from gptmini.text.sources import find
 
 
 def write_kinds(documents: list[str], folder: Path) -> dict[str, str]:

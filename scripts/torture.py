@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the optimizer loads it, which would take longer than a run
 
-from gptmini import trainer
-from gptmini.config import Config
+from gptmini.config.settings import Config
+from gptmini.train import trainer
 
 STEPS = 24
 

@@ -2,8 +2,8 @@
 
 import json
 
-from gptmini.config import Config
-from gptmini.configfile import CONFIGS
+from gptmini.config.load import CONFIGS
+from gptmini.config.settings import Config
 
 
 def main() -> None:

@@ -16,10 +16,10 @@ atexit.register(shutil.rmtree, os.environ["HOME"])
 import pytest
 import tiktoken
 
-from gptmini import cli
-from gptmini.config import Config
+from gptmini.cli import app
+from gptmini.config.settings import Config
 from gptmini.files import CACHE
-from gptmini.tokenizer import Tokenizer, create
+from gptmini.text.tokenizer import Tokenizer, create
 
 SHARED = Path(__file__).parents[2] / "shared"
 WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "
@@ -84,7 +84,7 @@ def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["gptmini", *words])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            app.main()
         out, err = capfd.readouterr()
         return end.value.code or 0, out, err
 

@@ -27,7 +27,7 @@ FLOORS = [
     ["native"],
     # machinery
     ["machine", "optim", "batches", "checkpoint", "runlog"],
-    ["budget", "trackers", "rehearse"],
+    ["budget", "trackers", "dry_run"],
     # what it is for
     ["decoder", "filters"],
     ["speculate"],

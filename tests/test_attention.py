@@ -6,11 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gptmini import masks, mechanisms
-from gptmini.attention import Attention, KVCache, LayerCache, attend, choose_backend
-from gptmini.config import AttentionConfig, ModelConfig
+from gptmini.config.settings import AttentionConfig, ModelConfig
 from gptmini.errors import MachineError
-from gptmini.layers import Rotary
+from gptmini.model import masks, mechanisms
+from gptmini.model.attention import (
+    Attention,
+    KVCache,
+    LayerCache,
+    attend,
+    choose_backend,
+)
+from gptmini.model.layers import Rotary
 
 
 def by_the_book(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -7,9 +7,10 @@ from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import batches, prepare
-from gptmini.batches import Batches, permute
-from gptmini.prepare import Stretch
+from gptmini.text.corpus import prepare_corpus
+from gptmini.text.tokens import Span
+from gptmini.train import batches
+from gptmini.train.batches import Batches, permute
 
 
 class Counting:
@@ -26,9 +27,9 @@ class Counting:
         return np.arange(start, start + count, dtype=np.uint32)
 
 
-def stretch(count: int, first: int = 0) -> Stretch:
+def span(count: int, first: int = 0) -> Span:
     """The numbers from first up to count."""
-    return Stretch(Counting(count), first, count)  # type: ignore[arg-type]
+    return Span(Counting(count), first, count)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
@@ -52,7 +53,7 @@ def test_permutations_differ_by_key_and_stir():
 )
 def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
     train = seq_len + extra
-    data = Batches([stretch(train)], None, seq_len, batch_size, seed)
+    data = Batches([span(train)], None, seq_len, batch_size, seed)
     (windows,) = data.windows
     steps = -(-3 * windows // batch_size)
     starts = [start for step in range(steps) for _, start in data.starts(step)]
@@ -66,7 +67,7 @@ def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
 
 def test_windows_are_a_function_of_seed_and_step():
     def make(seed: int) -> Batches:
-        return Batches([stretch(5000)], None, 16, 8, seed)
+        return Batches([span(5000)], None, 16, 8, seed)
 
     assert make(1).starts(77) == make(1).starts(77)
     assert make(1).starts(77) != make(2).starts(77)
@@ -84,10 +85,10 @@ def test_validation_sees_every_target_once_behind_enough_of_the_text(
     stride = data.draw(st.none() | st.integers(1, seq_len))
     seen = []
     for tokens, targets in batches.validation_batches(
-        [stretch(total, first)], seq_len, batch_size, stride
+        [span(total, first)], seq_len, batch_size, stride
     ):
         assert len(tokens) <= batch_size
-        counted = targets != batches.BESIDE
+        counted = targets != batches.IGNORE_INDEX
         assert torch.equal(targets[counted], tokens[counted] + 1)
         seen += targets[counted].tolist()
         for row, new in zip(tokens, counted, strict=True):
@@ -110,7 +111,7 @@ def test_shares_are_whole_positive_and_near_the_weights(weights, whole):
 
 def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
     sizes, weights = [500, 3000, 10_000], [1.0, 2.0, 7.0]
-    data = Batches([stretch(size) for size in sizes], weights, 10, 20, 3)
+    data = Batches([span(size) for size in sizes], weights, 10, 20, 3)
     visits = [visit for step in range(200) for visit in data.starts(step)]
     for which in range(3):
         starts = [start for one, start in visits if one == which]
@@ -126,7 +127,7 @@ def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
 
 
 def test_rows_come_from_the_file(text_file: Path, tmp_path: Path):
-    corpus = prepare.prepare_corpus(tiny(data={"path": str(text_file)}), tmp_path / "cache")
+    corpus = prepare_corpus(tiny(data={"path": str(text_file)}), tmp_path / "cache")
     data = Batches(corpus.training, None, 32, 4, 0)
     text = b"\0" + text_file.read_bytes()  # the document token stands before it
     tokens, _ = data.batch(5)

@@ -8,7 +8,7 @@ from conftest import WORDS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import bpe
+from gptmini.text import bpe
 
 
 def learn_slowly(text: str, vocab_size: int) -> dict[bytes, int]:

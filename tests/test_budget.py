@@ -10,13 +10,15 @@ from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import budget, machine, planner, trainer
-from gptmini.checkpoint import RunDirectory
-from gptmini.config import Config, TrainConfig
-from gptmini.configfile import validate
+from gptmini import machine
+from gptmini.config.load import validate
+from gptmini.config.settings import Config, TrainConfig
 from gptmini.errors import MachineError
-from gptmini.model import GPT, loss
-from gptmini.optim import learning_rate
+from gptmini.model.gpt import GPT, loss
+from gptmini.model.optim import learning_rate
+from gptmini.plan import cost, fit
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
 
 CPU = torch.device("cpu")
 
@@ -33,7 +35,7 @@ def model_of(config: Config) -> tuple[GPT, Config]:
 def test_what_a_window_keeps_is_what_its_graph_holds():
     """Against the sizes of the distinct tensors, no weights, that the nodes refer to."""
     model, config = model_of(tiny(model={"n_layer": 3}))
-    found = budget.activation_bytes(model, config.seq_len, precision)
+    found = fit.activation_bytes(model, config.seq_len, precision)
     tokens = torch.zeros(1, config.seq_len, dtype=torch.long)
     nodes, kept = [loss(model, tokens, tokens).grad_fn], {}
     seen = set(nodes)
@@ -57,15 +59,15 @@ def test_what_a_window_keeps_is_what_its_graph_holds():
 
 def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
     model, config = model_of(tiny(train={"batch_size": 12}))
-    window = budget.activation_bytes(model, config.seq_len, precision)
+    window = fit.activation_bytes(model, config.seq_len, precision)
     static = 16 * sum(p.numel() for p in model.parameters())
     for windows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
         memory = static + 2 * windows * window
         monkeypatch.setattr(machine, "memory", lambda _, memory=memory: memory)
-        assert budget.micro_batch_size(model, config, precision) == expected
+        assert fit.micro_batch_size(model, config, precision) == expected
     monkeypatch.setattr(machine, "memory", lambda _: 1 << 40)
-    monkeypatch.setattr(budget, "FAST_TOKENS", 4 * config.seq_len)
-    assert budget.micro_batch_size(model, config, precision) == 4
+    monkeypatch.setattr(fit, "FAST_TOKENS", 4 * config.seq_len)
+    assert fit.micro_batch_size(model, config, precision) == 4
 
 
 def compiling(asked: str, seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -73,10 +75,10 @@ def compiling(asked: str, seconds: list[float], monkeypatch: pytest.MonkeyPatch)
     model, config = model_of(tiny(train={"compile": asked, "steps": 100}))
     said: list[str] = []
     times = iter(seconds)
-    monkeypatch.setattr(budget, "step_seconds", lambda *_: next(times))
-    monkeypatch.setattr(budget, "_compiler", lambda: True)
+    monkeypatch.setattr(fit, "step_seconds", lambda *_: next(times))
+    monkeypatch.setattr(fit, "_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    return budget.compile_blocks(model, config, precision, said.append), said
+    return fit.compile_blocks(model, config, precision, said.append), said
 
 
 @pytest.mark.parametrize(
@@ -99,14 +101,14 @@ def test_without_a_compiler_a_run_goes_on_without(monkeypatch):
 
     said: list[str] = []
     model, config = model_of(tiny(train={"steps": 100}))
-    monkeypatch.setattr(budget, "_compiler", lambda: True)
+    monkeypatch.setattr(fit, "_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
-    monkeypatch.setattr(budget, "COMPILE_PAYS", 0)
-    assert not budget.compile_blocks(model, config, precision, said.append)
+    monkeypatch.setattr(fit, "COMPILE_PAYS", 0)
+    assert not fit.compile_blocks(model, config, precision, said.append)
     assert said == ["compile: failed (no C++ compiler); going on without"]
     assert not any("forward" in vars(block) for block in model.blocks)
     with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; take auto or off"):
-        budget.compile_blocks(model, config.with_train(compile="on"), precision, said.append)
+        fit.compile_blocks(model, config.with_train(compile="on"), precision, said.append)
 
 
 @pytest.mark.slow
@@ -147,11 +149,11 @@ def planned(config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch) -> 
 
     def reckoned(config: Config, *_: Any) -> tuple[float, float]:
         tokens = config.train.batch_size * config.seq_len
-        return 6 * planner.parameter_count(config.model) * tokens / 1e11, 0.0
+        return 6 * cost.parameter_count(config.model) * tokens / 1e11, 0.0
 
-    monkeypatch.setattr(budget, "_seconds_by_part", reckoned)
-    monkeypatch.setattr(budget, "_compiler", lambda: False)
-    return budget.plan(config.with_tokenizer("byte", 257), seconds, CPU, torch.float32)
+    monkeypatch.setattr(fit, "_seconds_by_part", reckoned)
+    monkeypatch.setattr(fit, "_compiler", lambda: False)
+    return fit.plan(config.with_tokenizer("byte", 257), seconds, CPU, torch.float32)
 
 
 def test_more_minutes_make_a_larger_model(monkeypatch):
@@ -160,7 +162,7 @@ def test_more_minutes_make_a_larger_model(monkeypatch):
         plan = planned(Config(), seconds, monkeypatch)
         widths.append(plan.model.d_model)
         tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
-        assert tokens * 6 * planner.parameter_count(plan.model) / 1e11 <= seconds
+        assert tokens * 6 * cost.parameter_count(plan.model) / 1e11 <= seconds
         assert plan.train.eval_every <= max(1, plan.train.steps // 10)
     assert widths == sorted(widths)
     assert widths[0] == 128
@@ -189,9 +191,9 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     """The plan thinks a step takes half a second; before and after step 100 it takes another."""
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(budget, "_seconds_by_part", lambda *_: (0.4, 0.1))
-    update, first = trainer.update, budget.RUNGS[:1]
-    monkeypatch.setattr(budget, "RUNGS", first)
+    monkeypatch.setattr(fit, "_seconds_by_part", lambda *_: (0.4, 0.1))
+    update, first = trainer.update, fit.RUNGS[:1]
+    monkeypatch.setattr(fit, "RUNGS", first)
 
     def timed(training: Any) -> Any:
         clock.now += speeds[training.step > 100] / 2
@@ -216,7 +218,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     )
     run = tmp_path / "run"
     trainer.train(config, run, tmp_path / "cache", clock.now)
-    assert clock.now - 1000 == pytest.approx(120 - budget.FINISH, rel=0.05)
+    assert clock.now - 1000 == pytest.approx(120 - fit.FINISH, rel=0.05)
     finished = RunDirectory(run)
     final, checkpoint = finished.config(), finished.newest()
     assert checkpoint is not None
@@ -242,7 +244,7 @@ def test_no_step_made_depends_on_the_new_number(step, steps, per_step, minutes, 
     step = min(step, steps)
     given_ = {"minutes": minutes, "steps": steps, "warmup_steps": 5, "cooldown": cooldown}
     settings = TrainConfig.model_validate(given_)
-    found = budget.paced_steps(settings, step, 0.0, per_step)
+    found = fit.paced_steps(settings, step, 0.0, per_step)
     changed = settings.model_copy(update={"steps": found})
     for made in range(step):
         assert learning_rate(changed, made) == learning_rate(settings, made)

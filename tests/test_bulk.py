@@ -5,11 +5,11 @@ import pytest
 import torch
 from conftest import tiny
 
-from gptmini import bulk
 from gptmini.errors import DataError
-from gptmini.model import GPT
-from gptmini.run import Run
-from gptmini.tokenizer import ByteTokenizer
+from gptmini.generate import bulk
+from gptmini.generate.run import Run
+from gptmini.model.gpt import GPT
+from gptmini.text.tokenizer import ByteTokenizer
 
 SETTINGS = {"max_new_tokens": 12, "temperature": 1.2}
 

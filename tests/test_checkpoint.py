@@ -9,9 +9,9 @@ import torch
 from conftest import tiny
 
 from gptmini import files
-from gptmini.checkpoint import Checkpoint, RunDirectory, fitting
 from gptmini.errors import CheckpointError, MachineError
-from gptmini.tokenizer import ByteTokenizer
+from gptmini.runs.directory import Checkpoint, RunDirectory, fitting
+from gptmini.text.tokenizer import ByteTokenizer
 
 
 class Killed(BaseException):
@@ -249,7 +249,7 @@ def test_one_writer_at_a_time(run: RunDirectory):
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path):
     path = tmp_path / "a"
     files.replace(path, b"one")
-    with pytest.raises(ZeroDivisionError), files.aside(path) as file:
+    with pytest.raises(ZeroDivisionError), files.atomic_write(path) as file:
         file.write(b"half")
         raise ZeroDivisionError
     assert path.read_bytes() == b"one"

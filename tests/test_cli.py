@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import SHARED, SMALL
 
-from gptmini import cli, cli_generate, runlog
+from gptmini import console
+from gptmini.cli import app, generate
 
 
 def test_train_then_generate(gptmini, text_file: Path):
@@ -157,25 +158,25 @@ def test_a_bug_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch)
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli_generate, "newest_run", broken)
+    monkeypatch.setattr(generate, "newest_run", broken)
     code, _, err = gptmini("generate")
     assert (code, err.count("\n")) == (1, 1)
     assert "--debug" in err
     monkeypatch.setattr(sys, "argv", ["gptmini", "--debug", "generate"])
     with pytest.raises(ZeroDivisionError):
-        cli.main()
+        app.main()
 
 
 def test_control_characters_are_shown_not_obeyed():
-    assert runlog.shown("a\x1b[31mé\n\t\x07東\x9b") == "a\\x1b[31mé\n\t\\x07東\\x9b"
+    assert console.shown("a\x1b[31mé\n\t\x07東\x9b") == "a\\x1b[31mé\n\t\\x07東\\x9b"
     ordinary = "\u3000l\u00a0homme\u202f! \u200d"
-    assert runlog.shown(ordinary + "\r\n") == ordinary + "\n"
+    assert console.shown(ordinary + "\r\n") == ordinary + "\n"
 
 
 def test_help_answers_without_torch():
     check = (
         "import sys; sys.argv = ['gptmini', '--help']\n"
-        "from gptmini.cli import main\n"
+        "from gptmini.cli.app import main\n"
         "try: main()\n"
         "finally: assert not {'torch', 'pydantic', 'tiktoken'} & sys.modules.keys()"
     )

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, WORDS
 
-from gptmini import cli_generate, runlog
-from gptmini.cli_generate import LARGEST
+from gptmini import console
+from gptmini.cli import generate
+from gptmini.cli.generate import LARGEST
 
 FEW = ["--max-new-tokens", "6"]
 
@@ -183,17 +184,17 @@ def test_a_conversation_goes_on_and_begins_anew(gptmini, run, monkeypatch):
 def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch):
     lines = iter(["the ", "a"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    deliver, calls = runlog.deliver, []
+    stream_to_stdout, calls = console.stream_to_stdout, []
 
     def interrupted(texts, raw=False):
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        deliver(texts, raw)
+        stream_to_stdout(texts, raw)
 
-    monkeypatch.setattr(runlog, "deliver", interrupted)
+    monkeypatch.setattr(console, "stream_to_stdout", interrupted)
     with pytest.raises(StopIteration):  # no more lines: the second was answered
-        cli_generate.generate(interactive=True, max_new_tokens=4, run=Path(run))
+        generate.generate(interactive=True, max_new_tokens=4, run=Path(run))
     assert len(calls) == 3
 
 
@@ -249,13 +250,13 @@ def test_score_says_how_expected_a_text_is(gptmini, run, monkeypatch):
     assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
     assert f"loss {found['loss']:.4f}" in lines[-1]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert list(cli_generate._coloured(cli_generate_score(found)))[-1] == "\n"
+    assert list(generate._coloured(cli_generate_score(found)))[-1] == "\n"
     code, _, err = gptmini("score")
     assert (code, err.count("\n")) == (2, 1)
 
 
 def cli_generate_score(found: dict):
-    from gptmini.score import Score
+    from gptmini.evidence.score import Score
 
     rows = found["scores"]
     columns = ("text", "token", "logprob", "rank")
@@ -263,8 +264,8 @@ def cli_generate_score(found: dict):
 
 
 def test_surprise_is_a_colour():
-    from gptmini.score import Score
+    from gptmini.evidence.score import Score
 
     found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
-    text = "".join(cli_generate._coloured(found))
+    text = "".join(generate._coloured(found))
     assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, WORDS
 
-from gptmini import tokenizer
+from gptmini.text import tokenizer
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
@@ -111,7 +111,7 @@ def test_several_texts_and_documents(gptmini, tmp_path: Path):
 
 
 def test_a_text_cut_while_training_ends_the_run_in_a_line(gptmini, text_file: Path, monkeypatch):
-    from gptmini import trainer
+    from gptmini.train import trainer
 
     update = trainer.update
 

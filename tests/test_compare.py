@@ -11,9 +11,9 @@ import pytest
 from conftest import SMALL, tiny
 from test_measure import variant
 
-from gptmini import compare, plots
-from gptmini.checkpoint import RunDirectory
 from gptmini.errors import ConfigError, GptminiError
+from gptmini.evidence import compare, plots
+from gptmini.runs.directory import RunDirectory
 
 
 def test_seeds_take_turns_and_all_see_as_many_tokens(tmp_path):

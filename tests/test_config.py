@@ -3,10 +3,16 @@ from pathlib import Path
 import pytest
 from conftest import tiny
 
-from gptmini.config import Config, ModelConfig, default_d_ff
-from gptmini.configfile import differences, find, load, named_configs, validate
+from gptmini.config.load import (
+    differences,
+    find,
+    load,
+    named_configs,
+    validate,
+)
+from gptmini.config.settings import Config, ModelConfig, default_d_ff
+from gptmini.config.yamlfile import dump
 from gptmini.errors import ConfigError
-from gptmini.yamlfile import dump
 
 
 def errors(data) -> list[str]:

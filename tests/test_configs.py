@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from gptmini.config import Config
-from gptmini.configfile import CONFIGS, load, named_configs
-from gptmini.model import GPT, loss
-from gptmini.optim import Optimizer
+from gptmini.config.load import CONFIGS, load, named_configs
+from gptmini.config.settings import Config
+from gptmini.model.gpt import GPT, loss
+from gptmini.model.optim import Optimizer
 
 NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_configs()]
 

@@ -8,12 +8,13 @@ import torch
 from conftest import new_cache, tiny
 from torch import Tensor
 
-from gptmini import convert, trainer
-from gptmini.checkpoint import RunDirectory
-from gptmini.config import ModelConfig
+from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, DataError
-from gptmini.model import GPT
-from gptmini.run import Run, load
+from gptmini.generate.run import Run, load
+from gptmini.interop import pooling
+from gptmini.model.gpt import GPT
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
 
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -31,7 +32,7 @@ def model_of(n_kv_head: int, **settings) -> GPT:
 
 def pooled(model: GPT, n_kv_head: int) -> GPT:
     made = model_of(n_kv_head, bias=model.config.bias)
-    made.load_state_dict(convert.pooled(model.state_dict(), made.config))
+    made.load_state_dict(pooling.pooled(model.state_dict(), made.config))
     return made
 
 
@@ -74,7 +75,7 @@ def trained(text_file: Path, tmp_path: Path) -> Run:
 def test_a_converted_run_generates_and_is_trained_on(trained, tmp_path):
     out, cache = tmp_path / "pooled", tmp_path / "cache"
     mqa = {"variant": "mqa", "n_kv_head": None}
-    config = convert.convert(trained, mqa, None, out, cache)
+    config = pooling.convert(trained, mqa, None, out, cache)
     assert config.train.steps == 2
     assert config.model.n_kv_head == 1
     start = load(out, "cpu", "float32", cache)
@@ -94,7 +95,7 @@ def test_uptraining_that_was_stopped_ends_in_the_same_bits(trained, tmp_path, mo
     heads = {"variant": "gqa", "n_kv_head": 2}
     for name, stop in (("whole", None), ("halved", 2)):
         out = tmp_path / name
-        config = convert.convert(trained, heads, 4, out, cache)
+        config = pooling.convert(trained, heads, 4, out, cache)
         if stop:
             trainer.train(config.with_train(save_every=1, keep=9), out, cache)
             for step in (3, 4):
@@ -108,17 +109,17 @@ def test_what_cannot_be_pooled_is_refused(trained, tmp_path, text_file):
     cache = tmp_path / "cache"
     wrong = {"variant": "gqa", "n_kv_head": 3}
     with pytest.raises(ConfigError, match="3"):
-        convert.convert(trained, wrong, None, tmp_path / "a", cache)
+        pooling.convert(trained, wrong, None, tmp_path / "a", cache)
     half = {"variant": "gqa", "n_kv_head": 2}
-    convert.convert(trained, half, None, tmp_path / "half", cache)
+    pooling.convert(trained, half, None, tmp_path / "half", cache)
     fewer = load(tmp_path / "half", "cpu", "float32", cache)
     with pytest.raises(ConfigError, match=r"2 KV heads .* do not pool into 4; take one of 1, 2"):
-        convert.convert(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b", cache)
+        pooling.convert(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b", cache)
     with pytest.raises(ConfigError, match="holds a run already"):
-        convert.convert(trained, half, None, tmp_path / "half", cache)
+        pooling.convert(trained, half, None, tmp_path / "half", cache)
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
-        convert.convert(trained, half, None, tmp_path / "c", cache)
+        pooling.convert(trained, half, None, tmp_path / "c", cache)
     assert not (tmp_path / "c").exists()
 
 
@@ -129,8 +130,8 @@ def test_a_conversion_that_was_cut_leaves_no_run_without_weights(trained, tmp_pa
     half, out = {"variant": "gqa", "n_kv_head": 2}, tmp_path / "half"
     monkeypatch.setattr(RunDirectory, "write_config", full)
     with pytest.raises(OSError, match="no space"):
-        convert.convert(trained, half, None, out, tmp_path / "cache")
+        pooling.convert(trained, half, None, out, tmp_path / "cache")
     assert not RunDirectory(out).begun
     monkeypatch.undo()
-    convert.convert(trained, half, None, out, tmp_path / "cache")
+    pooling.convert(trained, half, None, out, tmp_path / "cache")
     assert load(out, "cpu", "float32", tmp_path / "cache").step == 0

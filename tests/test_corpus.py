@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from gptmini import corpus
-from gptmini.config import DataConfig
+from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
+from gptmini.text import sources
 
 
 def texts(*paths: str, **options: object) -> list[str]:
-    source = corpus.find(list(paths), DataConfig.model_validate(options))
+    source = sources.find(list(paths), DataConfig.model_validate(options))
     return [piece.text for piece in source.pieces()]
 
 
@@ -77,7 +77,7 @@ def test_an_unreadable_file_among_many_is_named(folder: Path, monkeypatch):
 
 
 def test_a_file_that_vanishes_or_changes_is_named(folder: Path):
-    source = corpus.find([str(folder)], DataConfig())
+    source = sources.find([str(folder)], DataConfig())
     (folder / "b.md").write_text("another text")
     with pytest.raises(DataError, match=r"b.md: changed while it was read"):
         list(source.pieces())
@@ -86,9 +86,9 @@ def test_a_file_that_vanishes_or_changes_is_named(folder: Path):
         source.digest()
 
 
-@pytest.mark.parametrize("name", corpus.BUILTIN)
+@pytest.mark.parametrize("name", sources.BUILTIN)
 def test_builtin_corpora_are_many_documents(name):
-    pieces = list(corpus.find([name], DataConfig()).pieces())
+    pieces = list(sources.find([name], DataConfig()).pieces())
     assert sum(piece.starts_document for piece in pieces) > 50
     assert sum(len(piece.text) for piece in pieces) > 300_000
 
@@ -96,7 +96,7 @@ def test_builtin_corpora_are_many_documents(name):
 def test_the_digest_knows_content_kind_order_and_reading(folder: Path):
     def digest(*paths: Path, **options: object) -> str:
         settings = DataConfig.model_validate(options)
-        return corpus.find([str(path) for path in paths], settings).digest()
+        return sources.find([str(path) for path in paths], settings).digest()
 
     a, b = folder / "a.txt", folder / "b.md"
     first = digest(a, b)
@@ -109,7 +109,7 @@ def test_the_digest_knows_content_kind_order_and_reading(folder: Path):
     moved.rename(folder / "a.jsonl")
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
-    source = corpus.find([str(a), str(b)], DataConfig())
+    source = sources.find([str(a), str(b)], DataConfig())
     others += [source.only(part, 0.1).digest() for part in ("training", "validation")]
     a.write_text("A")
     others.append(digest(a, b))
@@ -122,7 +122,7 @@ def test_documents_fall_to_one_side_whatever_is_beside_them(tmp_path: Path):
 
     def sides(documents: list[str]) -> list[list[str]]:
         path.write_text("|".join(documents))
-        source = corpus.find([str(path)], DataConfig.model_validate({"separator": "|"}))
+        source = sources.find([str(path)], DataConfig.model_validate({"separator": "|"}))
         parts = [source.only(part, 0.2).pieces() for part in ("training", "validation")]
         return [[piece.text for piece in part] for part in parts]
 
@@ -137,7 +137,7 @@ def test_documents_fall_to_one_side_whatever_is_beside_them(tmp_path: Path):
 def test_standard_input_is_a_file_for_a_while(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
     (tmp_path / "cache").mkdir()
-    with corpus.spooled(["a", "-"], tmp_path / "cache") as paths:
+    with sources.stdin_as_file(["a", "-"], tmp_path / "cache") as paths:
         assert paths[0] == "a"
         assert texts(paths[1]) == ["typed in"]
     assert list((tmp_path / "cache").iterdir()) == []

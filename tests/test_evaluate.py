@@ -11,13 +11,15 @@ from conftest import gpt2, new_cache, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import batches, prepare, trainer
 from gptmini.errors import DataError
-from gptmini.evaluate import Evaluation, evaluate, evaluate_run, held_out, whole_text
-from gptmini.model import GPT
-from gptmini.prepare import Stretch
-from gptmini.run import Run, load
-from gptmini.tokenizer import Tokenizer, create
+from gptmini.evidence.evaluate import evaluate_run, held_out, whole_text
+from gptmini.generate.run import Run, load
+from gptmini.model.gpt import GPT
+from gptmini.text.corpus import prepare_corpus
+from gptmini.text.tokenizer import Tokenizer, create
+from gptmini.text.tokens import Span
+from gptmini.train import batches, trainer
+from gptmini.train.evaluate import Evaluation, evaluate
 
 TEXT = "héllo wörld, 東京! \n" * 60
 
@@ -99,7 +101,7 @@ def test_accuracy_counts_the_likeliest(text, tmp_path):
 def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text, tmp_path):
     torch.manual_seed(0)
     settings = tiny(model={"dropout": 0.5}, data={"path": str(text)})
-    corpus = prepare.prepare_corpus(settings, tmp_path / "cache")
+    corpus = prepare_corpus(settings, tmp_path / "cache")
     model = GPT(settings.with_tokenizer("byte", 257).model).train()
     state = torch.get_rng_state()
     found = []
@@ -107,7 +109,7 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
         windows = batches.validation_batches(corpus.validation, 16, size, stride)
         found.append(evaluate(model, windows, corpus.tokenizer.byte_lengths(), exact))
     for one in found:
-        assert one.tokens.sum() == sum(len(stretch) - 1 for stretch in corpus.validation)
+        assert one.tokens.sum() == sum(len(span) - 1 for span in corpus.validation)
         assert one.loss == pytest.approx(found[0].loss, rel=1e-7)
         assert one.accuracy == found[0].accuracy
         assert one.bytes.tolist() == found[0].bytes.tolist()
@@ -121,10 +123,10 @@ def test_each_token_is_read_behind_what_its_window_has_of_it(stride, text, tmp_p
     """Against one token at a time, each with the context that the stride gives it."""
     torch.manual_seed(1)
     settings = tiny(data={"path": str(text)})
-    corpus = prepare.prepare_corpus(settings, tmp_path / "cache")
+    corpus = prepare_corpus(settings, tmp_path / "cache")
     model = GPT(settings.with_tokenizer("byte", 257).model).eval()
-    (stretch,) = corpus.validation
-    tokens = torch.from_numpy(stretch.tokens.read(stretch.first, len(stretch)).astype(np.int64))
+    (span,) = corpus.validation
+    tokens = torch.from_numpy(span.tokens.read(span.first, len(span)).astype(np.int64))
     nats, start = 0.0, 0
     for place in range(1, len(tokens)):
         if place - start > 16:
@@ -171,13 +173,13 @@ def test_a_run_is_measured_on_what_it_did_not_see(text_file, tmp_path):
     cache = new_cache(tmp_path)
     trainer.train(tiny(data={"path": str(text_file)}), tmp_path / "run", cache)
     run = load(tmp_path / "run", "cpu", "float32", cache)
-    (stretch,) = held_out(run, cache)
-    whole = stretch.tokens
-    assert (stretch.first, stretch.last) == (len(whole) - round(len(whole) / 10), len(whole))
+    (span,) = held_out(run, cache)
+    whole = span.tokens
+    assert (span.first, span.last) == (len(whole) - round(len(whole) / 10), len(whole))
     best = run.state["best"]
-    found = evaluate_run(run, [stretch])
+    found = evaluate_run(run, [span])
     assert found.loss == pytest.approx(best["val_loss"], abs=2e-3)  # that one is in bfloat16
-    assert evaluate_run(run, [Stretch(whole, 0, stretch.first)]).tokens.sum() == stretch.first - 1
+    assert evaluate_run(run, [Span(whole, 0, span.first)]).tokens.sum() == span.first - 1
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
         held_out(run, cache)
@@ -187,8 +189,8 @@ def test_windows_are_as_long_as_in_training(text, tmp_path):
     """Positions that were never trained on say nothing of a model."""
     run = run_of(says(torch.zeros(257)), create("byte", None, ()))
     run.config = run.config.with_train(seq_len=5)
-    stretches = whole_text(run, [str(text)], tmp_path / "cache")
-    assert len(evaluate_run(run, stretches).nats) == math.ceil(len(TEXT.encode()) / 5)
+    spans = whole_text(run, [str(text)], tmp_path / "cache")
+    assert len(evaluate_run(run, spans).nats) == math.ceil(len(TEXT.encode()) / 5)
 
 
 def test_what_was_trained_on_standard_input_is_not_waited_for(tmp_path):

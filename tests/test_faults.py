@@ -18,13 +18,21 @@ from conftest import SMALL, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptmini import checkpoint, configfile, files, runlog, trainer
-from gptmini.checkpoint import Checkpoint, RunDirectory
-from gptmini.config import Config
-from gptmini.configfile import named_configs
-from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
-from gptmini.optim import Optimizer
-from gptmini.tokenizer import ByteTokenizer
+from gptmini import console, files
+from gptmini.config import load
+from gptmini.config.load import named_configs
+from gptmini.config.settings import Config
+from gptmini.errors import (
+    ConfigError,
+    DivergedError,
+    GptminiError,
+    MachineError,
+)
+from gptmini.model.optim import Optimizer
+from gptmini.runs import directory
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.text.tokenizer import ByteTokenizer
+from gptmini.train import trainer
 
 TRAIN = {"steps": 6, "save_every": 2, "eval_every": 3, "log_every": 1}
 
@@ -146,7 +154,7 @@ def test_the_test_above_would_see_it(train, config, tmp_path, monkeypatch, mutan
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
     elif mutant == "no check":  # of what a power cut has left of files that were not synced
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
-        monkeypatch.setattr(checkpoint, "_checked", lambda path, _: path.read_bytes())
+        monkeypatch.setattr(directory, "_checked", lambda path, _: path.read_bytes())
     elif mutant == "no rename":
         monkeypatch.setattr(files, "replace", lambda path, data: path.write_bytes(data))
     elif mutant == "no seed":
@@ -456,7 +464,7 @@ def test_no_configuration_is_our_bug(tmp_path: Path, data):
     path = tmp_path / "c.yaml"
     path.write_bytes(text.encode("utf-8", "replace"))
     try:
-        configfile.load(path, [])
+        load.load(path, [])
     except ConfigError as error:
         assert all(line for line in error.lines)
 
@@ -538,6 +546,6 @@ def test_too_little_memory_is_the_limit_of_the_machine(gptmini, text_file, monke
 
 def test_control_characters_reach_a_terminal_only_when_asked_for(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    runlog.deliver(["a\x1b[2J", "\n"])
-    runlog.deliver(["a\x1b[2J", "\n"], raw=True)
+    console.stream_to_stdout(["a\x1b[2J", "\n"])
+    console.stream_to_stdout(["a\x1b[2J", "\n"], raw=True)
     assert capsys.readouterr().out == "a\\x1b[2J\na\x1b[2J\n"

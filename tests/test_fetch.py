@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from conftest import SHARED
 
-from gptmini import fetch
 from gptmini.errors import DataError, MachineError
-from gptmini.fetch import KNOWN, Known
+from gptmini.text import fetch
+from gptmini.text.fetch import KNOWN, Known
 
 TEXT = b"to be or not to be\n" * 999
 

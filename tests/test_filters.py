@@ -4,9 +4,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.config import SampleConfig
+from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
-from gptmini.filters import Adjustment, choose, log_probability, probabilities, uniform
+from gptmini.generate.filters import (
+    Adjustment,
+    choose,
+    log_probability,
+    probabilities,
+    uniform,
+)
 
 OPEN = {"temperature": 1.0, "top_k": None}
 

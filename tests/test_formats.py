@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptmini import corpus, formats
-from gptmini.config import DataConfig
+from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
+from gptmini.text import formats, sources
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
 IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -21,7 +21,7 @@ IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 def documents(path: Path, **options: str) -> list[str]:
     """The documents of a file, each whole."""
     found: list[str] = []
-    for piece in corpus.find([str(path)], DataConfig.model_validate(options)).pieces():
+    for piece in sources.find([str(path)], DataConfig.model_validate(options)).pieces():
         found += [""] if piece.starts_document else []
         found[-1] += piece.text
     return found
@@ -86,7 +86,7 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(formats, "BLOCK", 10)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "seven words are in this one sentence"}) + "\n")
-    source = corpus.find([str(path)], DataConfig())
+    source = sources.find([str(path)], DataConfig())
     pieces = [piece.text for piece in source.pieces()]
     assert pieces == ["seven", " words", " are in", " this one", " sentence"]
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from conftest import tiny
 
-from gptmini import inspect, plots
 from gptmini.errors import ConfigError, MachineError
-from gptmini.model import GPT
-from gptmini.tokenizer import ByteTokenizer
+from gptmini.evidence import attention_view, plots
+from gptmini.model.gpt import GPT
+from gptmini.text.tokenizer import ByteTokenizer
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -37,7 +37,7 @@ def test_the_weights_shown_are_those_the_model_uses(attention):
     seen = []
     for block in model.blocks:
         block.attn.register_forward_hook(lambda m, args, out: seen.append((m, args, out)))
-    weights = inspect.attention_weights(model, TOKENS)
+    weights = attention_view.attention_weights(model, TOKENS)
     assert weights.shape == (2, 4, 8, 8)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, 8))
     for layer, (module, arguments, out) in enumerate(seen):
@@ -51,7 +51,7 @@ def test_the_weights_shown_are_those_the_model_uses(attention):
 def test_looking_leaves_the_model_as_it_was():
     model = model_of(variant="mha")
     before = model(torch.tensor([TOKENS]))
-    inspect.attention_weights(model, TOKENS)
+    attention_view.attention_weights(model, TOKENS)
     assert torch.equal(model(torch.tensor([TOKENS])), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -65,7 +65,7 @@ def test_summaries_of_plain_heads():
     first = torch.zeros(T, T)
     first[:, 0] = 1
     even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
-    found = inspect.summarise(torch.stack([torch.eye(T), previous, first, even])[None])
+    found = attention_view.summarise(torch.stack([torch.eye(T), previous, first, even])[None])
     assert [one[:2] for one in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     rows = [[round(number, 4) for number in one[2:]] for one in found]
     assert rows[0] == [0, 0, 1, 0]
@@ -79,42 +79,46 @@ def test_summaries_of_plain_heads():
 def test_prompts_must_fit():
     for tokens in ([], [1] * 17):
         with pytest.raises(ConfigError, match="give between 1 and 16"):
-            inspect.attention_weights(model_of(variant="mha"), tokens)
+            attention_view.attention_weights(model_of(variant="mha"), tokens)
 
 
 def test_labels_can_be_read():
     tokenizer = ByteTokenizer()
-    labels = [inspect.label(tokenizer, token) for token in (65, 32, 10, 0xC3, 256)]
+    labels = [attention_view.label(tokenizer, token) for token in (65, 32, 10, 0xC3, 256)]
     assert labels == ["A", "␣", "\\n", "c3", "<doc>"]
 
 
 def test_masks_by_name():
     def rows(name: str) -> list[str]:
-        return ["".join(".x"[int(c)] for c in row) for row in inspect.named_mask(name, 3)]
+        return ["".join(".x"[int(c)] for c in row) for row in attention_view.named_mask(name, 3)]
 
     assert rows("causal") == ["x..", "xx.", "xxx"]
     assert rows("window:2") == ["x..", "xx.", ".xx"]
     assert rows("padding:1") == ["x..", ".x.", ".xx"]
     for wrong in ("window:0", "window", "padding:3", "x", "causal:3"):
         with pytest.raises(ConfigError, match="take causal, window:N"):
-            inspect.named_mask(wrong, 3)
+            attention_view.named_mask(wrong, 3)
 
 
 def test_pictures_are_drawn(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    weights = inspect.attention_weights(model_of(variant="gqa", n_kv_head=2), TOKENS)
+    weights = attention_view.attention_weights(model_of(variant="gqa", n_kv_head=2), TOKENS)
     names = list("abcdefgh")
     for name, layers, head in (("all", [0, 1], None), ("layer", [1], None), ("head", [1], 3)):
         path = tmp_path / f"{name}.png"
         plots.save(plots.attention(weights, names, 2, layers, head), path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    plots.save(plots.mask(inspect.named_mask("causal", 5), "causal"), tmp_path / "mask.png")
+    plots.save(plots.mask(attention_view.named_mask("causal", 5), "causal"), tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"end it in \.png"):
-        plots.save(plots.mask(inspect.named_mask("causal", 5), "causal"), tmp_path / "mask.txt")
+        plots.save(
+            plots.mask(attention_view.named_mask("causal", 5), "causal"), tmp_path / "mask.txt"
+        )
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MachineError, match=r"pip install 'gptmini\[plot\]'"):
-        plots.save(plots.mask(inspect.named_mask("causal", 5), "causal"), tmp_path / "mask.png")
+        plots.save(
+            plots.mask(attention_view.named_mask("causal", 5), "causal"), tmp_path / "mask.png"
+        )

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from gptmini import masks, mechanisms
 from gptmini.errors import ConfigError
+from gptmini.model import masks, mechanisms
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5])

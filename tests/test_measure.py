@@ -11,11 +11,17 @@ from conftest import new_cache, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import measure, trainer
-from gptmini.checkpoint import RunDirectory
-from gptmini.config import Config
-from gptmini.configfile import validate
-from gptmini.measure import STUDENT, Measured, Variant, difference
+from gptmini.config.load import validate
+from gptmini.config.settings import Config
+from gptmini.evidence import measure
+from gptmini.evidence.measure import (
+    STUDENT,
+    Measured,
+    Variant,
+    difference,
+)
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
 
 
 def beta(a: float, b: float, x: float) -> float:

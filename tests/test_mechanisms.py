@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gptmini import mechanisms as m
-from gptmini.attention import attend
+from gptmini.model import mechanisms as m
+from gptmini.model.attention import attend
 
 
 def close(found: Tensor, expected: list[list[float]]) -> None:

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptmini import masks
-from gptmini.attention import KVCache
-from gptmini.config import ModelConfig
+from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
-from gptmini.layers import Rotary, rotate
-from gptmini.model import GPT, Block, loss
+from gptmini.model import masks
+from gptmini.model.attention import KVCache
+from gptmini.model.gpt import GPT, Block, loss
+from gptmini.model.layers import Rotary, rotate
 
 
 def make(**settings) -> GPT:

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptmini import files, native
-from gptmini.attention import KVCache
-from gptmini.config import ModelConfig
-from gptmini.model import GPT
+from gptmini import files
+from gptmini.config.settings import ModelConfig
+from gptmini.generate import native
+from gptmini.model.attention import KVCache
+from gptmini.model.gpt import GPT
 
 LENGTH = 24
 SPARE = 8

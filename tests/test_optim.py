@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from gptmini.config import ModelConfig, TrainConfig
-from gptmini.model import GPT
-from gptmini.optim import Muon, Optimizer, learning_rate
+from gptmini.config.settings import ModelConfig, TrainConfig
+from gptmini.model.gpt import GPT
+from gptmini.model.optim import Muon, Optimizer, learning_rate
 
 
 def rates(**settings) -> list[float]:

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptmini import planner
-from gptmini.attention import Attention, KVCache
-from gptmini.config import ModelConfig
-from gptmini.configfile import CONFIGS, load, named_configs
-from gptmini.layers import MLP
-from gptmini.model import GPT
+from gptmini.config.load import CONFIGS, load, named_configs
+from gptmini.config.settings import ModelConfig
+from gptmini.model.attention import Attention, KVCache
+from gptmini.model.gpt import GPT
+from gptmini.model.layers import MLP
+from gptmini.plan import cost
 
 NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_configs()]
 
@@ -37,7 +37,7 @@ def by_part(model: GPT) -> dict[str, int]:
 def test_parameters_are_those_of_the_model_for_every_configuration(name):
     config = load(CONFIGS / f"{name}.yaml", []).model.model_copy(update={"vocab_size": 50257})
     with torch.device("meta"):
-        assert planner.parameters(config) == by_part(GPT(config))
+        assert cost.parameters(config) == by_part(GPT(config))
 
 
 @st.composite
@@ -75,9 +75,9 @@ def models(draw) -> ModelConfig:
 @given(models())
 def test_parameters_and_caches_are_those_of_any_model(config):
     with torch.device("meta"):
-        assert planner.parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
+        assert cost.parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
     cache = KVCache(config, 1, torch.device("meta"), torch.float32)
-    assert planner.cache_bytes(config, config.context_length) == cache.bytes
+    assert cost.cache_bytes(config, config.context_length) == cache.bytes
 
 
 @settings(deadline=None, max_examples=25)
@@ -89,7 +89,7 @@ def test_operations_are_those_that_torch_counts(config):
     length = config.context_length
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         GPT(config)(torch.zeros(1, length, dtype=torch.long))
-    ours = planner.forward_flops(config, length)
+    ours = cost.forward_flops(config, length)
     heads = config.n_layer * config.n_head * config.head_dim
     unseen = 4 * heads * length * (length - (length + 1) / 2)
     assert sum(ours.values()) * length + unseen == pytest.approx(counter.get_total_flops())
@@ -97,7 +97,7 @@ def test_operations_are_those_that_torch_counts(config):
 
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_keys_seen_are_those_of_the_mask(window, length):
-    from gptmini import masks
+    from gptmini.model import masks
 
     places = torch.arange(length)
     visible = masks.visible(places, places, window).sum().item()
@@ -106,15 +106,15 @@ def test_keys_seen_are_those_of_the_mask(window, length):
     )
     narrow = config.attention.model_copy(update={"window": 1})
     whole = config.model_copy(update={"attention": narrow})
-    gap = planner.forward_flops(config, length)["attention"]
-    gap -= planner.forward_flops(whole, length)["attention"]
+    gap = cost.forward_flops(config, length)["attention"]
+    gap -= cost.forward_flops(whole, length)["attention"]
     heads = config.n_head * config.head_dim
     assert gap * length == pytest.approx(4 * heads * (visible - length))
 
 
 def test_training_takes_three_passes_and_checkpointing_four_of_the_blocks():
     config = ModelConfig(vocab_size=100)
-    parts = planner.forward_flops(config, 64)
-    assert planner.training_flops(config, 64) == 3 * sum(parts.values())
-    more = planner.training_flops(config, 64, True) - planner.training_flops(config, 64)
+    parts = cost.forward_flops(config, 64)
+    assert cost.training_flops(config, 64) == 3 * sum(parts.values())
+    more = cost.training_flops(config, 64, True) - cost.training_flops(config, 64)
     assert more == parts["attention"] + parts["mlp"]

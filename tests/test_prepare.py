@@ -11,9 +11,11 @@ from conftest import WORDS, gpt2, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptmini import files, prepare, shards, tokenizer
+from gptmini import files
 from gptmini.errors import DataError, MachineError
-from gptmini.prepare import Corpus, Stretch
+from gptmini.text import corpus as preparing
+from gptmini.text import tokenizer, tokens
+from gptmini.text.tokens import Corpus, Span
 
 DOCUMENT = 256
 
@@ -21,11 +23,11 @@ DOCUMENT = 256
 def prepared(path: object, cache: Path, kind: str = "byte", **data: Any) -> Corpus:
     given = data | {"path": [str(one) for one in path] if isinstance(path, list) else str(path)}
     config = tiny(data=given, tokenizer={"kind": kind}, model={"context_length": 2, "n_head": 1})
-    return prepare.prepare_corpus(config, cache)
+    return preparing.prepare_corpus(config, cache)
 
 
-def tokens_of(*stretches: Stretch) -> list[int]:
-    return [token for one in stretches for token in one.tokens.read(one.first, len(one)).tolist()]
+def tokens_of(*spans: Span) -> list[int]:
+    return [token for one in spans for token in one.tokens.read(one.first, len(one)).tolist()]
 
 
 def test_the_tail_is_held_out(tmp_path: Path):
@@ -80,7 +82,7 @@ def test_too_short_a_text_says_what_it_has_and_needs(tmp_path: Path):
     config = tiny(data={"path": str(path)}, model={"context_length": 10})
     expected = r"a.txt: has 2 of 20 tokens for validation, and one window needs 11; take more"
     with pytest.raises(DataError, match=expected):
-        prepare.prepare_corpus(config, tmp_path / "cache")
+        preparing.prepare_corpus(config, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t ", b"\xef\xbb\xbf"])
@@ -158,7 +160,7 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_whole(
     for moment in (1, 2):  # noqa: B007 - read by interrupted
         calls = 0
         with monkeypatch.context() as patch:
-            patch.setattr(files, "aside", interrupted)
+            patch.setattr(files, "atomic_write", interrupted)
             with pytest.raises(Killed):
                 prepared(text_file, cache, "bpe")
         assert {f.name for f in cache.iterdir() if not f.name.startswith(".")} < set(names)
@@ -198,7 +200,7 @@ def test_shards_are_the_same_on_any_number_of_cores(text_file: Path, tmp_path: P
         corpus = prepared(text_file, tmp_path / f"cache{cores}", "bpe")
         whole.append(corpus.training[0].tokens.path.read_bytes())
     assert whole[0] == whole[1] == whole[2]
-    assert len(whole[0]) > shards.HEADER.size
+    assert len(whole[0]) > tokens.HEADER.size
 
 
 def test_what_a_killed_process_left_is_swept_after_a_day(text_file: Path, tmp_path: Path):
@@ -257,7 +259,7 @@ def test_of_a_large_text_less_than_a_tenth_is_held_out(tmp_path: Path, monkeypat
     path = tmp_path / "a.txt"
     path.write_text("|".join(f"document {number:5}" for number in range(2000)))
     for held_out, expected in [(1_500_000, 0.1), (600, 0.02)]:
-        monkeypatch.setattr(prepare, "HELD_OUT", held_out)
+        monkeypatch.setattr(preparing, "HELD_OUT", held_out)
         corpus = prepared(path, tmp_path / "cache", split=split, separator="|")
         ((training,), (validation,)) = corpus.training, corpus.validation
         share = len(validation) / (len(training) + len(validation))

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import new_cache
 
-from gptmini import cli, fetch
-from gptmini.configfile import CONFIGS, named_configs
+from gptmini.cli import app
+from gptmini.config.load import CONFIGS, named_configs
+from gptmini.text import fetch
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SMALL = [
@@ -61,7 +62,7 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
             words += extra.get(line[1], [])
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            app.main()
         assert not end.value.code, f"{shlex.join(line)}\n{capfd.readouterr().err}"
 
 
@@ -72,7 +73,7 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     small = [word for setting in SMALL for word in ("--set", setting)]
     monkeypatch.setattr(sys, "argv", ["gptmini", "train", *small])
     with pytest.raises(SystemExit):
-        cli.main()
+        app.main()
     capfd.readouterr()
     exec(example, {})
     assert capfd.readouterr().out.strip()

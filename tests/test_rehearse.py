@@ -9,9 +9,9 @@ from conftest import tiny
 from torch import nn
 
 from gptmini import machine
-from gptmini.model import GPT, loss
-from gptmini.optim import Optimizer
-from gptmini.rehearse import Held, rehearse
+from gptmini.model.gpt import GPT, loss
+from gptmini.model.optim import Optimizer
+from gptmini.plan.memory import StorageCounter, dry_run
 
 CPU = torch.device("cpu")
 SHAPE = {"n_layer": 4, "n_head": 4, "d_model": 64, "context_length": 64}
@@ -31,7 +31,7 @@ def config_of(optimizer: str = "muon", **train):
 def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
     """The same counting on real tensors, whose kernels choose for themselves what to keep."""
     config = config_of(optimizer, gradient_checkpointing=checkpointing)
-    with Held() as held:
+    with StorageCounter() as held:
         model = GPT(config.model).train()
         model.gradient_checkpointing = checkpointing
         learner = Optimizer(model, config.train, dtype)
@@ -41,7 +41,7 @@ def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
                 loss(model, tokens, tokens).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             learner.step(1e-3)
-    found = rehearse(config, CPU, dtype)
+    found = dry_run(config, CPU, dtype)
     assert found.weights + found.gradients + found.optimizer + found.activations == pytest.approx(
         held.peak, rel=0.02
     )
@@ -51,7 +51,7 @@ def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
 
 
 def test_what_is_released_is_not_counted():
-    with Held() as held:
+    with StorageCounter() as held:
         one = torch.zeros(1000)
         view = one[10:]
         assert held.bytes == 4000
@@ -64,9 +64,9 @@ def test_what_is_released_is_not_counted():
 
 
 def test_windows_cost_activations_and_checkpointing_saves_them():
-    few = rehearse(config_of(micro_batch_size=2), CPU, torch.float32)
-    many = rehearse(config_of(), CPU, torch.float32)
-    saving = rehearse(config_of(gradient_checkpointing=True), CPU, torch.float32)
+    few = dry_run(config_of(micro_batch_size=2), CPU, torch.float32)
+    many = dry_run(config_of(), CPU, torch.float32)
+    saving = dry_run(config_of(gradient_checkpointing=True), CPU, torch.float32)
     assert 3 < many.activations / few.activations < 4.5
     assert saving.activations < 0.6 * many.activations
     assert few.weights == many.weights == saving.weights
@@ -75,14 +75,14 @@ def test_windows_cost_activations_and_checkpointing_saves_them():
 def test_no_weights_are_made(monkeypatch):
     """A model of a trillion parameters is rehearsed like any other."""
     config = tiny(model={"n_layer": 1, "n_head": 1, "d_model": 262_144, "context_length": 16})
-    found = rehearse(config.with_tokenizer("byte", 257), CPU, torch.bfloat16)
+    found = dry_run(config.with_tokenizer("byte", 257), CPU, torch.bfloat16)
     assert found.weights > 3e12
 
 
 SAVE = """
 import sys, torch
 from pathlib import Path
-from gptmini.checkpoint import Checkpoint, RunDirectory
+from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.machine import peak_memory, resident_memory
 cpu, run = torch.device("cpu"), RunDirectory(Path(sys.argv[1]))
 weights = {str(n): torch.ones(5_000_000) for n in range(4)}

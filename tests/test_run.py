@@ -8,12 +8,17 @@ from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import trainer
 from gptmini.errors import ConfigError, DataError
-from gptmini.filters import log_probability
-from gptmini.model import GPT
-from gptmini.run import Run, Sample, _Text, load
-from gptmini.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer
+from gptmini.generate.filters import log_probability
+from gptmini.generate.run import (
+    Run,
+    Sample,
+    _Text,
+    load,
+)
+from gptmini.model.gpt import GPT
+from gptmini.text.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer
+from gptmini.train import trainer
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,19 @@ from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptmini import decoder as decoding
 from gptmini import files
-from gptmini.config import SampleConfig
-from gptmini.decoder import NativeDecoder, Row, TorchDecoder, open_decoder
+from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
-from gptmini.model import GPT
-from gptmini.sampler import Speed, begin, decode
-from gptmini.speculate import Draft, Lookup
+from gptmini.generate import engine as decoding
+from gptmini.generate.engine import (
+    NativeEngine,
+    Row,
+    TorchEngine,
+    open_engine,
+)
+from gptmini.generate.guess import Draft, Lookup
+from gptmini.generate.sampler import Speed, begin, decode
+from gptmini.model.gpt import GPT
 
 LIMIT = 16
 ENGINES = ["torch", "whole"] + ["compiled"] * (shutil.which("g++") is not None)
@@ -35,12 +40,12 @@ def model_of(
     return model
 
 
-def decoder_of(model: GPT, engine: str, n_rows: int = 1) -> decoding.Decoder:
+def decoder_of(model: GPT, engine: str, n_rows: int = 1) -> decoding.Engine:
     if engine == "compiled":
-        found = open_decoder(model, "float32", n_rows, files.CACHE)
-        assert isinstance(found, NativeDecoder)
+        found = open_engine(model, "float32", n_rows, files.CACHE)
+        assert isinstance(found, NativeEngine)
         return found
-    return TorchDecoder(model, use_cache=engine == "torch")
+    return TorchEngine(model, use_cache=engine == "torch")
 
 
 def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[list[int]]:

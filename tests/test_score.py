@@ -6,10 +6,10 @@ import torch
 from conftest import tiny
 
 from gptmini.errors import CheckpointError, DataError
-from gptmini.model import GPT
-from gptmini.run import Run
-from gptmini.score import score
-from gptmini.tokenizer import ByteTokenizer
+from gptmini.evidence.score import score
+from gptmini.generate.run import Run
+from gptmini.model.gpt import GPT
+from gptmini.text.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

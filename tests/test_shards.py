@@ -1,3 +1,4 @@
+import hashlib
 import os
 import struct
 from pathlib import Path
@@ -7,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import corpus, shards
-from gptmini.config import DataConfig
+from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
-from gptmini.shards import Table, TokenFile
-from gptmini.tokenizer import ByteTokenizer, CharTokenizer
+from gptmini.text import sources
+from gptmini.text import tokens as token_files
+from gptmini.text.tokenizer import ByteTokenizer, CharTokenizer
+from gptmini.text.tokens import Table, TokenFile
 
 BYTES = ByteTokenizer()
 
@@ -19,10 +21,10 @@ BYTES = ByteTokenizer()
 @pytest.fixture
 def token_file(text_file: Path, tmp_path: Path, monkeypatch) -> Path:
     """The tokens of the small text, hashed in many blocks."""
-    monkeypatch.setattr(shards, "BLOCK", 512)
+    monkeypatch.setattr(token_files, "BLOCK", 512)
     path = tmp_path / "a.tokens"
-    source = corpus.find([str(text_file)], DataConfig())
-    shards.write(path, source, source.digest(), BYTES, lambda count: None)
+    source = sources.find([str(text_file)], DataConfig())
+    token_files.write(path, source, source.digest(), BYTES, lambda count: None)
     return path
 
 
@@ -38,7 +40,7 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
 @pytest.mark.parametrize("at_once", [0, 1 << 30])
 def test_no_flip_of_a_bit_and_no_cut_is_missed(token_file: Path, monkeypatch, at_once):
     """Small files are checked at once, large ones where they are read."""
-    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", at_once)
+    monkeypatch.setattr(token_files, "CHECKED_AT_ONCE", at_once)
     whole = token_file.read_bytes()
     damages = [whole[:cut] for cut in range(0, len(whole), 97)] + [whole + b"x"]
     for byte in range(0, len(whole), 41):
@@ -63,9 +65,9 @@ def test_no_flip_of_a_bit_and_no_cut_is_missed(token_file: Path, monkeypatch, at
 
 
 def test_a_large_file_is_checked_where_it_is_read(token_file: Path, monkeypatch):
-    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(token_files, "CHECKED_AT_ONCE", 0)
     with token_file.open("r+b") as file:
-        file.seek(shards.HEADER.size + 1024)
+        file.seek(token_files.HEADER.size + 1024)
         file.write(b"\7")
     tokens = TokenFile(token_file, BYTES)
     assert len(tokens.read(0, 512)) == 512  # two blocks before the damage
@@ -76,7 +78,7 @@ def test_a_large_file_is_checked_where_it_is_read(token_file: Path, monkeypatch)
 
 def test_a_file_cut_while_in_use_is_named(token_file: Path):
     tokens = TokenFile(token_file, BYTES)
-    os.truncate(token_file, shards.HEADER.size + 20)
+    os.truncate(token_file, token_files.HEADER.size + 20)
     assert len(tokens.read(0, 10)) == 10
     with pytest.raises(DataError, match=r"cut while in use \(10 of 20 bytes at byte"):
         tokens.read(5, 10)
@@ -97,24 +99,24 @@ def test_another_tokenizer_or_kind_of_file_is_refused(token_file: Path, tmp_path
 def test_a_token_that_is_none_is_named(token_file: Path):
     tokens = TokenFile(token_file, BYTES)
     tokens.vocab_size = 122  # as if y and z were none
-    place = token_file.read_bytes()[shards.HEADER.size :: 2].index(b"z")
+    place = token_file.read_bytes()[token_files.HEADER.size :: 2].index(b"z")
     with pytest.raises(DataError, match=f"token {place} is 122, which there is not"):
         tokens.read(place - 1, 3)
 
 
 def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
     """The end of a sparse file of five billion tokens."""
-    monkeypatch.setattr(shards, "BLOCK", 1 << 33)
-    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(token_files, "BLOCK", 1 << 33)
+    monkeypatch.setattr(token_files, "CHECKED_AT_ONCE", 0)
     count = 5_000_000_000
     path = tmp_path / "large.tokens"
     table = bytes(64)
-    root = shards.hashlib.sha256(table).digest()
+    root = hashlib.sha256(table).digest()
     print_ = bytes.fromhex(BYTES.fingerprint)
-    header = shards.HEADER.pack(shards.MAGIC, 2, 2, count, count, print_, bytes(32), root)
+    header = token_files.HEADER.pack(token_files.MAGIC, 2, 2, count, count, print_, bytes(32), root)
     with path.open("wb") as file:
         file.write(header)
-        file.seek(shards.HEADER.size + 2 * count - 6)
+        file.seek(token_files.HEADER.size + 2 * count - 6)
         file.write(np.array([7, 8, 9], "<u2").tobytes() + table)
     tokens = TokenFile(path, BYTES)
     tokens._unchecked.clear()
@@ -124,21 +126,21 @@ def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(257, 2), (65536, 2), (65537, 4), (200_000, 4)])
 def test_token_types_hold_the_largest_token(vocab_size, size):
-    dtype = shards.token_dtype(vocab_size)
+    dtype = token_files.token_dtype(vocab_size)
     assert dtype.itemsize == size
     assert dtype.type(vocab_size - 1) == vocab_size - 1
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 20))
 def test_the_table_does_not_depend_on_portions(parts, block):
-    before, shards.BLOCK = shards.BLOCK, block
+    before, token_files.BLOCK = token_files.BLOCK, block
     try:
         table = Table()
         for part in parts:
             table.update(part)
         whole = b"".join(parts)
         blocks = [whole[start : start + block] for start in range(0, len(whole), block)]
-        digests = [shards.hashlib.sha256(one).digest() for one in blocks]
+        digests = [hashlib.sha256(one).digest() for one in blocks]
         assert (table.digests(), table.length) == (b"".join(digests), len(whole))
     finally:
-        shards.BLOCK = before
+        token_files.BLOCK = before

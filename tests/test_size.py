@@ -5,8 +5,9 @@ import json
 import pytest
 from conftest import SMALL, tiny
 
-from gptmini import machine, size
-from gptmini.checkpoint import RunDirectory
+from gptmini import machine
+from gptmini.plan import size
+from gptmini.runs.directory import RunDirectory
 
 WORDS = ["--data", "text.txt", *SMALL]
 
@@ -92,10 +93,10 @@ def test_deep_models_are_timed_by_a_few_layers(monkeypatch, text_file, tmp_path)
         seen.append(layers)
         return 1 + 2 * layers, 0.3 + 0.1 * layers
 
-    monkeypatch.setattr(size.budget, "_seconds_by_part", by_part)
+    monkeypatch.setattr(size.fit, "_seconds_by_part", by_part)
     config = tiny(model={"n_layer": 10}, train={"batch_size": 8, "micro_batch_size": 4})
     cpu = machine.pick_device("cpu")
-    seconds = size.budget.predicted_seconds(config.with_tokenizer("byte", 257), cpu, None)
+    seconds = size.fit.predicted_seconds(config.with_tokenizer("byte", 257), cpu, None)
     assert seconds == pytest.approx((2 * 21, 1.3))
     assert seen == [1, 3]
 

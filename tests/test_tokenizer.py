@@ -11,10 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from gptmini import bpe
-from gptmini import tokenizer as tokenizers
 from gptmini.errors import DataError
-from gptmini.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, StreamDecoder
+from gptmini.text import bpe
+from gptmini.text import tokenizer as tokenizers
+from gptmini.text.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    StreamDecoder,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 

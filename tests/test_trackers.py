@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import new_cache, tiny
 
-from gptmini import trackers, trainer
 from gptmini.errors import MachineError
+from gptmini.runs import trackers
+from gptmini.train import trainer
 
 
 def lines(run: Path) -> list[dict]:

@@ -10,11 +10,17 @@ import safetensors.torch
 import torch
 from conftest import tiny
 
-from gptmini import trainer
-from gptmini.checkpoint import RunDirectory
-from gptmini.config import Config
-from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
+from gptmini.config.settings import Config
+from gptmini.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    Stopped,
+)
 from gptmini.machine import pick_device, signals
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
 
 CLOCK = {"seconds", "tokens_per_second", "peak_memory"}  # what depends on the moment
 

@@ -4,8 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptmini.config.yamlfile import (
+    assignment,
+    dump,
+    parse,
+    read_file,
+)
 from gptmini.errors import ConfigError
-from gptmini.yamlfile import assignment, dump, parse, read_file
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""A page about runs that opens anywhere: curves, samples over time, attention; all in one file."""
+
+import html
+from typing import Any
+
+from gptmini.evidence import attention_view, plots
+from gptmini.generate.run import Run
+from gptmini.plan import cost
+
+READ = 32  # tokens whose attention is shown, at most
+PANELS = 48  # of heads, at most; a model with more shows its first, middle and last layer
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; background: #fff }
+table { border-collapse: collapse } th, td { text-align: right; padding: .2rem .8rem }
+th:first-child, td:first-child { text-align: left } thead { border-bottom: 1px solid #999 }
+img { max-width: 100% } pre { white-space: pre-wrap; background: #f4f4f2; padding: .7rem 1rem }
+details { margin: .6rem 0 } .figure { color: #666 }
+"""
+
+
+def page(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
+    """A page about runs by name, each with the lines of its metrics."""
+    curves = plots.training({name: lines for name, (_, lines) in runs.items()})
+    sections = [_section(name, run, lines) for name, (run, lines) in runs.items()]
+    title = html.escape(", ".join(runs))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{_table(runs)}\n"
+        f'<img alt="Loss, learning rate, speed and gradient norm by tokens seen" '
+        f'src="{plots.as_data(curves, "svg")}">\n' + "\n".join(sections) + "\n</body></html>\n"
+    )
+
+
+def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
+    head = ["run", "parameters", "attention", "steps", "tokens", "minutes"]
+    head += ["lowest loss", "bits per byte"]
+    rows = []
+    for name, (run, lines) in runs.items():
+        model, last = run.config.model, lines[-1]
+        window = f", window {model.attention.window}" if model.attention.window else ""
+        best = min(
+            (line for line in lines if "val_loss" in line), key=lambda line: line["val_loss"]
+        )
+        rows.append(
+            [
+                name,
+                f"{cost.parameter_count(model):,}",
+                f"{model.attention.variant} {model.n_head}:{model.n_kv_head}{window}",
+                f"{last['step']:,}",
+                f"{last['tokens']:,}",
+                f"{last['seconds'] / 60:.1f}",
+                f"{best['val_loss']:.4f}",
+                f"{best['val_bpb']:.4f}",
+            ]
+        )
+    body = "".join(f"<tr>{_cells('td', row)}</tr>\n" for row in rows)
+    return f"<table><thead><tr>{_cells('th', head)}</tr></thead>\n<tbody>{body}</tbody></table>"
+
+
+def _cells(tag: str, texts: list[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+
+def _section(name: str, run: Run, lines: list[dict[str, Any]]) -> str:
+    """The samples of a run, the newest open, and the attention of its best checkpoint."""
+    samples = [line for line in lines if "sample" in line]
+    shown = []
+    for line in reversed(samples):
+        is_open = " open" if line is samples[-1] else ""
+        shown.append(
+            f"<details{is_open}><summary>step {line['step']:,} "
+            f'<span class="figure">{line["val_bpb"]:.4f} bits per byte</span></summary>'
+            f"<pre>{html.escape(line['sample'])}</pre></details>"
+        )
+    text = samples[-1]["sample"] if samples else ""
+    return (
+        f"<h2>{html.escape(name)}</h2>\n<h3>Samples over time</h3>\n"
+        + "\n".join(shown)
+        + f"\n<h3>Attention of step {run.step:,}</h3>\n{_attention(run, text)}"
+    )
+
+
+def _attention(run: Run, text: str) -> str:
+    """The weights of each head reading the beginning of a text."""
+    tokens = run.encode(text, "sample")[: min(READ, run.config.model.context_length)]
+    tokens = tokens or [run.tokenizer.document_token]
+    weights = attention_view.attention_weights(run.model, tokens)
+    names = [attention_view.label(run.tokenizer, token) for token in tokens]
+    count, heads = weights.shape[:2]
+    layers = list(range(count)) if count * heads <= PANELS else sorted({0, count // 2, count - 1})
+    figure = plots.attention(weights, names, run.config.model.n_kv_head, layers)
+    words = html.escape(f"Attention weights of {len(layers)} layers, {heads} heads each")
+    return f'<img alt="{words}" src="{plots.as_data(figure, "png")}">'

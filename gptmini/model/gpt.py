@@ -1,0 +1,129 @@
+"""The model: embedding, a stack of blocks, a head. Tokens (B, T) -> logits (B, T, V).
+
+Letters: B batch, T positions, D width, V vocabulary, L layers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import ConfigError
+from gptmini.model.attention import Attention, KVCache, LayerCache
+from gptmini.model.layers import (
+    MLP,
+    Dropout,
+    Rotary,
+    norm,
+)
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward, each normed before and added after (pre-norm residual)."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = norm(config), Attention(config, layer)
+        self.mlp_norm, self.mlp = norm(config), MLP(config)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        cache: LayerCache | None,
+        padding: Tensor | None,
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotation, cache, padding))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer; ConfigError if the configuration names no vocab_size."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
+        self.config = config
+        self.gradient_checkpointing = False  # recompute blocks in the backward pass
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        learned = config.position == "learned"
+        self.positions = nn.Embedding(config.context_length, config.d_model) if learned else None
+        self.rotary = Rotary(config) if config.position == "rope" else None
+        self.dropout = Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, n) for n in range(config.n_layer))
+        self.final_norm = norm(config)
+        tied = config.tie_embeddings
+        self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        initialise(self)
+
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """Tokens (B, T) -> logits (B, T, V); see `hidden`."""
+        return self.logits(self.hidden(tokens, cache, padding))
+
+    def hidden(
+        self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """Tokens (B, T) -> normed output of the last block (B, T, D).
+
+        With a cache the tokens follow those it holds. `padding` (B,) counts the tokens on the left
+        of each row that are none (`masks.left_padding`): every row is as it would be alone.
+        """
+        start = cache.length if cache else 0
+        end = start + tokens.shape[1]
+        if end > self.config.context_length:
+            raise ValueError(f"{end} positions in a context of {self.config.context_length}")
+        positions = torch.arange(start, end, device=tokens.device)
+        if padding is not None:
+            positions = (positions - padding[:, None]).clamp(min=0)
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        x = self.dropout(x)
+        rotation = self.rotary(positions) if self.rotary is not None else None
+        for layer, block in enumerate(self.blocks):
+            memory = cache.layers[layer] if cache else None
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, rotation, memory, padding, use_reentrant=False)
+            else:
+                x = block(x, rotation, memory, padding)
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V), through the head or, if tied, the embedding table."""
+        return F.linear(hidden, (self.head or self.embed).weight)
+
+
+def loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats per token, in float32."""
+    logits = model(tokens).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def initialise(model: GPT) -> None:
+    """Draw the weights, as GPT-2 does (Radford et al. 2019).
+
+    | role                                   | distribution                       |
+    |----------------------------------------|------------------------------------|
+    | embeddings, positions, head            | normal, std 0.02                   |
+    | projections out of the residual stream | normal, std 0.02                   |
+    | o_proj, down_proj, back into it        | normal, std 0.02 / √(2 L)          |
+    | biases                                 | 0                                  |
+    | norm weights                           | 1                                  |
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    into_stream = 0.02 / (2 * model.config.n_layer) ** 0.5
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        nn.init.normal_(block.attn.o_proj.weight, std=into_stream)
+        nn.init.normal_(block.mlp.down_proj.weight, std=into_stream)

@@ -1,0 +1,70 @@
+"""Known small corpora, downloaded once and held against a SHA-256."""
+
+import hashlib
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+from gptmini import files
+from gptmini.errors import DataError, MachineError
+
+BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Known:
+    """Where a corpus is, at a revision that cannot change, and what it must be."""
+
+    url: str
+    bytes: int
+    sha256: str
+
+
+KNOWN = {
+    "tinyshakespeare": Known(
+        "https://raw.githubusercontent.com/karpathy/char-rnn/"
+        "6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt",
+        1_115_394,
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    ),
+    "tinystories": Known(
+        "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/"
+        "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStories-valid.txt",
+        19_447_282,
+        "94e431816c4cce81ff71e4408ff8d3bda9a42e8d2663986697c3954288cb38b4",
+    ),
+}
+
+
+def fetch(name: str, folder: Path) -> Path:
+    """The file of a known corpus in a folder, downloaded if it is not there.
+
+    Raises DataError for an unknown name or other bytes than known, MachineError without network.
+    """
+    if name not in KNOWN:
+        raise DataError(f"{name}: no known corpus; known: {', '.join(KNOWN)}")
+    known = KNOWN[name]
+    target = folder / f"{name}.txt"
+    if target.exists():
+        if hashlib.sha256(target.read_bytes()).hexdigest() == known.sha256:
+            return target
+        raise DataError(f"{target}: is there and is another text; move it away")
+    folder.mkdir(parents=True, exist_ok=True)
+    hashed, size = hashlib.sha256(), 0
+    with files.atomic_write(target) as file:
+        try:
+            with urllib.request.urlopen(known.url, timeout=30) as answer:  # noqa: S310 - ours
+                while size <= known.bytes and (block := answer.read(BLOCK)):
+                    hashed.update(block)
+                    size += len(block)
+                    file.write(block)
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise MachineError(
+                f"{known.url}: could not be fetched ({reason}); put the file at {target} by other "
+                f"means, or train on builtin:python-docs, which needs no network"
+            ) from None
+        if hashed.hexdigest() != known.sha256:
+            raise DataError(f"{known.url}: is no longer the text that was known; nothing was kept")
+    return target
