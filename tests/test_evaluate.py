@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import gpt2, new_cache, tiny
+from conftest import gpt2, new_cache, tiny, train
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.errors import DataError
 from gptmini.evidence.evaluate import evaluate_run, held_out, whole_text
 from gptmini.generate.run import Run, load
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.text.corpus import prepare_corpus
 from gptmini.text.tokenizer import Tokenizer, create
 from gptmini.text.tokens import Span
-from gptmini.train import batches, trainer
+from gptmini.train import batches
 from gptmini.train.evaluate import Evaluation, evaluate
 
 TEXT = "héllo wörld, 東京! \n" * 60
 
 
-def exact() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
+EXACT = Compute(torch.device("cpu"), torch.float32)
 
 
 def says(logits: torch.Tensor) -> GPT:
@@ -107,7 +107,7 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
     found = []
     for size in (1, 3, 8, 1000):
         windows = batches.validation_batches(corpus.validation, 16, size, stride)
-        found.append(evaluate(model, windows, corpus.tokenizer.byte_lengths(), exact))
+        found.append(evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT))
     for one in found:
         assert one.tokens.sum() == sum(len(span) - 1 for span in corpus.validation)
         assert one.loss == pytest.approx(found[0].loss, rel=1e-7)
@@ -134,7 +134,7 @@ def test_each_token_is_read_behind_what_its_window_has_of_it(stride, text, tmp_p
         scores = model(tokens[None, start:place])[0, -1].log_softmax(-1)
         nats -= scores[tokens[place]].item()
     windows = batches.validation_batches(corpus.validation, 16, 4, stride)
-    found = evaluate(model, windows, corpus.tokenizer.byte_lengths(), exact)
+    found = evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT)
     assert found.nats.sum() == pytest.approx(nats, rel=1e-5)
 
 
@@ -171,7 +171,7 @@ def test_one_window_has_no_standard_error():
 
 def test_a_run_is_measured_on_what_it_did_not_see(text_file, tmp_path):
     cache = new_cache(tmp_path)
-    trainer.train(tiny(data={"path": str(text_file)}), tmp_path / "run", cache)
+    train(tiny(data={"path": str(text_file)}), tmp_path / "run", cache)
     run = load(tmp_path / "run", "cpu", "float32", cache)
     (span,) = held_out(run, cache)
     whole = span.tokens

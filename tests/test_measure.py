@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import new_cache, tiny
+from conftest import new_cache, tiny, train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,6 @@ from gptmini.evidence.measure import (
     difference,
 )
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
 
 
 def beta(a: float, b: float, x: float) -> float:
@@ -63,7 +62,7 @@ def test_a_shift_is_the_difference_and_not_the_spread(values, shift):
 
 def trained(text_file: Path, folder: Path, cache: Path, **train) -> tuple[Path, Config]:
     config = tiny(data={"path": str(text_file)}, train=train)
-    trainer.train(config, folder, cache)
+    train(config, folder, cache)
     return folder, config
 
 
@@ -102,7 +101,7 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
     other.write_text("It is another text. " * 9)
     (second,) = measure.measure({"a": [one]}, [str(other)], cache, known)
     assert second.runs[0].loss != first.runs[0].loss
-    trainer.train(config.with_train(steps=9), one, cache)
+    train(config.with_train(steps=9), one, cache)
     (third,) = measure.measure({"a": [one]}, None, cache, known)
     assert third.runs[0].made_of != first.runs[0].made_of
     # The same weights with a window are another model.

@@ -4,7 +4,6 @@ Each new head is the mean of those it stands for, the best of the starts that Ai
 tried; a twentieth to a tenth of the training, again, then heals most of what that lost.
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import say
 from gptmini.errors import ConfigError, DataError
 from gptmini.generate.run import Run
+from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import prepare, save
 
@@ -43,7 +43,7 @@ def convert(
             f"--attention: {ours} KV heads of {run.path} do not pool into {theirs}; take one of "
             f"{legal}"
         )
-    training = prepare(config, directory, cache, time.perf_counter())
+    training = prepare(decide(config, None, cache, here=False), directory)
     corpus = training.corpus
     same = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
     if corpus.content != run.corpus or not same:
