@@ -122,11 +122,10 @@ def prepare(
     cache: Cache = CACHE,
 ) -> None:
     """Turn a text into tokens, as train does before its first step."""
-    from gptmini import console
     from gptmini.text import corpus
 
     settings = configured(config, data, errors, assignments=assignments)
-    ready = corpus.prepare_corpus(settings, cache, console.progress)
+    ready = corpus.prepare_corpus(settings, cache)
     print(ready.summary(settings.tokenizer.kind))
 
 

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from gptmini.config.settings import TokenizerConfig
-from gptmini.console import progress
 from gptmini.errors import DataError
 from gptmini.generate.run import Run
 from gptmini.text.corpus import prepare_corpus, prepare_text
@@ -21,7 +20,7 @@ def held_out(run: Run, cache: Path) -> list[Span]:
         )
     file = str(run.path / "tokenizer.json")
     same = run.config.model_copy(update={"tokenizer": TokenizerConfig(kind=file)})
-    corpus = prepare_corpus(same, cache, progress)
+    corpus = prepare_corpus(same, cache)
     if corpus.content != run.corpus:
         raise DataError(
             f"{corpus.name}: not the text that {run.path} was trained on; restore it, or name "
@@ -33,7 +32,7 @@ def held_out(run: Run, cache: Path) -> list[Span]:
 def whole_text(run: Run, paths: list[str], cache: Path) -> list[Span]:
     """All of a text, read as the run's own text is, in the run's tokens."""
     settings = run.config.data.model_copy(update={"path": paths})
-    return [prepare_text(settings, run.tokenizer, cache, progress)]
+    return [prepare_text(settings, run.tokenizer, cache)]
 
 
 def evaluate_run(

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.text.tokens import Span
+from gptmini.text.tokens import CYCLE, Span, shares, windows
 
 ROUNDS = 4
 IGNORE_INDEX = -100  # a target that does not count
-CYCLE = 1000  # places after which the pattern of weighted spans comes again
 
 
 def draw(*words: int) -> int:
@@ -45,7 +44,7 @@ class Batches:
             batch_size,
             seed,
         )
-        self.windows = [max(1, (len(one) - seq_len) // seq_len) for one in spans]
+        self.windows = [windows(span, seq_len) for span in spans]
         # Which span is visited at each place of a cycle, and how often it was before in it.
         self.shares = shares(weights or [1.0], CYCLE)
         key = draw(seed)
@@ -81,16 +80,6 @@ class Batches:
         """How often that many steps visit the training text, or the part of it visited most."""
         visits = zip(self.shares, self.windows, strict=True)
         return max(steps * self.batch_size * share / CYCLE / windows for share, windows in visits)
-
-
-def shares(weights: list[float], whole: int) -> list[int]:
-    """Positive whole numbers that add up to `whole`, as near to the weights as can be."""
-    exact = [weight * (whole - len(weights)) / sum(weights) for weight in weights]
-    found = [1 + int(share) for share in exact]
-    rest = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
-    for i in rest[: whole - sum(found)]:
-        found[i] += 1
-    return found
 
 
 def validation_batches(

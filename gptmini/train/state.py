@@ -15,7 +15,7 @@ import torch
 from gptmini import machine
 from gptmini.config.load import completed, differences
 from gptmini.config.settings import Config
-from gptmini.console import progress, say
+from gptmini.console import say
 from gptmini.errors import ConfigError, DataError, DivergedError
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
@@ -105,7 +105,7 @@ def settle(
     asked = config.tokenizer.kind
     if existing is not None:
         config = fitting_here.as_chosen(config, existing)
-    corpus = prepare_corpus(config, cache, progress)
+    corpus = prepare_corpus(config, cache)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     say(corpus.summary(asked))
     if config.train.minutes is not None and existing is None:
