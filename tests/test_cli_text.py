@@ -99,7 +99,7 @@ def test_standard_input_is_a_text(gptmini, tmp_path: Path, monkeypatch):
     assert "runs/text: already finished" in err
     typed(monkeypatch, b"\xff")
     code, _, err = gptmini("train", "--data", "-", *SMALL)
-    assert (code, "standard input: not UTF-8 at byte 0" in err) == (3, True)
+    assert (code, err.startswith("gptmini: standard input: not UTF-8 at byte 0")) == (3, True)
 
 
 def test_several_texts_and_documents(gptmini, tmp_path: Path):

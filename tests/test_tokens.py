@@ -15,7 +15,7 @@ from gptmini.errors import DataError
 from gptmini.text import sources
 from gptmini.text import tokens as token_files
 from gptmini.text.tokenizer import ByteTokenizer, CharTokenizer
-from gptmini.text.tokens import CYCLE, Corpus, Span, Table, TokenFile, shares, windows
+from gptmini.text.tokens import CYCLE, Corpus, Span, TokenFile, shares, windows
 
 BYTES = ByteTokenizer()
 
@@ -134,16 +134,12 @@ def test_token_types_hold_the_largest_token(vocab_size, size):
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 20))
-def test_the_table_does_not_depend_on_the_sizes_of_updates(parts, block):
+def test_blocks_do_not_depend_on_how_the_bytes_come(parts, block):
     before, token_files.BLOCK = token_files.BLOCK, block
     try:
-        table = Table()
-        for part in parts:
-            table.update(part)
         whole = b"".join(parts)
-        blocks = [whole[start : start + block] for start in range(0, len(whole), block)]
-        digests = [hashlib.sha256(data).digest() for data in blocks]
-        assert (table.digests(), table.length) == (b"".join(digests), len(whole))
+        expected = [whole[start : start + block] for start in range(0, len(whole), block)]
+        assert list(token_files.blocks_of(parts)) == expected
     finally:
         token_files.BLOCK = before
 

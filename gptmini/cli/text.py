@@ -97,7 +97,7 @@ def info(
     data: Annotated[list[str] | None, typer.Option(help="Texts to measure it on.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the vocabulary, the longest tokens, and how well texts compress."""
+    """Show the vocabulary, the longest tokens and the compression of texts."""
     from gptmini.text import corpus, tokenizer
 
     inspected = tokenizer.find(name)

@@ -42,7 +42,7 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Spa
     """All of a text in tokens of an existing tokenizer; raises as prepare_corpus."""
     with _cached(settings, cache) as paths:
         source = sources.find(paths, settings)
-        return _all_of(_token_file(source, source.digest(), tokenizer, cache))
+        return _tokens(source, source.digest(), tokenizer, cache)
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def _prepare(config: Config, paths: list[str], cache: Path) -> Corpus:
     digests = [source.digest() for source in training + held_out]
     tokenizer = _tokenizer(config, training, digests, cache)
     spans = [
-        _all_of(_token_file(source, digest, tokenizer, cache))
+        _tokens(source, digest, tokenizer, cache)
         for source, digest in zip(training + held_out, digests, strict=True)
     ]
     if held_out:
@@ -96,10 +96,6 @@ def _prepare(config: Config, paths: list[str], cache: Path) -> Corpus:
     corpus = Corpus(name, tokenizer, training_spans, validation_spans, content)
     _check_length(corpus, config.seq_len)
     return corpus
-
-
-def _all_of(tokens: TokenFile) -> Span:
-    return Span(tokens, 0, len(tokens))
 
 
 def _cut_tails(spans: list[Span], tail_shares: list[float]) -> tuple[list[Span], list[Span]]:
@@ -114,13 +110,13 @@ def _cut_tails(spans: list[Span], tail_shares: list[float]) -> tuple[list[Span],
 
 def _check_length(corpus: Corpus, seq_len: int) -> None:
     """DataError if a span is shorter than one window and the token after it."""
-    sides = [("training", span) for span in corpus.training]
-    for side, span in [*sides, *(("validation", span) for span in corpus.validation)]:
-        if len(span) < seq_len + 1:
+    for side, spans in (("training", corpus.training), ("validation", corpus.validation)):
+        shortest = min(spans, key=len)
+        if len(shortest) < seq_len + 1:
             raise DataError(
-                f"{corpus.name}: {len(span)} of its {len(span.tokens)} tokens are for {side}, but "
-                f"one window needs {seq_len + 1}; use more text, or lower model.context_length or "
-                f"train.seq_len"
+                f"{corpus.name}: {len(shortest)} of its {len(shortest.tokens)} tokens are for "
+                f"{side}, but one window needs {seq_len + 1}; use more text, or lower "
+                f"model.context_length or train.seq_len"
             )
 
 
@@ -177,16 +173,15 @@ def _reported(texts: Iterator[str], advance: Callable[[int], object]) -> Iterato
         advance(len(text.encode()))
 
 
-def _token_file(source: Source, digest: str, tokenizer: Tokenizer, cache: Path) -> TokenFile:
+def _tokens(source: Source, digest: str, tokenizer: Tokenizer, cache: Path) -> Span:
     path = cache / f"{digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"
-    if path.exists():
-        try:
-            return TokenFile(path, tokenizer)
-        except DataError:
-            pass  # damaged: made again below
-    with progress("preparing the tokens", source.bytes) as advance:
-        tokens.write(path, _not_blank(source), digest, tokenizer, advance)
-    return TokenFile(path, tokenizer)
+    try:
+        file = TokenFile(path, tokenizer)
+    except (FileNotFoundError, DataError):  # not there yet, or damaged
+        with progress("preparing the tokens", source.bytes) as advance:
+            tokens.write(path, _not_blank(source), digest, tokenizer, advance)
+        file = TokenFile(path, tokenizer)
+    return Span(file, 0, len(file))
 
 
 def _not_blank(source: Source) -> Iterator[Piece]:

@@ -92,7 +92,10 @@ def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
         file = Path(temporary) / "standard input"
         with file.open("wb") as copy:
             shutil.copyfileobj(sys.stdin.buffer, copy, BLOCK)
-        yield [str(file) if path == "-" else path for path in paths]
+        try:
+            yield [str(file) if path == "-" else path for path in paths]
+        except DataError as error:
+            raise DataError(*(line.replace(str(file), file.name) for line in error.lines)) from None
 
 
 # -- finding files ---------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
     if kind not in tiktoken.list_encoding_names():
         known = ", ".join(["auto", "byte", "char", "bpe", *tiktoken.list_encoding_names()])
         raise DataError(
-            f"tokenizer {kind}: no such tokenizer; choose one of {known}, or a .json file"
+            f"{kind}: no such tokenizer; choose one of {known}, or a .json file"
         )
     try:
         return BpeTokenizer(tiktoken.get_encoding(kind))

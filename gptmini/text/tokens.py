@@ -15,7 +15,7 @@ import os
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,32 +43,48 @@ def write(
 ) -> None:
     """Encode a text into a token file. `digest` is its SHA-256; `advance` gets bytes of text."""
     dtype = token_dtype(tokenizer.vocab_size)
-    table = Table()
-    text_bytes = 0
-    with files.atomic_write(path) as file:
-        file.write(bytes(HEADER.size))
+    text_bytes, token_bytes, table = 0, 0, b""
+
+    def encoded() -> Iterator[bytes]:
+        nonlocal text_bytes
         for batch, tokens in _encoded(tokenizer, pieces):
             size = sum(len(piece.text.encode()) for piece in batch)
             text_bytes += size
-            data = tokens.astype(dtype).tobytes()
-            table.update(data)
-            file.write(data)
             advance(size)
-        file.write(table.digests())
-        count = table.length // dtype.itemsize
+            yield tokens.astype(dtype).tobytes()
+
+    with files.atomic_write(path) as file:
+        file.write(bytes(HEADER.size))
+        for block in blocks_of(encoded()):
+            file.write(block)
+            token_bytes += len(block)
+            table += hashlib.sha256(block).digest()
+        file.write(table)
         file.seek(0)
         file.write(
             HEADER.pack(
                 MAGIC,
                 VERSION,
                 dtype.itemsize,
-                count,
+                token_bytes // dtype.itemsize,
                 text_bytes,
                 bytes.fromhex(tokenizer.fingerprint),
                 bytes.fromhex(digest),
-                hashlib.sha256(table.digests()).digest(),
+                hashlib.sha256(table).digest(),
             )
         )
+
+
+def blocks_of(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of BLOCK; the last may be shorter."""
+    rest = bytearray()
+    for part in parts:
+        rest += part
+        while len(rest) >= BLOCK:
+            yield bytes(rest[:BLOCK])
+            del rest[:BLOCK]
+    if rest:
+        yield bytes(rest)
 
 
 def _encoded(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[list[Piece], Tokens]]:
@@ -112,31 +128,6 @@ def _encode(tokenizer: Tokenizer, pieces: list[Piece]) -> Tokens:
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
     """The smallest type that holds every token; numpy silently wraps larger numbers."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-class Table:
-    """The SHA-256 of every BLOCK bytes of the data passed to `update`."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._digests: list[bytes] = []
-        self._last = hashlib.sha256()
-
-    def update(self, data: bytes) -> None:
-        """Add the next bytes, any number at a time."""
-        rest = memoryview(data)
-        while rest:
-            part = rest[: BLOCK - self.length % BLOCK]
-            self._last.update(part)
-            self.length += len(part)
-            rest = rest[len(part) :]
-            if self.length % BLOCK == 0:
-                self._digests.append(self._last.digest())
-                self._last = hashlib.sha256()
-
-    def digests(self) -> bytes:
-        """32 bytes per block; the last block may be shorter."""
-        return b"".join(self._digests) + (self._last.digest() if self.length % BLOCK else b"")
 
 
 # -- reading ---------------------------------------------------------------------------------------
