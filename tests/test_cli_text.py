@@ -21,9 +21,9 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     code, out, err = gptmini(*words)
     assert (code, out) == (0, "")
     assert "t.json: 300 tokens" in err
-    learnt = tokenizer.read(Path("t.json"))
+    learned = tokenizer.read(Path("t.json"))
     code, out, _ = gptmini("tokenizer", "encode", "t.json", "the lazy dog")
-    assert (code, out.split()) == (0, [str(t) for t in learnt.encode("the lazy dog")])
+    assert (code, out.split()) == (0, [str(t) for t in learned.encode("the lazy dog")])
     text = "the döner\r\n \x1b東\n".encode()
     typed(monkeypatch, text)
     _, tokens, _ = gptmini("tokenizer", "encode", "t.json")
@@ -37,7 +37,7 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     assert piped.stdout == text
     code, out, _ = gptmini("tokenizer", "info", "t.json", "--data", str(text_file), "--json")
     facts = json.loads(out)
-    size, count = text_file.stat().st_size, len(learnt.encode(text_file.read_text()))
+    size, count = text_file.stat().st_size, len(learned.encode(text_file.read_text()))
     assert (facts["kind"], facts["vocab_size"]) == ("bpe", 300)
     assert (facts["bytes"], facts["tokens"]) == (size, count)
     assert facts["bytes_per_token"] == pytest.approx(size / count, abs=1e-3)
@@ -75,8 +75,8 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     ],
 )
 def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
-    found, out, err = gptmini(*words)
-    assert (found, out) == (code, "")
+    exit_code, out, err = gptmini(*words)
+    assert (exit_code, out) == (code, "")
     assert line in err
     assert err.startswith("gptmini: ")
     assert err.count("\n") == 1

@@ -193,9 +193,7 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
         return read(Path(kind))
     if kind not in tiktoken.list_encoding_names():
         known = ", ".join(["auto", "byte", "char", "bpe", *tiktoken.list_encoding_names()])
-        raise DataError(
-            f"{kind}: no such tokenizer; choose one of {known}, or a .json file"
-        )
+        raise DataError(f"{kind}: no such tokenizer; choose one of {known}, or a .json file")
     try:
         return BpeTokenizer(tiktoken.get_encoding(kind))
     except Exception as error:  # whatever the download raises
@@ -220,7 +218,7 @@ def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
     """Kind and vocabulary size for `auto`, or for `bpe` without a size.
 
     The power of two nearest to 20 d_model, so that the output head costs half as much as four
-    layers, or nearest to text_bytes / 128 if that is smaller, since rare tokens are not learnt.
+    layers, or nearest to text_bytes / 128 if that is smaller, since rare tokens are not learned.
     Best bits per byte on held-out text within 500 steps of the default model:
 
         corpus                    byte  bpe 512   1024   2048   4096   8192
