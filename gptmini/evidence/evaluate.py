@@ -1,12 +1,13 @@
 """What a trained run is worth on a text: its held-out split, or all of another."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
+import torch
+
 from gptmini.config.settings import TokenizerConfig
-from gptmini.console import progress
 from gptmini.errors import DataError
 from gptmini.generate.run import Run
+from gptmini.machine import Compute
 from gptmini.text.corpus import prepare_corpus, prepare_text
 from gptmini.text.tokens import Span
 from gptmini.train.batches import validation_batches
@@ -21,7 +22,7 @@ def held_out(run: Run, cache: Path) -> list[Span]:
         )
     file = str(run.path / "tokenizer.json")
     same = run.config.model_copy(update={"tokenizer": TokenizerConfig(kind=file)})
-    corpus = prepare_corpus(same, cache, progress)
+    corpus = prepare_corpus(same, cache)
     if corpus.content != run.corpus:
         raise DataError(
             f"{corpus.name}: not the text that {run.path} was trained on; restore it, or name "
@@ -33,7 +34,7 @@ def held_out(run: Run, cache: Path) -> list[Span]:
 def whole_text(run: Run, paths: list[str], cache: Path) -> list[Span]:
     """All of a text, read as the run's own text is, in the run's tokens."""
     settings = run.config.data.model_copy(update={"path": paths})
-    return [prepare_text(settings, run.tokenizer, cache, progress)]
+    return [prepare_text(settings, run.tokenizer, cache)]
 
 
 def evaluate_run(
@@ -41,4 +42,5 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate a run, in float32, on windows as long as in its training, `stride` apart."""
     windows = validation_batches(spans, run.config.seq_len, batch_size, stride)
-    return evaluate(run.model, windows, run.tokenizer.byte_lengths(), nullcontext)
+    in_float32 = Compute(run.model.device, torch.float32)
+    return evaluate(run.model, windows, run.tokenizer.byte_lengths(), in_float32)
