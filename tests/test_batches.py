@@ -98,18 +98,6 @@ def test_validation_sees_every_target_once_behind_enough_of_the_text(
     assert sorted(seen) == list(range(first + 1, total))
 
 
-@given(
-    weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40),
-    whole=st.integers(40, 5000),
-)
-def test_shares_are_whole_positive_and_near_the_weights(weights, whole):
-    found = batches.shares(weights, whole)
-    assert sum(found) == whole
-    assert min(found) >= 1
-    for share, weight in zip(found, weights, strict=True):
-        assert abs(share - weight / sum(weights) * whole) <= 1 + len(weights)
-
-
 def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
     sizes, weights = [500, 3000, 10_000], [1.0, 2.0, 7.0]
     data = Batches([span(size) for size in sizes], weights, 10, 20, 3)
