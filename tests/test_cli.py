@@ -117,8 +117,8 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
         (["--samples", "0"], "'--samples'"),
         (["--weights", "int4"], "weights int4: not supported"),
-        (["--prompt-file", "x"], "--prompt: not together with --prompt-file"),
-        (["-i"], "--prompt: not together with --interactive"),
+        (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
+        (["-i"], "--prompt: cannot be combined with --interactive"),
         (["--device", "mps"], "device mps: not one of auto, cpu and cuda"),
         (["--set", "sample.overflow=error", "--max-new-tokens", "99"], "do not fit the context of"),
     ]:

@@ -139,9 +139,13 @@ def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data,
         (["--set", "sample.temprature=1"], 2, "no such setting; did you mean"),
         (["--temperature", "-1"], 2, "--temperature: "),
         (["--draft", "nothere"], 4, "nothere: no run here"),
-        (["-i", "--json"], 2, "--json: not together with --interactive"),
-        (["-i", "--samples", "2"], 2, "--samples: not together with --interactive"),
-        (["--prompts", "a", "--out", "b", "--json"], 2, "--json: not together with --prompts"),
+        (["-i", "--json"], 2, "--json: cannot be combined with --interactive"),
+        (["-i", "--samples", "2"], 2, "--samples: cannot be combined with --interactive"),
+        (
+            ["--prompts", "a", "--out", "b", "--json"],
+            2,
+            "--json: cannot be combined with --prompts",
+        ),
     ],
 )
 def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message):
@@ -220,6 +224,7 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
         try:
             return os.read(terminal, 65536) if readable else b""
         except OSError:  # the program has ended
+            time.sleep(0.1)
             return b""
 
     def until(what: bytes, after: int = 0) -> int:

@@ -22,61 +22,42 @@ LARGEST = 16 << 20  # bytes of a prompt; the model sees only its last context
 Settings = dict[str, Any]
 
 
+def _option(metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(metavar=metavar, help=text, **more)
+
+
 def generate(
     run: RunName = None,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The text to continue.")
-    ] = None,
+    prompt: Annotated[str | None, _option("TEXT", "The text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read the prompt from a file; - is standard input."),
+        Path | None, _option("FILE", "Read the prompt from a file; - is standard input.")
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Read prompts from JSON lines, each "TEXT" or {"prompt": "TEXT"}; needs --out.',
-        ),
+        _option("FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Where --prompts writes JSON lines; resumes if interrupted."
-        ),
+        Path | None, _option("FILE", "Where --prompts writes JSON lines; resumes if interrupted.")
     ] = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Type prompts one after another.")
     ] = False,
-    samples: Annotated[
-        int, typer.Option(min=1, max=10_000, metavar="N", help="Number of texts per prompt.")
-    ] = 1,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Length limit in tokens.")
-    ] = None,
+    samples: Annotated[int, _option("N", "Texts per prompt.", min=1, max=10_000)] = 1,
+    max_new_tokens: Annotated[int | None, _option("N", "Maximum number of tokens to draw.")] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Randomness: 0 always takes the most likely token."),
+        float | None, _option("X", "Randomness; 0 always takes the most likely token.")
     ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Keep the K most likely tokens.")
-    ] = None,
+    top_k: Annotated[int | None, _option("K", "Keep the K most likely tokens.")] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", help="Keep the most likely tokens with total probability P."),
+        float | None, _option("P", "Keep the most likely tokens with total probability P.")
     ] = None,
     min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P", help="Keep tokens at least P times as likely as the most likely one."
-        ),
+        float | None, _option("P", "Keep tokens at least P times as likely as the most likely one.")
     ] = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
+        list[str] | None, _option("TEXT", "End before this text; may be given several times.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Another seed gives another text.")
-    ] = None,
+    seed: Annotated[int | None, _option("N", "The same seed gives the same text.")] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,19 +75,16 @@ def generate(
         typer.Option("--lookup", help="Guess ahead from the text so far; same text, often faster."),
     ] = False,
     draft: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Guess ahead with a smaller run; same text."),
+        Path | None, _option("RUN", "Guess ahead with a smaller run; same text, often faster.")
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Texts drawn at a time.")
-    ] = 16,
+    batch_size: Annotated[int, _option("N", "Texts drawn in parallel.", min=1, max=4096)] = 16,
     weights: Weights = "bfloat16",
     device: Device = "auto",
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Do without the KV cache; same text, slower.")
     ] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Send control characters in the text to the terminal.")
+        bool, typer.Option("--raw", help="Do not escape control characters on a terminal.")
     ] = False,
     as_json: AsJson = False,
     cache: Cache = CACHE,
@@ -120,13 +98,13 @@ def generate(
     named = [name for name, value in sources.items() if value is not None]
     named += ["--interactive"] * interactive
     if len(named) > 1:
-        raise ConfigError(f"{named[0]}: not together with {named[1]}; leave one out")
+        raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
     if as_json and (interactive or prompts is not None):
-        raise ConfigError(f"--json: not together with {named[0]}; leave one out")
+        raise ConfigError(f"--json: cannot be combined with {named[0]}; leave one out")
     if samples > 1 and interactive:
-        raise ConfigError("--samples: not together with --interactive; leave one out")
+        raise ConfigError("--samples: cannot be combined with --interactive; leave one out")
     if (prompts is None) != (out is None):
-        raise ConfigError("--prompts, --out: one needs the other; name both files")
+        raise ConfigError("--prompts, --out: one needs the other; give both")
     path = run or newest_run()
     from gptmini.generate import bulk
     from gptmini.generate.run import load
@@ -252,10 +230,9 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
 
 def score(
     run: RunName = None,
-    text: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to score.")] = None,
+    text: Annotated[str | None, _option("TEXT", "The text to score.")] = None,
     file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read the text from a file; - is standard input."),
+        Path | None, _option("FILE", "Read the text from a file; - is standard input.")
     ] = None,
     weights: Weights = "float32",
     device: Device = "auto",
