@@ -92,10 +92,10 @@ struct Model {
 // between tokens in x and y.
 //
 // This is where the time goes. The N x M sums stay in vector registers (4 x 4 take 16 of AVX-512's
-// 32): each vector of weights is loaded and widened once for M tokens, each vector of inputs serves
-// N rows. N and M are template arguments so that the compiler unrolls the inner loops. The next
-// tile's weights are prefetched meanwhile. A sum adds the same products in the same order whatever
-// the tile, so the bits do not depend on M.
+// 32): each vector of weights is loaded and widened once for M tokens, and inputs brought into the
+// L1 cache serve N rows. N and M are template arguments so that the compiler unrolls the inner
+// loops. The next tile's weights are prefetched meanwhile. A sum adds the same products in the same
+// order whatever the tile, so the bits do not depend on M.
 template <int N, int M, typename Type>
 inline void tile(const Matrix& w, int row, const float* x, int64_t xs, float* y, int64_t ys) {
   Lanes sums[N][M] = {};

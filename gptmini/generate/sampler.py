@@ -7,7 +7,7 @@ prefills it again from position 0. That works for learned and rotary positions a
 layers alike, costs about one prefilled token per token drawn, and shows the model the same tokens
 at the same positions with and without the cache.
 
-Letters: V vocabulary.
+V is the vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,10 +33,8 @@ class Guesser(Protocol):
 
 
 def check_overflow(n_prompt: int, sample: SampleConfig, limit: int) -> None:
-    """Refuse under `overflow: error` what does not fit the context; the last token needs no room.
-
-    `limit` is the context length.
-    """
+    """Under `overflow: error`, refuse a prompt whose text would not fit the context of `limit`."""
+    # The last token is never fed to the model, so it needs no room.
     if sample.overflow == "error" and n_prompt + sample.max_new_tokens - 1 > limit:
         raise ConfigError(
             f"sample.overflow: {n_prompt} prompt tokens and {sample.max_new_tokens} new ones do "
@@ -84,7 +82,7 @@ def decode(
                 if text.finish_reason or guessed[place : place + 1] != [token]:
                     break
                 text.guessed_right += 1
-            # The cache may hold wrong guesses; the last token, just drawn, it has not seen.
+            # The model has not seen the last token; wrong guesses in its cache do not count.
             text.cached = min(text.cached, len(text.context) - 1)
 
 
@@ -97,7 +95,7 @@ def _guess(
     limits = []
     for text in texts:
         room = min(sample.max_new_tokens - len(text.tokens) - 1, limit - len(text.context))
-        # Long prefills run without guesses: only single steps have time to spare.
+        # A single step waits for memory, so guesses are nearly free; a prefill would pay for them.
         stepping = text.cached == len(text.context) - 1
         limits.append(min(MAX_GUESSES, room) if stepping else 0)
     return guesser(texts, limits)
