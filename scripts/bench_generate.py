@@ -22,15 +22,11 @@ from torch import Tensor
 
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.files import CACHE
-from gptmini.generate.engine import (
-    Engine,
-    NativeEngine,
-    TorchEngine,
-    open_engine,
-)
-from gptmini.generate.native import PRECISIONS
+from gptmini.generate.engine import Engine, TorchEngine
+from gptmini.generate.native import PRECISIONS, NativeEngine, open_engine
 from gptmini.generate.run import load
-from gptmini.generate.sampler import Speed, begin, decode
+from gptmini.generate.sampler import decode
+from gptmini.generate.texts import Generation, Text
 from gptmini.model.gpt import GPT
 
 SIZES = {
@@ -144,11 +140,10 @@ def llama_names(model: GPT) -> dict[str, Tensor]:
 def ours(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
     """Seconds in all and to the first token."""
     sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
-    rows = [begin(n, row, sample, 1024) for n, row in enumerate(prompts.tolist())]
-    speed = Speed()
-    for _ in decode(decoder, rows, sample, 1024, speed=speed):
-        pass
-    return speed.seconds, speed.first_token or 0.0
+    texts = [Text(n, prompt, 1024) for n, prompt in enumerate(prompts.tolist())]
+    started = time.perf_counter()
+    times = [time.perf_counter() for _ in decode(decoder, texts, sample, 1024)]
+    return times[-1] - started, times[0] - started
 
 
 def theirs(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
@@ -232,7 +227,7 @@ def guesses(path: str, draft: str) -> None:
     run, kinds = load(path), {"none": None, "lookup": "lookup", "draft": load(draft)}
     print("| temperature | guesses by | right | tokens a second | to none |\n|---|---|---|---|---|")
     for temperature in (0.0, 0.8):
-        speeds: dict[str, list[Speed]] = {name: [] for name in kinds}
+        speeds: dict[str, list[Generation]] = {name: [] for name in kinds}
         texts = set()
         for _ in range(5):
             for name, guess in kinds.items():
@@ -240,15 +235,15 @@ def guesses(path: str, draft: str) -> None:
                     ["ROMEO:\n"], guess=guess, max_new_tokens=200, temperature=temperature
                 )
                 (sample,) = generation.finish()
-                speeds[name].append(generation.speed)
+                speeds[name].append(generation)
                 texts.add(sample.text)
         assert len(texts) == 1
         base = statistics.median(speed.seconds for speed in speeds["none"])
         for name, found in speeds.items():
             seconds = statistics.median(speed.seconds for speed in found)
-            right = f"{found[0].right} of {found[0].guessed}"
+            right = f"{found[0].guessed_right} of {found[0].guessed}"
             print(
-                f"| {temperature} | {name} | {right} | {found[0].tokens / seconds:,.0f} "
+                f"| {temperature} | {name} | {right} | {found[0].n_tokens / seconds:,.0f} "
                 f"| {base / seconds:.2f} x |"
             )
 

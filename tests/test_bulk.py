@@ -35,7 +35,7 @@ def written(run: Run, prompts: Path, name: str, batch_size: int) -> bytes:
     return out.read_bytes()
 
 
-def test_every_sample_is_that_of_the_prompt_alone_whatever_the_batch(run: Run, prompts: Path):
+def test_a_sample_is_the_same_alone_and_in_any_batch(run: Run, prompts: Path):
     found = written(run, prompts, "a.jsonl", 4)
     assert found == written(run, prompts, "b.jsonl", 1)
     lines = [json.loads(line) for line in found.splitlines()]
@@ -48,31 +48,31 @@ def test_every_sample_is_that_of_the_prompt_alone_whatever_the_batch(run: Run, p
 
 
 @pytest.mark.parametrize("cut", [0, 1, 300, 500, -1])
-def test_it_goes_on_where_it_ended(run: Run, prompts: Path, cut: int):
+def test_it_resumes_where_it_was_interrupted(run: Run, prompts: Path, cut: int):
     whole = written(run, prompts, "whole.jsonl", 2)
     prompts.with_name("cut.jsonl").write_bytes(whole[:cut])
     assert written(run, prompts, "cut.jsonl", 2) == whole
-    assert written(run, prompts, "cut.jsonl", 2) == whole  # and nothing more is done
+    assert written(run, prompts, "cut.jsonl", 2) == whole  # there is nothing left to do
 
 
 def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):
     before = written(run, prompts, "out.jsonl", 2)
     out = prompts.with_name("out.jsonl")
     for other in ({**SETTINGS, "seed": 3}, {}):
-        with pytest.raises(DataError, match=r"out.jsonl:1: not made of these prompts and settings"):
+        with pytest.raises(DataError, match=r"out.jsonl:1: made of other prompts"):
             bulk.generate(run, prompts, out, 2, 2, other)
-    with pytest.raises(DataError, match="not made of"):  # <|endoftext|> read otherwise
+    with pytest.raises(DataError, match="made of other"):  # <|endoftext|> means something else
         bulk.generate(run, prompts, out, 2, 2, SETTINGS, special=True)
     same = {**SETTINGS, "seed": run.config.sample.seed}
     bulk.generate(run, prompts, out, 2, 2, same, logprobs=True)
     other_run = Run(run.path, run.config, run.tokenizer, run.model)  # trained a little further
     with torch.no_grad():
         run.model.final_norm.weight[0] += 0.01
-    with pytest.raises(DataError, match="not made of"):
+    with pytest.raises(DataError, match="made of other"):
         bulk.generate(other_run, prompts, out, 2, 2, SETTINGS)
     assert out.read_bytes() == before
     out.write_text("a letter to a friend\n")
-    with pytest.raises(DataError, match="name another --out"):
+    with pytest.raises(DataError, match="choose another --out"):
         bulk.generate(run, prompts, out, 2, 2, SETTINGS)
     assert out.read_text() == "a letter to a friend\n"
 
@@ -81,12 +81,12 @@ def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):
     ("text", "message"),
     [
         ("", "is empty"),
-        ('"fine"\n{"text": 1}', ':2: neither a text nor an object with "prompt"'),
-        ("[1]", ":1: neither"),
-        ('"one', ":1: no JSON"),
-        ("[" * 100_000, ":1: no JSON"),
-        ('{"prompt": "a", "id": "\\ud800"}', ":1: no JSON in Unicode"),
-        ('{"prompt": "a", "text": "b"}', ":1: has text, which is added here; rename it"),
+        ('"fine"\n{"text": 1}', ":2: no prompt; write"),
+        ("[1]", ":1: no prompt"),
+        ('"one', ":1: not valid JSON"),
+        ("[" * 100_000, ":1: not valid JSON"),
+        ('{"prompt": "a", "id": "\\ud800"}', ":1: not valid JSON"),
+        ('{"prompt": "a", "text": "b"}', ":1: key 'text' is reserved for the output; rename it"),
     ],
 )
 def test_wrong_prompts_are_named(run: Run, tmp_path: Path, text: str, message: str):

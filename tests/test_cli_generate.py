@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -61,7 +62,7 @@ def test_several_samples_are_the_same_in_any_batch(gptmini, run):
     assert out.startswith("--- 1\n" + text)
 
 
-def test_json_has_all_there_is_to_know(gptmini, run):
+def test_json_holds_samples_speed_and_engine(gptmini, run):
     words = ["generate", "--prompt", "the ", "--samples", "3", "--json", *FEW]
     code, out, err = gptmini(*words)
     assert (code, err) == (0, "")
@@ -86,10 +87,13 @@ def test_stop_texts_bans_and_penalties_reach_the_sampler(gptmini, run):
     text = gptmini(*greedy)[1][1:-1]
     place = text.index(text[7:9])
     assert gptmini(*greedy, "--stop", text[7:9])[1] == "a" + text[:place] + "\n"
-    assert text[0] not in gptmini(*greedy, "--ban", text[0])[1][1:]
-    assert gptmini(*greedy, "--bias", "z=100")[1] == "a" + "z" * 60 + "\n"
-    assert gptmini(*greedy, "--bias", "==100")[1] == "a" + "=" * 60 + "\n"
-    other = gptmini(*greedy, "--repetition-penalty", "5", "--frequency-penalty", "2")[1]
+    assert text[0] not in gptmini(*greedy, "--set", f'sample.ban=["{text[0]}"]')[1][1:]
+    assert gptmini(*greedy, "--set", "sample.bias={z: 100}")[1] == "a" + "z" * 60 + "\n"
+    assert gptmini(*greedy, "--set", 'sample.bias={"=": 100}')[1] == "a" + "=" * 60 + "\n"
+    penalties = ["--set", "sample.repetition_penalty=5", "--set", "sample.frequency_penalty=2"]
+    other = gptmini(*greedy, *penalties)[1]
+    # An option overrides --set.
+    assert gptmini(*greedy, "--set", "sample.max_new_tokens=1")[1] == gptmini(*greedy)[1]
     assert len(set(other)) > len(set(text))
 
 
@@ -112,11 +116,11 @@ def test_a_file_of_prompts(gptmini, run):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\xff\xfe", "standard input: byte 0 is no UTF-8"),
+        (b"\xff\xfe", "standard input: byte 0 is not valid UTF-8"),
         (b"x" * (LARGEST + 1), "standard input: over 16 MiB"),
     ],
 )
-def test_standard_input_that_is_no_prompt(gptmini, run, monkeypatch, data, message):
+def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data, message):
     give(monkeypatch, data)
     code, out, err = gptmini("generate", "--prompt-file", "-")
     assert (code, out, err.count("\n")) == (3, "", 1)
@@ -128,16 +132,23 @@ def test_standard_input_that_is_no_prompt(gptmini, run, monkeypatch, data, messa
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--prompt", "\udc80"], 3, "character 0 is no Unicode text"),
+        (["--prompt", "\udc80"], 3, "character 0 is not valid Unicode"),
         (["--prompt-file", "nothere"], 5, "nothere: no such file"),
-        (["--prompt", "x" * 30, "--overflow", "error"], 2, "do not fit the context"),
+        (["--prompt", "x" * 30, "--set", "sample.overflow=error"], 2, "do not fit the context"),
+        (["--set", "train.lr=1"], 2, "only sampling settings apply here; write sample.KEY=VALUE"),
+        (["--set", "sample.temprature=1"], 2, "no such setting; did you mean"),
+        (["--temperature", "-1"], 2, "--temperature: "),
         (["--draft", "nothere"], 4, "nothere: no run here"),
-        (["-i", "--json"], 2, "--json: not together with --interactive"),
-        (["-i", "--samples", "2"], 2, "--samples: not together with --interactive"),
-        (["--prompts", "a", "--out", "b", "--json"], 2, "--json: not together with --prompts"),
+        (["-i", "--json"], 2, "--json: cannot be combined with --interactive"),
+        (["-i", "--samples", "2"], 2, "--samples: cannot be combined with --interactive"),
+        (
+            ["--prompts", "a", "--out", "b", "--json"],
+            2,
+            "--json: cannot be combined with --prompts",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_one_line(gptmini, run, words, code, message):
+def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message):
     found, out, err = gptmini("generate", *words)
     assert (found, out, err.count("\n")) == (code, "", 1)
     assert message in err
@@ -162,7 +173,7 @@ def test_nul_and_special_text_in_a_prompt_are_text(gptmini, run):
 # -- a conversation --------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_on_and_begins_anew(gptmini, run, monkeypatch):
+def test_an_empty_line_continues_and_a_new_line_starts_over(gptmini, run, monkeypatch):
     lines = iter(["the ", "", "a"])
 
     def typed(_: str) -> str:
@@ -177,7 +188,7 @@ def test_a_conversation_goes_on_and_begins_anew(gptmini, run, monkeypatch):
     assert "Ctrl-C" in err
     first = gptmini("generate", "--prompt", "the ", *FEW)[1]
     third = gptmini("generate", "--prompt", "a", *FEW)[1]
-    assert out.startswith(first + first[:-1])  # an empty line goes on behind the text
+    assert out.startswith(first + first[:-1])  # the empty line continued the text
     assert out.endswith(third)
 
 
@@ -199,47 +210,57 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
 
 
 def test_ctrl_c_in_a_terminal(run, tmp_path):
-    """A real terminal: a text of a million tokens is stopped, and the program waits again."""
+    """In a real terminal, a text of a million tokens stops and the prompt comes back."""
     pid, terminal = pty.fork()
     if pid == 0:
         command = ["-m", "gptmini", "generate", run, "-i", "--max-new-tokens", "1000000"]
-        command += ["--bias", "a=100"]  # a text without an end
+        command += ["--set", "sample.bias={a: 100}"]  # a text without an end
         os.execv(sys.executable, [sys.executable, *command])
     seen = b""
+
+    def output() -> bytes:
+        """What the program has printed within a second, if anything: a read never blocks."""
+        readable, _, _ = select.select([terminal], [], [], 1)
+        try:
+            return os.read(terminal, 65536) if readable else b""
+        except OSError:  # the program has ended
+            time.sleep(0.1)
+            return b""
 
     def until(what: bytes, after: int = 0) -> int:
         nonlocal seen
         deadline = time.monotonic() + 60
         while what not in seen[after:] and time.monotonic() < deadline:
-            seen += os.read(terminal, 65536)
+            seen += output()
         return seen.index(what, after) + len(what)
 
-    place = until(b"> ")
-    os.write(terminal, b"the\n")
-    place = until(b"aaaa", place)
-    os.write(terminal, b"\x03")
-    place = until(b"\n> ", place)
-    os.write(terminal, b"\x03")  # there is no text to end
-    place = until(b"\n> ", place)
-    os.write(terminal, b"\x04")
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            break
-        try:
-            os.read(terminal, 65536)
-        except OSError:
-            continue
-    else:
-        os.kill(pid, signal.SIGKILL)
+    done = status = 0
+    try:
+        place = until(b"> ")
+        os.write(terminal, b"the\n")
+        place = until(b"aaaa", place)
+        os.write(terminal, b"\x03")
+        place = until(b"\n> ", place)
+        os.write(terminal, b"\x03")  # there is no text to stop
+        place = until(b"\n> ", place)
+        os.write(terminal, b"\x04")
+        deadline = time.monotonic() + 60
+        while not done and time.monotonic() < deadline:
+            output()
+            done, status = os.waitpid(pid, os.WNOHANG)
+    finally:
+        if not done:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(terminal)
+    assert done
     assert os.waitstatus_to_exitcode(status) == 0
 
 
 # -- score -----------------------------------------------------------------------------------------
 
 
-def test_score_says_how_expected_a_text_is(gptmini, run, monkeypatch):
+def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
     code, out, err = gptmini("score", "--text", "the fox")
     assert (code, err) == (0, "")
     lines = out.splitlines()

@@ -26,7 +26,7 @@ def weights_of(logits: torch.Tensor, **settings) -> np.ndarray:
     return found / found.sum()
 
 
-def test_the_filters_keep_what_they_say():
+def test_each_filter_keeps_the_tokens_it_documents():
     logits = torch.tensor([0.15, 0.5, 0.2, 0.1, 0.05]).log()
 
     def kept(**settings) -> list[float]:
@@ -56,7 +56,7 @@ def test_the_filters_keep_what_they_say():
     st.floats(0.01, 10),
     st.floats(0, 1, exclude_max=True),
 )
-def test_what_is_left_is_the_likeliest_and_a_draw_is_one_of_it(
+def test_filters_keep_the_most_likely_tokens_and_a_draw_is_one_of_them(
     logits, top_k, top_p, min_p, temperature, number
 ):
     settings = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
@@ -89,12 +89,12 @@ def test_draws_follow_the_exact_probabilities(settings):
     assert chi_squared < limit
 
 
-def test_the_noise_is_uniform_and_its_own_for_each_seed_row_and_place():
+def test_random_numbers_are_uniform_and_differ_by_seed_text_and_place():
     numbers = [uniform(s, r, p) for s in range(10) for r in range(10) for p in range(100)]
     assert len(set(numbers)) == 10_000
     counts, _ = np.histogram(numbers, 10, (0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 27.9  # 1 in 1000 with 9 degrees of freedom
-    assert uniform(1337, 0, 0) == 0.16112765958959163  # and of every machine
+    assert uniform(1337, 0, 0) == 0.16112765958959163  # on every machine
 
 
 def test_penalties_are_those_of_the_papers():
@@ -113,26 +113,26 @@ def test_penalties_are_those_of_the_papers():
     assert logits.tolist() == [2, -2, 1, 1]
 
 
-def test_bias_comes_before_the_penalties():
+def test_bias_is_added_before_the_penalties():
     sample = SampleConfig(repetition_penalty=2.0)
     found = Adjustment(sample, torch.tensor([4.0, 0]))(torch.tensor([-2.0, 0]), [0], [])
     assert found.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_nothing_left_is_said(temperature):
+def test_banning_every_token_is_an_error(temperature):
     sample = SampleConfig(temperature=temperature)
-    with pytest.raises(ConfigError, match=r"sample.ban: nothing is left"):
+    with pytest.raises(ConfigError, match=r"sample.ban: no token is left"):
         choose(torch.tensor([-torch.inf, -torch.inf]), sample, 0.5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_weights_that_are_not_finite_are_said(bad):
+def test_weights_that_are_not_finite_are_an_error(bad):
     with pytest.raises(CheckpointError, match="non-finite"):
         Adjustment(SampleConfig(), None)(torch.tensor([0.0, bad]), [], [])
 
 
-def test_log_probability_is_that_of_torch():
+def test_log_probability_equals_log_softmax():
     logits = torch.randn(9)
     found = [log_probability(logits, token) for token in range(9)]
     torch.testing.assert_close(torch.tensor(found), logits.log_softmax(0))

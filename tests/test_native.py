@@ -53,7 +53,7 @@ def models(draw: st.DrawFn) -> GPT:
     )
     torch.manual_seed(draw(st.integers(0, 99)))
     model = GPT(config).eval()
-    with torch.no_grad():  # norms and biases that differ from their beginning
+    with torch.no_grad():  # norms and biases that differ from their initial values
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) / 10)
     return model
@@ -69,7 +69,7 @@ def step_of(model: GPT, weights: str = "float32", n_rows: int = 1) -> native.Nat
 @needs_compiler
 @settings(max_examples=60, deadline=None)
 @given(model=models(), weights=st.sampled_from(list(native.PRECISIONS)), seed=st.integers(0, 99))
-def test_it_is_the_model_and_to_the_bit_the_same_in_any_company(model, weights, seed):
+def test_the_step_computes_the_model_and_the_same_bits_in_any_batch(model, weights, seed):
     pieces = random.Random(seed)
     native.round_weights(model, weights)
     step = step_of(model, weights, n_rows=4)
@@ -78,7 +78,7 @@ def test_it_is_the_model_and_to_the_bit_the_same_in_any_company(model, weights, 
     with torch.no_grad():
         torch.testing.assert_close(alone, model(torch.tensor([tokens]))[0], atol=1e-4, rtol=1e-4)
 
-    done = {1: 0, 2: 0, 3: 0}  # rows, each given the same tokens in pieces of its own
+    done = {1: 0, 2: 0, 3: 0}  # rows, each fed the same tokens in pieces of its own
     while any(end < LENGTH for end in done.values()):
         places = []
         for row, start in done.items():
@@ -92,7 +92,7 @@ def test_it_is_the_model_and_to_the_bit_the_same_in_any_company(model, weights, 
 
 
 @needs_compiler
-def test_the_threads_do_not_show_in_the_bits():
+def test_any_number_of_threads_gives_the_same_bits():
     torch.manual_seed(0)
     model = GPT(ModelConfig(vocab_size=50, n_layer=2)).eval()
     found = []
@@ -106,7 +106,7 @@ def test_the_threads_do_not_show_in_the_bits():
 
 
 @given(st.integers(0, 1000))
-def test_int8_weights_are_off_by_half_a_step_at_most(seed):
+def test_int8_weights_are_at_most_half_a_step_off(seed):
     weights = torch.randn(7, 33, generator=torch.Generator().manual_seed(seed))
     weights[0] = 0
     whole, scales = native.quantize(weights)
@@ -115,7 +115,7 @@ def test_int8_weights_are_off_by_half_a_step_at_most(seed):
     assert (off <= scales[:, None] * 0.501).all()
 
 
-def test_rounding_leaves_norms_and_positions_alone():
+def test_rounding_leaves_norms_and_positions_unchanged():
     model = GPT(ModelConfig(vocab_size=50, n_layer=1, position="learned"))
     before = copy.deepcopy(model.state_dict())
     native.round_weights(model, "bfloat16")
@@ -134,7 +134,7 @@ def test_without_a_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_never_taken_from_others(tmp_path: Path):
+def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
     assert native.build(tmp_path) is not None
     (library,) = (tmp_path / "native").iterdir()
     made = library.stat().st_mtime_ns
@@ -147,7 +147,7 @@ def test_it_is_compiled_once_and_never_taken_from_others(tmp_path: Path):
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path):
+def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path):
     (tmp_path / "native").write_text("a file where the folder should be")
     assert native.build(tmp_path) is None
     assert os.listdir(tmp_path) == ["native"]

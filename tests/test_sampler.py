@@ -1,6 +1,8 @@
-"""Decoding rows of tokens: every decoder, every company, the same tokens."""
+"""Every engine, batch and guesser draws the same tokens."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,19 +13,17 @@ from hypothesis import strategies as st
 from gptmini import files
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
-from gptmini.generate import engine as decoding
-from gptmini.generate.engine import (
-    NativeEngine,
-    Row,
-    TorchEngine,
-    open_engine,
-)
+from gptmini.generate import engine as torch_engine
+from gptmini.generate import native
+from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
-from gptmini.generate.sampler import Speed, begin, decode
+from gptmini.generate.native import NativeEngine, open_engine
+from gptmini.generate.sampler import check_overflow, decode
+from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 
 LIMIT = 16
-ENGINES = ["torch", "whole"] + ["compiled"] * (shutil.which("g++") is not None)
+ENGINES = ["torch", "no cache"] + ["compiled"] * (shutil.which("g++") is not None)
 
 
 def model_of(
@@ -40,11 +40,11 @@ def model_of(
     return model
 
 
-def decoder_of(model: GPT, engine: str, n_rows: int = 1) -> decoding.Engine:
+def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
     if engine == "compiled":
-        found = open_engine(model, "float32", n_rows, files.CACHE)
-        assert isinstance(found, NativeEngine)
-        return found
+        compiled = open_engine(model, "float32", n_texts, files.CACHE)
+        assert isinstance(compiled, NativeEngine)
+        return compiled
     return TorchEngine(model, use_cache=engine == "torch")
 
 
@@ -54,12 +54,12 @@ def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[li
     numbers = given.pop("numbers", range(len(prompts)))
     sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
     limit = model.config.context_length
-    rows = [begin(n, prompt, sample, limit) for n, prompt in zip(numbers, prompts, strict=True)]
-    decoder = decoder_of(model, engine, len(rows))
-    for row, token, logits in decode(decoder, rows, sample, limit, guesser=guesser):
-        assert row.drawn[-1] == token
+    texts = [Text(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
+    together = engine_of(model, engine, len(texts))
+    for text, token, logits in decode(together, texts, sample, limit, guesser=guesser):
+        assert text.tokens[-1] == token
         assert logits.shape == (50,)
-    return [row.drawn for row in rows]
+    return [text.tokens for text in texts]
 
 
 @pytest.mark.parametrize("position", ["rope", "learned", "none"])
@@ -77,7 +77,7 @@ def test_with_and_without_the_cache_the_same_tokens_ten_contexts_long(
 
 
 @pytest.mark.parametrize("attention", [{"window": 5}, {"window": 5, "full_every": 2}], ids=str)
-def test_windows_slide_alike_with_and_without_the_cache(attention):
+def test_windows_slide_the_same_with_and_without_the_cache(attention):
     model = model_of(extra=attention)
     first, *others = (drawn(model, [[3, 1, 4]], e, max_new_tokens=160) for e in ENGINES)
     assert all(other == first for other in others)
@@ -86,47 +86,56 @@ def test_windows_slide_alike_with_and_without_the_cache(attention):
 @pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_row_of_a_batch_is_what_it_is_alone(engine, position, attention):
-    """Of any length, past the context, with noise of its own, and with others that end sooner."""
+def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, attention):
+    """Any length, past the context, with its own random numbers, beside texts that end sooner."""
     model = model_of(position=position, extra=attention)
     prompts = [[7], list(range(12)), [3, 1, 4, 1], list(range(40)), [7]]
     together = drawn(model, prompts, engine, max_new_tokens=50)
     for number, prompt in enumerate(prompts):
         (alone,) = drawn(model, [prompt], engine, max_new_tokens=50, numbers=[number])
         assert together[number] == alone
-    assert together[0] != together[4]  # the same prompt, other noise
+    assert together[0] != together[4]  # the same prompt, other random numbers
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_row_that_ends_leaves_the_others_alone(engine):
+def test_a_text_that_ends_does_not_change_the_others(engine):
     model = model_of()
     sample = SampleConfig(max_new_tokens=30, temperature=1.0)
-    rows = [begin(n, [n], sample, LIMIT) for n in range(3)]
+    texts = [Text(n, [n], LIMIT) for n in range(3)]
     expected = drawn(model, [[0], [1], [2]], engine, max_new_tokens=30, top_k=50)
-    for row, _, _ in decode(decoder_of(model, engine, 3), rows, sample, LIMIT):
-        if row is rows[1] and len(row.drawn) == 7:
-            row.finish = "mine"
-    assert [row.drawn for row in rows] == [expected[0], expected[1][:7], expected[2]]
-    assert [row.finish for row in rows] == ["length", "mine", "length"]
+    for text, _, _ in decode(engine_of(model, engine, 3), texts, sample, LIMIT):
+        if text is texts[1] and len(text.tokens) == 7:
+            text.finish_reason = "mine"
+    assert [text.tokens for text in texts] == [expected[0], expected[1][:7], expected[2]]
+    assert [text.finish_reason for text in texts] == ["length", "mine", "length"]
 
 
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-def test_the_compiled_step_gives_a_row_the_same_bits_in_every_batch():
+def test_the_compiled_engine_gives_a_text_the_same_bits_in_every_batch():
     model = model_of()
-    rows = [Row(n, [], list(range(n + 1, n + 1 + n % 7 + 1))) for n in range(40)]
-    together = decoder_of(model, "compiled", 40)(rows)  # in several calls
-    for row, logits in zip(rows, together, strict=True):
-        row.cached = 0
-        assert torch.equal(decoder_of(model, "compiled")([row])[0], logits)
+    texts = [Text(n, list(range(n + 1, n + 1 + n % 7 + 1)), LIMIT) for n in range(40)]
+    together = engine_of(model, "compiled", 40)(texts)  # in several calls
+    for text, logits in zip(texts, together, strict=True):
+        text.cached = 0
+        assert torch.equal(engine_of(model, "compiled")([text])[0], logits)
 
 
 def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     model, prompt = model_of(extra={"window": 5, "full_every": 2}), list(range(15))
     whole = drawn(model, [prompt], "torch", temperature=0, max_new_tokens=20)
-    monkeypatch.setattr(decoding, "PREFILL", 4)
-    monkeypatch.setattr(decoding, "SPARE", 2)
+    monkeypatch.setattr(torch_engine, "PREFILL", 4)
+    monkeypatch.setattr(torch_engine, "SPARE", 2)
+    monkeypatch.setattr(native, "SPARE", 2)
     for engine in ENGINES:
         assert drawn(model, [prompt], engine, temperature=0, max_new_tokens=20) == whole
+
+
+def test_sampling_loads_neither_the_compiled_engine_nor_guessers():
+    check = (
+        "import sys, gptmini.generate.sampler as _; "
+        "sys.exit(any(f'gptmini.generate.{name}' in sys.modules for name in ('native', 'guess')))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_stop_and_error_past_the_context():
@@ -135,8 +144,9 @@ def test_stop_and_error_past_the_context():
     (slide,) = drawn(model, [[3, 1]], "torch", **base)
     (stop,) = drawn(model, [[3, 1]], "torch", **base, overflow="stop")
     assert stop == slide[: 16 - 2 + 1]  # the last token needs no place of its own
-    with pytest.raises(ConfigError, match="2 tokens of prompt and 50 new ones do not fit"):
-        drawn(model, [[3, 1]], "torch", max_new_tokens=50, overflow="error")
+    with pytest.raises(ConfigError, match="2 prompt tokens and 16 new ones do not fit"):
+        check_overflow(2, SampleConfig(max_new_tokens=16, overflow="error"), LIMIT)
+    check_overflow(2, SampleConfig(max_new_tokens=15, overflow="error"), LIMIT)
     assert len(drawn(model, [[3, 1]], "torch", max_new_tokens=15, overflow="error")[0]) == 15
 
 
@@ -161,18 +171,18 @@ def test_the_cost_of_a_token_stays_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 class Oracle:
-    """Guesses what will come, and errs as it is told."""
+    """Guesses the tokens that will be drawn, except at the places in `wrong`."""
 
     def __init__(self, texts: list[list[int]], wrong: set[int]) -> None:
         self._texts, self._wrong = texts, wrong
 
-    def __call__(self, rows: list[Row], limits: list[int]) -> list[list[int]]:
-        found = []
-        for row, limit in zip(rows, limits, strict=True):
-            start = len(row.drawn)
-            ahead = self._texts[row.number][start : start + limit]
-            found.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
-        return found
+    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+        guesses = []
+        for text, limit in zip(texts, limits, strict=True):
+            start = len(text.tokens)
+            ahead = self._texts[text.number][start : start + limit]
+            guesses.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
+        return guesses
 
 
 @settings(max_examples=25, deadline=None)
@@ -197,20 +207,20 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
     for guessing, right in ((model, True), (other, False)):
-        draft = Draft(guessing, decoder_of(guessing, "torch"), sample)
+        draft = Draft(guessing, engine_of(guessing, "torch"), sample)
         assert drawn(model, [[3, 1, 4]], engine, **given, guesser=draft) == plain
-        rows, speed = [begin(0, [3, 1, 4], sample, LIMIT)], Speed()
-        draft = Draft(guessing, decoder_of(guessing, "torch"), sample)
-        for _ in decode(decoder_of(model, engine), rows, sample, LIMIT, guesser=draft, speed=speed):
+        text = Text(0, [3, 1, 4], LIMIT)
+        draft = Draft(guessing, engine_of(guessing, "torch"), sample)
+        for _ in decode(engine_of(model, engine), [text], sample, LIMIT, guesser=draft):
             pass
-        assert speed.tokens == 256
-        assert (speed.right == speed.guessed > 100) == right
+        assert len(text.tokens) == 256
+        assert (text.guessed_right == text.guessed > 100) == right
     assert drawn(model, [[3, 1, 4]], engine, **given, guesser=Lookup()) == plain
 
 
-def test_a_prompt_is_prefilled_without_guesses_behind_it():
+def test_a_prefill_carries_no_guesses():
     class Everywhere:
-        def __call__(self, rows: list[Row], limits: list[int]) -> list[list[int]]:
+        def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
             asked.append(limits[0])
             return [[1] * limit for limit in limits]
 
@@ -218,15 +228,15 @@ def test_a_prompt_is_prefilled_without_guesses_behind_it():
     drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, guesser=Everywhere())
     assert asked[0] == 0
     assert max(asked) == 3
-    assert asked.count(0) > 1  # as behind the half that is kept when the context is full
+    assert asked.count(0) > 1  # also after each slide
 
 
-def test_lookup_guesses_what_came_last_time():
-    row = Row(0, [1, 2, 3, 4, 1, 2], [])
+def test_lookup_guesses_what_followed_last_time():
+    text = Text(0, [1, 2, 3, 4, 1, 2], LIMIT)
     lookup = Lookup()
-    assert lookup([row], [2]) == [[3, 4]]
-    row.drawn += [9]
-    assert lookup([row], [4]) == [[]]
-    row.drawn += [1, 2]
-    assert lookup([row], [4]) == [[9, 1, 2]]  # the latest place
-    assert lookup([Row(1, [5], [])], [4]) == [[]]
+    assert lookup([text], [2]) == [[3, 4]]
+    text.tokens += [9]
+    assert lookup([text], [4]) == [[]]
+    text.tokens += [1, 2]
+    assert lookup([text], [4]) == [[9, 1, 2]]  # the latest place
+    assert lookup([Text(1, [5], LIMIT)], [4]) == [[]]

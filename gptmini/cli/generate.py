@@ -1,4 +1,4 @@
-"""The commands of a trained model: `gptmini generate` and `gptmini score`."""
+"""`gptmini generate` and `gptmini score`: a trained model at work."""
 
 import json
 import sys
@@ -9,125 +9,111 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptmini.cli.options import (
-    AsJson,
-    Cache,
-    Device,
-    RunName,
-    Weights,
-    newest_run,
-)
+from gptmini.cli.options import AsJson, Cache, Device, RunName, Weights, newest_run
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
 
 if TYPE_CHECKING:
     from gptmini.evidence.score import Score
-    from gptmini.generate.run import Generation, Run
+    from gptmini.generate.run import Run
+    from gptmini.generate.texts import Generation
 
-LARGEST = 16 << 20  # bytes of a prompt, of which a model sees its context only
+LARGEST = 16 << 20  # bytes of a prompt; the model sees only its last context
+Settings = dict[str, Any]
+
+
+def _option(metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(metavar=metavar, help=text, **more)
 
 
 def generate(
     run: RunName = None,
-    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt: Annotated[str | None, _option("TEXT", "The text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A file with it; - is standard input.")
+        Path | None, _option("FILE", "Read the prompt from a file; - is standard input.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Many: JSON lines, each a text or an object with prompt.")
+        Path | None,
+        _option("FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="With --prompts: JSON lines; goes on where it ended.")
+        Path | None, _option("FILE", "Where --prompts writes JSON lines; resumes if interrupted.")
     ] = None,
     interactive: Annotated[
-        bool, typer.Option("--interactive", "-i", help="Type prompts, one after the other.")
+        bool, typer.Option("--interactive", "-i", help="Type prompts one after another.")
     ] = False,
-    samples: Annotated[int, typer.Option(min=1, max=10_000, help="Texts for the prompt.")] = 1,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to draw.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    samples: Annotated[int, _option("N", "Texts per prompt.", min=1, max=10_000)] = 1,
+    max_new_tokens: Annotated[int | None, _option("N", "Maximum number of tokens to draw.")] = None,
+    temperature: Annotated[
+        float | None, _option("X", "Randomness; 0 always takes the most likely token.")
+    ] = None,
+    top_k: Annotated[int | None, _option("K", "Keep the K most likely tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Keep the likeliest tokens of that much probability.")
+        float | None, _option("P", "Keep the most likely tokens with total probability P.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Keep what has that much of the likeliest's probability.")
+        float | None, _option("P", "Keep tokens at least P times as likely as the most likely one.")
     ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Over 1 is against what was there before.")
+    stop: Annotated[
+        list[str] | None, _option("TEXT", "End before this text; may be given several times.")
     ] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Against what was drawn.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, each time.")] = None,
-    ban: Annotated[list[str] | None, typer.Option(help="A token never to draw.")] = None,
-    bias: Annotated[
-        list[str] | None, typer.Option(metavar="TOKEN=NUMBER", help="Added to its logit.")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text to end before.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
-    overflow: Annotated[
-        str | None, typer.Option(help="Past the context: slide, stop or error.")
+    seed: Annotated[int | None, _option("N", "The same seed gives the same text.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="sample.KEY=VALUE",
+            help="Other sampling settings: repetition_penalty, presence_penalty, "
+            "frequency_penalty, ban, bias, overflow.",
+        ),
     ] = None,
     special: Annotated[
-        bool, typer.Option("--special", help="<|endoftext|> in a prompt begins a document.")
+        bool, typer.Option("--special", help="Read <|endoftext|> in a prompt as a document break.")
     ] = False,
     lookup: Annotated[
-        bool, typer.Option("--lookup", help="Guess from the text so far; same text, often sooner.")
+        bool,
+        typer.Option("--lookup", help="Guess ahead from the text so far; same text, often faster."),
     ] = False,
     draft: Annotated[
-        Path | None, typer.Option(help="A smaller run that guesses; same text.")
+        Path | None, _option("RUN", "Guess ahead with a smaller run; same text, often faster.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="Texts at a time.")] = 16,
+    batch_size: Annotated[int, _option("N", "Texts drawn in parallel.", min=1, max=4096)] = 16,
     weights: Weights = "bfloat16",
     device: Device = "auto",
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Compute every position anew; same text, slower.")
+        bool, typer.Option("--no-cache", help="Do without the KV cache; same text, slower.")
     ] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Let a terminal obey control characters in the text.")
+        bool, typer.Option("--raw", help="Do not escape control characters on a terminal.")
     ] = False,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Continue a prompt with a trained model, on stdout as it is drawn."""
-    given = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "ban": ban,
-        "bias": _bias(bias),
-        "stop": stop,
-        "seed": seed,
-        "overflow": overflow,
-    }
+    """Continue a prompt with a trained model.
+
+    The text is printed as it is drawn. Sampling options default to the run's own settings.
+    """
+    settings = _sampling(locals(), assignments or [])
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
     named = [name for name, value in sources.items() if value is not None]
     named += ["--interactive"] * interactive
     if len(named) > 1:
-        raise ConfigError(f"{named[0]}: not together with {named[1]}; leave one out")
+        raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
     if as_json and (interactive or prompts is not None):
-        raise ConfigError(f"--json: not together with {named[0]}; leave one out")
+        raise ConfigError(f"--json: cannot be combined with {named[0]}; leave one out")
     if samples > 1 and interactive:
-        raise ConfigError("--samples: not together with --interactive; leave one out")
+        raise ConfigError("--samples: cannot be combined with --interactive; leave one out")
     if (prompts is None) != (out is None):
-        raise ConfigError("--prompts, --out: one needs the other; name both files")
+        raise ConfigError("--prompts, --out: one needs the other; give both")
     path = run or newest_run()
+    from gptmini.generate import bulk
     from gptmini.generate.run import load
 
     trained = load(path, device, weights, cache)
-    settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    how: dict[str, Any] = {"use_cache": not no_cache, "special": special}
+    guess = load(draft, device, weights, cache) if draft else "lookup" if lookup else None
+    how: Settings = {"use_cache": not no_cache, "special": special, "guess": guess}
     how["logprobs"] = as_json or prompts is not None
-    if draft is not None:
-        how["guess"] = load(draft, device, weights, cache)
-    elif lookup:
-        how["guess"] = "lookup"
     if prompts is not None and out is not None:
-        from gptmini.generate import bulk
-
         bulk.generate(trained, prompts, out, samples, batch_size, settings, **how)
     elif interactive:
         _converse(trained, settings | how, raw)
@@ -136,67 +122,92 @@ def generate(
         _show(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
+def _sampling(options: dict[str, Any], assignments: list[str]) -> Settings:
+    """What --set and the options say of the section `sample`, checked before torch is loaded.
+
+    An option is a setting if it has the name of one; it overrides --set.
+    """
+    from gptmini.config import load, yamlfile
+    from gptmini.config.settings import SampleConfig
+
+    overrides: list[tuple[str, tuple[str, ...], Any]] = []
+    for text in assignments:
+        path, value = yamlfile.assignment(text)
+        if path[0] != "sample":
+            raise ConfigError(
+                f"--set {text}: only sampling settings apply here; write sample.KEY=VALUE"
+            )
+        overrides.append((f"--set {'.'.join(path)}", path, value))
+    for key in SampleConfig.model_fields:
+        if options.get(key) is not None:
+            overrides.append((f"--{key.replace('_', '-')}", ("sample", key), options[key]))
+    return load.load(None, overrides).sample.model_dump(exclude_unset=True)
+
+
 def _show(
     run: "Run",
     prompt: str,
     samples: int,
     batch_size: int,
-    settings: dict[str, Any],
+    settings: Settings,
     raw: bool,
     as_json: bool,
 ) -> None:
-    """One prompt, continued as often as asked for: streamed if once, else one after the other."""
+    """Print the texts of one prompt: a single one as it is drawn, several one after another."""
     from gptmini.console import say, stream_to_stdout
 
-    groups = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
-    generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in groups)
+    batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
+    generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in batches)
     if as_json:
-        done = list(generations)
-        for generation in done:
+        finished = list(generations)
+        for generation in finished:
             generation.finish()
-        stream_to_stdout([json.dumps(_facts(done)), "\n"])
+        stream_to_stdout([json.dumps(_facts(finished)), "\n"])
         return
     for generation in generations:
         if samples == 1:
-            stream_to_stdout(chain([prompt], (text for _, text in generation), ["\n"]), raw)
+            stream_to_stdout(chain([prompt], (piece for _, piece in generation), ["\n"]), raw)
         else:
-            ended = generation.finish()
-            whole = [f"--- {one.number + 1}\n{prompt}{one.text}\n" for one in ended]
-            if not stream_to_stdout(whole, raw):
+            texts = generation.finish()
+            blocks = [f"--- {text.number + 1}\n{prompt}{text.text}\n" for text in texts]
+            if not stream_to_stdout(blocks, raw):
                 return
         if sys.stderr.isatty():
-            say(f"gptmini: {_speed(generation)}")
+            say(_speed(generation))
 
 
 def _speed(generation: "Generation") -> str:
-    speed = generation.speed
-    first = (speed.first_token or 0) * 1000
-    words = f"{speed.tokens} tokens, {speed.tokens / max(speed.seconds, 1e-9):,.0f} a second"
-    words += f", the first after {first:.0f} ms ({generation.engine})"
-    if speed.guessed:
-        words += f"; {speed.right} of {speed.guessed} guesses right"
-    return words
+    speed = generation.n_tokens / max(generation.seconds, 1e-9)
+    line = (
+        f"{generation.n_tokens:,} tokens at {speed:,.0f} tokens/s, first token after "
+        f"{generation.first_token * 1000:.0f} ms ({generation.engine} engine)"
+    )
+    if generation.guessed:
+        line += f"; {generation.guessed_right:,} of {generation.guessed:,} guesses right"
+    return line
 
 
 def _facts(generations: "list[Generation]") -> dict[str, Any]:
     """Samples and speed as JSON data."""
-    speeds = [generation.speed for generation in generations]
-    tokens, seconds = sum(one.tokens for one in speeds), sum(one.seconds for one in speeds)
-    guessed, right = sum(one.guessed for one in speeds), sum(one.right for one in speeds)
+    n_tokens = sum(generation.n_tokens for generation in generations)
+    seconds = sum(generation.seconds for generation in generations)
     facts: dict[str, Any] = {
-        "samples": [vars(sample) for one in generations for sample in one.samples],
-        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
-        "time_to_first_token": round(speeds[0].first_token or 0.0, 4),
+        "samples": [text.to_dict() for generation in generations for text in generation.samples],
+        "tokens_per_second": round(n_tokens / max(seconds, 1e-9), 1),
+        "time_to_first_token": round(generations[0].first_token, 4),
         "engine": generations[0].engine,
     }
-    return facts | ({"guessed": guessed, "guessed_right": right} if guessed else {})
+    if guessed := sum(generation.guessed for generation in generations):
+        facts["guessed"] = guessed
+        facts["guessed_right"] = sum(generation.guessed_right for generation in generations)
+    return facts
 
 
-def _converse(run: "Run", settings: dict[str, Any], raw: bool) -> None:
-    """Prompts from the terminal; an empty line goes on with the text, Ctrl-C ends the text only."""
+def _converse(run: "Run", settings: Settings, raw: bool) -> None:
+    """Prompts typed by a person; Ctrl-C stops the text that is being drawn, not the program."""
     from gptmini.console import say, stream_to_stdout
 
-    say("a line is a prompt, an empty one goes on; Ctrl-C ends a text, Ctrl-D the program")
+    say("Type a prompt; an empty line continues the last text. Ctrl-C stops a text, Ctrl-D quits.")
     text = ""
     while True:
         try:
@@ -219,89 +230,78 @@ def _converse(run: "Run", settings: dict[str, Any], raw: bool) -> None:
 
 def score(
     run: RunName = None,
-    text: Annotated[str | None, typer.Option(help="The text.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A file with it; - is standard input.")] = None,
+    text: Annotated[str | None, _option("TEXT", "The text to score.")] = None,
+    file: Annotated[
+        Path | None, _option("FILE", "Read the text from a file; - is standard input.")
+    ] = None,
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Show how well a trained model expects a text: token by token, and in all."""
+    """Show how well a trained model predicts a text, token by token."""
     if (text is None) == (file is None):
-        raise ConfigError("--text, --file: give one of them, the text to score")
+        raise ConfigError("--text, --file: give exactly one of them")
     path = run or newest_run()
     from gptmini.console import stream_to_stdout
     from gptmini.evidence import score as scoring
     from gptmini.generate.run import load
 
-    found = scoring.score(load(path, device, weights), _text(file) if text is None else text)
+    scored = scoring.score(load(path, device, weights), _text(file) if text is None else text)
     totals = {
-        "tokens": len(found.tokens),
-        "bytes": found.bytes,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
+        "tokens": len(scored.tokens),
+        "bytes": scored.bytes,
+        "loss": scored.loss,
+        "perplexity": scored.perplexity,
+        "bits_per_byte": scored.bits_per_byte,
     }
     if as_json:
-        columns = zip(found.texts, found.tokens, found.logprobs, found.ranks, strict=True)
+        columns = zip(scored.texts, scored.tokens, scored.logprobs, scored.ranks, strict=True)
         names = ("text", "token", "logprob", "rank")
         rows = [dict(zip(names, row, strict=True)) for row in columns]
         stream_to_stdout([json.dumps(totals | {"scores": rows}), "\n"])
         return
-    stream_to_stdout(_coloured(found) if sys.stdout.isatty() else _table(found), raw=True)
+    stream_to_stdout(_coloured(scored) if sys.stdout.isatty() else _table(scored), raw=True)
     print(
-        f"{totals['tokens']:,} tokens, {totals['bytes']:,} bytes: loss {found.loss:.4f} nats a "
-        f"token, perplexity {found.perplexity:,.2f}, {found.bits_per_byte:.4f} bits a byte"
+        f"{totals['tokens']:,} tokens, {totals['bytes']:,} bytes: loss {scored.loss:.4f} nats per "
+        f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
     )
 
 
-def _table(found: "Score") -> Iterator[str]:
+def _table(scored: "Score") -> Iterator[str]:
     yield "logprob   rank  token\n"
-    for text, logprob, rank in zip(found.texts, found.logprobs, found.ranks, strict=True):
+    for text, logprob, rank in zip(scored.texts, scored.logprobs, scored.ranks, strict=True):
         yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
 
 
-def _coloured(found: "Score") -> Iterator[str]:
-    """The text on grounds from none to dark red, one step for two bits of surprise."""
+def _coloured(scored: "Score") -> Iterator[str]:
+    """The text on backgrounds from none to dark red, one step per two bits of surprise."""
     from gptmini.console import shown
 
-    grounds = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
-    for text, logprob in zip(found.texts, found.logprobs, strict=True):
-        ground = grounds[min(len(grounds) - 1, int(-logprob / 1.386))]
+    colours = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
+    for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
+        colour = colours[min(len(colours) - 1, int(-logprob / 1.386))]  # 2 bits are 1.386 nats
         yield "\n".join(
-            f"{ground}{shown(line)}\x1b[0m" if ground and line else shown(line)
+            f"{colour}{shown(line)}\x1b[0m" if colour and line else shown(line)
             for line in text.split("\n")
         )
     yield "\n"
 
 
 def _text(file: Path | None) -> str:
-    """The text of a file or of standard input; without a file nothing."""
+    """The contents of a file or of standard input (-); without a file, nothing."""
     if file is None:
         return ""
+    name = "standard input" if str(file) == "-" else str(file)
     if str(file) == "-":
         data = sys.stdin.buffer.read(LARGEST + 1)
     else:
         with file.open("rb") as opened:
             data = opened.read(LARGEST + 1)
-    name = "standard input" if str(file) == "-" else str(file)
     if len(data) > LARGEST:
-        raise DataError(f"{name}: over {LARGEST >> 20} MiB, far more than a model sees; shorten it")
+        raise DataError(f"{name}: over {LARGEST >> 20} MiB; shorten it")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: byte {error.start} is no UTF-8; convert it") from None
-
-
-def _bias(assignments: list[str] | None) -> dict[str, float] | None:
-    if assignments is None:
-        return None
-    bias = {}
-    for text in assignments:
-        token, equals, number = text.rpartition("=")
-        try:
-            bias[token] = float(number)
-        except ValueError:
-            equals = ""
-        if not equals or not token:
-            raise ConfigError(f"--bias {text}: not TOKEN=NUMBER; write it as the=-2")
-    return bias
+        raise DataError(
+            f"{name}: byte {error.start} is not valid UTF-8; convert it to UTF-8"
+        ) from None

@@ -13,8 +13,10 @@ import torch
 
 from gptmini.console import say
 from gptmini.evidence.evaluate import evaluate_run, held_out, whole_text
-from gptmini.generate.engine import Engine, Row, open_engine
+from gptmini.generate.engine import Engine
+from gptmini.generate.native import open_engine
 from gptmini.generate.run import Run, load
+from gptmini.generate.texts import Text
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import metrics
@@ -164,12 +166,12 @@ def _time_decoding(variants: list[Variant], decoders: list[Engine]) -> None:
 def _decode_speed(decoder: Engine, context: int) -> float:
     """Tokens per second of single steps, the last of which sees so many positions."""
     steps = min(STEPS, context - 1)
-    row = Row(0, [], [0] * (context - steps))
-    decoder([row])
+    text = Text(0, [0] * (context - steps), context)
+    decoder([text])
     started = time.perf_counter()
     for _ in range(steps):
-        row.tokens.append(0)
-        decoder([row])
+        text.context.append(0)
+        decoder([text])
     return steps / (time.perf_counter() - started)
 
 

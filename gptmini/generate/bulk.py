@@ -1,4 +1,4 @@
-"""Many prompts from one file to another, in batches, going on where an earlier call ended."""
+"""Many prompts from one JSON lines file to another, in batches; an interrupted call can resume."""
 
 import hashlib
 import json
@@ -23,27 +23,28 @@ def generate(
     settings: dict[str, Any],
     **how: Any,
 ) -> None:
-    """Write a JSON line for every sample of every prompt, in order, with whatever came along.
+    """Write one JSON line per sample of each prompt, in order, with the other keys of its input.
 
-    Sample n of a prompt is that of the same prompt alone. `settings` are those of the section
-    `sample`, `how` is what else Run.start takes. DataError if the prompts cannot be read, or if
-    `out` is of other prompts, settings or weights.
+    Sample n is what the same prompt gives alone. `settings` are those of the section `sample`,
+    `how` the other arguments of Run.start. DataError if the prompts cannot be read, or if `out`
+    was made of other prompts, settings or weights.
     """
     if not (inputs := list(_read(prompts))):
-        raise DataError(f"{prompts}: is empty; write a prompt on each line")
+        raise DataError(f"{prompts}: is empty; write one prompt per line")
+    # Batch size and guesses are left out: they do not change the texts.
     sampling = run.sampling(settings).model_dump()
-    words = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, inputs])
-    made_of = hashlib.sha256(words.encode()).hexdigest()[:16]
+    origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, inputs])
+    made_of = hashlib.sha256(origin.encode()).hexdigest()[:16]
     jobs = [(place, number) for place in range(len(inputs)) for number in range(samples)]
     done = _resume(out, made_of)
     with out.open("a", encoding="utf-8") as file, counted("text", len(jobs), done) as advance:
         for start in range(done, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
-            texts = [inputs[place]["prompt"] for place, _ in batch]
+            batch_prompts = [inputs[place]["prompt"] for place, _ in batch]
             numbers = [number for _, number in batch]
-            ended = run.start(texts, numbers, **settings, **how).finish()
-            for (place, _), sample in zip(batch, ended, strict=True):
-                line = inputs[place] | vars(sample) | {"made_of": made_of}
+            texts = run.start(batch_prompts, numbers, **settings, **how).finish()
+            for (place, _), text in zip(batch, texts, strict=True):
+                line = inputs[place] | text.to_dict() | {"made_of": made_of}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             files.sync(file.fileno())
@@ -55,34 +56,35 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
+        where = f"{path}:{number}"
         try:
-            found = json.loads(line)
-            json.dumps(found, ensure_ascii=False).encode()
+            entry = json.loads(line)
+            json.dumps(entry, ensure_ascii=False).encode()  # refuses lone surrogates
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: no JSON in Unicode ({error}); mend it") from None
-        found = {"prompt": found} if isinstance(found, str) else found
-        if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
-            raise DataError(f'{path}:{number}: neither a text nor an object with "prompt"; mend it')
-        if taken := found.keys() & ADDED:
-            raise DataError(f"{path}:{number}: has {min(taken)}, which is added here; rename it")
-        yield found
+            raise DataError(f"{where}: not valid JSON ({error}); correct this line") from None
+        entry = {"prompt": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+            raise DataError(f'{where}: no prompt; write "TEXT" or {{"prompt": "TEXT"}}')
+        if taken := entry.keys() & ADDED:
+            raise DataError(f"{where}: key {min(taken)!r} is reserved for the output; rename it")
+        yield entry
 
 
 def _resume(out: Path, made_of: str) -> int:
-    """How many lines there are already; a line cut by a crash is dropped."""
+    """How many lines are already written; a last line cut off by a crash is removed."""
     if not out.exists():
         return 0
     data = out.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.splitlines(), 1):
+    complete = data[: data.rfind(b"\n") + 1]
+    for number, line in enumerate(complete.splitlines(), 1):
         try:
             same = json.loads(line)["made_of"] == made_of
         except (ValueError, KeyError, TypeError, RecursionError):
             same = False
         if not same:
             raise DataError(
-                f"{out}:{number}: not made of these prompts and settings; name another --out"
+                f"{out}:{number}: made of other prompts, settings or weights; choose another --out"
             )
-    if len(whole) < len(data):
-        files.replace(out, whole)
-    return whole.count(b"\n")
+    if len(complete) < len(data):
+        files.replace(out, complete)
+    return complete.count(b"\n")

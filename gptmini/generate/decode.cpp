@@ -1,10 +1,13 @@
-// The forward pass of a GPT for a few tokens at a time, as fast as memory gives the weights.
+// The forward pass of a GPT for a few tokens at a time, limited only by how fast memory delivers
+// the weights, which are read from it once per call, whatever the number of tokens.
 //
-// The same arithmetic as model.py, in float32 throughout; the weights may be stored as float,
-// bfloat16 or int8 with a scale per row, and are widened in registers. Every sum runs in an order
-// that depends on nothing but its own operands, so the logits of a token are the same to the last
-// bit whichever tokens share the call, and however many threads run it. native.py fills Model and
-// calls gptmini_step; the letters are those of attention.py, M counts the tokens of a call.
+// Computes what model/gpt.py computes, in float32. Weights may be stored as float32, bfloat16 or
+// int8 with one scale per row; they are widened to float32 in registers. The order of every sum
+// depends only on its own length, so a token's logits have the same bits whichever tokens share
+// the call and however many threads run it. native.py fills Model and calls gptmini_step.
+//
+// Letters: M tokens of a call, D width, F width of the MLP, H query heads, G KV heads, K head
+// size, S positions, V vocabulary.
 
 #include <cmath>
 #include <cstdint>
@@ -15,8 +18,8 @@
 
 namespace {
 
-constexpr int LANES = 16;    // numbers in a vector
-constexpr int COLUMNS = 64;  // columns of matrices and widths of their inputs are padded to this
+constexpr int LANES = 16;    // floats per vector; the compiler splits it for narrower registers
+constexpr int COLUMNS = 64;  // matrix columns and input widths are padded with zeros to a multiple
 enum { GELU, RELU2, SWIGLU };
 enum { FLOAT32, BFLOAT16, INT8 };
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
@@ -24,8 +27,9 @@ typedef float Half __attribute__((vector_size(2 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
-// How weights lie in words of 32 bits: bit-fields of word i are columns i, i + 16, and so on, so
-// that a shift widens a whole vector of them.
+// How weights are packed into 32-bit words. Word i of a block holds columns i, i + 16, ... (one,
+// two or four of them), so shifting a vector of 16 words gives 16 neighbouring columns as float32,
+// with no shuffles. bfloat16 is the upper half of a float32; int8 is sign-extended by two shifts.
 struct Float32 {
   static constexpr int PARTS = 1;
   static Lanes part(Words words, int) { return (Lanes)words; }
@@ -41,6 +45,7 @@ struct Int8 {
   }
 };
 
+// The sum of a vector, always in the same order.
 inline float total(Lanes v) {
   Half low, high;
   memcpy(&low, &v, sizeof low);
@@ -53,45 +58,55 @@ inline float total(Lanes v) {
 
 int padded(int n) { return (n + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
-struct Matrix {  // (rows, columns), and what each row is multiplied by and added to
-  const void* data;
-  const float* scale;  // null unless int8
-  const float* bias;   // null if none
+struct Matrix {  // (rows, columns): rows are outputs, columns inputs, padded
+  const void* data;    // packed words
+  const float* scale;  // (rows,) for int8, else null
+  const float* bias;   // (rows,) or null
   int rows, columns;
 };
 
-struct Norm { const float *weight, *bias; };  // null if none
+struct Norm { const float *weight, *bias; };  // null if absent
 
 struct Layer {
-  Norm attn_norm, mlp_norm, q_norm, k_norm;  // the last two null without QK-norm
-  Matrix qkv, o, up, down;       // qkv: the rows of q, k and v; up: first the gate's, if any
-  float *keys, *values;          // (rows of the batch, G, size, K): position p at place p % size
-  int size, window;              // window 0 sees all
+  Norm attn_norm, mlp_norm, q_norm, k_norm;  // the last two are null without QK-norm
+  Matrix qkv, o, up, down;  // qkv: rows of q, then k, then v; up: with SwiGLU first the gate's rows
+  // The KV cache, (slots, G, size, K): a ring, position p lies at index p % size. With a window it
+  // is only a little longer than the window, and new keys overwrite those nobody sees any more.
+  float *keys, *values;
+  int size, window;  // window 0: no window
 };
 
 struct Model {
   int n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, context_length;
-  int rms, activation, precision, n_threads;  // numbered as in native.py
+  int rms, activation, precision, n_threads;  // choices are numbered as in native.py
   float norm_eps;
   const float *embed, *positions, *cosines, *sines;  // (V, D), (S, D), (S, K/2); or null
   Norm final_norm;
   Matrix head;
   Layer* layers;
-  float *x, *normed, *qkv, *mixed, *inner, *scores;  // (M, width) each, (threads, S)
+  // Buffers: x is the residual stream. All are (M, padded width) but scores (threads, S).
+  float *x, *normed, *qkv, *mixed, *inner, *scores;
 };
 
-// y[m][n] = w[n] . x[m] for N rows of weights and M tokens at once.
+// y[m][row + n] = w[row + n] . x[m] for N rows of weights and M tokens. xs and ys are the distances
+// between tokens in x and y.
+//
+// This is where the time goes. The N x M sums stay in vector registers (4 x 4 take 16 of AVX-512's
+// 32): each vector of weights is loaded and widened once for M tokens, and inputs brought into the
+// L1 cache serve N rows. N and M are template arguments so that the compiler unrolls the inner
+// loops. The next tile's weights are prefetched meanwhile. A sum adds the same products in the same
+// order whatever the tile, so the bits do not depend on M.
 template <int N, int M, typename Type>
 inline void tile(const Matrix& w, int row, const float* x, int64_t xs, float* y, int64_t ys) {
   Lanes sums[N][M] = {};
   const int step = LANES * Type::PARTS;
-  const int64_t words = w.columns / Type::PARTS;  // in a row
+  const int64_t words = w.columns / Type::PARTS;  // per row
   const uint32_t* data = (const uint32_t*)w.data + row * words;
   for (int c = 0; c < w.columns; c += step, data += LANES) {
     for (int n = 0; n < N; n++) {
       Words packed;
       memcpy(&packed, data + n * words, sizeof packed);
-      __builtin_prefetch(data + (n + N) * words);  // of the next tile
+      __builtin_prefetch(data + (n + N) * words);  // the next tile's weights
       for (int i = 0; i < Type::PARTS; i++) {
         Lanes weights = Type::part(packed, i), inputs;
         for (int m = 0; m < M; m++) {
@@ -104,10 +119,13 @@ inline void tile(const Matrix& w, int row, const float* x, int64_t xs, float* y,
   for (int n = 0; n < N; n++)
     for (int m = 0; m < M; m++) {
       float scale = w.scale ? w.scale[row + n] : 1, bias = w.bias ? w.bias[row + n] : 0;
-      y[m * ys + row + n] = std::fma(total(sums[n][m]), scale, bias);  // the same in every tile
+      // An explicit fma: otherwise the compiler could contract it in one tile size only.
+      y[m * ys + row + n] = std::fma(total(sums[n][m]), scale, bias);
     }
 }
 
+// N rows of weights for any number of tokens, in tiles of 4, 2 and 1. After the first tile the rows
+// come from the cache, so the memory is still read once.
 template <int N, typename Type>
 inline void tiles(const Matrix& w, int row, int M, const float* x, int64_t xs, float* y,
                   int64_t ys) {
@@ -116,6 +134,7 @@ inline void tiles(const Matrix& w, int row, int M, const float* x, int64_t xs, f
   if (M) tile<N, 1, Type>(w, row, x, xs, y, ys);
 }
 
+// Rows `from` to `to` of y = w x for M tokens.
 template <typename Type>
 void product(const Matrix& w, int from, int to, int M, const float* x, int xs, float* y, int ys) {
   int row = from;
@@ -130,6 +149,7 @@ void multiply(const Model& g, const Matrix& w, int from, int to, int M, const fl
   if (g.precision == INT8) product<Int8>(w, from, to, M, x, xs, y, ys);
 }
 
+// RMSNorm or LayerNorm of n numbers.
 void normalise(const float* x, float* y, int n, bool rms, float eps, Norm norm) {
   float mean = 0, square = 0;
   if (!rms) {
@@ -156,7 +176,8 @@ float activate(float x, int kind) {
   return x / (1 + std::exp(-x));  // silu
 }
 
-// A query or key of one head: normed over its K numbers, then turned by its position's angles.
+// QK-norm and RoPE, in place, for a query or key of one head (K,). RoPE rotates the pairs (i,
+// i + K/2) by the angles of the position.
 void place(const Model& g, float* head, Norm norm, int position) {
   int K = g.head_dim, half = K / 2;
   if (norm.weight) normalise(head, head, K, true, g.norm_eps, norm);
@@ -169,7 +190,9 @@ void place(const Model& g, float* head, Norm norm, int position) {
   }
 }
 
-// out (K) = softmax(q . keys / sqrt K) values, over the positions a query sees.
+// One query (K,) over the positions that it sees: out = softmax(q . keys / sqrt K) values. `cache`
+// is where the keys and values of its slot and KV head begin; `at` runs around the ring. A NaN
+// score makes the output NaN, as in torch, so that damaged weights are noticed.
 void attend(const Model& g, const Layer& layer, const float* q, int64_t cache, int position,
             float* scores, float* out) {
   int K = g.head_dim, start = 0;
@@ -194,18 +217,25 @@ void attend(const Model& g, const Layer& layer, const float* q, int64_t cache, i
   }
 }
 
-// One call, as a thread sees it. Where threads share the rows of a matrix, each computes its own.
+// One call as a single thread runs it; all threads run the same code.
+//
+// The rows of each matrix are split among the threads: each reads only its part of the weights and
+// writes only its own outputs. Barriers stand where a thread needs what others have written.
+// `omp for` ends with one.
 struct Call {
   const Model& g;
   int M;
-  const int *tokens, *rows, *positions;
+  const int *tokens, *rows, *positions;  // (M,) each; rows are slots of the cache
   int thread, threads;
-  int D = padded(g.d_model), heads = g.n_head + 2 * g.n_kv_head;  // D, Q, O, F: distances of
-  int Q = padded(heads * g.head_dim), O = padded(g.n_head * g.head_dim);  // tokens in the buffers
+  int heads = g.n_head + 2 * g.n_kv_head;  // of queries, keys and values
+  // Distances between tokens in x and normed, qkv, mixed, inner.
+  int D = padded(g.d_model);
+  int Q = padded(heads * g.head_dim), O = padded(g.n_head * g.head_dim);
   int F = padded(g.d_ff) * (g.activation == SWIGLU ? 2 : 1);
 
   struct Share { int from, to; };
-  Share share(int n, int unit) const {  // of n things, in whole units
+  // This thread's part of n rows, in whole units (4 rows are a tile).
+  Share share(int n, int unit) const {
     int units = (n + unit - 1) / unit;
     int from = units * thread / threads * unit, to = units * (thread + 1) / threads * unit;
     return {from, to < n ? to : n};
@@ -226,6 +256,7 @@ struct Call {
       normalise(g.x + m * D, g.normed + m * D, g.d_model, g.rms, g.norm_eps, weights);
   }
 
+  // x += w inputs, the end of both branches; `normed` is free by then and holds the product.
   void add_product(const Matrix& w, const float* inputs, int distance) const {
     Share mine = share(g.d_model, 4);
     multiply(g, w, mine.from, mine.to, M, inputs, distance, g.normed, D);
@@ -238,18 +269,21 @@ struct Call {
     const int H = g.n_head, G = g.n_kv_head, K = g.head_dim;
     const int64_t per_head = (int64_t)layer.size * K, per_row = G * per_head;
     norm(layer.attn_norm);
+    // Split by heads: whoever projects a head also rotates it and caches it, without a barrier.
     Share mine = share(heads, 1);
     multiply(g, layer.qkv, mine.from * K, mine.to * K, M, g.normed, D, g.qkv, Q);
     for (int m = 0; m < M; m++)
       for (int h = mine.from; h < mine.to; h++) {
         float* head = g.qkv + (int64_t)m * Q + h * K;
         if (h < H + G) place(g, head, h < H ? layer.q_norm : layer.k_norm, positions[m]);
-        if (h < H) continue;
+        if (h < H) continue;  // queries are not cached
         float* cache = h < H + G ? layer.keys : layer.values;
         int64_t at = rows[m] * per_row + (h - H) % G * per_head;
         memcpy(cache + at + positions[m] % layer.size * (int64_t)K, head, K * sizeof(float));
       }
 #pragma omp barrier
+    // All keys of the call are cached now, those of later tokens too: `attend` stops at its own
+    // position. Query head h reads KV head h / (H / G).
 #pragma omp for schedule(static)
     for (int task = 0; task < M * H; task++) {
       int m = task / H, h = task % H;
@@ -263,11 +297,11 @@ struct Call {
 
   void mlp(const Layer& layer) const {
     const bool gated = g.activation == SWIGLU;
-    const int behind = padded(g.d_ff);  // the gate is the other branch
+    const int behind = padded(g.d_ff);  // inner holds the gate, then `behind` it the up projection
     norm(layer.mlp_norm);
     Share mine = share(g.d_ff, 4);
     multiply(g, layer.up, mine.from, mine.to, M, g.normed, D, g.inner, F);
-    if (gated)
+    if (gated)  // the up projection's rows follow the gate's d_ff rows
       multiply(g, layer.up, g.d_ff + mine.from, g.d_ff + mine.to, M, g.normed, D,
                g.inner + behind - g.d_ff, F);
     for (int m = 0; m < M; m++)
@@ -282,8 +316,8 @@ struct Call {
 
 }  // namespace
 
-// Tokens (M), each of a row of the batch and at a position in it; logits (M, V) come out. Those of
-// one row are in order, and the cache holds what is before them.
+// Logits (M, V) of M tokens, each with its slot of the cache (`rows`) and its position. The tokens
+// of a slot are in order, and the cache holds all positions before them.
 extern "C" void gptmini_step(const Model* model, int M, const int* tokens, const int* rows,
                              const int* positions, float* logits) {
   const Model& g = *model;

@@ -1,75 +1,71 @@
-"""Guesses of the tokens that come next, to be checked in one pass of the model.
+"""Guesses of the next tokens, checked by the model in one pass (speculative decoding).
 
-A guess costs nothing but the pass: what the model would have drawn by itself is drawn, a guess is
-only right or wrong. So the text is the same with and without, sampled or greedy.
+The sampler draws every token from the model's own logits with its own random number. A guess that
+equals the draw saves a pass, a wrong one is discarded. So the text is the same with and without
+guessing, greedy or sampled, and a guesser may be arbitrarily bad.
 """
 
-from typing import Protocol
-
 from gptmini.config.settings import SampleConfig
-from gptmini.generate.engine import Engine, Row
+from gptmini.generate.engine import Engine
 from gptmini.generate.filters import Adjustment, choose, uniform
+from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 
 
-class Guesser(Protocol):
-    """What guesses."""
-
-    def __call__(self, rows: list[Row], limits: list[int]) -> list[list[int]]:
-        """Tokens that may follow each row, at most so many."""
-
-
 class Lookup:
-    """What followed the last two tokens where they stood before (Saxena 2023)."""
+    """Guesses what followed the last two tokens when they last occurred (Saxena 2023)."""
 
     GRAM = 2
 
     def __init__(self) -> None:
-        self._places: dict[Row, dict[tuple[int, ...], int]] = {}
-        self._known: dict[Row, int] = {}
+        # Of each text: where its pairs of tokens end, the latest place winning, and how many
+        # tokens are indexed. Only new tokens are added, so a long text stays cheap.
+        self._ends: dict[Text, dict[tuple[int, ...], int]] = {}
+        self._indexed: dict[Text, int] = {}
 
-    def __call__(self, rows: list[Row], limits: list[int]) -> list[list[int]]:
-        return [self._guess(row, limit) for row, limit in zip(rows, limits, strict=True)]
+    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+        return [self._guess(text, limit) for text, limit in zip(texts, limits, strict=True)]
 
-    def _guess(self, row: Row, limit: int) -> list[int]:
-        text = row.prompt + row.drawn
-        places = self._places.setdefault(row, {})
-        for end in range(self._known.get(row, self.GRAM), len(text)):
-            places[tuple(text[end - self.GRAM : end])] = end
-        self._known[row] = max(self.GRAM, len(text))
-        place = places.get(tuple(text[-self.GRAM :]))
-        return [] if place is None else text[place : place + limit]
+    def _guess(self, text: Text, limit: int) -> list[int]:
+        tokens = text.prompt_tokens + text.tokens
+        ends = self._ends.setdefault(text, {})
+        # The pair at the very end is left for later: it would only find itself.
+        for end in range(self._indexed.get(text, self.GRAM), len(tokens)):
+            ends[tuple(tokens[end - self.GRAM : end])] = end
+        self._indexed[text] = max(self.GRAM, len(tokens))
+        seen = ends.get(tuple(tokens[-self.GRAM :]))
+        return [] if seen is None else tokens[seen : seen + limit]
 
 
 class Draft:
-    """What a smaller model with the same tokenizer draws by the same noise."""
+    """Guesses what a smaller model with the same tokenizer draws with the same random numbers."""
 
-    def __init__(self, model: GPT, decoder: Engine, sample: SampleConfig) -> None:
-        self._limit, self._decoder, self._sample = model.config.context_length, decoder, sample
-        self._own: dict[Row, Row] = {}
+    def __init__(self, model: GPT, engine: Engine, sample: SampleConfig) -> None:
+        self._limit, self._engine, self._sample = model.config.context_length, engine, sample
+        self._drafts: dict[Text, Text] = {}  # the draft's own view of each text
 
-    def __call__(self, rows: list[Row], limits: list[int]) -> list[list[int]]:
-        """As many guesses for each row as its limit says, if the draft's context has the room."""
-        guesses: list[list[int]] = [[] for _ in rows]
-        own = [self._follow(row) for row in rows]
+    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+        """Fewer tokens than a text's limit if the draft's context is full."""
+        guesses: list[list[int]] = [[] for _ in texts]
+        drafts = [self._follow(text) for text in texts]
         adjust = Adjustment(self._sample, None)
-        for place in range(max(limits)):
-            room = [len(row.tokens) <= self._limit for row in own]
-            live = [n for n, limit in enumerate(limits) if place < limit and room[n]]
+        for ahead in range(max(limits)):  # one token for all texts at a time
+            has_room = [len(draft.context) <= self._limit for draft in drafts]
+            live = [n for n, limit in enumerate(limits) if ahead < limit and has_room[n]]
             if not live:
                 break
-            for n, logits in zip(live, self._decoder([own[n] for n in live]), strict=True):
-                row, guessed = rows[n], guesses[n]
-                scores = adjust(logits[-1], row.prompt, row.drawn + guessed)
-                number = uniform(self._sample.seed, row.number, len(row.drawn) + place)
-                guessed.append(choose(scores, self._sample, number))
-                own[n].tokens.append(guessed[-1])
+            for n, logits in zip(live, self._engine([drafts[n] for n in live]), strict=True):
+                text, guessed = texts[n], guesses[n]
+                scores = adjust(logits[-1], text.prompt_tokens, text.tokens + guessed)  # (V,)
+                random = uniform(self._sample.seed, text.number, len(text.tokens) + ahead)
+                guessed.append(choose(scores, self._sample, random))
+                drafts[n].context.append(guessed[-1])
         return guesses
 
-    def _follow(self, row: Row) -> Row:
-        """The draft's own row, brought to the tokens of a row; its cache is kept where it can."""
-        own = self._own.setdefault(row, Row(row.number, row.prompt, []))
-        same = own.start == row.start
-        own.start, own.tokens = row.start, list(row.tokens)
-        own.cached = min(own.cached, len(own.tokens) - 1) if same else 0
-        return own
+    def _follow(self, text: Text) -> Text:
+        """The draft's view of a text, brought up to date; its cache is kept unless text slid."""
+        draft = self._drafts.setdefault(text, Text(text.number, text.prompt_tokens, self._limit))
+        slid = draft.start != text.start
+        draft.start, draft.context = text.start, list(text.context)
+        draft.cached = 0 if slid else min(draft.cached, len(draft.context) - 1)
+        return draft

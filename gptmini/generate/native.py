@@ -1,8 +1,11 @@
-"""The model's forward pass for a few tokens at a time, compiled from decode.cpp where g++ is.
+"""Decoding on a CPU with a compiled step, where there is a g++; the same texts as torch's, sooner.
 
-Decoding reads every weight for every token, so memory sets its pace. Calls of torch cost more than
-that on small models, and torch has no product of float32 inputs with narrower weights; 300 lines
-of C++ have neither limit. They are compiled once, in a second, and kept in the cache.
+Decoding reads every weight for every token, so memory bandwidth sets the pace. On small models
+the overhead of torch's calls costs more than that, and torch cannot multiply float32 inputs by
+narrower weights. decode.cpp has neither limit; it compiles once, in a second, into the cache.
+
+Letters: B rows of the cache, M tokens of one call, D width, F width of the MLP, H query heads,
+K head size, V vocabulary.
 """
 
 import ctypes
@@ -19,15 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gptmini.generate.engine import SPARE, Engine, TorchEngine, prefill
+from gptmini.generate.texts import Text
 from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT, Block
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
 COLUMNS, LANES = 64, 16  # as in decode.cpp
-CALL = 64  # tokens at most in one call
+CALL = 64  # most tokens in one call, which sizes the buffers
 ACTIVATIONS = {"gelu": 0, "relu2": 1, "swiglu": 2}
 PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
+
+
+# The structs of decode.cpp, field by field.
 
 
 class _Matrix(Structure):
@@ -66,7 +74,7 @@ class _Model(Structure):
 
 @lru_cache
 def build(cache: Path) -> ctypes.CDLL | None:
-    """The compiled library, from the cache or made now; None where no compiler makes it."""
+    """The compiled step, from the cache or compiled now; None if that fails or is not possible."""
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
         return None
@@ -77,27 +85,27 @@ def build(cache: Path) -> ctypes.CDLL | None:
         if not library.exists():
             _compile(compiler, library)
         if library.stat().st_uid != os.getuid() or library.stat().st_mode & 0o022:
-            return None  # somebody else could have written it
+            return None  # never load code that another user could have written
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def _processor() -> str:
-    """What the code is made for: homes are shared by machines that know other instructions."""
+    """The processor's instructions: -march=native, and machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        known = next(line for line in lines if line.startswith(("flags", "Features")))
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
-        known = platform.processor()
-    return f"{platform.machine()} {known}"
+        features = platform.processor()
+    return f"{platform.machine()} {features}"
 
 
 def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = library.with_suffix(f".{os.getpid()}")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
-    try:  # with torch's own threads; on a Mac they take a library that is seldom there
+    try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
         subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
     except subprocess.CalledProcessError:
         subprocess.run(command, capture_output=True, check=True)  # noqa: S603
@@ -106,50 +114,51 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of weights (N, K) as int8 and a scale each (N): the largest of a row is 127."""
-    scales = weights.abs().amax(dim=1).clamp(min=1e-30) / 127
+    """Weights (N, K) as int8 with one scale per row (N,), so that each row's largest is 127."""
+    scales = weights.abs().amax(dim=1).clamp(min=1e-30) / 127  # (N,)
     return (weights / scales[:, None]).round().to(torch.int8), scales
 
 
 @torch.no_grad()
 def round_weights(model: GPT, precision: str) -> None:
-    """Give every matrix the values that its weights have in that precision, still as float32."""
+    """Round every matrix in place to that precision, stored as float32: torch computes the same."""
     for module in model.modules():
         if isinstance(module, nn.Linear) or module is model.embed:
             if precision == "bfloat16":
                 module.weight.copy_(module.weight.bfloat16())
             elif precision == "int8":
-                whole, scales = quantize(module.weight)
-                module.weight.copy_(whole * scales[:, None])
+                integers, scales = quantize(module.weight)
+                module.weight.copy_(integers * scales[:, None])
 
 
 class NativeStep:
-    """A model and its caches (B rows), as a function of the next tokens.
+    """The compiled forward pass of one model over one cache of B rows.
 
-    The weights are stored in a precision of their own, the arithmetic is in float32. The logits of
-    a token are the same to the last bit whatever else is in the call. The model and the caches
-    are to stay where they are, as this has pointers to them.
+    Weights are stored in the given precision; arithmetic is float32. A token's logits have the same
+    bits whatever else is in the call. C holds pointers into the model and the cache, so neither may
+    be moved or reallocated while this lives.
     """
 
     def __init__(self, library: ctypes.CDLL, model: GPT, precision: str, cache: KVCache) -> None:
         self._function = library.gptmini_step
         self._function.restype = None
         self._precision = precision
-        self._kept: list[Tensor] = []  # what C has pointers to
+        self._kept: list[Tensor] = []  # keeps alive what C has pointers to
         self._model = self._describe(model, cache)
-        words = torch.zeros(3, CALL, dtype=torch.int32)
-        self._words = words.numpy()
+        # Fixed buffers, so that a call allocates nothing.
+        inputs = torch.zeros(3, CALL, dtype=torch.int32)
+        self._inputs = inputs.numpy()  # the same memory
         self._logits = torch.zeros(CALL, self._model.head.rows)
-        self._arguments = [c_void_p(row.data_ptr()) for row in [*words, self._logits]]
+        self._arguments = [c_void_p(row.data_ptr()) for row in [*inputs, self._logits]]
 
     def __call__(self, tokens: list[int], rows: list[int], positions: list[int]) -> Tensor:
-        """Logits (M, V) of M tokens, CALL at most, each of a row and at a position in it.
+        """Logits (M, V) of M <= CALL tokens, each with its row of the cache and its position.
 
-        Those of one row come in order and follow what its cache holds. The next call writes over
-        the logits.
+        The tokens of a row come in order, right behind what its cache holds. The next call
+        overwrites the logits.
         """
         M = len(tokens)
-        self._words[:, :M] = tokens, rows, positions
+        self._inputs[:, :M] = tokens, rows, positions
         self._function(ctypes.byref(self._model), M, *self._arguments)
         return self._logits[:M]
 
@@ -161,7 +170,7 @@ class NativeStep:
             assert isinstance(block, Block)
             layers[number] = self._layer(block, cache.layers[number])
             layers[number].window = config.window(number) or 0
-        described = _Model(
+        described = _Model(  # pointers left out are null
             n_layer=config.n_layer,
             n_head=H,
             n_kv_head=config.n_kv_head,
@@ -215,10 +224,10 @@ class NativeStep:
         return _Norm(self._pointer(parts["weight"]), self._pointer(parts.get("bias")))
 
     def _matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
-        """The rows of the modules as one matrix, its columns padded and laid out for C."""
+        """Modules with the same input as one matrix, in the layout that decode.cpp reads."""
         parts = [dict(module.named_parameters()) for module in modules]
-        each = [part["weight"].detach() for part in parts]
-        weights = torch.cat(each) if len(each) > 1 else each[0]
+        matrices = [part["weight"].detach() for part in parts]
+        weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
         bias = torch.cat([part["bias"] for part in parts]) if "bias" in parts[0] else None
         if missing := -weights.shape[1] % COLUMNS:
             weights = functional.pad(weights, (0, missing))
@@ -228,8 +237,10 @@ class NativeStep:
             weights = weights.bfloat16()
         elif self._precision == "int8":
             weights, scales = quantize(weights)
-        in_word = 4 // weights.element_size()
-        words = weights.view(rows, -1, in_word, LANES).transpose(2, 3)
+        # Interleave: a 32-bit word holds columns i, i + 16 (, i + 32, i + 48) of its block, so that
+        # one shift of a vector of words widens 16 neighbouring columns.
+        per_word = 4 // weights.element_size()
+        words = weights.view(rows, -1, per_word, LANES).transpose(2, 3)
         pointers = [self._pointer(tensor) for tensor in (words, scales, bias)]
         return _Matrix(*pointers, rows, columns)
 
@@ -241,3 +252,65 @@ class NativeStep:
             return None
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
+
+
+class NativeEngine:
+    """Texts of any lengths, each with a row of the cache (a slot) of its own."""
+
+    name, ragged = "compiled", True
+
+    def __init__(self, library: ctypes.CDLL, model: GPT, weights: str, n_slots: int) -> None:
+        self._model, self.n_slots = model, n_slots
+        self._cache = KVCache(model.config, n_slots, torch.device("cpu"), torch.float32, SPARE)
+        self._step = NativeStep(library, model, weights, self._cache)
+        self._slots: list[Text | None] = [None] * n_slots
+
+    def __call__(self, texts: list[Text]) -> list[Tensor]:
+        slots = [self._slot(text, texts) for text in texts]
+        wanted = {slot: text.wanted for slot, text in zip(slots, texts, strict=True)}
+        logits: dict[int, Tensor] = {}
+        calls: list[list[tuple[int, int, int]]] = [[]]  # (token, slot, position) of each call
+        for slot, text in zip(slots, texts, strict=True):
+            unseen = range(text.cached, len(text.context))
+            # A few tokens wait for the weights to come from memory, which the compiled step reads
+            # once. A prompt is bound by arithmetic, and torch's matrix products are best at that.
+            # Above SPARE tokens, a windowed ring would also lose keys that the first one sees.
+            if len(unseen) > SPARE:
+                logits[slot] = self._prefill(slot, text)
+            else:
+                if len(calls[-1]) + len(unseen) > CALL:
+                    calls.append([])
+                calls[-1] += [(text.context[place], slot, place) for place in unseen]
+            text.cached = len(text.context)
+        for call in filter(None, calls):
+            tokens, rows, positions = (list(column) for column in zip(*call, strict=True))
+            output = self._step(tokens, rows, positions)  # (M, V)
+            # The caller may use this engine for other texts before it has read all of these.
+            output = output.clone() if len(output) > 1 else output
+            ends = {slot: place + 1 for place, slot in enumerate(rows)}
+            logits |= {slot: output[end - wanted[slot] : end] for slot, end in ends.items()}
+        return [logits[slot] for slot in slots]
+
+    def _slot(self, text: Text, texts: list[Text]) -> int:
+        """The slot of a text; a new one takes the place of any text that is not in this call."""
+        if text in self._slots:
+            return self._slots.index(text)
+        slot = next(n for n, other in enumerate(self._slots) if other not in texts)
+        self._slots[slot], text.cached = text, 0  # whoever lost the slot is prefilled again
+        return slot
+
+    def _prefill(self, slot: int, text: Text) -> Tensor:
+        cache = self._cache.row(slot)
+        cache.truncate(text.cached)
+        return prefill(self._model, [text.context[text.cached :]], cache, text.wanted)[0]
+
+
+def open_engine(
+    model: GPT, weights: str, n_texts: int, cache: Path, use_cache: bool = True
+) -> Engine:
+    """The fastest engine on this machine for up to `n_texts` texts at a time."""
+    if use_cache and model.embed.weight.device.type == "cpu":
+        library = build(cache)
+        if library is not None:
+            return NativeEngine(library, model, weights, n_texts)
+    return TorchEngine(model, use_cache)

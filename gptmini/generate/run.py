@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer: texts in, texts out.
+"""A trained model with its tokenizer.
 
 import gptmini
 run = gptmini.load("runs/python-docs")
@@ -8,7 +8,6 @@ for piece in run.stream("The "):
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,41 +21,20 @@ from gptmini.console import say
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
 from gptmini.generate import native
-from gptmini.generate.engine import (
-    Engine,
-    NativeEngine,
-    Row,
-    open_engine,
-)
-from gptmini.generate.filters import log_probability
-from gptmini.generate.guess import Draft, Guesser, Lookup
-from gptmini.generate.sampler import Speed, begin, decode
+from gptmini.generate.engine import Engine
+from gptmini.generate.guess import Draft, Lookup
+from gptmini.generate.sampler import Guesser, check_overflow, decode
+from gptmini.generate.texts import Generation, Text
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory, fitting
-from gptmini.text.tokenizer import StreamDecoder, Tokenizer
+from gptmini.text.tokenizer import Tokenizer
 
-DOCUMENT = "<|endoftext|>"  # stands for the document token where that is asked for
-
-
-@dataclass
-class Sample:
-    """A text that follows a prompt.
-
-    `finish_reason` is "length", "stop" (a stop text), "document" (its end) or "context" (full), and
-    None until then. `logprobs`, in nats as the model gives them, are there if they were asked for.
-    """
-
-    number: int
-    prompt: str
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
+DOCUMENT = "<|endoftext|>"  # stands for the document token if `special` is set
 
 
 class Run:
-    """A trained model; its parts may be used by themselves."""
+    """A trained model, ready to generate; its parts may be used on their own."""
 
     def __init__(
         self,
@@ -68,33 +46,33 @@ class Run:
         weights: str = "float32",
         cache: Path = CACHE,
     ) -> None:
-        """`state` is what its checkpoint says of the training."""
+        """`state` is the checkpoint's record of the training."""
         self.path, self.config = path, config
         self.state: dict[str, Any] = state or {"step": 0, "corpus": ""}
         self.tokenizer, self.model = tokenizer, model
         self.weights, self._cache = weights, cache
-        self._decoder: Engine | None = None
+        self._engine: Engine | None = None
 
     @property
     def step(self) -> int:
-        """Updates that made the weights."""
+        """Optimizer updates that made the weights."""
         return int(self.state["step"])
 
     @property
     def corpus(self) -> str:
-        """SHA-256 (hex) of the text that it was trained on."""
+        """SHA-256 (hex) of the text it was trained on."""
         return str(self.state["corpus"])
 
     def generate(self, prompt: str = "", **settings: Any) -> str:
         """The continuation of a prompt; `settings` are those of the section `sample`.
 
-        ConfigError names a wrong setting, DataError a prompt that is no Unicode text.
+        ConfigError names a wrong setting, DataError a prompt that is not valid Unicode.
         """
         return "".join(self.stream(prompt, **settings))
 
     def stream(self, prompt: str = "", **settings: Any) -> Iterator[str]:
-        """The same in pieces of whole characters, as they come; errors come before the first."""
-        return (text for _, text in self.start([prompt], **settings))
+        """Like `generate`, piece by piece, in whole characters; errors are raised by the call."""
+        return (characters for _, characters in self.start([prompt], **settings))
 
     def start(
         self,
@@ -105,42 +83,35 @@ class Run:
         special: bool = False,
         guess: "str | Run | None" = None,
         **settings: Any,
-    ) -> "Generation":
-        """The continuations of several prompts, which run together, each as if alone.
+    ) -> Generation:
+        """Continue several prompts in one batch, each as if it were alone.
 
-        `numbers` set their noise apart, by default 0, 1 and so on. With `special`, "<|endoftext|>"
-        in a prompt is the document token. `guess` is "lookup" or a smaller run with this tokenizer:
-        the same text, sooner if its guesses are often right.
+        `numbers` (by default 0, 1, ...) give each text random numbers of its own. With `special`,
+        "<|endoftext|>" in a prompt is the document token. `guess` is "lookup" or a smaller run with
+        the same tokenizer: the text stays the same and comes sooner if the guesses are often right.
         """
         sample = self.sampling(settings)
         bias = self._bias(sample)
         limit = self.model.config.context_length
-        rows, allowed = [], {}
+        texts = []
         for number, prompt in zip(numbers or range(len(prompts)), prompts, strict=True):
             tokens, first = self._tokens(prompt, special)
-            rows.append(begin(number, tokens, sample, limit))
+            check_overflow(len(tokens), sample, limit)
             if len(tokens) > limit:
-                say(f"prompt: {len(tokens)} tokens, the context has {limit}; the last are used")
-            if first is not None:
-                allowed[rows[-1]] = first
-        decoder = self.decoder(len(rows), use_cache)
-        guesser = self._guesser(guess, len(rows), sample)
-        speed = Speed()
-        drawn = decode(decoder, rows, sample, limit, bias, allowed, guesser, speed)
-        texts = {
-            row: _Text(Sample(row.number, prompt), self.tokenizer, sample.stop, row in allowed)
-            for row, prompt in zip(rows, prompts, strict=True)
-        }
-        return Generation(drawn, texts, speed, logprobs, decoder.name)
+                say(f"warning: prompt: {len(tokens):,} tokens; the model sees the last {limit:,}")
+            texts.append(Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first))
+        engine = self.engine(len(texts), use_cache)
+        guesser = self._guesser(guess, len(texts), sample)
+        drawn = decode(engine, texts, sample, limit, bias, guesser)
+        return Generation(drawn, texts, logprobs, engine.name)
 
     def encode(self, text: str, name: str) -> list[int]:
-        """The tokens of a text; DataError, which calls it by a name, if it is no Unicode text."""
+        """The tokens of a text; DataError, which calls the text by `name`, for lone surrogates."""
         try:
             return self.tokenizer.encode(text).tolist()
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"{name}: character {error.start} is no Unicode text; mend it"
-            ) from None
+            where = f"{name}: character {error.start}"
+            raise DataError(f"{where} is not valid Unicode; remove it") from None
 
     def sampling(self, settings: dict[str, Any]) -> SampleConfig:
         """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
@@ -149,39 +120,43 @@ class Run:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the tokenizer and of the weights as they are rounded."""
+        """SHA-256 (hex) of the tokenizer and the rounded weights."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
         for name, tensor in self.model.state_dict().items():
             digest.update(name.encode() + tensor.cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def decoder(self, n_rows: int, use_cache: bool = True) -> Engine:
-        """What gives this model's logits for so many rows; it is made once."""
+    def engine(self, n_texts: int, use_cache: bool = True) -> Engine:
+        """The engine for up to `n_texts` texts at a time, kept for the next call."""
         if not use_cache:
-            return open_engine(self.model, self.weights, n_rows, self._cache, False)
-        held = self._decoder
-        if held is None or (isinstance(held, NativeEngine) and held.n_rows < n_rows):
-            self._decoder = open_engine(self.model, self.weights, n_rows, self._cache)
-        assert self._decoder is not None
-        return self._decoder
+            return native.open_engine(self.model, self.weights, n_texts, self._cache, False)
+        engine = self._engine
+        if engine is None or (isinstance(engine, native.NativeEngine) and engine.n_slots < n_texts):
+            engine = native.open_engine(self.model, self.weights, n_texts, self._cache)
+            self._engine = engine
+        return engine
 
     def _guesser(
-        self, guess: "str | Run | None", n_rows: int, sample: SampleConfig
+        self, guess: "str | Run | None", n_texts: int, sample: SampleConfig
     ) -> Guesser | None:
         if guess is None:
             return None
         if isinstance(guess, str):
             return Lookup()
         if guess.tokenizer.fingerprint != self.tokenizer.fingerprint:
-            raise ConfigError(f"draft {guess.path}: has another tokenizer than {self.path}")
-        return Draft(guess.model, guess.decoder(n_rows), sample)
+            raise ConfigError(
+                f"draft {guess.path}: its tokenizer differs from that of {self.path}; "
+                "use a draft with the same tokenizer"
+            )
+        return Draft(guess.model, guess.engine(n_texts), sample)
 
     def _tokens(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
-        """The tokens of a prompt, one at least, and which tokens (V,) may follow, if not all."""
+        """The tokens of a prompt (at least one), and which may come first, (V,), if not all."""
         first = None
-        if prompt.endswith(" ") and self._spaced.sum() > 1:
-            # A space belongs to the word behind it where words are tokens: let the model draw both.
-            prompt, first = prompt[:-1], self._spaced
+        if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
+            # Where words are tokens, the space belongs to the next one (" the"), and the model has
+            # hardly seen a space alone. So drop it and have the model draw it with its word.
+            prompt, first = prompt[:-1], self._begins_with_space
         document = self.tokenizer.document_token
         tokens: list[int] = []
         for place, part in enumerate(prompt.split(DOCUMENT) if special else [prompt]):
@@ -189,122 +164,49 @@ class Run:
         return tokens or [document], first
 
     @cached_property
-    def _spaced(self) -> Tensor:
+    def _begins_with_space(self) -> Tensor:
         """Which tokens begin with a space, (V,)."""
-        size, spelt = self.tokenizer.vocab_size, self.tokenizer.token_bytes
-        return torch.tensor([spelt(token).startswith(b" ") for token in range(size)])
+        spelling, size = self.tokenizer.token_bytes, self.tokenizer.vocab_size
+        return torch.tensor([spelling(token).startswith(b" ") for token in range(size)])
 
     def _bias(self, sample: SampleConfig) -> Tensor | None:
-        """What is added to all logits, (V,); ConfigError for a text that is not one token."""
-        named = [("bias", *item) for item in sample.bias.items()]
-        named += [("ban", text, float("-inf")) for text in sample.ban]
-        if not named:
+        """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
+        entries = [("bias", *item) for item in sample.bias.items()]
+        entries += [("ban", text, float("-inf")) for text in sample.ban]
+        if not entries:
             return None
         bias = torch.zeros(self.tokenizer.vocab_size)
-        for key, text, value in named:
+        for key, text, value in entries:
             tokens = self.tokenizer.encode(text).tolist()
             if len(tokens) != 1:
                 parts = ", ".join(repr(self.tokenizer.decode([token])) for token in tokens)
-                raise ConfigError(f"sample.{key}: {text!r} is not one token but {parts}; name one")
+                raise ConfigError(
+                    f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
+                )
             bias[tokens[0]] += value
         return bias
-
-
-class Generation:
-    """Texts on their way: iterating gives (number of the sample, more of its text) as they grow."""
-
-    def __init__(
-        self,
-        drawn: Iterator[tuple[Row, int, Tensor]],
-        texts: "dict[Row, _Text]",
-        speed: Speed,
-        logprobs: bool,
-        engine: str,
-    ) -> None:
-        self._drawn, self._texts, self._logprobs = drawn, texts, logprobs
-        self.speed, self.engine = speed, engine
-        self.samples = [text.sample for text in texts.values()]
-
-    def finish(self) -> list[Sample]:
-        """The samples, when all have ended."""
-        for _ in self:
-            pass
-        return self.samples
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        for row, token, logits in self._drawn:
-            text = self._texts[row]
-            if self._logprobs:
-                text.sample.logprobs.append(log_probability(logits, token))
-            piece, row.finish = text.add(token, row.finish)
-            if piece:
-                yield text.sample.number, piece
-
-
-class _Text:
-    """Tokens of one sample to text, which ends at a stop text or at the end of the document."""
-
-    def __init__(
-        self, sample: Sample, tokenizer: Tokenizer, stops: Sequence[str], spaced: bool
-    ) -> None:
-        """With `spaced` the prompt has a space that the first token has as well."""
-        self.sample = sample
-        self._decoder = StreamDecoder(tokenizer)
-        self._document, self._stops, self._spaced = tokenizer.document_token, stops, spaced
-        self._held = ""  # what may be the beginning of a stop text
-
-    def add(self, token: int, finish: str | None) -> tuple[str, str | None]:
-        """The text that is certain now, and why it is the last, if it is."""
-        self.sample.tokens.append(token)
-        if token == self._document:
-            finish = "document"
-        text = self._decoder.feed(token)
-        if finish:
-            text += self._decoder.flush()
-        if text and self._spaced:
-            text, self._spaced = text.removeprefix(" "), False
-        self._held += text
-        found = [self._held.find(stop) for stop in self._stops]
-        if places := [place for place in found if place >= 0]:
-            finish, certain = "stop", min(places)
-        else:
-            certain = len(self._held) - (0 if finish else self._uncertain())
-        text, self._held = self._held[:certain], self._held[certain:]
-        self.sample.text += text
-        self.sample.finish_reason = finish
-        return text, finish
-
-    def _uncertain(self) -> int:
-        """How many characters at the end could become a stop text."""
-        sizes = (
-            size
-            for stop in self._stops
-            for size in range(1, len(stop))
-            if self._held.endswith(stop[:size])
-        )
-        return max(sizes, default=0)
 
 
 def load(
     path: str | Path, device: str = "auto", weights: str = "bfloat16", cache: Path = CACHE
 ) -> Run:
-    """The best checkpoint of a run directory, ready to generate.
+    """The best checkpoint of a run directory.
 
-    The arithmetic is in float32; `weights` says how the matrices are stored: float32 as they were
-    trained, bfloat16 (default) or int8, which are faster on a CPU. `cache` keeps compiled code.
+    Arithmetic is float32. `weights` says how matrices are stored: float32 as trained, or bfloat16
+    (default) or int8, which are faster on a CPU. `cache` holds the compiled step.
     """
     if weights not in native.PRECISIONS:
-        raise ConfigError(f"weights {weights}: take one of {', '.join(native.PRECISIONS)}")
-    run = RunDirectory(Path(path), say)
-    config, tokenizer = run.config(), run.tokenizer()
-    checkpoint = run.best()
+        raise ConfigError(f"weights {weights}: not supported; choose float32, bfloat16 or int8")
+    directory = RunDirectory(Path(path), say)
+    config, tokenizer = directory.config(), directory.tokenizer()
+    checkpoint = directory.best()
     if checkpoint.state["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
-            f"{run.tokenizer_file}: is not the tokenizer of this run ({tokenizer.kind} of "
-            f"{tokenizer.vocab_size}); restore it"
+            f"{directory.tokenizer_file}: not the tokenizer of this run, but a {tokenizer.kind} "
+            f"tokenizer with {tokenizer.vocab_size:,} tokens; restore the original file"
         )
     model = GPT(config.model)
-    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
+    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), directory.checkpoints))
     native.round_weights(model, weights)
     model = model.eval().to(pick_device(device))
-    return Run(run.path, config, tokenizer, model, checkpoint.state, weights, cache)
+    return Run(directory.path, config, tokenizer, model, checkpoint.state, weights, cache)

@@ -1,118 +1,116 @@
-"""Texts from a model: rows of tokens are drawn together, each as if it were alone.
+"""The sampling loop: several texts are drawn together, each as if it were alone.
 
-Past the context there are three policies. `slide`: when the context is full, its newer half is
-prefilled again, at positions from 0 on, and decoding goes on from there. That holds for learned and
-rotary positions and for windowed layers alike, and costs about one prefilled token for each drawn
-one. `stop` ends the text, `error` refuses before it begins. With and without the cache the model
-sees the same tokens at the same positions.
+Each pass of the model gives every unfinished text its next token, or several where tokens were
+guessed ahead. When a text fills the model's context, `sample.overflow` decides: `error` refuses
+before it begins, `stop` ends the text, and `slide` keeps the newer half of the context and
+prefills it again from position 0. That works for learned and rotary positions and for windowed
+layers alike, costs about one prefilled token per token drawn, and shows the model the same tokens
+at the same positions with and without the cache.
+
+V is the vocabulary.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
-from gptmini.generate.engine import Engine, Row
+from gptmini.generate.engine import Engine
 from gptmini.generate.filters import Adjustment, choose, uniform
-from gptmini.generate.guess import Guesser
+from gptmini.generate.texts import Text
 
-GUESSES = 3  # at a time: the compiled step takes 1.4 times as long for four tokens as for one
-
-
-@dataclass
-class Speed:
-    """What a generation took: seconds to its first token and in all, and how guesses went."""
-
-    seconds: float = 0.0
-    first_token: float | None = None
-    tokens: int = 0
-    guessed: int = 0
-    right: int = 0
+MAX_GUESSES = 3  # the compiled step takes 1.4 times as long for four tokens as for one
 
 
-def begin(number: int, prompt: list[int], sample: SampleConfig, limit: int) -> Row:
-    """A row that starts from a prompt of at least one token, its last `limit` at most.
+class Guesser(Protocol):
+    """Guesses the next tokens of texts, cheaply; the model checks them (guess.py)."""
 
-    ConfigError if the tokens do not fit the context and may not overflow it.
-    """
-    if sample.overflow == "error" and len(prompt) + sample.max_new_tokens - 1 > limit:
+    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+        """Tokens that may follow each text, at most its limit."""
+
+
+def check_overflow(n_prompt: int, sample: SampleConfig, limit: int) -> None:
+    """Under `overflow: error`, refuse a prompt whose text would not fit the context of `limit`."""
+    # The last token is never fed to the model, so it needs no room.
+    if sample.overflow == "error" and n_prompt + sample.max_new_tokens - 1 > limit:
         raise ConfigError(
-            f"sample.overflow: {len(prompt)} tokens of prompt and {sample.max_new_tokens} new ones "
-            f"do not fit the context of {limit}; lower max_new_tokens, or take slide"
+            f"sample.overflow: {n_prompt} prompt tokens and {sample.max_new_tokens} new ones do "
+            f"not fit the context of {limit}; lower max_new_tokens or set overflow to slide"
         )
-    return Row(number, prompt, prompt[-limit:], max(0, len(prompt) - limit))
 
 
 @torch.inference_mode()
 def decode(
-    decoder: Engine,
-    rows: Sequence[Row],
+    engine: Engine,
+    texts: Sequence[Text],
     sample: SampleConfig,
     limit: int,
     bias: Tensor | None = None,
-    allowed: dict[Row, Tensor] | None = None,
     guesser: Guesser | None = None,
-    speed: Speed | None = None,
-) -> Iterator[tuple[Row, int, Tensor]]:
-    """Draws the rows' next tokens in turn: the row, the token, the logits (V,) it is from.
+) -> Iterator[tuple[Text, int, Tensor]]:
+    """Draw tokens until every text has a `finish_reason`.
 
-    A row goes on until it has a `finish`: whoever reads may set it, "length" and "context" are set
-    here. `bias` (V,) is added to all logits; `allowed`, bool (V,), says of a row which tokens may
-    be its first.
+    Yields each text with its new token and the model's logits (V,) for it. "length" and "context"
+    are set here; the caller may end a text by setting another reason. `limit` is the context
+    length, `bias` (V,) is added to all logits.
     """
-    speed = speed or Speed()
     adjust = Adjustment(sample, bias)
-    started = time.perf_counter()
-    while live := [row for row in rows if row.finish is None]:
-        guesses = _guess(guesser, decoder, live, sample, limit)
-        for row, guessed in zip(live, guesses, strict=True):
-            row.tokens += guessed
-            row.wanted = 1 + len(guessed)
-        for row, logits, guessed in zip(live, decoder(live), guesses, strict=True):
-            del row.tokens[len(row.tokens) - len(guessed) :]
-            speed.guessed += len(guessed)
+    while live := [text for text in texts if text.finish_reason is None]:
+        # Guessed tokens go through the model behind the known ones, so that one pass gives the
+        # logits after the last known token and after each guess.
+        guesses = _guess(guesser, engine, live, sample, limit)
+        for text, guessed in zip(live, guesses, strict=True):
+            text.context += guessed
+            text.wanted = 1 + len(guessed)
+        for text, logits, guessed in zip(live, engine(live), guesses, strict=True):
+            # logits: (1 + guesses, V). Take the guesses back; every token is drawn in any case,
+            # so a guess saves a pass or costs a little time, but never changes the text.
+            del text.context[len(text.context) - len(guessed) :]
+            text.guessed += len(guessed)
             for place in range(len(logits)):
-                scores = adjust(logits[place], row.prompt, row.drawn)
-                if allowed and not row.drawn and row in allowed:
-                    scores = scores.masked_fill(~allowed[row], -torch.inf)
-                token = choose(scores, sample, uniform(sample.seed, row.number, len(row.drawn)))
-                _add(row, token, sample, limit)
-                speed.tokens += 1
-                speed.seconds = time.perf_counter() - started
-                speed.first_token = speed.first_token or speed.seconds
-                yield row, token, logits[place]
-                if row.finish or guessed[place : place + 1] != [token]:
+                scores = adjust(logits[place], text.prompt_tokens, text.tokens)  # (V,)
+                if text.allowed_first is not None and not text.tokens:
+                    scores = scores.masked_fill(~text.allowed_first, -torch.inf)
+                random = uniform(sample.seed, text.number, len(text.tokens))
+                token = choose(scores, sample, random)
+                append(text, token, sample, limit)
+                yield text, token, logits[place]
+                # The next logits hold only if this token is the one that was guessed.
+                if text.finish_reason or guessed[place : place + 1] != [token]:
                     break
-                speed.right += 1
-            row.cached = min(row.cached, len(row.tokens) - 1)
+                text.guessed_right += 1
+            # The model has not seen the last token; wrong guesses in its cache do not count.
+            text.cached = min(text.cached, len(text.context) - 1)
 
 
 def _guess(
-    guesser: Guesser | None, decoder: Engine, rows: list[Row], sample: SampleConfig, limit: int
+    guesser: Guesser | None, engine: Engine, texts: list[Text], sample: SampleConfig, limit: int
 ) -> list[list[int]]:
-    if guesser is None or not (decoder.ragged or len(rows) == 1):
-        return [[] for _ in rows]
+    """Guesses for each text, none where they could not be checked cheaply."""
+    if guesser is None or not (engine.ragged or len(texts) == 1):
+        return [[] for _ in texts]
     limits = []
-    for row in rows:
-        left = min(sample.max_new_tokens - len(row.drawn) - 1, limit - len(row.tokens))
-        prefilled = row.cached == len(row.tokens) - 1  # and a prompt is, without guesses behind it
-        limits.append(min(GUESSES, left) if prefilled else 0)
-    return guesser(rows, limits)
+    for text in texts:
+        room = min(sample.max_new_tokens - len(text.tokens) - 1, limit - len(text.context))
+        # A single step waits for memory, so guesses are nearly free; a prefill would pay for them.
+        stepping = text.cached == len(text.context) - 1
+        limits.append(min(MAX_GUESSES, room) if stepping else 0)
+    return guesser(texts, limits)
 
 
-def _add(row: Row, token: int, sample: SampleConfig, limit: int) -> None:
-    """Let a row have one more token, and slide or end where it is full."""
-    row.drawn.append(token)
-    row.tokens.append(token)
-    if len(row.drawn) == sample.max_new_tokens:
-        row.finish = "length"
-    elif len(row.tokens) > limit:
+def append(text: Text, token: int, sample: SampleConfig, limit: int) -> None:
+    """Add a drawn token to a text, and end it or slide its context if that is full."""
+    text.tokens.append(token)
+    text.context.append(token)
+    if len(text.tokens) == sample.max_new_tokens:
+        text.finish_reason = "length"
+    elif len(text.context) > limit:
         if sample.overflow == "stop":
-            row.finish = "context"
+            text.finish_reason = "context"
+        # Keep half: sliding by one would recompute the whole context for each token.
         kept = max(1, limit // 2)
-        row.start += len(row.tokens) - kept
-        row.tokens, row.cached = row.tokens[-kept:], 0
+        text.start += len(text.context) - kept
+        text.context, text.cached = text.context[-kept:], 0

@@ -18,8 +18,8 @@ from gptmini import machine
 from gptmini.console import say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.sampler import begin as begin_row
 from gptmini.generate.sampler import decode
+from gptmini.generate.texts import Text
 from gptmini.model.gpt import loss
 from gptmini.model.optim import cooldown_steps, learning_rate
 from gptmini.plan.minutes import paced_steps
@@ -174,13 +174,13 @@ def sample(training: Training) -> str:
     )
     model, tokenizer = training.model, training.corpus.tokenizer
     limit = training.config.model.context_length
-    row = begin_row(0, [tokenizer.document_token], settings, limit)
+    text = Text(0, [tokenizer.document_token], limit)
     model.eval()
     with training.eagerly():
-        for _, token, _ in decode(TorchEngine(model), [row], settings, limit):
+        for _, token, _ in decode(TorchEngine(model), [text], settings, limit):
             if token == tokenizer.document_token:
                 break
-    return tokenizer.decode(row.drawn)
+    return tokenizer.decode(text.tokens)
 
 
 def _is_finished(training: Training) -> bool:
