@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gptmini.generate import native
-from gptmini.model import masks
-from gptmini.model.attention import KVCache
+from gptmini.model.attention import KVCache, left_padding
 from gptmini.model.gpt import GPT
 
 PREFILL = 512  # prompt tokens per forward pass, which bounds the memory of their scores
@@ -135,10 +134,10 @@ class TorchEngine:
         return [found[self._rows.index(row)] for row in rows]
 
     def _begin(self, rows: list[Row]) -> list[Tensor]:
-        device = self._model.embed.weight.device
+        device = self._model.device
         lengths = [len(row.tokens) for row in rows]
         self._rows = list(rows)
-        padding = masks.left_padding(lengths).to(device)
+        padding = left_padding(lengths).to(device)
         self._padding = padding if padding.any() else None
         if self._use_cache:
             self._cache = KVCache(self._model.config, len(rows), device, torch.float32, SPARE)
@@ -156,7 +155,7 @@ def _prefill(
     padding: Tensor | None = None,
 ) -> Tensor:
     """Logits (B, wanted, V) of the last of tokens (B, T), in chunks where there is a cache."""
-    batch = torch.tensor(tokens, device=model.embed.weight.device)
+    batch = torch.tensor(tokens, device=model.device)
     chunks = batch.split(PREFILL, dim=1) if cache else [batch]
     hidden = torch.cat([model.hidden(chunk, cache, padding)[:, -wanted:] for chunk in chunks], 1)
     return model.logits(hidden[:, -wanted:]).float().cpu()
@@ -166,7 +165,7 @@ def open_engine(
     model: GPT, weights: str, n_rows: int, cache: Path, use_cache: bool = True
 ) -> Engine:
     """The fastest decoder that there is here for so many rows."""
-    if use_cache and model.embed.weight.device.type == "cpu":
+    if use_cache and model.device.type == "cpu":
         library = native.build(cache)
         if library is not None:
             return NativeEngine(library, model, weights, n_rows)
