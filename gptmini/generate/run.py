@@ -295,7 +295,7 @@ def load(
     """
     if weights not in native.PRECISIONS:
         raise ConfigError(f"weights {weights}: take one of {', '.join(native.PRECISIONS)}")
-    run = RunDirectory(Path(path), say)
+    run = RunDirectory(Path(path))
     config, tokenizer = run.config(), run.tokenizer()
     checkpoint = run.best()
     if checkpoint.state["tokenizer"] != tokenizer.fingerprint:

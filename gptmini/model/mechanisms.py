@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def self_attention_without_weights(x: Tensor) -> Tensor:
-    """softmax(x xᵀ) x, (T, D) -> (T, D): each word becomes a mean of all, weighted by similarity."""
+    """softmax(x xᵀ) x, (T, D) -> (T, D): each word becomes a mean of all, by similarity."""
     scores = x @ x.T  # (T, T)
     return scores.softmax(dim=-1) @ x
 

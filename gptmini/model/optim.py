@@ -113,8 +113,9 @@ class Optimizer:
             {"params": decaying, "weight_decay": config.weight_decay},
             {"params": constant, "weight_decay": 0.0},
         ]
+        beta1, beta2 = config.betas
         adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=config.betas, fused=True
+            [group for group in groups if group["params"]], betas=(beta1, beta2), fused=True
         )
         # Each with its learning rate as a multiple of AdamW's.
         self.parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
