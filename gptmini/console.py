@@ -1,4 +1,4 @@
-"""What people see: lines on stderr, texts on stdout, progress bars."""
+"""What people see: lines on stderr, texts on stdout, progress bars on a terminal."""
 
 import os
 import sys
@@ -6,61 +6,137 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tqdm import tqdm
 
 
 def say(line: str) -> None:
-    """A line for people, on stderr, above a progress bar if there is one."""
+    """Print a line on stderr, above a progress bar if one is shown."""
     tqdm.write(line, file=sys.stderr)
 
 
 def warn(line: str) -> None:
-    """A warning on stderr."""
     say(f"warning: {line}")
 
 
 def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
-    """Write texts to stdout as they come; a terminal gets no control characters unless `raw`.
+    """Write texts to stdout as they come; control characters reach a terminal only if `raw`.
 
-    A closed pipe ends it quietly, and gives False: the reader has what it wanted, as in `| head`.
+    Returns False if the reader closed the pipe, as `| head` does; that is not an error.
     """
-    visible = sys.stdout.isatty() and not raw
+    escape = sys.stdout.isatty() and not raw
     try:
         for text in texts:
-            sys.stdout.write(shown(text) if visible else text)
+            sys.stdout.write(shown(text) if escape else text)
             sys.stdout.flush()
     except BrokenPipeError:
+        # Python flushes stdout once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
 
 
 def shown(text: str) -> str:
-    """The text with control characters written out, so that a terminal does not obey them."""
+    """The text with control characters escaped, so that a terminal does not obey them."""
     return "".join(
         c if unicodedata.category(c) != "Cc" or c in "\n\t" else ascii(c)[1:-1]
         for c in text.replace("\r", "")
     )
 
 
+class TrainingProgress:
+    """The progress of a training of `steps` steps that is at `step`: a bar on a terminal, or lines.
+
+    Both say: step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left
+    """
+
+    def __init__(self, step: int, steps: int) -> None:
+        self._step, self._steps = step, steps
+        self._made = 0  # steps by this command
+        self._started = time.perf_counter()
+        self._facts = ""  # loss, learning rate and speed, as last logged
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=steps,
+            initial=step,
+            bar_format="{desc} |{bar}|",
+            dynamic_ncols=True,
+            leave=False,
+            disable=not self._terminal,
+        )
+
+    def plan(self, steps: int) -> None:
+        """Change the number of steps."""
+        self._steps = self._bar.total = steps
+
+    def advance(self) -> None:
+        """Count one more step."""
+        self._step += 1
+        self._made += 1
+        self._bar.set_description_str(self._line(), refresh=False)
+        self._bar.update()
+
+    def back_to(self, step: int) -> None:
+        """Return to an earlier step, to make those after it again."""
+        self._step = self._bar.n = step
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        """Show the metrics of this step; those of an evaluation get a line on a terminal too."""
+        if "train_loss" in metrics:
+            loss, lr = metrics["train_loss"], metrics["lr"]
+            self._facts = (
+                f"  loss {loss:.4f}  lr {lr:.1e}  {metrics['tokens_per_second']:,.0f} tok/s"
+            )
+            self._bar.set_description_str(self._line())
+            if not self._terminal:
+                say(self._line())
+        if "val_loss" in metrics:
+            loss, bits = metrics["val_loss"], metrics["val_bpb"]
+            say(f"{self._position()}  val {loss:.4f}  {bits:.3f} bits/byte")
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def _position(self) -> str:
+        steps = str(self._steps)
+        return f"step {self._step:{len(steps)}}/{steps} {self._step / self._steps:4.0%}"
+
+    def _line(self) -> str:
+        line = self._position() + self._facts
+        if self._made == 0 or self._step >= self._steps:
+            return line
+        per_step = (time.perf_counter() - self._started) / self._made
+        return f"{line}  {_duration(per_step * (self._steps - self._step))} left"
+
+
+def _duration(seconds: float) -> str:
+    """1:35, or 12h31m from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar over so many bytes on a terminal; if it took a second, a line with the speed.
+    """A bar over `total` bytes on a terminal; yields a function that counts more of them.
 
-    The block is given a function to be told how many more bytes are done.
+    Work that took over a second ends with a line that states its speed.
     """
     started = time.perf_counter()
-    terminal = sys.stderr.isatty()
     done = 0
     with tqdm(
-        desc=what, total=total, unit="B", unit_scale=True, disable=not terminal, leave=False
+        desc=what,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        disable=not sys.stderr.isatty(),
+        leave=False,
     ) as bar:
 
-        def advance(more: int) -> None:
+        def advance(count: int) -> None:
             nonlocal done
-            done += more
-            bar.update(more)
+            done += count
+            bar.update(count)
 
         yield advance
     seconds = time.perf_counter() - started
@@ -70,7 +146,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
 
 @contextmanager
 def counted(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """A bar over so many things, some of them done; the block tells it how many more are."""
-    terminal = sys.stderr.isatty()
-    with tqdm(total=total, initial=done, unit=unit, disable=not terminal) as bar:
+    """A bar over `total` things, `done` of them already; yields a function that counts more."""
+    with tqdm(total=total, initial=done, unit=unit, disable=not sys.stderr.isatty()) as bar:
         yield bar.update

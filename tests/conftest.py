@@ -56,7 +56,7 @@ def tiny(**sections: dict[str, Any]) -> Config:
 def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
     """Decide and train, as the command does."""
     run = RunDirectory(out)
-    existing = run.config() if run.begun else None
+    existing = run.config() if run.exists else None
     trainer.train(decide(config, existing, cache, started), out)
 
 

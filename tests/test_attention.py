@@ -7,14 +7,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gptmini.config.settings import AttentionConfig, ModelConfig
-from gptmini.errors import MachineError
-from gptmini.model import masks, mechanisms
+from gptmini.errors import ConfigError, MachineError
+from gptmini.model import mechanisms
 from gptmini.model.attention import (
     Attention,
     KVCache,
     LayerCache,
     attend,
     choose_backend,
+    cross_mask,
+    left_padding,
+    visible,
 )
 from gptmini.model.layers import Rotary
 
@@ -54,14 +57,14 @@ SHAPES = [  # H, G, T, S, K, size of a value
 def test_attend_is_the_definition(H, G, T, S, K, V, causal, backend):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, H, T, K), torch.randn(2, G, S, K), torch.randn(2, G, S, V)
-    mask = masks.visible(torch.arange(S - T, S), torch.arange(S))
+    mask = visible(torch.arange(S - T, S), torch.arange(S))
     mask = mask if causal else torch.ones_like(mask)
     found = attend(q, k, v, mask, backend=backend)
     torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("G", [1, 2, 4])
-def test_both_routes_have_the_same_gradients(G):
+def test_eager_and_fused_attention_have_the_same_gradients(G):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, G, 7, 8), torch.randn(2, G, 7, 8)
     both = []
@@ -73,7 +76,7 @@ def test_both_routes_have_the_same_gradients(G):
         torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-4)
 
 
-def test_bfloat16_training_takes_the_plain_route_and_agrees():
+def test_bfloat16_training_on_a_cpu_is_eager_and_agrees_with_float32():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
     exact = attend(q, k, v)
@@ -84,7 +87,7 @@ def test_bfloat16_training_takes_the_plain_route_and_agrees():
     torch.testing.assert_close(low.float(), exact, atol=0.03, rtol=0.03)
 
 
-def test_dropout_scales_what_it_keeps_and_is_seeded():
+def test_dropout_keeps_the_mean_and_depends_on_the_seed():
     q, k, v = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8), torch.ones(1, 2, 64, 8)
     torch.manual_seed(3)
     first = attend(q, k, v, dropout=0.5)
@@ -94,7 +97,7 @@ def test_dropout_scales_what_it_keeps_and_is_seeded():
     assert first.std() > 0.05
 
 
-# -- golden figures: printed to four digits by an independent implementation of the formulas -------
+# -- golden values: printed to four digits by an independent implementation of the formulas --------
 
 INPUTS = torch.tensor(
     [
@@ -112,7 +115,7 @@ def close(found: Tensor, expected: list[list[float]]) -> None:
     torch.testing.assert_close(found, torch.tensor(expected), atol=6e-5, rtol=0)
 
 
-def test_golden_self_attention_whose_values_have_their_own_size():
+def test_golden_self_attention_with_values_of_another_size():
     words = sorted("Life is short eat dessert first".split())
     ids = torch.tensor([words.index(w) for w in "Life is short eat dessert first".split()])
     assert ids.tolist() == [0, 4, 5, 2, 1, 3]
@@ -146,7 +149,7 @@ def test_golden_causal_attention_through_the_module():
     torch.manual_seed(123)
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(module, name).load_state_dict(nn.Linear(3, 2, bias=False).state_dict())
-    # an output projection that passes the two numbers of the head on
+    # an output projection that copies the head's two numbers
     module.o_proj.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     close(
         module(INPUTS[None])[0, :, :2].detach(),
@@ -195,7 +198,7 @@ def test_gqa_has_mha_and_mqa_at_its_ends(variant, kv_heads):
     assert torch.equal(grouped(x), plain(x))
 
 
-def test_cache_sizes_are_as_the_kv_heads():
+def test_the_cache_grows_with_the_number_of_kv_heads():
     sizes = [
         KVCache(config, 2, torch.device("cpu"), torch.float32).bytes
         for config in (config_of("mha"), config_of("gqa", 2), config_of("mqa"))
@@ -204,7 +207,7 @@ def test_cache_sizes_are_as_the_kv_heads():
     assert sizes == [2 * 3 * 2 * 16 * G * 8 * 4 for G in (4, 2, 1)]
 
 
-def test_the_cache_is_taken_once_and_read_in_place():
+def test_the_cache_is_allocated_once_and_read_in_place():
     layer = KVCache(config_of("gqa", 2), 1, torch.device("cpu"), torch.float32).layers[0]
     memory = layer.keys.data_ptr()
     first, second = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8)
@@ -225,7 +228,7 @@ TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (0.02, 0.05)}
 @pytest.mark.parametrize("window", [None, 1, 3, 99])
 @pytest.mark.parametrize("position", ["rope", "none"])
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
-def test_the_module_is_the_written_out_mechanism(variant, position, window, backend, dtype):
+def test_the_module_equals_the_written_out_mechanism(variant, position, window, backend, dtype):
     torch.manual_seed(0)
     config = ModelConfig.model_validate(
         {
@@ -247,8 +250,8 @@ def test_the_module_is_the_written_out_mechanism(variant, position, window, back
     rotation = Rotary(config)(torch.arange(9)) if position == "rope" else None
     x = torch.randn(2, 9, 32, requires_grad=True)
     q, k, v = module.heads(x, rotation)
-    visible = mechanisms.causal_mask(9) if window is None else mechanisms.window_mask(9, window)
-    rows = [mechanisms.grouped_query_attention(*row, visible) for row in zip(q, k, v, strict=True)]
+    mask = mechanisms.causal_mask(9) if window is None else mechanisms.window_mask(9, window)
+    rows = [mechanisms.grouped_query_attention(*row, mask) for row in zip(q, k, v, strict=True)]
     expected = module.o_proj(torch.stack(rows).transpose(1, 2).flatten(2))
     (gradient,) = torch.autograd.grad(expected.square().sum(), x)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -260,9 +263,9 @@ def test_the_module_is_the_written_out_mechanism(variant, position, window, back
     torch.testing.assert_close(found_gradient, gradient, atol=scale * atol * 5, rtol=rtol)
 
 
-def test_flash_says_when_there_is_no_kernel():
+def test_flash_fails_clearly_where_there_is_no_kernel():
     q, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 5)  # values of another size
-    with pytest.raises(MachineError, match=r"no flash kernel .*; take auto"):
+    with pytest.raises(MachineError, match=r"no flash kernel .*; use auto"):
         attend(q, q, v, backend="flash")
 
 
@@ -271,8 +274,8 @@ def test_flash_says_when_there_is_no_kernel():
     chunks=st.lists(st.integers(1, 6), min_size=1, max_size=9),
     seed=st.integers(0, 99),
 )
-def test_a_ring_holds_what_a_window_needs(size, chunks, seed):
-    """Whatever the chunks, the keys handed out are those of the last positions, and right."""
+def test_the_ring_buffer_holds_what_a_window_needs(size, chunks, seed):
+    """Whatever the chunks, `append` returns the newest positions with their own keys and values."""
     torch.manual_seed(seed)
     total = sum(chunks)
     k = torch.arange(float(total)).view(1, 1, total, 1)
@@ -287,3 +290,41 @@ def test_a_ring_holds_what_a_window_needs(size, chunks, seed):
         assert set(needed) <= set(positions.tolist())
         start += chunk
     assert cache.keys.shape[2] == size
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5])
+def test_masks_equal_the_written_out_ones(window):
+    positions = torch.arange(5)
+    expected = mechanisms.causal_mask(5) if window is None else mechanisms.window_mask(5, window)
+    assert torch.equal(visible(positions, positions, window), expected)
+    assert torch.equal(visible(positions[3:], positions, window), expected[3:])
+    shuffled = torch.tensor([2, 0, 4, 1, 3])
+    assert torch.equal(visible(positions, shuffled, window), expected[:, shuffled])
+
+
+def test_padding_on_the_left_is_visible_to_itself_only():
+    positions = torch.arange(4)
+    padding = left_padding([4, 2])
+    assert padding.tolist() == [0, 2]
+    full, padded = visible(positions, positions, None, padding)[:, 0]
+    assert torch.equal(full, mechanisms.causal_mask(4))
+    assert ["".join(".x"[int(cell)] for cell in row) for row in padded] == [
+        "x...",
+        ".x..",
+        "..x.",
+        "..xx",
+    ]
+
+
+def test_an_empty_row_cannot_be_padded():
+    with pytest.raises(ConfigError, match="row 1 is empty; give each at least 1 token"):
+        left_padding([3, 0])
+
+
+def test_cross_masks_equal_the_written_out_ones():
+    lengths = torch.tensor([3, 1])
+    found = cross_mask(lengths, 2, 4)
+    assert torch.equal(found[:, 0], mechanisms.cross_mask(lengths, 2, 4))

@@ -130,7 +130,7 @@ def test_a_conversion_that_was_cut_leaves_no_run_without_weights(trained, tmp_pa
     monkeypatch.setattr(RunDirectory, "write_config", full)
     with pytest.raises(OSError, match="no space"):
         pooling.convert(trained, half, None, out, tmp_path / "cache")
-    assert not RunDirectory(out).begun
+    assert not RunDirectory(out).exists
     monkeypatch.undo()
     pooling.convert(trained, half, None, out, tmp_path / "cache")
     assert load(out, "cpu", "float32", tmp_path / "cache").step == 0

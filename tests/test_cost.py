@@ -97,10 +97,10 @@ def test_operations_are_those_that_torch_counts(config):
 
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_keys_seen_are_those_of_the_mask(window, length):
-    from gptmini.model import masks
+    from gptmini.model.attention import visible
 
     places = torch.arange(length)
-    visible = masks.visible(places, places, window).sum().item()
+    seen = visible(places, places, window).sum().item()
     config = ModelConfig.model_validate(
         {"vocab_size": 7, "n_layer": 1, "attention": {"window": window}}
     )
@@ -109,7 +109,7 @@ def test_keys_seen_are_those_of_the_mask(window, length):
     gap = cost.forward_flops(config, length)["attention"]
     gap -= cost.forward_flops(whole, length)["attention"]
     heads = config.n_head * config.head_dim
-    assert gap * length == pytest.approx(4 * heads * (visible - length))
+    assert gap * length == pytest.approx(4 * heads * (seen - length))
 
 
 def test_training_takes_three_passes_and_checkpointing_four_of_the_blocks():

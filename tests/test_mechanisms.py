@@ -1,4 +1,4 @@
-"""The written-out mechanisms: golden figures, and the equalities between them."""
+"""The written-out mechanisms: golden values, and the equalities between them."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_golden_self_attention():
     )
 
 
-def test_golden_causal_attention_by_both_roads():
+def test_golden_causal_attention_both_ways():
     x = torch.tensor(
         [
             [0.43, 0.15, 0.89],
@@ -72,7 +72,7 @@ def test_golden_causal_attention_by_both_roads():
         )
 
 
-def test_without_weights_it_is_a_mean_by_likeness():
+def test_attention_without_weights_is_a_mean_by_similarity():
     x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     e = math.exp
     expected = [[e(1) / (e(1) + 1), 2 / (e(1) + 1)], [1 / (1 + e(4)), 2 * e(4) / (1 + e(4))]]
@@ -92,7 +92,7 @@ def test_masks_are_what_they_look_like():
     assert rows(m.cross_mask(lengths, 2, 4)[0]) == ["xxx.", "xxx."]
 
 
-def test_a_row_that_sees_nothing_is_zero_and_not_nan():
+def test_a_query_that_sees_nothing_gets_zero_and_not_nan():
     q, k, v = torch.randn(3, 4, 8)
     visible = m.causal_mask(4)
     visible[2] = False
@@ -110,7 +110,7 @@ def test_dropout_keeps_the_mean():
     assert torch.equal(m.drop(weights, 0.0), weights)
 
 
-def test_stacked_and_split_heads_are_the_same():
+def test_stacked_and_split_heads_are_equal():
     torch.manual_seed(0)
     T, D, H, K = 5, 12, 3, 4
     x, w_o = torch.randn(T, D), torch.randn(H * K, D)
@@ -125,7 +125,7 @@ SIZES = {"T": st.integers(1, 9), "G": st.integers(1, 3), "share": st.integers(1,
 
 
 @given(**SIZES, window=st.integers(1, 10), seed=st.integers(0, 99))
-def test_step_by_step_is_the_whole_sequence(T, G, share, window, seed):
+def test_attention_step_by_step_equals_the_whole_sequence(T, G, share, window, seed):
     torch.manual_seed(seed)
     q, k, v = torch.randn(G * share, T, 4), torch.randn(G, T, 4), torch.randn(G, T, 6)
     for limit, visible in ((None, m.causal_mask(T)), (window, m.window_mask(T, window))):
@@ -135,7 +135,7 @@ def test_step_by_step_is_the_whole_sequence(T, G, share, window, seed):
 
 
 @given(**SIZES, seed=st.integers(0, 99))
-def test_production_attention_is_the_written_out_one(T, G, share, seed):
+def test_production_attention_equals_the_written_out_one(T, G, share, seed):
     torch.manual_seed(seed)
     q, k, v = torch.randn(G * share, T, 4), torch.randn(G, T, 4), torch.randn(G, T, 4)
     expected = m.grouped_query_attention(q, k, v, m.causal_mask(T))

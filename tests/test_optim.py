@@ -89,8 +89,8 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
     assert ("head" in roles(adamw.param_groups[0]["params"], model)) == (not tied)
 
 
-def test_an_update_of_muon_turns_every_direction_alike():
-    """Whatever the gradient's singular values, those of the update are near one another."""
+def test_an_update_of_muon_is_equally_long_in_every_direction():
+    """Whatever the singular values of the gradient, those of the update are close to each other."""
     model = small()
     weight = model.blocks[0].mlp.up_proj.weight
     before = weight.detach().clone()
@@ -98,33 +98,34 @@ def test_an_update_of_muon_turns_every_direction_alike():
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * torch.logspace(0, 2, parameter.shape[-1])
     Optimizer(model, TrainConfig(lr=0.01, muon_lr=0.01, weight_decay=0.0)).step(0.01)
-    turned = torch.linalg.svdvals(before - weight) / (0.01 * 2)  # up_proj is 4 times as tall
-    assert turned.min() > 0.5
-    assert turned.max() < 1.5
+    # up_proj has 4 times as many rows as columns, and √4 = 2
+    values = torch.linalg.svdvals(before - weight) / (0.01 * 2)
+    assert values.min() > 0.5
+    assert values.max() < 1.5
 
 
-def test_muon_is_torchs():
+def test_muon_computes_what_torchs_does():
     """Several matrices of several shapes, over several steps, against torch's own."""
     torch.manual_seed(0)
     shapes = [(8, 8), (32, 8), (8, 32), (8, 8), (8, 32)]
     ours = [torch.randn(shape) for shape in shapes]
     theirs = [matrix.clone() for matrix in ours]
-    # torch's turns them in bfloat16 alone
+    # torch's works in bfloat16 only
     pair = (
         Muon(ours, 0.1, torch.bfloat16),
         torch.optim.Muon([nn.Parameter(m) for m in theirs], weight_decay=0.1),
     )
     theirs = pair[1].param_groups[0]["params"]
     for _ in range(4):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
         for optimizer in pair:
             optimizer.param_groups[0]["lr"] = 0.02
             optimizer.step()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other.detach(), atol=2e-3, rtol=0)
-        assert (one - other).abs().max() < 0.05 * 4 * 0.02 * 2
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other.detach(), atol=2e-3, rtol=0)
+        assert (mine - other).abs().max() < 0.05 * 4 * 0.02 * 2
 
 
 def step(model: GPT, optimizer: Optimizer) -> None:
@@ -133,7 +134,7 @@ def step(model: GPT, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_state_by_name_goes_on_to_the_same_bits(kind):
+def test_restoring_the_state_continues_with_the_same_bits(kind):
     torch.manual_seed(0)
     model, settings = small(), TrainConfig(optimizer=kind)
     optimizer = Optimizer(model, settings)

@@ -104,7 +104,7 @@ def train(
     from gptmini.train import trainer
 
     run_directory = RunDirectory(out)
-    existing = run_directory.config() if run_directory.begun else None
+    existing = run_directory.config() if run_directory.exists else None
     trainer.train(decide(settings, existing, cache, started), out)
     if no_sample:
         return

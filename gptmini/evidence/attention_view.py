@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gptmini.errors import ConfigError
-from gptmini.model import masks, mechanisms
-from gptmini.model.attention import Attention
+from gptmini.model import mechanisms
+from gptmini.model.attention import Attention, visible
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import Tokenizer
 
@@ -30,9 +30,9 @@ def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     def look(module: Attention, arguments: tuple[Any, ...]) -> None:
         q, k, _ = module.heads(*arguments[:2])
         positions = torch.arange(q.shape[2], device=q.device)
-        visible = masks.visible(positions, positions, module.window)
+        mask = visible(positions, positions, module.window)
         k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)
-        layers.append(mechanisms.attention_weights(q[0], k[0], visible))
+        layers.append(mechanisms.attention_weights(q[0], k[0], mask))
 
     hooks = [
         module.register_forward_pre_hook(look)
@@ -40,7 +40,7 @@ def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
         if isinstance(module, Attention)
     ]
     try:
-        model.eval()(torch.tensor([tokens], device=model.embed.weight.device))
+        model.eval()(torch.tensor([tokens], device=model.device))
     finally:
         for hook in hooks:
             hook.remove()
@@ -91,11 +91,11 @@ def named_mask(name: str, size: int) -> Tensor:
     kind, _, number = name.partition(":")
     positions = torch.arange(size)
     if name == "causal":
-        return masks.visible(positions, positions)
+        return visible(positions, positions)
     if number.isdecimal() and kind == "window" and int(number) > 0:
-        return masks.visible(positions, positions, int(number))
+        return visible(positions, positions, int(number))
     if number.isdecimal() and kind == "padding" and int(number) < size:
-        return masks.visible(positions, positions, None, torch.tensor([int(number)]))[0, 0]
+        return visible(positions, positions, None, torch.tensor([int(number)]))[0, 0]
     raise ConfigError(
         f"--mask {name}: no such mask; take causal, window:N with N from 1, or padding:N with N "
         f"below {size}"

@@ -112,9 +112,9 @@ def _as_chosen(config: Config, first: Config) -> Config:
 def _train(out: Path, config: Config, cache: Path, title: str) -> None:
     file, text = out.with_suffix(".yaml"), _yaml(config)
     run = RunDirectory(out)
-    if run.begun and file.exists() and file.read_bytes() != text:
+    if run.exists and file.exists() and file.read_bytes() != text:
         raise ConfigError(f"{file}: is of another comparison; name another directory with --out")
-    if run.begun and max(run.steps(), default=-1) >= run.config().train.steps:
+    if run.exists and max(run.steps(), default=-1) >= run.config().train.steps:
         say(f"{title}: is finished")
         return
     say(title)

@@ -52,7 +52,7 @@ def score(run: Run, text: str) -> Score:
     limit = run.config.model.context_length
     logprobs: list[float] = []
     ranks: list[int] = []
-    device = run.model.embed.weight.device
+    device = run.model.device
     while (done := len(logprobs)) < len(tokens):
         start = max(0, done - limit // 2) if done else 0
         window = whole[start : start + limit]

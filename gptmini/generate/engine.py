@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from gptmini.generate.texts import Text
-from gptmini.model import masks
-from gptmini.model.attention import KVCache
+from gptmini.model.attention import KVCache, left_padding
 from gptmini.model.gpt import GPT
 
 PREFILL = 512  # prompt tokens per forward pass, which bounds the memory of their scores
@@ -73,10 +72,10 @@ class TorchEngine:
         return [logits[self._texts.index(text)] for text in texts]
 
     def _prefill_all(self, texts: list[Text]) -> list[Tensor]:
-        device = self._model.embed.weight.device
+        device = self._model.device
         lengths = [len(text.context) for text in texts]
         self._texts = list(texts)
-        padding = masks.left_padding(lengths).to(device)  # (B,)
+        padding = left_padding(lengths).to(device)  # (B,)
         self._padding = padding if padding.any() else None
         if self._use_cache:
             self._cache = KVCache(self._model.config, len(texts), device, torch.float32, SPARE)
@@ -93,7 +92,7 @@ def prefill(
     padding: Tensor | None = None,
 ) -> Tensor:
     """Logits (B, wanted, V) of the last of tokens (B, T), in chunks if there is a cache."""
-    batch = torch.tensor(tokens, device=model.embed.weight.device)  # (B, T)
+    batch = torch.tensor(tokens, device=model.device)  # (B, T)
     chunks = batch.split(PREFILL, dim=1) if cache else [batch]
     # A chunk may be shorter than `wanted`, so the ends of all chunks are kept.
     hidden = torch.cat([model.hidden(chunk, cache, padding)[:, -wanted:] for chunk in chunks], 1)

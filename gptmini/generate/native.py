@@ -309,7 +309,7 @@ def open_engine(
     model: GPT, weights: str, n_texts: int, cache: Path, use_cache: bool = True
 ) -> Engine:
     """The fastest engine on this machine for up to `n_texts` texts at a time."""
-    if use_cache and model.embed.weight.device.type == "cpu":
+    if use_cache and model.device.type == "cpu":
         library = build(cache)
         if library is not None:
             return NativeEngine(library, model, weights, n_texts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, SampleConfig
-from gptmini.console import say
+from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
 from gptmini.generate import native
@@ -98,7 +98,7 @@ class Run:
             tokens, first = self._tokens(prompt, special)
             check_overflow(len(tokens), sample, limit)
             if len(tokens) > limit:
-                say(f"warning: prompt: {len(tokens):,} tokens; the model sees the last {limit:,}")
+                warn(f"prompt: {len(tokens):,} tokens; the model sees the last {limit:,}")
             texts.append(Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first))
         engine = self.engine(len(texts), use_cache)
         guesser = self._guesser(guess, len(texts), sample)
@@ -197,7 +197,7 @@ def load(
     """
     if weights not in native.PRECISIONS:
         raise ConfigError(f"weights {weights}: not supported; choose float32, bfloat16 or int8")
-    directory = RunDirectory(Path(path), say)
+    directory = RunDirectory(Path(path))
     config, tokenizer = directory.config(), directory.tokenizer()
     checkpoint = directory.best()
     if checkpoint.state["tokenizer"] != tokenizer.fingerprint:

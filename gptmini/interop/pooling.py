@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.console import say
 from gptmini.errors import ConfigError, DataError
 from gptmini.generate.run import Run
 from gptmini.plan.decide import decide
@@ -32,8 +31,8 @@ def convert(
     It is to be trained as the other was, at half the rates, for a tenth of the steps by default.
     ConfigError if the heads cannot be pooled so or `out` is taken, DataError for another text.
     """
-    directory = RunDirectory(out, say)
-    if directory.begun:
+    directory = RunDirectory(out)
+    if directory.exists:
         raise ConfigError(f"--out {out}: holds a run already; name another directory")
     config = _changed(run.config, attention, steps)
     ours, theirs = run.config.model.n_kv_head, config.model.n_kv_head
@@ -52,7 +51,7 @@ def convert(
     with directory.lock():
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
         save(training)  # a run without a checkpoint would begin anew
-        directory.begin(training.config, corpus.tokenizer)
+        directory.create(training.config, corpus.tokenizer)
     return training.config
 
 

@@ -1,1 +1,5 @@
-"""To be written."""
+"""The GPT in plain PyTorch: tokens (B, T) in, logits (B, T, V) out, and its optimizers.
+
+Read gpt.py, attention.py, layers.py, then optim.py; mechanisms.py derives attention step by step.
+This room knows no files, devices, environment or printing.
+"""

@@ -1,4 +1,4 @@
-"""The model: embedding, a stack of blocks, a head. Tokens (B, T) -> logits (B, T, V).
+"""The model: embeddings, a stack of blocks, a head. Tokens (B, T) -> logits (B, T, V).
 
 Letters: B batch, T positions, D width, V vocabulary, L layers.
 """
@@ -11,16 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention, KVCache, LayerCache
-from gptmini.model.layers import (
-    MLP,
-    Dropout,
-    Rotary,
-    norm,
-)
+from gptmini.model.layers import MLP, Dropout, Rotary, norm
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward, each normed before and added after (pre-norm residual)."""
+    """Attention, then feed-forward, each normed first and added to the residual stream x."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -35,20 +30,20 @@ class Block(nn.Module):
         cache: LayerCache | None,
         padding: Tensor | None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """(B, T, D) -> (B, T, D); the arguments are those of `Attention.forward`."""
         x = x + self.dropout(self.attn(self.attn_norm(x), rotation, cache, padding))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer; ConfigError if the configuration names no vocab_size."""
+    """A decoder-only transformer; ConfigError if the configuration lacks vocab_size."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
         self.config = config
-        self.gradient_checkpointing = False  # recompute blocks in the backward pass
+        self.gradient_checkpointing = False  # recompute each block in backward
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         learned = config.position == "learned"
         self.positions = nn.Embedding(config.context_length, config.d_model) if learned else None
@@ -62,73 +57,73 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.embed.weight.device
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
     ) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V); see `hidden`."""
+        """Tokens (B, T) -> logits (B, T, V); the arguments are those of `hidden`."""
         return self.logits(self.hidden(tokens, cache, padding))
 
     def hidden(
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
     ) -> Tensor:
-        """Tokens (B, T) -> normed output of the last block (B, T, D).
+        """Tokens (B, T) -> the normed output of the last block (B, T, D).
 
-        With a cache the tokens follow those it holds. `padding` (B,) counts the tokens on the left
-        of each row that are none (`masks.left_padding`): every row is as it would be alone.
+        With a cache, the tokens continue those already in it. `padding` (B,), as from
+        `left_padding`, is the number of padding tokens at the left of each row; every row gets the
+        values it would get alone.
         """
         start = cache.length if cache else 0
         end = start + tokens.shape[1]
         if end > self.config.context_length:
             raise ValueError(f"{end} positions in a context of {self.config.context_length}")
-        positions = torch.arange(start, end, device=tokens.device)
-        if padding is not None:
-            positions = (positions - padding[:, None]).clamp(min=0)
-        x = self.embed(tokens)
+        positions = torch.arange(start, end, device=tokens.device)  # (T,)
+        if padding is not None:  # the first real token of every row is at position 0
+            positions = (positions - padding[:, None]).clamp(min=0)  # (B, T)
+        x = self.embed(tokens)  # (B, T, D)
         if self.positions is not None:
             x = x + self.positions(positions)
         x = self.dropout(x)
         rotation = self.rotary(positions) if self.rotary is not None else None
         for layer, block in enumerate(self.blocks):
-            memory = cache.layers[layer] if cache else None
+            layer_cache = cache.layers[layer] if cache else None
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, rotation, memory, padding, use_reentrant=False)
+                x = checkpoint(block, x, rotation, layer_cache, padding, use_reentrant=False)
             else:
-                x = block(x, rotation, memory, padding)
+                x = block(x, rotation, layer_cache, padding)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V), through the head or, if tied, the embedding table."""
+        """(..., D) -> (..., V), by the head or, if tied, the embedding table."""
         return F.linear(hidden, (self.head or self.embed).weight)
 
 
 def loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats per token, in float32."""
-    logits = model(tokens).float()
+    """Mean cross-entropy of targets (B, T) in nats per token, in float32."""
+    logits = model(tokens).float()  # (B, T, V)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
 def initialise(model: GPT) -> None:
-    """Draw the weights, as GPT-2 does (Radford et al. 2019).
+    """Draw the weights as GPT-2 does (Radford et al. 2019).
 
-    | role                                   | distribution                       |
-    |----------------------------------------|------------------------------------|
-    | embeddings, positions, head            | normal, std 0.02                   |
-    | projections out of the residual stream | normal, std 0.02                   |
-    | o_proj, down_proj, back into it        | normal, std 0.02 / √(2 L)          |
-    | biases                                 | 0                                  |
-    | norm weights                           | 1                                  |
+    | role                                            | distribution              |
+    |-------------------------------------------------|---------------------------|
+    | embeddings, positions, head                     | normal, std 0.02          |
+    | projections that read the residual stream       | normal, std 0.02          |
+    | o_proj and down_proj, which add to it           | normal, std 0.02 / √(2 L) |
+    | biases                                          | 0                         |
+    | norm weights                                    | 1                         |
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    into_stream = 0.02 / (2 * model.config.n_layer) ** 0.5
+    residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
     for block in model.blocks:
         assert isinstance(block, Block)
-        nn.init.normal_(block.attn.o_proj.weight, std=into_stream)
-        nn.init.normal_(block.mlp.down_proj.weight, std=into_stream)
+        nn.init.normal_(block.attn.o_proj.weight, std=residual_std)
+        nn.init.normal_(block.mlp.down_proj.weight, std=residual_std)

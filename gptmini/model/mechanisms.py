@@ -1,7 +1,7 @@
 """Attention written out, one mechanism after another: a page to read, and the tests' oracle.
 
-Nothing here is fast and the model does not use it. Each function is the definition in plain
-tensor code, so that the one production attention in `attention.py` has something to be equal to.
+Nothing here is fast, and the model uses none of it. Each function is a definition in plain tensor
+code, and tests check that the production attention in `attention.py` computes the same.
 
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size, V value size.
 """
@@ -11,20 +11,20 @@ import math
 import torch
 from torch import Tensor
 
-# -- from words that look at each other to queries, keys and values --------------------------------
+# -- from averaging similar words to queries, keys and values --------------------------------------
 
 
 def self_attention_without_weights(x: Tensor) -> Tensor:
-    """softmax(x xᵀ) x, (T, D) -> (T, D): each word is a mean of all, by how alike they are."""
-    scores = x @ x.T
+    """softmax(x xᵀ) x, (T, D) -> (T, D): each word becomes a mean of all, by similarity."""
+    scores = x @ x.T  # (T, T)
     return scores.softmax(dim=-1) @ x
 
 
 def self_attention(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
-    """Queries, keys and values are learnt views of x (T, D): w_q, w_k (D, K), w_v (D, V) -> (T, V).
+    """Learned projections of x (T, D): w_q and w_k (D, K), w_v (D, V) -> (T, V).
 
-    What is asked, what answers to it and what is passed on need not be the same; V may differ
-    from K.
+    A word can now look for one thing (query), be found by another (key) and pass on a third
+    (value). V may differ from K.
     """
     return scaled_dot_product_attention(x @ w_q, x @ w_k, x @ w_v)
 
@@ -39,17 +39,17 @@ def scaled_dot_product_attention(
 def attention_weights(q: Tensor, k: Tensor, visible: Tensor | None = None) -> Tensor:
     """The weights (..., T, S) of q (..., T, K) on k (..., S, K) (Vaswani et al. 2017).
 
-    √K keeps the scores of long vectors from saturating the softmax. Where `visible` is false the
-    score is -∞, so the weight is 0; a row that sees nothing gets weights of 0, not NaN.
+    Dividing by √K keeps long vectors from saturating the softmax. Where `visible` is false the
+    score is -∞ and the weight 0. A query that sees no key gets weights of 0, not NaN.
     """
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (..., T, S)
     if visible is None:
         return scores.softmax(dim=-1)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
 
 
-# -- masks: true is visible ------------------------------------------------------------------------
+# -- masks: true means visible ---------------------------------------------------------------------
 
 
 def causal_mask(T: int) -> Tensor:
@@ -64,32 +64,32 @@ def window_mask(T: int, window: int) -> Tensor:
 
 
 def padding_mask(lengths: Tensor, S: int) -> Tensor:
-    """(B, 1, S) for rows of lengths (B,) padded on the right: nobody sees the padding."""
+    """(B, 1, S) for rows of lengths (B,), padded on the right: no query sees padding."""
     return (torch.arange(S) < lengths[:, None])[:, None, :]
 
 
 def causal_padding_mask(lengths: Tensor, T: int) -> Tensor:
-    """(B, T, T): causal and padding."""
+    """(B, T, T): both causal and padding."""
     return causal_mask(T) & padding_mask(lengths, T)
 
 
 def cross_mask(lengths: Tensor, T: int, S: int) -> Tensor:
-    """(B, T, S): T queries of one sequence on another of S positions and lengths (B,)."""
+    """(B, T, S): T queries on S keys of another sequence with rows of lengths (B,)."""
     return padding_mask(lengths, S).expand(-1, T, S)
 
 
 def causal_attention_by_renormalising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The other road to causal attention (T, V): zero the future's weights, divide by what is left.
+    """Another way to causal attention (T, V): zero the weights of the future, then renormalise.
 
-    Equal to -∞ before the softmax, because a softmax without some terms is the others over their
-    sum.
+    The result equals masking with -∞, because a softmax over fewer terms is the same exponentials
+    divided by their smaller sum.
     """
-    weights = attention_weights(q, k) * causal_mask(len(q))
+    weights = attention_weights(q, k) * causal_mask(len(q))  # (T, T)
     return weights / weights.sum(dim=-1, keepdim=True) @ v
 
 
 def drop(weights: Tensor, p: float) -> Tensor:
-    """Dropout on the weights: each is lost with probability p, those kept grow by 1 / (1 - p)."""
+    """Zero each weight with probability p and scale the others by 1 / (1 - p)."""
     kept = torch.rand_like(weights) >= p
     return weights * kept / (1 - p)
 
@@ -98,54 +98,54 @@ def drop(weights: Tensor, p: float) -> Tensor:
 
 
 def multi_head_by_stacking(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor) -> Tensor:
-    """Causal heads side by side: x (T, D), w_q, w_k, w_v (H, D, K), w_o (H·K, D) -> (T, D)."""
+    """Causal heads side by side: x (T, D); w_q, w_k, w_v (H, D, K); w_o (H·K, D) -> (T, D)."""
     visible = causal_mask(len(x))
     heads = [
         scaled_dot_product_attention(x @ q, x @ k, x @ v, visible)
         for q, k, v in zip(w_q, w_k, w_v, strict=True)
-    ]
+    ]  # H times (T, K)
     return torch.cat(heads, dim=-1) @ w_o
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(T, H·K) -> (H, T, K): head h holds the h-th span of every row."""
+    """(T, H·K) -> (H, T, K): head h gets the h-th slice of every row."""
     return x.view(len(x), heads, -1).transpose(0, 1)
 
 
 def multi_head_by_splitting(
     x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor, n_head: int
 ) -> Tensor:
-    """One wide projection cut into heads: w_q, w_k, w_v (D, H·K) -> (T, D).
+    """One wide projection split into heads: w_q, w_k, w_v (D, H·K) -> (T, D).
 
-    The same as stacking the heads whose weights are the spans of the wide ones.
+    Equals stacking heads whose weights are slices of the wide ones.
     """
-    q, k, v = (split_heads(x @ w, n_head) for w in (w_q, w_k, w_v))
-    mixed = scaled_dot_product_attention(q, k, v, causal_mask(len(x)))
+    q, k, v = (split_heads(x @ w, n_head) for w in (w_q, w_k, w_v))  # (H, T, K)
+    mixed = scaled_dot_product_attention(q, k, v, causal_mask(len(x)))  # (H, T, K)
     return mixed.transpose(0, 1).reshape(len(x), -1) @ w_o
 
 
 def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """q (H, T, K) on k (G, S, K) and v (G, S, V) -> (H, T, V); query head h reads h // (H / G).
 
-    G = H is multi-head attention, G = 1 multi-query (Shazeer 2019), between them grouped-query
-    attention (Ainslie et al. 2023).
+    G = H is multi-head attention, G = 1 is multi-query (Shazeer 2019), anything between is
+    grouped-query attention (Ainslie et al. 2023).
     """
-    share = len(q) // len(k)
+    group = len(q) // len(k)  # query heads per KV head
     heads = [
-        scaled_dot_product_attention(q[h], k[h // share], v[h // share], visible)
+        scaled_dot_product_attention(q[h], k[h // group], v[h // group], visible)
         for h in range(len(q))
-    ]
+    ]  # H times (T, V)
     return torch.stack(heads)
 
 
-# -- one token after another -----------------------------------------------------------------------
+# -- one token at a time ---------------------------------------------------------------------------
 
 
 def stepwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Grouped causal attention with a cache: position t appends its key and value, then looks back.
+    """Grouped causal attention with a KV cache: step t appends its key and value, then looks back.
 
-    q (H, T, K), k (G, T, K), v (G, T, V) -> (H, T, V), equal to the whole sequence under its mask.
-    A window of w positions needs no more than the last w keys and values.
+    q (H, T, K), k (G, T, K), v (G, T, V) -> (H, T, V), equal to masked attention over the whole
+    sequence. With a window, the cache keeps the last `window` keys and values.
     """
     keys, values, steps = k[:, :0], v[:, :0], []
     for t in range(q.shape[1]):

@@ -1,4 +1,7 @@
-"""Learning rates as functions of the step, and the optimizers by the role of each parameter."""
+"""Learning rates as functions of the step, and an optimizer for each role of parameter.
+
+Letters: N matrices, R rows, C columns.
+"""
 
 import math
 from typing import Any
@@ -11,30 +14,30 @@ from gptmini.model.gpt import GPT
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of a step: a linear rise, a plateau at lr, a cool-down towards min_lr."""
+    """Linear warmup, a plateau at lr, then a cool-down towards min_lr."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     cooldown = cooldown_steps(config)
-    left = config.steps - step
-    if left > cooldown:
+    remaining = config.steps - step
+    if remaining > cooldown:
         return config.lr
-    share = left / cooldown
+    share = remaining / cooldown
     if config.schedule == "cosine":
         share = 0.5 - 0.5 * math.cos(math.pi * share)
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
 def cooldown_steps(config: TrainConfig) -> int:
-    """How many steps at the end make the cool-down."""
+    """The number of steps, at the end of training, that form the cool-down."""
     return min(round(config.cooldown * config.steps), config.steps - config.warmup_steps)
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, so that no direction of a matrix is learnt faster than another.
+    """Orthogonalised momentum: no direction of a matrix learns faster than another.
 
-    As torch.optim.Muon (Jordan et al. 2024), but matrices of one shape are turned at once, which
-    takes half the time for small ones (24 matrices of width 256: 15 ms for 30 on two cores), and in
-    `dtype`, since not every processor is fast at bfloat16.
+    As torch.optim.Muon (Jordan et al. 2024), except that matrices of one shape are orthogonalised
+    in one batch, in half the time for small ones (24 matrices of width 256: 15 ms for 30 on two
+    cores), and in `dtype`, because not every processor is fast at bfloat16.
     """
 
     def __init__(self, matrices: list[Tensor], weight_decay: float, dtype: torch.dtype) -> None:
@@ -43,55 +46,58 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the matrices by their gradients."""
         for group in self.param_groups:
-            alike: dict[tuple[int, int], list[Tensor]] = {}
+            by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a matrix and its transpose alike
             for matrix in group["params"]:
-                alike.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
-            for matrices in alike.values():
-                turned = orthogonal(torch.stack([self._momentum(m, group) for m in matrices]))
-                for matrix, update in zip(matrices, turned, strict=True):
+                by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
+            for matrices in by_shape.values():
+                momenta = torch.stack([self._momentum(m, group) for m in matrices])  # (N, R, C)
+                orthogonalised = orthogonal(momenta)  # (N, R, C)
+                for matrix, wide in zip(matrices, orthogonalised, strict=True):
                     rows, columns = matrix.shape
+                    update = wide.T if rows > columns else wide  # (rows, columns)
+                    # An orthogonal matrix keeps the length of its input. If that is spread over
+                    # more outputs, each changes by √(columns/rows) as much: scale makes up for it.
+                    scale = max(1, rows / columns) ** 0.5
                     matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                    matrix.add_(
-                        update.T if rows > columns else update,
-                        alpha=-group["lr"] * max(1, rows / columns) ** 0.5,
-                    )
+                    matrix.add_(update, alpha=-group["lr"] * scale)
 
     def _momentum(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """The gradient led on by the mean of those before (Nesterov), wider than it is tall."""
+        """The Nesterov momentum (R, C) of a matrix, transposed if needed so that R <= C."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
             state["momentum"] = torch.zeros_like(matrix)
         mean = state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
-        led = matrix.grad.lerp(mean, group["momentum"]).to(self.dtype)
-        return led.T if led.shape[0] > led.shape[1] else led
+        # Nesterov looks one step ahead: the mean counts the current gradient a second time.
+        update = matrix.grad.lerp(mean, group["momentum"]).to(self.dtype)
+        # R <= C makes the iteration's Gram matrix, (R, R), the smaller one.
+        return update.T if update.shape[0] > update.shape[1] else update
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
     """Matrices (N, R, C), R <= C, with all singular values brought near 1.
 
-    Five steps of a Newton-Schulz iteration whose coefficients grow small values fastest; they end
-    between 0.7 and 1.2, not at 1 (Jordan et al. 2024).
+    Five steps of a Newton-Schulz iteration whose coefficients make small values grow fastest; they
+    end between 0.7 and 1.2 instead of at 1 (Jordan et al. 2024).
     """
-    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values <= 1
     for _ in range(5):
-        gram = torch.bmm(x, x.mT)
+        gram = torch.bmm(x, x.mT)  # (N, R, R)
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x
 
 
-# What each optimizer keeps for a parameter.
-QUANTITIES = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+# The tensors that each optimizer keeps per parameter.
+STATE_KEYS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
 
 
 class Optimizer:
-    """What turns gradients into updates: AdamW, or Muon for the matrices in the blocks beside it.
+    """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
-    AdamW (Loshchilov and Hutter 2019) is for embeddings, norms, biases and the head. Only matrices
-    of linear layers decay. `dtype` is that of matrix products.
+    AdamW (Loshchilov and Hutter 2019) always has embeddings, norms, biases and the head. Only the
+    weight matrices of linear layers decay. `dtype` is the one Muon orthogonalises in.
     """
 
     def __init__(self, model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> None:
@@ -99,8 +105,9 @@ class Optimizer:
             parameter: name for name, parameter in model.named_parameters()
         }
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-        turned = linear & set(model.blocks.parameters()) if config.optimizer == "muon" else set()
-        decaying = [p for p in self.names if p in linear - turned]
+        in_blocks = linear & set(model.blocks.parameters())
+        by_muon = in_blocks if config.optimizer == "muon" else set()
+        decaying = [p for p in self.names if p in linear - by_muon]
         constant = [p for p in self.names if p not in linear]
         groups = [
             {"params": decaying, "weight_decay": config.weight_decay},
@@ -110,54 +117,50 @@ class Optimizer:
         adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], betas=(beta1, beta2), fused=True
         )
+        # Each with its learning rate as a multiple of AdamW's.
         self.parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
-        if turned:
-            matrices = [p for p in self.names if p in turned]
+        if by_muon:
+            matrices = [p for p in self.names if p in by_muon]
             muon = Muon(matrices, config.weight_decay, dtype)
             self.parts.append((muon, config.muon_lr / config.lr))
 
-    def step(self, rate: float) -> None:
-        """Update the weights at a rate of AdamW, Muon's in proportion, and clear the gradients."""
-        for part, scale in self.parts:
+    def step(self, lr: float) -> None:
+        """Update the weights and clear the gradients; `lr` is AdamW's, Muon's is proportional."""
+        for part, ratio in self.parts:
             for group in part.param_groups:
-                group["lr"] = rate * scale
+                group["lr"] = lr * ratio
             part.step()
             part.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors as `parameter/quantity`: torch's own positions can be mixed up."""
+        """All state as `parameter/key`. Names survive a change of order, torch's indices do not."""
         return {
-            f"{self.names[parameter]}/{quantity}": value
+            f"{self.names[parameter]}/{key}": tensor
             for part, _ in self.parts
-            for parameter, quantities in part.state.items()
-            for quantity, value in quantities.items()
+            for parameter, tensors in part.state.items()
+            for key, tensor in tensors.items()
         }
 
     def state_like(self) -> dict[str, Tensor]:
-        """Tensors of the names and shapes that `state` gives once an update was made."""
+        """Tensors with the names and shapes that `state` has after the first update."""
         return {
-            f"{self.names[parameter]}/{quantity}": torch.zeros(())
-            if quantity == "step"
-            else parameter
+            f"{self.names[parameter]}/{key}": torch.zeros(()) if key == "step" else parameter
             for part, _ in self.parts
             for parameter in _parameters(part)
-            for quantity in QUANTITIES[type(part)]
+            for key in STATE_KEYS[type(part)]
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state` gave."""
+        """Load what `state` rewide. torch's own format wants parameters by index."""
         for part, _ in self.parts:
+            keys = STATE_KEYS[type(part)]
             state = {
-                position: {
-                    quantity: tensors[f"{self.names[parameter]}/{quantity}"]
-                    for quantity in QUANTITIES[type(part)]
-                }
-                for position, parameter in enumerate(_parameters(part))
+                index: {key: tensors[f"{self.names[parameter]}/{key}"] for key in keys}
+                for index, parameter in enumerate(_parameters(part))
             }
             groups = part.state_dict()["param_groups"]
             part.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _parameters(part: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters of one of torch's optimizers, in its order."""
-    return [parameter for group in part.param_groups for parameter in group["params"]]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

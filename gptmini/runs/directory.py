@@ -1,15 +1,15 @@
-"""A run directory: everything a run is, and checkpoints that are whole or not there.
+"""A run directory: everything about one run, with checkpoints that are complete or absent.
 
     config.yaml        every setting
     tokenizer.json     all that encoding needs
-    metrics.jsonl      one object a line
-    best.json          the step and the loss of the best evaluation
+    metrics.jsonl      one JSON object per line
+    best.json          step and loss of the best evaluation
     checkpoints/step-00000500/
         model.safetensors  optimizer.safetensors  state.json
         manifest.json      size and SHA-256 of the three, written last
 
-A checkpoint is written into a directory of another name, synced and renamed. Nothing in it is used
-before its bytes agree with the manifest, and no file can run code.
+A checkpoint is written under a temporary name, synced, then renamed. Nothing in it is used before
+its bytes match the manifest, and no file can run code.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,12 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from gptmini.config import load
 from gptmini import files
-from gptmini.text import tokenizer
-from gptmini.config import yamlfile
+from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
+from gptmini.console import warn
 from gptmini.errors import CheckpointError, MachineError
+from gptmini.text import tokenizer
 from gptmini.text.tokenizer import Tokenizer
 
 FORMAT = 3
@@ -44,7 +44,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Checkpoint:
-    """One moment of a run; `state` is JSON data with the step, the best evaluation and the like."""
+    """A run after one of its steps; `state` is JSON data: step, best evaluation, counters."""
 
     state: dict[str, Any]
     model: Tensors
@@ -52,51 +52,48 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Updates made."""
         return int(self.state["step"])
 
 
 class RunDirectory:
-    """The files of one run. `warn` is told what is damaged and passed over."""
+    """The files of one run."""
 
-    def __init__(self, path: Path, warn: Callable[[str], None] = lambda line: None) -> None:
-        self.path, self.warn = path, warn
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
         self.tokenizer_file = path / "tokenizer.json"
 
     @property
-    def begun(self) -> bool:
-        """Whether a run lives here; its configuration is the first thing that is lasting."""
+    def exists(self) -> bool:
+        """Whether there is a run here: its configuration is the last file that `create` writes."""
         return self.config_file.exists()
 
-    def begin(self, config: Config, text_tokenizer: Tokenizer) -> None:
-        """Write down what stays the same through the run."""
+    def create(self, config: Config, text_tokenizer: Tokenizer) -> None:
+        """Write the files that stay the same throughout the run."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         files.sync_directory(self.path.parent)
         files.replace(self.tokenizer_file, text_tokenizer.to_json().encode())
         self.write_config(config)
 
     def write_config(self, config: Config) -> None:
-        """Write every setting."""
         files.replace(self.config_file, yamlfile.dump(config.model_dump()).encode())
 
     def config(self) -> Config:
-        """The settings of the run; CheckpointError where there is none."""
-        if not self.begun:
-            raise CheckpointError(f"{self.path}: no run here; make one with gptmini train")
+        """The run's configuration; CheckpointError if there is no run."""
+        if not self.exists:
+            raise CheckpointError(f"{self.path}: no run here; create one with gptmini train")
         data, lines = yamlfile.read_file(self.config_file)
         origins = {key: f"{self.config_file}:{line}" for key, line in lines.items()}
         return load.validate(data, origins)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run."""
         return tokenizer.read(self.tokenizer_file)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer; MachineError if another process is. A dead process holds no lock."""
+        """Be the only writer, else MachineError. The lock of a process ends when it does."""
         try:
             import fcntl  # noqa: PLC0415 - not on Windows
         except ImportError:
@@ -110,10 +107,10 @@ class RunDirectory:
                 file.seek(0)
                 raise MachineError(
                     f"{self.path}: {file.read(200).strip() or 'another process'} is training this "
-                    f"run; wait for it, or name another directory with --out"
+                    f"run; wait for it, or choose another directory with --out"
                 ) from None
             except OSError:
-                pass  # a file system without locks
+                pass  # this file system has no locks
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
@@ -122,18 +119,18 @@ class RunDirectory:
     # -- saving ------------------------------------------------------------------------------------
 
     def check_space(self, needed: int) -> None:
-        """MachineError if the disk has not so many bytes for a checkpoint."""
+        """MachineError if a checkpoint of `needed` bytes does not fit on the disk."""
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise MachineError(
                 f"{self.path}: a checkpoint needs {needed:,} bytes, {free:,} are free; make room, "
-                f"or name another directory with --out"
+                f"or choose another directory with --out"
             )
 
     def save(self, checkpoint: Checkpoint, keep: int = 2) -> None:
-        """Write a checkpoint and let go of all but the newest whole ones, so many, and the best.
+        """Write a checkpoint, then delete all but the best and the newest `keep` intact ones.
 
-        MachineError if it cannot be written; those that are there stay whole.
+        MachineError if it cannot be written; existing checkpoints stay intact.
         """
         contents = {
             "model.safetensors": safetensors.torch.save(checkpoint.model),
@@ -154,50 +151,41 @@ class RunDirectory:
             needed = sum(map(len, contents.values()))
             free = shutil.disk_usage(self.path).free if self.path.exists() else 0
             raise MachineError(
-                f"{self.checkpoints}: step {checkpoint.step} could not be saved "
-                f"({(error.strerror or str(error)).lower()}); it needs {needed:,} bytes, {free:,} "
-                f"are free; the same command goes on from the checkpoint before"
+                f"{self.checkpoints}: could not save step {checkpoint.step} "
+                f"({(error.strerror or str(error)).lower()}): {needed:,} bytes needed, {free:,} "
+                f"free; run the same command again to resume from the last checkpoint"
             ) from None
 
     def _write(self, step: int, contents: dict[str, bytes]) -> None:
-        final = self.checkpoints / f"step-{step:08d}"
+        final = self._folder(step)
         temporary = self.checkpoints / ".tmp"
         files.remove_tree(temporary)
-        temporary.mkdir()  # a run that was moved away meanwhile is not begun anew here
+        temporary.mkdir()  # without parents: if the run has been moved away, fail
         for name, data in contents.items():
             files.write(temporary / name, data)
         files.sync_directory(temporary)
-        files.remove_tree(final)  # only a damaged one can be there
+        files.remove_tree(final)  # if one is there, it is damaged
         files.rename(temporary, final)
 
     def write_best(self, best: dict[str, Any] | None) -> None:
-        """Say which step was the best, so far as any was evaluated."""
         if best is not None:
             files.replace(self.path / "best.json", json.dumps(best).encode())
 
     def _retain(self, best: dict[str, Any] | None, keep: int) -> None:
-        whole = 1  # the newest, which was just written
+        intact = 1  # the newest, which was just written
         for step in self.steps()[1:]:
-            if whole < keep:
-                whole += self._is_whole(step)
+            if intact < keep:
+                intact += self._is_intact(step)
             elif best is None or step != best["step"]:
-                files.remove_tree(self.checkpoints / f"step-{step:08d}")
-
-    def _is_whole(self, step: int) -> bool:
-        folder = self.checkpoints / f"step-{step:08d}"
-        try:
-            manifest = _json(folder / "manifest.json")
-            return all(_checked(folder / name, manifest) for name in FILES)
-        except CheckpointError:
-            return False
+                files.remove_tree(self._folder(step))
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after a step, which are damaged, so that none counts as kept."""
+        """Rename the checkpoints after a step, all damaged, so that `keep` does not count them."""
         for newer in self.steps():
             if newer > step:
                 damaged = self.checkpoints / f"step-{newer:08d}.damaged"
                 files.remove_tree(damaged)
-                files.rename(self.checkpoints / f"step-{newer:08d}", damaged)
+                files.rename(self._folder(newer), damaged)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -208,34 +196,30 @@ class RunDirectory:
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, None if there never was one.
+        """The newest intact checkpoint; None if there never was one.
 
-        Raises CheckpointError when there are some and every one is damaged.
+        CheckpointError if there are checkpoints and all are damaged.
         """
-        return self._first_whole(self.steps(), with_optimizer=True)
+        return self._first_intact(self.steps(), with_optimizer=True)
 
     def best(self) -> Checkpoint:
-        """The best checkpoint, without the optimizer; else the newest that is whole."""
+        """The best checkpoint, else the newest intact one, without the optimizer's state."""
         try:
-            return self._best()
-        except CheckpointError:  # a run that is training may have let go of what was being read
-            return self._best()
-
-    def _best(self) -> Checkpoint:
-        steps = self.steps()
-        try:
-            best = json.loads((self.path / "best.json").read_bytes())["step"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            best = None
-        if best in steps:
-            steps.remove(best)
-            steps.insert(0, best)
-        checkpoint = self._first_whole(steps, with_optimizer=False)
+            checkpoint = self._first_intact(self._best_first(), with_optimizer=False)
+        except CheckpointError:  # a running training may have deleted it while it was read
+            checkpoint = self._first_intact(self._best_first(), with_optimizer=False)
         if checkpoint is None:
-            raise CheckpointError(f"{self.path}: no checkpoint yet; go on with gptmini train")
+            raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
         return checkpoint
 
-    def _first_whole(self, steps: list[int], with_optimizer: bool) -> Checkpoint | None:
+    def _best_first(self) -> list[int]:
+        try:
+            best = _read_json(self.path / "best.json").get("step")
+        except CheckpointError:
+            best = None
+        return sorted(self.steps(), key=lambda step: step != best)
+
+    def _first_intact(self, steps: list[int], with_optimizer: bool) -> Checkpoint | None:
         damages: list[str] = []
         for step in steps:
             try:
@@ -244,74 +228,85 @@ class RunDirectory:
                 damages += damage.lines
                 continue
             for line in damages:
-                self.warn(line)
+                warn(f"{line}; using step {step}")
             return checkpoint
         if damages:
-            raise CheckpointError(*damages, f"{self.path}: no whole checkpoint; restore one")
+            raise CheckpointError(
+                *damages, f"{self.path}: every checkpoint is damaged; restore one from a backup"
+            )
         return None
 
+    def _is_intact(self, step: int) -> bool:
+        folder = self._folder(step)
+        try:
+            manifest = _read_json(folder / "manifest.json")
+            return all(_read_verified(folder / name, manifest) for name in FILES)
+        except CheckpointError:
+            return False
+
     def _load(self, step: int, with_optimizer: bool) -> Checkpoint:
-        folder = self.checkpoints / f"step-{step:08d}"
-        manifest = _json(folder / "manifest.json")
-        _checked(folder / "state.json", manifest)
-        state = _json(folder / "state.json")
-        found = (state.get("format"), state.get("step"))
-        if found != (FORMAT, step):
+        folder = self._folder(step)
+        manifest = _read_json(folder / "manifest.json")
+        _read_verified(folder / "state.json", manifest)
+        state = _read_json(folder / "state.json")
+        if (state.get("format"), state.get("step")) != (FORMAT, step):
             raise CheckpointError(
-                f"{folder}: holds format {found[0]} and step {found[1]}, not format {FORMAT} and "
-                f"its own step; passed over"
+                f"{folder}: state.json has format {state.get('format')} and step "
+                f"{state.get('step')} instead of format {FORMAT} and step {step}"
             )
         return Checkpoint(
             state,
-            _tensors(folder / "model.safetensors", manifest),
-            _tensors(folder / "optimizer.safetensors", manifest) if with_optimizer else {},
+            _read_tensors(folder / "model.safetensors", manifest),
+            _read_tensors(folder / "optimizer.safetensors", manifest) if with_optimizer else {},
         )
 
+    def _folder(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
 
-def _json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
         return data
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); passed over") from None
+        raise CheckpointError(f"{path}: damaged ({error})") from None
 
 
-def _checked(path: Path, manifest: Any) -> bytes:
-    """The bytes of a file that agree with the manifest; CheckpointError if they do not."""
+def _read_verified(path: Path, manifest: dict[str, Any]) -> bytes:
+    """The bytes of a file; CheckpointError if they do not match the manifest."""
     try:
         expected = manifest[path.name]
         if path.stat().st_size != expected["bytes"]:
-            raise ValueError(f"{path.stat().st_size} bytes of {expected['bytes']}")
+            raise ValueError(f"{path.stat().st_size} bytes instead of {expected['bytes']}")
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise ValueError("its SHA-256 does not agree with the manifest")
+            raise ValueError("its SHA-256 does not match the manifest")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); passed over") from None
+        raise CheckpointError(f"{path}: damaged ({error})") from None
     return data
 
 
-def _tensors(path: Path, manifest: Any) -> Tensors:
+def _read_tensors(path: Path, manifest: dict[str, Any]) -> Tensors:
     try:
-        return safetensors.torch.load(_checked(path, manifest))
+        return safetensors.torch.load(_read_verified(path, manifest))
     except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: no safetensors ({error}); passed over") from None
+        raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
 
 
-def fitting(found: Tensors, expected: dict[str, Tensor], where: Path) -> Tensors:
-    """The tensors found, if names and shapes are those expected; else CheckpointError."""
+def fitting(tensors: Tensors, expected: Tensors, where: Path) -> Tensors:
+    """The same tensors, if their names and shapes are those expected; else CheckpointError."""
     lines = [
-        f"{where}: tensor {name}: {_shape(found, name)} in the checkpoint, "
-        f"{_shape(expected, name)} in the model; it belongs to another configuration"
-        for name in sorted(found.keys() | expected.keys())
-        if _shape(found, name) != _shape(expected, name)
+        f"{where}: tensor {name}: {_shape(tensors, name)} in the checkpoint, "
+        f"{_shape(expected, name)} in the model; use the configuration it was trained with"
+        for name in sorted(tensors.keys() | expected.keys())
+        if _shape(tensors, name) != _shape(expected, name)
     ]
     if lines:
         raise CheckpointError(*lines)
-    return found
+    return tensors
 
 
-def _shape(tensors: dict[str, Tensor], name: str) -> str:
+def _shape(tensors: Tensors, name: str) -> str:
     return str(tuple(tensors[name].shape)) if name in tensors else "missing"

@@ -1,106 +1,135 @@
-"""What a run tells: metrics.jsonl for programs, a progress bar or plain lines for people."""
+"""The metrics of a run: metrics.jsonl, and the trackers that `train.log_to` names.
+
+Trackers are optional packages. Once training runs, one that fails is dropped with a warning.
+"""
 
 import json
-import sys
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from gptmini import files
-from gptmini.console import say
+from gptmini.config.settings import Config
+from gptmini.console import warn
+from gptmini.errors import MachineError
 
-METRICS_FORMAT = {
-    "train_loss": "loss {:.4f}",
-    "val_loss": "val {:.4f}",
-    "val_bpb": "{:.4f} bits/byte",
-    "lr": "lr {:.2e}",
-    "tokens_per_second": "{:,.0f} tokens/s",
-}
+Metrics = dict[str, Any]
+Tracker = tuple[Callable[[Metrics], object], Callable[[], object]]  # write, close
 
 
 class RunLog:
-    """The metrics and the progress of a training run of `steps` steps that has made `step`.
+    """Appends the metrics of the run in a directory, which continues from `step`.
 
-    `also` is given each line of metrics too.
+    MachineError for a tracker that is not installed or does not start.
     """
 
-    def __init__(
-        self, path: Path, step: int, steps: int, also: Callable[[dict[str, Any]], object]
-    ) -> None:
-        self._path, self._also = path, also
-        _keep_until(path, step)
-        self._file = path.open("a", encoding="utf-8")
-        self._terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=steps,
-            initial=step,
-            unit="step",
-            disable=not self._terminal,
-            dynamic_ncols=True,
-            leave=False,
-        )
+    def __init__(self, run: Path, config: Config, step: int) -> None:
+        self._path = run / "metrics.jsonl"
+        self._trackers = {
+            name: _open_tracker(name, run, config, step) for name in config.train.log_to
+        }
+        self._open_after(step)
 
-    def plan(self, steps: int) -> None:
-        """The run will have another number of steps."""
-        self._bar.total = steps
+    def _open_after(self, step: int) -> None:
+        """Open the file to append, without the lines of later steps and a line cut by a crash."""
+        if self._path.exists():
+            kept = [json.dumps(line) + "\n" for line in metrics(self._path) if line["step"] <= step]
+            files.replace(self._path, "".join(kept).encode())
+        self._file = self._path.open("a", encoding="utf-8")
 
-    def advance(self) -> None:
-        """One more step is made."""
-        self._bar.update()
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Add a line of metrics and show it; every evaluation keeps a line on the terminal."""
+    def write(self, line: Metrics) -> None:
         try:
-            self._file.write(json.dumps(metrics) + "\n")
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
-            error.filename = str(self._path)  # a full disk names no file
+            error.filename = str(self._path)  # the error of a full disk names no file
             raise
-        self._also(metrics)
-        shown = [
-            form.format(metrics[key]) for key, form in METRICS_FORMAT.items() if key in metrics
-        ]
-        if not self._terminal or "val_loss" in metrics:
-            say(f"step {metrics['step']}/{self._bar.total}: {', '.join(shown)}")
-        if self._terminal and "train_loss" in metrics:
-            self._bar.set_postfix_str(
-                f"loss {metrics['train_loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
-            )
+        for name, (write, _) in list(self._trackers.items()):
+            try:
+                write(line)
+            except Exception as error:  # whatever it is, the training is worth more
+                warn(f"train.log_to: {name} failed ({error!r}); continuing without it")
+                del self._trackers[name]
 
     def back_to(self, step: int) -> None:
-        """Forget what was told of later steps, which will be made again."""
+        """Drop the lines after a step, because training returns to it."""
         self._file.close()
-        _keep_until(self._path, step)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._bar.n = step
+        self._open_after(step)
 
     def sync(self) -> None:
-        """Make what was told last through a power cut, as a checkpoint does."""
+        """Make the lines written so far survive a power cut, as a checkpoint does."""
         files.sync(self._file.fileno())
 
     def close(self) -> None:
-        """End the bar and the file."""
-        self._bar.close()
         self._file.close()
+        for name, (_, close) in self._trackers.items():
+            try:
+                close()
+            except Exception as error:
+                warn(f"train.log_to: {name} failed while closing ({error!r})")
 
 
-def metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of metrics; one that a crash has cut is passed over."""
+def metrics(path: Path) -> Iterator[Metrics]:
+    """The lines of a metrics file; skips lines cut by a crash."""
     if not path.exists():
         return
-    for line in path.read_text("utf-8", "replace").splitlines():
+    for text in path.read_text("utf-8", "replace").splitlines():
         try:
-            found = json.loads(line)
-            int(found["step"])
+            line = json.loads(text)
+            int(line["step"])
         except (ValueError, KeyError, TypeError):
             continue
-        yield found
+        yield line
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines after a step, which will be written again, and a line cut by a crash."""
-    if path.exists():
-        kept = [json.dumps(line) + "\n" for line in metrics(path) if line["step"] <= step]
-        files.replace(path, "".join(kept).encode())
+def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
+    try:
+        return TRACKERS[name](run, config, step)
+    except ImportError:
+        raise MachineError(
+            f"train.log_to: {name} is not installed; run pip install 'gptmini[{name}]', or remove "
+            f"it from train.log_to"
+        ) from None
+    except Exception as error:  # its own, such as not being logged in
+        raise MachineError(
+            f"train.log_to: {name}: {error}; fix this, or remove {name} from train.log_to"
+        ) from None
+
+
+def tensorboard(run: Path, config: Config, step: int) -> Tracker:
+    """Event files in `tensorboard/` of the run; events after `step` are purged."""
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+    writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+
+    def write(line: Metrics) -> None:
+        for key, value in line.items():
+            if isinstance(value, str):  # the sample
+                writer.add_text(key, value, line["step"])
+            elif key != "step":
+                writer.add_scalar(key, value, line["step"])
+        writer.flush()
+
+    return write, writer.close
+
+
+def wandb(run: Path, config: Config, step: int) -> Tracker:
+    """A run in the project `gptmini`; resumed by the id stored in `wandb.id`."""
+    import wandb as package  # noqa: PLC0415 - an extra
+
+    id_file = run / "wandb.id"
+    if not id_file.exists():
+        files.replace(id_file, secrets.token_hex(4).encode())
+    tracked = package.init(
+        project="gptmini",
+        name=run.name,
+        id=id_file.read_text(),
+        resume="allow",
+        dir=str(run),
+        config=config.model_dump(),
+    )
+    return lambda line: tracked.log(line, step=line["step"]), tracked.finish
+
+
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}

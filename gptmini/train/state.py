@@ -149,8 +149,8 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
 def begin(training: Training) -> None:
     """Make the run directory, or resume the same run from its newest checkpoint."""
     config, run, tokenizer = training.config, training.run, training.corpus.tokenizer
-    if not run.begun:
-        run.begin(config, tokenizer)
+    if not run.exists:
+        run.create(config, tokenizer)
         return
     run.checkpoints.mkdir(exist_ok=True)
     _check_same(config, run.config(), run)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gptmini import machine
-from gptmini.console import say, warn
+from gptmini.console import TrainingProgress, say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import decode
@@ -25,7 +25,6 @@ from gptmini.model.optim import cooldown_steps, learning_rate
 from gptmini.plan.minutes import paced_steps
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import RunLog
-from gptmini.runs.trackers import Trackers
 from gptmini.train.batches import draw, validation_batches
 from gptmini.train.evaluate import evaluate
 from gptmini.train.state import (
@@ -62,23 +61,25 @@ def train(decision: "Decision", out: Path) -> None:
             say(f"{out}: already finished at step {training.step}; {_how_to_continue(training)}")
             return
         run.check_space(3 * sum(p.nbytes for p in training.model.parameters()))
-        trackers = Trackers(run.path, training.config, training.step)
-        log = RunLog(run.metrics, training.step, training.config.train.steps, trackers.write)
+        log = RunLog(run.path, training.config, training.step)
+        bar = TrainingProgress(training.step, training.config.train.steps)
         try:
             with machine.signals() as received:
-                _loop(training, log, received)
+                _loop(training, log, bar, received)
         finally:
+            bar.close()
             log.close()
-            trackers.close()
 
 
-def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
+def _loop(
+    training: Training, log: RunLog, bar: TrainingProgress, received: machine.Received
+) -> None:
     """Make the steps that are left, or end early once the validation loss has turned."""
     while not _is_finished(training):
         try:
-            _advance(training, log)
+            _advance(training, log, bar)
             if training.paced:
-                _keep_pace(training, log)
+                _keep_pace(training, bar)
             stop = received.stop is not None
             if _save_is_due(training) or stop or received.save:
                 log.sync()
@@ -86,7 +87,7 @@ def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
         except DivergedError as error:
             if training.config.train.on_divergence == "stop":
                 raise
-            _rewind(training, log, error)
+            _rewind(training, log, bar, error)
         received.save = False
         if received.stop is not None:
             name = signal.Signals(received.stop).name
@@ -99,7 +100,7 @@ def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
         say(f"ended at step {training.step}: {_how_to_continue(training)}")
 
 
-def _advance(training: Training, log: RunLog) -> None:
+def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
     """Make one step; log and evaluate where it is due."""
     settings, progress = training.config.train, training.progress
     started = time.perf_counter()
@@ -107,7 +108,7 @@ def _advance(training: Training, log: RunLog) -> None:
     progress.step += 1
     progress.tokens += settings.batch_size * training.config.seq_len
     progress.seconds += time.perf_counter() - started
-    log.advance()
+    bar.advance()
     _report_spike(training, metrics["train_loss"])
     last = training.step == settings.steps
     record: dict[str, Any] = {}
@@ -122,6 +123,7 @@ def _advance(training: Training, log: RunLog) -> None:
         record["peak_memory"] = machine.peak_memory(training.compute.device)
     if record:
         log.write(progress.stamp() | record)
+        bar.show(record)
 
 
 def update(training: Training) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _how_to_continue(training: Training) -> str:
     )
 
 
-def _keep_pace(training: Training, log: RunLog) -> None:
+def _keep_pace(training: Training, bar: TrainingProgress) -> None:
     """Before the cool-down, fit the number of steps to the minutes at the speed so far.
 
     No step up to there depends on that number, so the final configuration describes the whole run.
@@ -224,7 +226,7 @@ def _keep_pace(training: Training, log: RunLog) -> None:
         if steps != settings.steps:
             training.config = training.config.with_train(steps=steps)
             training.run.write_config(training.config)
-            log.plan(steps)
+            bar.plan(steps)
 
 
 def _save_is_due(training: Training) -> bool:
@@ -234,7 +236,7 @@ def _save_is_due(training: Training) -> bool:
     return due or is_best or _is_finished(training)
 
 
-def _rewind(training: Training, log: RunLog, error: DivergedError) -> None:
+def _rewind(training: Training, log: RunLog, bar: TrainingProgress, error: DivergedError) -> None:
     """Return to the newest checkpoint at half the learning rate; raises if that cannot help.
 
     A run that is killed after this and resumed reaches the same step, diverges and rewinds again.
@@ -247,6 +249,7 @@ def _rewind(training: Training, log: RunLog, error: DivergedError) -> None:
     training.progress.lr_scale = scale
     training.model.zero_grad()
     log.back_to(training.step)
+    bar.back_to(training.step)
     reason = error.lines[0].split(";")[0]
     warn(f"{reason}; rewinding to step {training.step} at {scale:g} of the learning rate")
 

@@ -8,10 +8,8 @@ from torch import nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
-from gptmini.model import masks
-from gptmini.model.attention import KVCache
+from gptmini.model.attention import KVCache, left_padding
 from gptmini.model.gpt import GPT, Block, loss
-from gptmini.model.layers import Rotary, rotate
 
 
 def make(**settings) -> GPT:
@@ -78,12 +76,12 @@ WINDOWS = [{}, {"window": 3}, {"window": 3, "full_every": 2}, {"window": 1}, {"w
 @pytest.mark.parametrize("attention", WINDOWS, ids=str)
 @pytest.mark.parametrize("position", ["learned", "rope", "none"])
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
-def test_rows_of_different_lengths_are_what_they_are_alone(variant, position, attention):
+def test_rows_of_different_lengths_get_the_values_they_get_alone(variant, position, attention):
     torch.manual_seed(0)
     heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
     model = make(attention=heads | attention, position=position, n_layer=3).eval()
     rows = [torch.randint(11, (length,)) for length in (12, 5, 1, 9)]
-    padding = masks.left_padding([len(row) for row in rows])
+    padding = left_padding([len(row) for row in rows])
     batch = torch.stack([F.pad(row, (12 - len(row), 0), value=7) for row in rows])
     with torch.no_grad():
         alone = [model(row[None])[0] for row in rows]
@@ -96,13 +94,13 @@ def test_rows_of_different_lengths_are_what_they_are_alone(variant, position, at
             torch.testing.assert_close(found[row, -length:], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_windowed_layer_keeps_its_window_only():
+def test_a_windowed_layer_caches_its_window_only():
     model = make(attention={"window": 3, "full_every": 2}, n_layer=4)
     cache = KVCache(model.config, 1, torch.device("cpu"), torch.float32)
     assert [layer.size for layer in cache.layers] == [3, 12, 3, 12]
 
 
-def test_a_window_hides_what_is_older():
+def test_a_window_hides_older_tokens():
     torch.manual_seed(0)
     model = make(attention={"window": 3}, n_layer=2).eval()
     tokens = torch.randint(11, (1, 12))
@@ -158,13 +156,13 @@ def test_published_shapes_have_their_published_sizes():
     assert sizes == [124_439_808, 134_515_008]  # GPT-2 small; SmolLM2-135M
 
 
-def test_loss_of_a_new_model_is_that_of_guessing():
+def test_the_loss_of_a_new_model_is_that_of_guessing():
     model = make(vocab_size=50)
     tokens, targets = torch.randint(50, (2, 8, 12))
     assert loss(model, tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
 
 
-def test_loss_is_the_mean_of_the_logarithms_of_the_probabilities():
+def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(11, (3, 12)), torch.randint(11, (3, 12))
     chosen = model(tokens).softmax(-1).gather(-1, targets[..., None])
     torch.testing.assert_close(loss(model, tokens, targets), -chosen.log().mean())
@@ -206,33 +204,12 @@ def test_weights_are_drawn_by_role():
         assert found == pytest.approx([expected] * len(found), rel=0.05)
 
 
-def test_head_size_is_free_of_the_width():
+def test_the_head_size_is_independent_of_the_width():
     model = make(d_model=20, n_head=3, head_dim=8)
     assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 11)
 
 
-def test_rotary_scores_depend_on_the_distance_only():
-    torch.manual_seed(0)
-    config = ModelConfig(head_dim=8, n_head=1, d_model=8, context_length=40)
-    rotary = Rotary(config)
-    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
-
-    def score(i: int, j: int) -> float:
-        return float(
-            (rotate(q, rotary(torch.tensor([i]))) * rotate(k, rotary(torch.tensor([j])))).sum()
-        )
-
-    for distance in (0, 1, 7):
-        scores = [score(j + distance, j) for j in (0, 3, 20)]
-        assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
-    assert score(7, 0) != pytest.approx(score(0, 0), abs=1e-3)
-    # the first pair turns by one radian a position, the definition says
-    unit = torch.eye(8)[0].view(1, 1, 1, 8)
-    turned = rotate(unit, rotary(torch.tensor([2])))[0, 0, 0]
-    assert turned[[0, 4]].tolist() == pytest.approx([math.cos(2), math.sin(2)])
-
-
-def test_misuse_is_refused():
+def test_a_missing_vocabulary_and_too_many_positions_are_errors():
     with pytest.raises(ConfigError, match="vocab_size"):
         GPT(ModelConfig())
     with pytest.raises(ValueError, match="13 positions in a context of 12"):

@@ -1,4 +1,4 @@
-"""Metrics in TensorBoard and Weights & Biases are those of metrics.jsonl."""
+"""metrics.jsonl, and the same metrics in TensorBoard and Weights & Biases."""
 
 import json
 import sys
@@ -8,14 +8,14 @@ import pytest
 from conftest import new_cache, tiny, train
 
 from gptmini.errors import MachineError
-from gptmini.runs import trackers
+from gptmini.runs import log
 
 
 def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_tensorboard_has_every_number_and_goes_on_where_the_run_does(text_file, tmp_path):
+def test_tensorboard_has_every_number_and_resumes_with_the_run(text_file, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -39,9 +39,14 @@ def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
-    logged, log = [], wandb.Run.log
+    logged, log_of_wandb = [], wandb.Run.log
     monkeypatch.setattr(
-        wandb.Run, "log", lambda self, data, step: (logged.append(data), log(self, data, step=step))
+        wandb.Run,
+        "log",
+        lambda self, data, step: (
+            logged.append(data),
+            log_of_wandb(self, data, step=step),
+        ),
     )
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     train(config, run, new_cache(tmp_path))
@@ -50,7 +55,9 @@ def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
     assert list((run / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
 
 
-def test_what_is_not_installed_is_named_before_the_first_step(text_file, tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(
+    text_file, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     with pytest.raises(MachineError, match=r"pip install 'gptmini\[wandb\]'"):
@@ -59,29 +66,38 @@ def test_what_is_not_installed_is_named_before_the_first_step(text_file, tmp_pat
 
 
 def test_a_tracker_that_fails_does_not_end_the_training(text_file, tmp_path, monkeypatch, capsys):
-    class Broken:
-        def __init__(self, *_) -> None:
-            self.tries = 0
+    def write(metrics):
+        raise ConnectionError("nobody there")
 
-        def write(self, metrics) -> None:
-            raise ConnectionError("nobody there")
+    def close():
+        raise AssertionError("it was dropped when it failed")
 
-        def close(self) -> None:
-            raise AssertionError("is not asked again")
-
-    monkeypatch.setitem(trackers.KINDS, "wandb", Broken)
+    monkeypatch.setitem(log.TRACKERS, "wandb", lambda *_: (write, close))
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     train(config, tmp_path / "run", new_cache(tmp_path))
     assert len(lines(tmp_path / "run")) == 6
-    said = capsys.readouterr().err
-    assert said.count("wandb: ConnectionError('nobody there'); going on without it") == 1
+    err = capsys.readouterr().err
+    failed = "wandb failed (ConnectionError('nobody there')); continuing without it"
+    assert err.count(f"warning: train.log_to: {failed}") == 1
 
 
-def test_one_that_cannot_begin_is_named(text_file, tmp_path, monkeypatch):
+def test_a_tracker_that_cannot_start_is_named(text_file, tmp_path, monkeypatch):
     def broken(*_):
         raise ValueError("not logged in")
 
-    monkeypatch.setitem(trackers.KINDS, "wandb", broken)
+    monkeypatch.setitem(log.TRACKERS, "wandb", broken)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    with pytest.raises(MachineError, match="wandb: not logged in; mend it or leave it out"):
+    with pytest.raises(MachineError, match="wandb: not logged in; fix this, or remove wandb from"):
         train(config, tmp_path / "run", new_cache(tmp_path))
+
+
+def test_a_log_drops_later_steps_and_lines_cut_by_a_crash(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnull\n{"st')
+    written = log.RunLog(tmp_path, tiny(), 2)
+    written.write({"step": 3, "val_loss": 1.5})
+    assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "val_loss": 1.5}]
+    written.back_to(1)
+    written.write({"step": 2})
+    written.close()
+    assert list(log.metrics(path)) == lines(tmp_path) == [{"step": 1}, {"step": 2}]
