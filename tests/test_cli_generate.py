@@ -256,7 +256,7 @@ def test_score_says_how_expected_a_text_is(gptmini, run, monkeypatch):
 
 
 def cli_generate_score(found: dict):
-    from gptmini.evidence.score import Score
+    from gptmini.evidence.evaluate import Score
 
     rows = found["scores"]
     columns = ("text", "token", "logprob", "rank")
@@ -264,7 +264,7 @@ def cli_generate_score(found: dict):
 
 
 def test_surprise_is_a_colour():
-    from gptmini.evidence.score import Score
+    from gptmini.evidence.evaluate import Score
 
     found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
     text = "".join(generate._coloured(found))

@@ -21,7 +21,7 @@ from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
 
 if TYPE_CHECKING:
-    from gptmini.evidence.score import Score
+    from gptmini.evidence.evaluate import Score
     from gptmini.generate.run import Generation, Run
 
 LARGEST = 16 << 20  # bytes of a prompt, of which a model sees its context only
@@ -230,7 +230,7 @@ def score(
         raise ConfigError("--text, --file: give one of them, the text to score")
     path = run or newest_run()
     from gptmini.console import stream_to_stdout
-    from gptmini.evidence import score as scoring
+    from gptmini.evidence import evaluate as scoring
     from gptmini.generate.run import load
 
     found = scoring.score(load(path, device, weights), _text(file) if text is None else text)
