@@ -73,21 +73,21 @@ def test_variants_are_compared_with_the_first():
 def test_verdicts_distinguish_a_difference_from_the_spread():
     close = [variant("a", 2.0, 2.1, 2.2), variant("b", 2.02, 2.12, 2.22)]
     assert variants.verdicts(close) == [
-        "b: +0.0200 bits per byte vs a, ± 0.2270 at 95 % (3 and 3 runs): within the spread"
+        "b vs a: +0.0200 ± 0.2270 bits/byte (95 %, 3+3 runs): within spread"
     ]
     (worse,) = variants.verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 3.0, 3.1, 3.2)])
     assert worse.endswith(": worse")
     (better,) = variants.verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 1.0, 1.1, 1.2)])
     assert better.endswith(": better")
     (unknown,) = variants.verdicts([variant("a", 2.0), variant("b", 3.0)])
-    assert unknown.endswith("one run each, so the spread is unknown: train more seeds")
+    assert unknown.endswith("one run each, spread unknown: use more --seeds")
 
 
 def test_runs_measured_on_different_texts_get_a_warning():
     one, two = variant("a", 2.0), variant("b", 2.0)
     assert len(variants.verdicts([one, two])) == 1
     two.runs[0] = replace(two.runs[0], text="another")
-    assert "run this again with --data TEXT" in variants.verdicts([one, two])[0]
+    assert "measured on different texts" in variants.verdicts([one, two])[0]
 
 
 def test_the_short_table_fits_80_columns_and_the_full_one_has_every_figure():

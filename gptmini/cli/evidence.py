@@ -39,7 +39,7 @@ def evaluate(
     data: Data = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens from one window to the next; default: a whole window."),
+        typer.Option(min=1, help="Tokens from one window to the next.", show_default="one window"),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch.")] = 16,
     weights: Weights = "float32",
@@ -84,15 +84,19 @@ def compare(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG | RUN]...", help="Configurations to train, and finished runs."
+            metavar="CONFIG|RUN", help="Configurations to train, and directories of finished runs."
         ),
     ] = None,
     attention: Annotated[
         str | None,
-        typer.Option(help=f"Variants of one configuration, comma-separated; default: {ATTENTIONS}"),
+        typer.Option(
+            metavar="KINDS",
+            help="Variants of one configuration, separated by commas.",
+            show_default=ATTENTIONS,
+        ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Trainings per variant; default: 1.")
+        int | None, typer.Option(min=1, max=100, help="Trainings per variant.", show_default="1")
     ] = None,
     data: Data = None,
     errors: Errors = None,
@@ -104,8 +108,9 @@ def compare(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for runs and results; default: runs/compare, or runs/compared if "
-            "nothing is trained."
+            metavar="DIR",
+            help="Directory for runs and results.",
+            show_default="runs/compare, or runs/compared if nothing is trained",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -167,10 +172,13 @@ def convert(
     attention: AttentionName = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps to train it further; default: a tenth of the original."),
+        typer.Option(
+            min=1, help="Steps to train it further.", show_default="a tenth of the original"
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="New run directory; default: RUN-ATTENTION.")
+        Path | None,
+        typer.Option(metavar="DIR", help="The new run directory.", show_default="RUN-ATTENTION"),
     ] = None,
     cache: Cache = CACHE,
 ) -> None:
@@ -195,13 +203,16 @@ def convert(
 
 def plot(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories; default: the newest in runs/.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN", help="Run directories.", show_default="the newest directory in runs/"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="A picture (.png, .pdf, .svg) or a report (.html); default: RUN/plot.png and "
-            "RUN/plot.html."
+            help="A picture (.png, .pdf, .svg) or a report (.html).",
+            show_default="RUN/plot.png and RUN/plot.html",
         ),
     ] = None,
     cache: Cache = CACHE,
@@ -222,7 +233,9 @@ def inspect(
     head: Annotated[int | None, typer.Option(help="Only this head, from 0.")] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="Show a mask instead of a model: causal, window:N or padding:N."),
+        typer.Option(
+            metavar="MASK", help="Show a mask instead of a model: causal, window:N or padding:N."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also draw a picture: .png, .pdf or .svg.")
@@ -264,7 +277,9 @@ def size(
     ] = None,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="Estimate minutes on this accelerator: l4, a100, h100 and others."),
+        typer.Option(
+            metavar="NAME", help="Estimate minutes on this accelerator: l4, a100, h100 and others."
+        ),
     ] = None,
     utilisation: Annotated[
         float, typer.Option(min=0.01, max=1, help="Fraction of its peak FLOP/s that is reached.")

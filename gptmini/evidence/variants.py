@@ -158,18 +158,16 @@ def verdicts(variants: list[Variant]) -> list[str]:
     first, *others = variants
     lines = []
     if len({run.text for variant in variants for run in variant.runs}) > 1:
-        lines.append(
-            "warning: these runs were measured on different texts; run this again with --data TEXT"
-        )
+        lines.append("warning: measured on different texts; compare again with --data TEXT")
     for variant in others:
-        gap = difference(variant.figures("bits_per_byte"), first.figures("bits_per_byte"))
-        line = f"{variant.name}: {gap.gap:+.4f} bits per byte vs {first.name}"
-        if gap.half is None:
-            line += "; one run each, so the spread is unknown: train more seeds"
+        to_first = difference(variant.figures("bits_per_byte"), first.figures("bits_per_byte"))
+        line = f"{variant.name} vs {first.name}: {to_first.gap:+.4f}"
+        if to_first.half is None:
+            line += " bits/byte; one run each, spread unknown: use more --seeds"
         else:
-            verdict = "worse" if gap.gap > 0 else "better"
-            verdict = "within the spread" if gap.within_spread else verdict
-            line += f", ± {gap.half:.4f} at 95 %"
-            line += f" ({len(variant.runs)} and {len(first.runs)} runs): {verdict}"
+            verdict = "worse" if to_first.gap > 0 else "better"
+            verdict = "within spread" if to_first.within_spread else verdict
+            line += f" ± {to_first.half:.4f} bits/byte"
+            line += f" (95 %, {len(variant.runs)}+{len(first.runs)} runs): {verdict}"
         lines.append(line)
     return lines
