@@ -15,6 +15,11 @@ def say(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
+def warn(line: str) -> None:
+    """A warning on stderr."""
+    say(f"warning: {line}")
+
+
 def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
     """Write texts to stdout as they come; a terminal gets no control characters unless `raw`.
 

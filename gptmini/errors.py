@@ -1,11 +1,11 @@
-"""The failures a user can meet: a line per problem, an exit code per kind.
+"""Expected failures: one line per problem, one exit code per kind.
 
-A line reads `where: what is wrong; what to do`. Anything else that is raised is our own bug.
+A line reads `where: what is wrong; what to do`. Any other exception is a bug in gptmini.
 """
 
 
 class GptminiError(Exception):
-    """Base of every expected failure; `lines` holds one problem each."""
+    """Base class; `lines` holds one problem each."""
 
     exit_code = 1
 
@@ -21,32 +21,42 @@ class ConfigError(GptminiError):
 
 
 class DataError(GptminiError):
-    """A corpus, a tokenizer or a token file that cannot be used."""
+    """A text, tokenizer or token file that cannot be used."""
 
     exit_code = 3
 
 
 class CheckpointError(GptminiError):
-    """A run directory or a checkpoint that cannot be used."""
+    """A run directory or checkpoint that cannot be used."""
 
     exit_code = 4
 
 
 class MachineError(GptminiError):
-    """A limit of the machine: disk, permission, memory, device."""
+    """A limit of the machine: disk, permissions, memory, device."""
 
     exit_code = 5
 
 
 class DivergedError(GptminiError):
-    """Training left the finite numbers."""
+    """The loss or a gradient is no longer finite."""
 
     exit_code = 6
 
 
-class Stopped(GptminiError):  # noqa: N818 - it is no error
+class Stopped(GptminiError):  # noqa: N818 - not an error
     """A signal ended the work after everything was saved; the exit code is 128 + signal."""
 
     def __init__(self, signal_number: int, line: str) -> None:
         super().__init__(line)
         self.exit_code = 128 + signal_number
+
+
+def os_reason(error: Exception) -> str:
+    """The system's own words for a failed call: "no such file or directory"."""
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+def not_utf8(where: object, position: str, remedy: str = "convert it to UTF-8") -> str:
+    """The line for bytes that are not UTF-8; `position` reads "at byte 11"."""
+    return f"{where}: not UTF-8 {position}; {remedy}"

@@ -1,6 +1,6 @@
-"""Files that are whole or absent: written aside, synced, renamed, the directory synced.
+"""Atomic, durable file writes: to a temporary file, fsync, rename, fsync of the directory.
 
-Everything that a run must not lose is written through these functions.
+Everything that must survive a crash or a power cut is written through these functions.
 """
 
 import os
@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from gptmini.errors import DataError, not_utf8
+
 CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears as `path` when the block ends, and not at all if it raises."""
+    """A file that appears as `path` when the block ends, or not at all if the block raises."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         with temporary.open("wb") as file:
@@ -32,13 +34,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file, or give it a new content in one step."""
+    """Create a file or replace its content, atomically."""
     with atomic_write(path) as file:
         file.write(data)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write and sync a new file inside a directory that is not yet under its final name."""
+    """Create and sync a file in a directory that does not have its final name yet."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -46,13 +48,13 @@ def write(path: Path, data: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a synced file or directory its final name, lastingly."""
+    """Give a synced file or directory its final name, durably."""
     os.replace(source, target)
     sync_directory(target.parent)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory under another name first, so that no half of it looks whole."""
+    """Rename a directory, then delete it: half of it never looks complete."""
     for left in path.parent.glob(".trash-*"):  # by a process that was killed
         shutil.rmtree(left)
     if path.exists():
@@ -62,8 +64,8 @@ def remove_tree(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory last through a power cut."""
-    if sys.platform == "win32":  # directories cannot be opened there
+    """Make the names in a directory survive a power cut."""
+    if sys.platform == "win32":  # cannot open directories
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -73,10 +75,17 @@ def sync_directory(path: Path) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Make what was written to an open file last."""
-    if sys.platform == "darwin":  # there fsync leaves data in the drive's own cache
+    """Make what was written to an open file survive a power cut."""
+    if sys.platform == "darwin":  # fsync there leaves data in the drive's own cache
         import fcntl  # noqa: PLC0415 - not on Windows
 
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
         os.fsync(descriptor)
+
+
+def decode_utf8(data: bytes, name: object) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(not_utf8(name, f"at byte {error.start}")) from None

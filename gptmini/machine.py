@@ -12,43 +12,56 @@ from types import FrameType
 
 import torch
 
-from gptmini.config.settings import TrainConfig
 from gptmini.errors import ConfigError, MachineError
 
 
+@dataclass(frozen=True)
+class Compute:
+    """Where a model runs, and the type of its matrix products; weights stay in float32."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self) -> torch.autocast:
+        """A context in which matrix products run in `dtype`."""
+        enabled = self.dtype == torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished, so that a clock read now is honest."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def pick_compute(device: str, dtype: str) -> Compute:
+    """The device and type of two settings, each of which may be `auto`.
+
+    bfloat16 where the processor multiplies it in hardware: six times as fast as float32 on a CPU
+    with AMX tiles. Other CPUs emulate it.
+    """
+    place = pick_device(device)
+    if dtype != "auto":
+        return Compute(place, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    if place.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return Compute(place, torch.bfloat16 if fast else torch.float32)
+
+
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU; MachineError for CUDA without a device."""
+    """`auto` takes CUDA where there is a device; MachineError for `cuda` without one."""
     if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {name}: not one of auto, cpu and cuda; take auto")
+        raise ConfigError(f"device {name}: unknown; use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise MachineError("device cuda: no CUDA device here; take auto or cpu")
+        raise MachineError("device cuda: no CUDA device found; use auto or cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
-def pick_dtype(settings: TrainConfig, device: torch.device) -> torch.dtype:
-    """The type of matrix products.
-
-    `auto` is bfloat16 where the processor multiplies it in hardware: on a CPU with AMX tiles it is
-    six times as fast as float32, elsewhere it is emulated.
-    """
-    if settings.dtype != "auto":
-        return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
-
-
-def precision(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """A context in which matrix products run in float32 or bfloat16."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-
-
-def memory(device: torch.device) -> int:
-    """Bytes of memory in all; a guess where the system does not tell."""
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a device; 8 GiB where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if os.name != "posix":
@@ -57,55 +70,57 @@ def memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has held at most: on a device, or else in all."""
-    return _held(device, "VmHWM", torch.cuda.max_memory_reserved)
+    """The most bytes this process has held: on a GPU, or resident in main memory."""
+    return _process_memory(device, "VmHWM", torch.cuda.max_memory_reserved)
 
 
 def resident_memory(device: torch.device) -> int:
-    """Bytes that this process holds now."""
-    return _held(device, "VmRSS", torch.cuda.memory_reserved)
+    """Bytes this process holds now."""
+    return _process_memory(device, "VmRSS", torch.cuda.memory_reserved)
 
 
-def _held(device: torch.device, field: str, on_cuda: Callable[[torch.device], int]) -> int:
+def _process_memory(
+    device: torch.device, field: str, on_cuda: Callable[[torch.device], int]
+) -> int:
     if device.type == "cuda":
         return on_cuda(device)
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.split(f"{field}:")[1].split()[0]) << 10
-    except (OSError, IndexError):  # not on Linux, where ru_maxrss would count the parent's
+    except (OSError, IndexError):  # not Linux, where ru_maxrss would include the parent's peak
         import resource  # noqa: PLC0415 - not on Windows
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
 
 
 def check_memory(parameters: int, device: torch.device) -> None:
-    """MachineError if weights, gradients and AdamW's two moments in float32 cannot fit."""
-    needed, total = 16 * parameters, memory(device)
+    """MachineError if weights, gradients and AdamW's two moments, all float32, cannot fit."""
+    needed, total = 16 * parameters, total_memory(device)
     if total < needed:
         raise MachineError(
-            f"model: {parameters:,} parameters need {needed:,} bytes to train, {device.type} has "
+            f"model: training {parameters:,} parameters needs {needed:,} bytes, {device.type} has "
             f"{total:,}; lower model.d_model, model.n_layer or the vocabulary"
         )
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse large blocks instead of returning them to the system at every step.
+    """Make glibc reuse large blocks instead of returning them to the system at every step.
 
-    Without it, page faults made a step of 32 x 256 tokens at width 256 between 2 and 32 % slower
+    Without this, page faults made a step of 32 x 256 tokens at width 256 between 2 and 32 % slower
     (three pairs of runs on two cores).
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             trim_threshold, mmap_threshold = -1, -3
-            # Older versions take 32 MiB at most.
+            # Older versions accept at most 32 MiB.
             if mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20):
                 mallopt(trim_threshold, (1 << 31) - 1)
 
 
 @dataclass
 class Received:
-    """The signals that came: one that ends the work, and whether to save and go on."""
+    """Signals that arrived: the one that ends the work, and whether a checkpoint was asked for."""
 
     stop: int | None = None
     save: bool = False
@@ -113,10 +128,10 @@ class Received:
 
 @contextmanager
 def signals() -> Iterator[Received]:
-    """Collects signals, to be acted on between steps.
+    """Collect signals, for the caller to act on between steps.
 
-    SIGINT, SIGTERM and SIGHUP end the work, a second SIGINT at once; SIGUSR1 asks for a checkpoint.
-    What is ignored, as SIGHUP is under nohup, stays so.
+    SIGINT, SIGTERM and SIGHUP end the work; a second SIGINT ends it at once. SIGUSR1 asks for a
+    checkpoint. A signal that was ignored, as SIGHUP is under nohup, stays ignored.
     """
     received = Received()
 
@@ -128,12 +143,12 @@ def signals() -> Iterator[Received]:
         else:
             received.stop = received.stop or number
 
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # the last two are not on Windows
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows lacks the last two
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in handled}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -20,6 +20,8 @@ import torch
 import torch._dynamo  # the optimizer loads it, which would take longer than a run
 
 from gptmini.config.settings import Config
+from gptmini.plan.decide import decide
+from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 
 STEPS = 24
@@ -58,7 +60,9 @@ def attempt(config: Config, folder: Path, name: str) -> int:
         try:
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, sys.stderr.fileno())
-            trainer.train(config, folder / name, folder / "cache")
+            run = RunDirectory(folder / name)
+            existing = run.config() if run.begun else None
+            trainer.train(decide(config, existing, folder / "cache"), folder / name)
             code = 0
         finally:
             os._exit(code)

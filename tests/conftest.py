@@ -19,7 +19,11 @@ import tiktoken
 from gptmini.cli import app
 from gptmini.config.settings import Config
 from gptmini.files import CACHE
+from gptmini.plan.decide import decide
+from gptmini.runs.directory import RunDirectory
 from gptmini.text.tokenizer import Tokenizer, create
+from gptmini.train import trainer
+from gptmini.train.state import Training, prepare
 
 SHARED = Path(__file__).parents[2] / "shared"
 WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "
@@ -47,6 +51,18 @@ def tiny(**sections: dict[str, Any]) -> Config:
     return Config.model_validate(
         {name: {**TINY.get(name, {}), **sections.get(name, {})} for name in names}
     )
+
+
+def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
+    """Decide and train, as the command does."""
+    run = RunDirectory(out)
+    existing = run.config() if run.begun else None
+    trainer.train(decide(config, existing, cache, started), out)
+
+
+def prepared(config: Config, out: Path, cache: Path) -> Training:
+    """A training at step 0."""
+    return prepare(decide(config, None, cache), RunDirectory(out))
 
 
 def new_cache(folder: Path) -> Path:

@@ -31,7 +31,7 @@ def learn_slowly(text: str, vocab_size: int) -> dict[bytes, int]:
 
 
 @given(st.text(st.sampled_from("ab é\n1東"), max_size=300))
-def test_it_learns_what_the_definition_says(text):
+def test_it_learns_the_same_as_the_definition(text):
     assert bpe.learn([text], 280) == learn_slowly(text, 280)
 
 
@@ -46,11 +46,11 @@ def test_texts_are_counted_together():
     assert bpe.learn(["ab ab", " ab cd", " cd"], 300) == bpe.learn(["ab ab ab cd cd"], 300)
 
 
-def test_nothing_is_learnt_from_nothing():
+def test_nothing_is_learned_from_nothing():
     assert len(bpe.learn([], 5000)) == len(bpe.learn(["abcdefg"], 5000)) == 256
 
 
-def test_a_frequent_word_counts_more_than_what_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+def test_frequent_words_are_kept_when_not_all_fit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bpe, "SYMBOLS", 3)
     ranks = bpe.learn(["the " * 9 + "some other words that are seldom and seldom"], 300)
     assert b" the" in ranks
@@ -58,13 +58,13 @@ def test_a_frequent_word_counts_more_than_what_does_not_fit(monkeypatch: pytest.
 
 
 @given(st.text(max_size=100))
-def test_words_are_all_of_the_text_and_short(text):
+def test_words_cover_the_text_and_are_short(text):
     words = regex.findall(bpe.PATTERN, text)
     assert "".join(words) == text
     assert all(len(word) <= 34 for word in words)
 
 
-def test_tiktoken_cuts_words_as_we_do():
+def test_tiktoken_splits_words_as_we_do():
     text = "It's 12345 o'clock,\r\n\n   東京タワー  is\ttall!!?\n" + "x" * 40 + " " * 40
     ranks = {bytes([byte]): byte for byte in range(256)}
     words = regex.findall(bpe.PATTERN, text)

@@ -16,14 +16,14 @@ def typed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def test_a_tokenizer_is_learnt_used_and_looked_at(gptmini, text_file: Path, monkeypatch):
+def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, monkeypatch):
     words = ["tokenizer", "train", str(text_file), "--vocab-size", "300", "--out", "t.json"]
     code, out, err = gptmini(*words)
     assert (code, out) == (0, "")
     assert "t.json: 300 tokens" in err
-    learnt = tokenizer.read(Path("t.json"))
+    learned = tokenizer.read(Path("t.json"))
     code, out, _ = gptmini("tokenizer", "encode", "t.json", "the lazy dog")
-    assert (code, out.split()) == (0, [str(t) for t in learnt.encode("the lazy dog")])
+    assert (code, out.split()) == (0, [str(t) for t in learned.encode("the lazy dog")])
     text = "the döner\r\n \x1b東\n".encode()
     typed(monkeypatch, text)
     _, tokens, _ = gptmini("tokenizer", "encode", "t.json")
@@ -37,7 +37,7 @@ def test_a_tokenizer_is_learnt_used_and_looked_at(gptmini, text_file: Path, monk
     assert piped.stdout == text
     code, out, _ = gptmini("tokenizer", "info", "t.json", "--data", str(text_file), "--json")
     facts = json.loads(out)
-    size, count = text_file.stat().st_size, len(learnt.encode(text_file.read_text()))
+    size, count = text_file.stat().st_size, len(learned.encode(text_file.read_text()))
     assert (facts["kind"], facts["vocab_size"]) == ("bpe", 300)
     assert (facts["bytes"], facts["tokens"]) == (size, count)
     assert facts["bytes_per_token"] == pytest.approx(size / count, abs=1e-3)
@@ -56,32 +56,36 @@ def test_a_tokenizer_is_learnt_used_and_looked_at(gptmini, text_file: Path, monk
     [
         (["tokenizer", "encode", "none", "x"], 3, "none: no such tokenizer"),
         (["tokenizer", "encode", "none.json", "x"], 3, "none.json: no such file"),
-        (["tokenizer", "encode", "bpe", "x"], 3, "bpe: is learnt from a text"),
+        (["tokenizer", "encode", "bpe", "x"], 3, "bpe: learned from a text; give a run"),
         (["tokenizer", "encode", ".", "x"], 3, "tokenizer.json: no such file"),
-        (["tokenizer", "encode", "byte", "\udcff"], 3, "the text given is no UTF-8"),
-        (["tokenizer", "decode", "byte", "1", "257"], 3, "257: no token; they are numbers from 0"),
+        (["tokenizer", "encode", "byte", "\udcff"], 3, "TEXT: not UTF-8 at byte 0; convert"),
+        (
+            ["tokenizer", "decode", "byte", "1", "257"],
+            3,
+            "257: not a token; use numbers from 0 to 256",
+        ),
         (["tokenizer", "decode", "byte", "-1"], 2, "no such option"),
         (["tokenizer", "info", "byte", "--data", "none.txt"], 3, "none.txt: no such file"),
         (["tokenizer", "train", "none.txt", "--out", "t.json"], 3, "none.txt: no such file"),
-        (["tokenizer", "train", "x", "--out", "t.txt"], 2, "t.txt: must end in .json"),
+        (["tokenizer", "train", "x", "--out", "t.txt"], 2, "--out t.txt: not a .json file"),
         (["tokenizer", "train", "x", "--out", "t.json", "--vocab-size", "9"], 2, "--vocab-size"),
         (["tokenizer"], 2, "missing command; see gptmini tokenizer --help"),
-        (["data", "fetch", "x"], 3, "known: tinyshakespeare"),
+        (["data", "fetch", "x"], 3, "choose tinyshakespeare or"),
         (["data", "prepare", "--data", "none.txt"], 3, "none.txt: no such file"),
     ],
 )
-def test_errors_are_one_line_with_a_mend(gptmini, words, code, line):
-    found, out, err = gptmini(*words)
-    assert (found, out) == (code, "")
+def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
+    exit_code, out, err = gptmini(*words)
+    assert (exit_code, out) == (code, "")
     assert line in err
     assert err.startswith("gptmini: ")
     assert err.count("\n") == 1
 
 
-def test_what_is_prepared_is_what_train_uses(gptmini, text_file: Path, tmp_path: Path):
+def test_train_uses_what_prepare_has_prepared(gptmini, text_file: Path, tmp_path: Path):
     code, out, _ = gptmini("data", "prepare", "--data", str(text_file), *SMALL)
     assert code == 0
-    assert out.startswith(f"corpus: {text_file}, {text_file.stat().st_size:,} bytes in ")
+    assert out.startswith(f"  data      {text_file}: {text_file.stat().st_size / 1000:.3g} kB -> ")
     made = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()}
     assert out in gptmini("train", "--data", str(text_file), *SMALL)[2]
     assert made == {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()}
@@ -95,7 +99,7 @@ def test_standard_input_is_a_text(gptmini, tmp_path: Path, monkeypatch):
     assert "runs/text: already finished" in err
     typed(monkeypatch, b"\xff")
     code, _, err = gptmini("train", "--data", "-", *SMALL)
-    assert (code, "standard input: byte 0 is not UTF-8" in err) == (3, True)
+    assert (code, err.startswith("gptmini: standard input: not UTF-8 at byte 0")) == (3, True)
 
 
 def test_several_texts_and_documents(gptmini, tmp_path: Path):
@@ -105,12 +109,12 @@ def test_several_texts_and_documents(gptmini, tmp_path: Path):
     words = ["train", "--data", "a.jsonl", "--data", "b.txt", "--set", "data.text_key=body"]
     code, _, err = gptmini(*words, "--set", "data.weights=[1, 3]", *SMALL, "--out", "w")
     assert code == 0, err
-    assert "corpus: a.jsonl, b.txt, " in err
+    assert "data      a.jsonl, b.txt: " in err
     code, _, err = gptmini(*words, "--set", "data.split=documents", *SMALL, "--out", "d")
     assert code == 0, err
 
 
-def test_a_text_cut_while_training_ends_the_run_in_a_line(gptmini, text_file: Path, monkeypatch):
+def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: Path, monkeypatch):
     from gptmini.train import trainer
 
     update = trainer.update
@@ -125,7 +129,7 @@ def test_a_text_cut_while_training_ends_the_run_in_a_line(gptmini, text_file: Pa
     monkeypatch.setattr(trainer, "update", cut)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 3
-    assert ".tokens: cut while in use (" in err
+    assert ".tokens: truncated while in use (" in err
     monkeypatch.setattr(trainer, "update", update)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 0, err
@@ -147,7 +151,7 @@ def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, number, code):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_reader_that_has_enough_ends_it_quietly(text_file: Path):
+def test_a_closed_pipe_ends_it_quietly(text_file: Path):
     command = [sys.executable, "-m", "gptmini", "tokenizer", "encode", "byte"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]

@@ -1,143 +1,273 @@
-import io
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiktoken
+from conftest import WORDS, gpt2, tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from gptmini.config.settings import DataConfig
-from gptmini.errors import DataError
-from gptmini.text import sources
+from gptmini import files
+from gptmini.errors import DataError, MachineError
+from gptmini.text import corpus as corpora
+from gptmini.text import tokenizer, tokens
+from gptmini.text.tokens import Corpus, Span
 
-
-def texts(*paths: str, **options: object) -> list[str]:
-    source = sources.find(list(paths), DataConfig.model_validate(options))
-    return [piece.text for piece in source.pieces()]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    root = tmp_path / "texts"
-    for name in ("b.md", "a.txt", "sub/c.txt", "sub/deep/d.txt", ".hidden", ".git/x", "empty.txt"):
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(path.stem * (name != "empty.txt"))
-    return root
+DOCUMENT = 256
 
 
-def test_folders_are_read_in_order_without_hidden_files(folder: Path):
-    assert texts(str(folder)) == ["a", "b", "c", "d"]
-    assert texts(f"{folder}/sub", str(folder / "b.md")) == ["c", "d", "b"]
+def prepared(path: object, cache: Path, kind: str = "byte", **data: Any) -> Corpus:
+    given = data | {"path": list(map(str, path)) if isinstance(path, list) else str(path)}
+    config = tiny(data=given, tokenizer={"kind": kind}, model={"context_length": 2, "n_head": 1})
+    return corpora.prepare_corpus(config, cache)
 
 
-def test_globs_choose_files(folder: Path):
-    assert texts(f"{folder}/**/*.txt") == ["a", "c", "d"]
-    assert texts(f"{folder}/*.md") == ["b"]
-    (folder / "a[1].txt").write_text("not a pattern")
-    assert texts(f"{folder}/a[1].txt") == ["not a pattern"]
+def tokens_of(*spans: Span) -> list[int]:
+    return [token for span in spans for token in span.tokens.read(span.first, len(span)).tolist()]
 
 
-def test_a_loop_of_links_ends(folder: Path):
-    (folder / "sub" / "loop").symlink_to(folder)
-    assert texts(str(folder)) == ["a", "b", "c", "d"]
-    (folder / "self").symlink_to(folder / "self")
-    with pytest.raises(DataError, match="self: too many levels of symbolic links"):
-        texts(str(folder))
-
-
-def test_paths_that_are_no_texts(tmp_path: Path, folder: Path):
-    (tmp_path / "empty").mkdir()
-    for path, words in [
-        (str(tmp_path / "empty"), "no file there"),
-        (f"{tmp_path}/*.rst", "no file there"),
-        (str(tmp_path / "none.txt"), "no such file"),
-        ("a\0b", "embedded null"),
-        ("/dev/null", "not a regular file"),
-        ("builtin:x", "known: builtin:python-docs, builtin:python-code"),
-    ]:
-        with pytest.raises(DataError, match=words):
-            texts(path)
-    os.mkfifo(folder / "sub" / "fifo")
-    with pytest.raises(
-        DataError, match=r"sub/fifo: is not a regular file; pipe it in with --data -"
-    ):
-        texts(str(folder))
-
-
-def test_an_unreadable_file_among_many_is_named(folder: Path, monkeypatch):
-    opened = Path.open
-
-    def refuse(path: Path, mode: str) -> object:  # root could read what is only locked by its mode
-        if path.name == "c.txt":
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, mode)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(DataError, match=r"sub/c.txt: permission denied"):
-        texts(str(folder))
-
-
-def test_a_file_that_vanishes_or_changes_is_named(folder: Path):
-    source = sources.find([str(folder)], DataConfig())
-    (folder / "b.md").write_text("another text")
-    with pytest.raises(DataError, match=r"b.md: changed while it was read"):
-        list(source.pieces())
-    (folder / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"a.txt: no such file"):
-        source.digest()
-
-
-@pytest.mark.parametrize("name", sources.BUILTIN)
-def test_builtin_corpora_are_many_documents(name):
-    pieces = list(sources.find([name], DataConfig()).pieces())
-    assert sum(piece.starts_document for piece in pieces) > 50
-    assert sum(len(piece.text) for piece in pieces) > 300_000
-
-
-def test_the_digest_knows_content_kind_order_and_reading(folder: Path):
-    def digest(*paths: Path, **options: object) -> str:
-        settings = DataConfig.model_validate(options)
-        return sources.find([str(path) for path in paths], settings).digest()
-
-    a, b = folder / "a.txt", folder / "b.md"
-    first = digest(a, b)
-    assert first == digest(a, b, validation=0.5, split="documents")
-    os.utime(a, (0, 0))
-    assert first == digest(a, b)
-    moved = folder / "moved.txt"
-    moved.write_bytes(a.read_bytes())
-    assert first == digest(moved, b)
-    moved.rename(folder / "a.jsonl")
-    others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
-    others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
-    source = sources.find([str(a), str(b)], DataConfig())
-    others += [source.only(part, 0.1).digest() for part in ("training", "validation")]
-    a.write_text("A")
-    others.append(digest(a, b))
-    assert len({first, *others}) == 10
-
-
-def test_documents_fall_to_one_side_whatever_is_beside_them(tmp_path: Path):
+def test_the_tail_is_held_out(tmp_path: Path):
     path = tmp_path / "a.txt"
-    words = [f"document {n}" for n in range(1000)]
-
-    def sides(documents: list[str]) -> list[list[str]]:
-        path.write_text("|".join(documents))
-        source = sources.find([str(path)], DataConfig.model_validate({"separator": "|"}))
-        parts = [source.only(part, 0.2).pieces() for part in ("training", "validation")]
-        return [[piece.text for piece in part] for part in parts]
-
-    training, validation = sides(words)
-    assert sorted(training + validation) == sorted(words)
-    assert 150 < len(validation) < 250
-    fewer = sides(words[::-3])
-    assert set(fewer[0]) <= set(training)
-    assert set(fewer[1]) <= set(validation)
+    path.write_bytes("héllo\r\nwörld\n".encode())
+    corpus = prepared(path, tmp_path / "cache", validation=0.3)
+    expected = [DOCUMENT, *"héllo\r\nwörld\n".encode()]
+    assert tokens_of(*corpus.training) == expected[:-5]
+    assert tokens_of(*corpus.validation) == expected[-5:]
+    assert corpus.summary("byte") == (
+        f"  data      {path}: 15 bytes -> 16 tokens (byte, vocabulary 257); "
+        f"5 held out for validation"
+    )
 
 
-def test_standard_input_is_a_file_for_a_while(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
-    (tmp_path / "cache").mkdir()
-    with sources.stdin_as_file(["a", "-"], tmp_path / "cache") as paths:
-        assert paths[0] == "a"
-        assert texts(paths[1]) == ["typed in"]
+def test_whole_documents_are_held_out(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("|".join(f"document {n}" for n in range(200)))
+    corpus = prepared(path, tmp_path / "c", split="documents", separator="|", validation=0.2)
+    sides = [tokens_of(*side) for side in (corpus.training, corpus.validation)]
+    assert all(side[0] == DOCUMENT for side in sides)
+    assert sum(side.count(DOCUMENT) for side in sides) == 200
+    path.write_text("one document")
+    with pytest.raises(DataError, match=r"leaves no document for validation; .*data.split=tail"):
+        prepared(path, tmp_path / "c", split="documents", validation=1e-9)
+
+
+def test_a_separate_text_is_held_out(tmp_path: Path):
+    ours, theirs = tmp_path / "a.txt", tmp_path / "b.txt"
+    ours.write_text("all of this")
+    theirs.write_text("none of that")
+    corpus = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    assert tokens_of(*corpus.training) == [DOCUMENT, *b"all of this"]
+    assert tokens_of(*corpus.validation) == [DOCUMENT, *b"none of that"]
+    theirs.write_text("something else")
+    again = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    assert again.content != corpus.content
+
+
+def test_weighted_texts_are_kept_apart_and_others_together(tmp_path: Path):
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in paths:
+        path.write_text(path.stem * 20)
+    apart = prepared(paths, tmp_path / "cache", weights=[3.0, 1.0], validation=0.2)
+    assert [set(tokens_of(one)) - {DOCUMENT} for one in apart.training] == [{97}, {98}]
+    assert [len(one) for one in apart.validation] == [4, 4]
+    together = prepared(paths, tmp_path / "cache", validation=0.2)
+    expected = [DOCUMENT, *b"a" * 20, DOCUMENT, *b"b" * 20]
+    assert tokens_of(*together.training, *together.validation) == expected
+
+
+def test_too_short_a_text_is_refused_with_both_lengths(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 19)
+    config = tiny(data={"path": str(path)}, model={"context_length": 10})
+    expected = r"a.txt: 2 of its 20 tokens are for validation, but one window needs 11; use more"
+    with pytest.raises(DataError, match=expected):
+        corpora.prepare_corpus(config, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t ", b"\xef\xbb\xbf"])
+def test_blank_text_is_refused_and_leaves_nothing(tmp_path: Path, content):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a.txt: contains no text"):
+        prepared(path, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "auto"])
+def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind):
+    cache = tmp_path / "cache"
+    first = prepared(text_file, cache, kind)
+    path = first.training[0].tokens.path
+    made = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
+    assert prepared(text_file, cache, kind).training[0].tokens.path == path
+    assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
+    for file, (whole, _) in made.items():
+        for damaged in (whole[: len(whole) // 2], b"", b"x" * 200):
+            file.write_bytes(damaged)
+            prepared(text_file, cache, kind)
+            assert file.read_bytes() == whole
+    assert made.keys() == set(cache.iterdir())
+
+
+def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_path: Path):
+    first = prepared(text_file, tmp_path / "cache", "bpe")
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text_file.read_bytes())
+    again = prepared(copy, tmp_path / "cache", "bpe")
+    assert again.training[0].tokens.path == first.training[0].tokens.path
+    assert again.content == first.content
+    copy.write_text(WORDS * 9)
+    assert prepared(copy, tmp_path / "cache", "bpe").content != first.content
+
+
+def test_text_that_changes_while_read_leaves_nothing(text_file: Path, tmp_path: Path, monkeypatch):
+    create = tokenizer.create
+
+    def change_the_file(*arguments: Any) -> tokenizer.Tokenizer:
+        text_file.write_text("other words")
+        return create(*arguments)
+
+    monkeypatch.setattr(tokenizer, "create", change_the_file)
+    with pytest.raises(DataError, match="changed while being read"):
+        prepared(text_file, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_killed_at_any_moment_it_leaves_nothing_that_looks_complete(
+    text_file: Path, tmp_path: Path, monkeypatch
+):
+    whole = tmp_path / "whole"
+    prepared(text_file, whole, "bpe")
+    names = sorted(file.name for file in whole.iterdir())
+    cache = tmp_path / "cache"
+    calls = moment = 0
+
+    class Killed(BaseException):
+        pass
+
+    @contextmanager
+    def interrupted(path: Path) -> Iterator[Any]:
+        nonlocal calls
+        calls += 1
+        with path.with_name(f".tmp-1-{path.name}").open("wb") as file:
+            yield file
+            if calls == moment:
+                os.truncate(file.fileno(), 50)
+                raise Killed
+        os.replace(file.name, path)
+
+    for moment in (1, 2):  # noqa: B007 - read by interrupted
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "atomic_write", interrupted)
+            with pytest.raises(Killed):
+                prepared(text_file, cache, "bpe")
+        assert {f.name for f in cache.iterdir() if not f.name.startswith(".")} < set(names)
+    prepared(text_file, cache, "bpe")
+    for name in names:
+        assert (cache / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_cache_that_cannot_be_written_names_the_option(text_file: Path):
+    with pytest.raises(MachineError, match="--cache"):
+        prepared(text_file, text_file / "below-a-file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" " * 3_000_000, "x" * 3_000_000, "\t" * 1_500_000 + "x", "東" * 1_000_000, "ab" * 10**6],
+)
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+def test_texts_without_words_take_bounded_time(tmp_path: Path, kind, text):
+    if kind == "gpt2":
+        gpt2()
+    path = tmp_path / "a.txt"
+    path.write_text(text if text.strip() else text + "x")
+    started = time.perf_counter()
+    corpus = prepared(path, tmp_path / "cache", kind)
+    assert time.perf_counter() - started < 60  # a quadratic way takes hours
+    tokens = tokens_of(*corpus.training, *corpus.validation)
+    assert corpus.tokenizer.decode(tokens) == path.read_text()
+    assert corpus.training[0].tokens.text_bytes == path.stat().st_size
+
+
+def test_token_files_are_the_same_on_any_number_of_cores(
+    text_file: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(tokenizer, "BLOCK", 64)
+    whole = []
+    for cores in (1, 2, 7):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        corpus = prepared(text_file, tmp_path / f"cache{cores}", "bpe")
+        whole.append(corpus.training[0].tokens.path.read_bytes())
+    assert whole[0] == whole[1] == whole[2]
+    assert len(whole[0]) > tokens.HEADER.size
+
+
+def test_leftovers_of_killed_processes_are_deleted_after_a_day(text_file: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    (cache / ".tmp-1" / "standard input").mkdir(parents=True)
+    for name in (".tmp-2-x.tokens", ".tmp-3-x.tokens"):
+        (cache / name).write_bytes(b"x")
+    for name in (".tmp-1", ".tmp-2-x.tokens"):
+        os.utime(cache / name, (0, 0))
+    prepared(text_file, cache)
+    assert [file.name for file in cache.glob(".tmp-*")] == [".tmp-3-x.tokens"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(content=st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
+def test_any_bytes_round_trip_or_are_one_error(tmp_path: Path, kind, content):
+    if kind == "gpt2":
+        gpt2()
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    try:
+        corpus = prepared(path, tmp_path / "cache", kind, errors="replace", validation=0.5)
+    except DataError as error:
+        short = len(content) < 20
+        no_text = (
+            b"\0" in content or not content.strip() or content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        )
+        assert short or no_text, error
+        assert len(error.lines) == 1
+        return
+    text = content.decode("utf-8-sig", "replace")
+    tokens = tokens_of(*corpus.training, *corpus.validation)
+    assert tokens[0] == corpus.tokenizer.document_token
+    assert corpus.tokenizer.document_token not in tokens[1:]
+    assert corpus.tokenizer.decode(tokens) == text
+
+
+def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ranks |= {f" {number}".encode(): number for number in range(256, 70_000)}
+    encoding = tiktoken.Encoding(
+        "large", pat_str=r" \d+|.", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000}
+    )
+    (tmp_path / "t.json").write_text(tokenizer.BpeTokenizer(encoding).to_json())
+    numbers = [256, 300, 65_535, 65_536, 69_999] * 3
+    (tmp_path / "a.txt").write_text("".join(f" {number}" for number in numbers))
+    kind = str(tmp_path / "t.json")
+    corpus = prepared(tmp_path / "a.txt", tmp_path / "cache", kind, validation=0.3)
+    assert tokens_of(*corpus.training, *corpus.validation) == [70_000, *numbers]
+    assert corpus.training[0].tokens.dtype.itemsize == 4
+
+
+@pytest.mark.parametrize("split", ["tail", "documents"])
+def test_of_a_large_text_less_than_a_tenth_is_held_out(tmp_path: Path, monkeypatch, split):
+    path = tmp_path / "a.txt"
+    path.write_text("|".join(f"document {number:5}" for number in range(2000)))
+    for held_out, expected in [(1_500_000, 0.1), (600, 0.02)]:
+        monkeypatch.setattr(corpora, "HELD_OUT", held_out)
+        corpus = prepared(path, tmp_path / "cache", split=split, separator="|")
+        ((training,), (validation,)) = corpus.training, corpus.validation
+        share = len(validation) / (len(training) + len(validation))
+        assert share == pytest.approx(expected, rel=0.3)
+    corpus = prepared(path, tmp_path / "cache", split=split, separator="|", validation=0.5)
+    assert len(corpus.validation[0]) == pytest.approx(len(corpus.training[0]), rel=0.2)

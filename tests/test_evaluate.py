@@ -11,6 +11,7 @@ from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.text.corpus import prepare_corpus
 from gptmini.train import batches
@@ -19,8 +20,7 @@ from gptmini.train.evaluate import Evaluation, evaluate
 TEXT = "héllo wörld, 東京! \n" * 60
 
 
-def exact() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
+EXACT = Compute(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
     found = []
     for size in (1, 3, 8, 1000):
         windows = batches.validation_batches(corpus.validation, 16, size, stride)
-        found.append(evaluate(model, windows, corpus.tokenizer.byte_lengths(), exact))
+        found.append(evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT))
     for one in found:
         assert one.tokens.sum() == sum(len(span) - 1 for span in corpus.validation)
         assert one.loss == pytest.approx(found[0].loss, rel=1e-7)
@@ -67,7 +67,7 @@ def test_each_token_is_read_behind_what_its_window_has_of_it(stride, text, tmp_p
         scores = model(tokens[None, start:place])[0, -1].log_softmax(-1)
         nats -= scores[tokens[place]].item()
     windows = batches.validation_batches(corpus.validation, 16, 4, stride)
-    found = evaluate(model, windows, corpus.tokenizer.byte_lengths(), exact)
+    found = evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT)
     assert found.nats.sum() == pytest.approx(nats, rel=1e-5)
 
 

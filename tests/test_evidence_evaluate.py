@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import gpt2, new_cache, tiny
+from conftest import gpt2, new_cache, tiny, train
 
 from gptmini.errors import CheckpointError, DataError
 from gptmini.evidence.evaluate import evaluate_run, held_out, score, text_of
@@ -13,7 +13,6 @@ from gptmini.generate.run import Run, load
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import ByteTokenizer, Tokenizer, create
 from gptmini.text.tokens import Span
-from gptmini.train import trainer
 
 TEXT = "héllo wörld, 東京! \n" * 60
 
@@ -89,7 +88,7 @@ def test_accuracy_is_top_1(text, tmp_path):
 
 def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     cache = new_cache(tmp_path)
-    trainer.train(tiny(data={"path": str(text_file)}), tmp_path / "run", cache)
+    train(tiny(data={"path": str(text_file)}), tmp_path / "run", cache)
     run = load(tmp_path / "run", "cpu", "float32", cache)
     (span,) = held_out(run, cache)
     whole = span.tokens

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SMALL, tiny
+from conftest import train as begin_training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +51,7 @@ def config(text_file: Path) -> Config:
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., RunDirectory]:
     def run(config: Config, name: str = "run") -> RunDirectory:
-        trainer.train(config, tmp_path / name, tmp_path / "cache")
+        begin_training(config, tmp_path / name, tmp_path / "cache")
         return RunDirectory(tmp_path / name)
 
     return run

@@ -49,27 +49,29 @@ def test_a_known_text_is_fetched_once(server: HTTPServer, tmp_path: Path):
     assert fetch.fetch("good", tmp_path / "data") == path
     assert path.stat().st_mtime_ns == made
     path.write_text("mine")
-    with pytest.raises(DataError, match=r"good.txt: is there and is another text; move it away"):
+    with pytest.raises(
+        DataError, match=r"good.txt: already exists with other content; move it away"
+    ):
         fetch.fetch("good", tmp_path / "data")
     assert path.read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["other", "short", "long", "none"])
-def test_any_other_answer_leaves_nothing(server: HTTPServer, tmp_path: Path, name):
+def test_an_unexpected_answer_leaves_nothing(server: HTTPServer, tmp_path: Path, name):
     with pytest.raises((DataError, MachineError), match=f"http.*/{name}: "):
         fetch.fetch(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_network_the_ways_out_are_named(tmp_path: Path, monkeypatch):
+def test_without_network_alternatives_are_named(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(KNOWN, "far", Known("http://127.0.0.1:1/x", 1, "0"))
-    with pytest.raises(MachineError, match=r"could not be fetched .* builtin:python-docs"):
+    with pytest.raises(MachineError, match=r"download failed .* builtin:python-docs"):
         fetch.fetch("far", tmp_path)
-    with pytest.raises(DataError, match="known: tinyshakespeare, tinystories"):
+    with pytest.raises(DataError, match="choose tinyshakespeare or tinystories"):
         fetch.fetch("x", tmp_path)
 
 
-def test_the_known_hash_is_that_of_the_text():
+def test_the_expected_hash_is_that_of_the_text():
     path = SHARED / "data" / "tinyshakespeare.txt"
     if not path.exists():
         pytest.skip("no Tiny Shakespeare here")

@@ -19,12 +19,12 @@ IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 
 
 def documents(path: Path, **options: str) -> list[str]:
-    """The documents of a file, each whole."""
-    found: list[str] = []
+    """The documents of a file, joined from their pieces."""
+    texts: list[str] = []
     for piece in sources.find([str(path)], DataConfig.model_validate(options)).pieces():
-        found += [""] if piece.starts_document else []
-        found[-1] += piece.text
-    return found
+        texts += [""] if piece.starts_document else []
+        texts[-1] += piece.text
+    return texts
 
 
 @IN_A_FOLDER
@@ -39,7 +39,7 @@ def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, t
 @IN_A_FOLDER
 @given(text=st.text("ab-\n é", max_size=60), block=st.integers(1, 9))
 @pytest.mark.parametrize("separator", ["-", "\n\n", "-\n-", "ab"])
-def test_separators_part_documents_wherever_blocks_end(
+def test_separators_split_documents_wherever_blocks_end(
     tmp_path: Path, monkeypatch, text, separator, block
 ):
     path = tmp_path / "a.md"
@@ -76,9 +76,11 @@ def test_parquet_columns_are_documents(tmp_path: Path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"n": [1, 2, 3], "text": ["one", "", "zwölf"]}), path)
     assert documents(path) == ["one", "zwölf"]
-    with pytest.raises(DataError, match=r"a.parquet: no body, but n, text; .*data.text_key=KEY"):
+    with pytest.raises(
+        DataError, match=r"no field 'body' \(it has: n, text\); .*data.text_key=KEY"
+    ):
         documents(path, text_key="body")
-    with pytest.raises(DataError, match=r"a.parquet: row 1: n is 1, no text"):
+    with pytest.raises(DataError, match=r"a.parquet: row 1: field 'n' is 1, not text"):
         documents(path, text_key="n")
 
 
@@ -94,30 +96,34 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.txt", b"x" * 100 + b"\xff", "a.txt: byte 100 is not UTF-8; .*--errors replace"),
-        ("a.txt", b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "byte 13 is not UTF-8"),
-        ("a.txt", b"x" * (formats.BLOCK + 5) + b"\xc3", f"byte {formats.BLOCK + 5} is not UTF-8"),
-        ("a.txt", "text".encode("utf-16"), "a.txt: is UTF-16; convert it"),
-        ("a.txt", "text".encode("utf-16-le"), "NUL bytes, so it is no text"),
-        ("a.png", b"\x89PNG\r\n", "a.png: byte 0 is not UTF-8"),
+        ("a.txt", b"x" * 100 + b"\xff", "a.txt: not UTF-8 at byte 100; .*--errors replace"),
+        ("a.txt", b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "not UTF-8 at byte 13;"),
+        ("a.txt", b"x" * (formats.BLOCK + 5) + b"\xc3", f"not UTF-8 at byte {formats.BLOCK + 5};"),
+        ("a.txt", "text".encode("utf-16"), "a.txt: UTF-16, not UTF-8; convert it with: iconv"),
+        ("a.txt", "text".encode("utf-16-le"), "NUL bytes, so it is not text"),
+        ("a.png", b"\x89PNG\r\n", "a.png: not UTF-8 at byte 0;"),
         ("a.txt.gz", b"no gzip at all", r"a.txt.gz: damaged \(Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"x" * 99)[:-9], r"a.txt.gz: damaged \("),
         ("a.txt.zst", b"no zstd at all", r"a.txt.zst: damaged \("),
         ("a.txt.zst", packed(b"x" * 999, ".zst")[:-9], r"a.txt.zst: damaged \("),
         ("a.parquet", b"no table", r"a.parquet: damaged \("),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "a.jsonl:2: no JSON"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: no JSON"),
-        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl:3: no JSON object"),
-        ("a.jsonl", b'{"title": "a", "body": "b"}\n', "a.jsonl:1: no text, but title, body; name"),
-        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: text is None, no text"),
-        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: byte 10 of the line is not UTF-8"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: text holds a lone surrogate at 0"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a.jsonl:2: not valid JSON \(Expecting"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl:3: not a JSON object; write it as"),
+        (
+            "a.jsonl",
+            b'{"title": "a", "body": "b"}\n',
+            r"a.jsonl:1: no field 'text' \(it has: title, body\)",
+        ),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: field 'text' is empty; fix"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: not UTF-8 at byte 10; convert"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "field 'text' has half a character .* at position 0"),
         ("a.csv", b"text\nfine\n\xff\n", "a.csv: not UTF-8 after line 0; convert"),
-        ("a.csv", b"title,body\na,b\n", "a.csv:2: no text, but title, body"),
-        ("a.csv", b"title,text\na\n", "a.csv:2: text is None"),
+        ("a.csv", b"title,body\na,b\n", r"a.csv:2: no field 'text' \(it has: title, body"),
+        ("a.csv", b"title,text\na\n", "a.csv:2: field 'text' is empty"),
     ],
 )
-def test_what_is_no_text_is_named(tmp_path: Path, name, content, words):
+def test_invalid_text_is_reported_with_its_position(tmp_path: Path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=words) as error:

@@ -5,19 +5,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from conftest import new_cache, tiny
+from conftest import new_cache, tiny, train
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.evidence import measure
 from gptmini.evidence.variants import as_json
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
 
 
-def trained(text_file: Path, folder: Path, cache: Path, **train) -> tuple[Path, Config]:
-    config = tiny(data={"path": str(text_file)}, train=train)
-    trainer.train(config, folder, cache)
+def trained(text_file: Path, folder: Path, cache: Path, **settings) -> tuple[Path, Config]:
+    config = tiny(data={"path": str(text_file)}, train=settings)
+    train(config, folder, cache)
     return folder, config
 
 
@@ -56,7 +55,7 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
     other.write_text("It is another text. " * 9)
     (second,) = measure.measure({"a": [one]}, [str(other)], cache, known)
     assert second.runs[0].loss != first.runs[0].loss
-    trainer.train(config.with_train(steps=9), one, cache)
+    train(config.with_train(steps=9), one, cache)
     (third,) = measure.measure({"a": [one]}, None, cache, known)
     assert third.runs[0].made_of != first.runs[0].made_of
     # The same weights with a window are a different model.

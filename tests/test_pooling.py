@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import new_cache, tiny
+from conftest import new_cache, tiny, train
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
@@ -14,7 +14,6 @@ from gptmini.generate.run import Run, load
 from gptmini.interop import pooling
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
 
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -67,7 +66,7 @@ def test_a_pooled_head_is_the_mean_of_those_it_replaces():
 @pytest.fixture
 def trained(text_file: Path, tmp_path: Path) -> Run:
     config = tiny(data={"path": str(text_file)}, train={"steps": 20, "eval_every": 10})
-    trainer.train(config, tmp_path / "run", new_cache(tmp_path))
+    train(config, tmp_path / "run", new_cache(tmp_path))
     return load(tmp_path / "run", "cpu", "float32", tmp_path / "cache")
 
 
@@ -83,7 +82,7 @@ def test_a_converted_run_generates_and_can_be_trained_further(trained, tmp_path)
     for name, tensor in start.model.state_dict().items():
         if "k_proj" not in name and "v_proj" not in name:
             assert torch.equal(tensor, trained.model.state_dict()[name])
-    trainer.train(RunDirectory(out).config(), out, cache)
+    train(RunDirectory(out).config(), out, cache)
     after = RunDirectory(out).newest()
     assert after.step == 2
     assert not torch.equal(after.model["embed.weight"], start.model.embed.weight)
@@ -96,10 +95,10 @@ def test_interrupted_uptraining_ends_in_the_same_bits(trained, tmp_path, monkeyp
         out = tmp_path / name
         config = pooling.convert(trained, heads, 4, out, cache)
         if stop:
-            trainer.train(config.with_train(save_every=1, keep=9), out, cache)
+            train(config.with_train(save_every=1, keep=9), out, cache)
             for step in (3, 4):
                 (out / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"{step}")
-        trainer.train(RunDirectory(out).config(), out, cache)
+        train(RunDirectory(out).config(), out, cache)
         ends.append(copy.deepcopy(load(out, "cpu", "float32", cache).model.state_dict()))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import tiny, train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ from gptmini.generate.run import (
 )
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer
-from gptmini.train import trainer
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     config = tiny(data={"path": str(folder / "text.txt")}, train={"steps": 3})
-    trainer.train(config, folder / "run", folder / "cache")
+    train(config, folder / "run", folder / "cache")
     return folder / "run"
 
 

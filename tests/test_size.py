@@ -6,7 +6,7 @@ import pytest
 from conftest import SMALL, tiny
 
 from gptmini import machine
-from gptmini.plan import size
+from gptmini.plan import fit, size
 from gptmini.runs.directory import RunDirectory
 
 WORDS = ["--data", "text.txt", *SMALL]
@@ -33,9 +33,9 @@ def test_a_plan_is_what_the_training_does(gptmini, text_file, tmp_path):
     assert found["micro_batch_size"] == run.config().train.micro_batch_size
     last = json.loads(run.metrics.read_text().splitlines()[-1])
     assert (found["steps"], found["tokens"]["seen"]) == (last["step"], last["tokens"])
-    assert f"({found['tokens']['epochs']:.1f} epochs)" in err
+    assert f"= {found['tokens']['epochs']:.1f} epochs" in err
     (row,) = [row for row in found["cache"] if row["variant"] == "mha"]
-    assert f"KV cache {row['bytes']['16']:,} bytes" in err
+    assert f"KV cache {row['bytes']['16'] / 2**20:,.1f} MiB" in err
     assert found["tokens"]["compute_optimal"] == 20 * count
     assert found["time"]["evaluations"] == 2
 
@@ -55,15 +55,15 @@ def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
     assert found["time"]["minutes"] == pytest.approx(flops / (4 * 0.5 * 989e12) / 60)
     assert found["time"]["fits"] is True
     code, _, err = gptmini("size", *WORDS, "--accelerator", "abacus")
-    assert (code, "take one of l4" in err) == (2, True)
+    assert (code, "use one of l4" in err) == (2, True)
 
 
 def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
-    monkeypatch.setattr(machine, "memory", lambda _: 1 << 10)
+    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 10)
     monkeypatch.setattr(size, "_here", lambda *_: pytest.fail("tried"))
     code, out, _ = gptmini("size", *WORDS)
     assert code == 0
-    assert "none: it does not fit in the memory of this machine, cpu" in out
+    assert "does not fit in the memory of this machine, cpu" in out
     code, _, err = gptmini("size", *WORDS, "--minutes", "3", "--accelerator", "h100")
     assert (code, "leave out --accelerator" in err) == (2, True)
 
@@ -73,7 +73,7 @@ def test_people_can_read_it(gptmini, text_file):
     assert code == 0
     heads = [line.split("  ")[0] for line in out.splitlines() if line[0] != " "]
     assert heads == ["parameters", "compute", "memory", "KV cache", "data", "time"]
-    assert max(map(len, out.splitlines())) <= 110
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_minutes_are_planned_as_train_plans_them(gptmini, text_file):
@@ -88,17 +88,17 @@ def test_deep_models_are_timed_by_a_few_layers(monkeypatch, text_file, tmp_path)
     """With layers of 2 s and 0.1 s, and 1 s and 0.3 s beside them, ten take 21 s and 1.3 s."""
     seen = []
 
-    def by_part(config, device, dtype, passes):
+    def time_step(config, compute, repeats):
         layers = config.model.n_layer
         seen.append(layers)
-        return 1 + 2 * layers, 0.3 + 0.1 * layers
+        return fit.StepTime(1 + 2 * layers, 0.3 + 0.1 * layers)
 
-    monkeypatch.setattr(size.fit, "_seconds_by_part", by_part)
+    monkeypatch.setattr(fit, "time_step", time_step)
     config = tiny(model={"n_layer": 10}, train={"batch_size": 8, "micro_batch_size": 4})
-    cpu = machine.pick_device("cpu")
-    seconds = size.fit.predicted_seconds(config.with_tokenizer("byte", 257), cpu, None)
-    assert seconds == pytest.approx((2 * 21, 1.3))
-    assert seen == [1, 3]
+    cpu = machine.pick_compute("cpu", "float32")
+    step = fit.predict_step(config.with_tokenizer("byte", 257), cpu)
+    assert (step.passes, step.update) == pytest.approx((2 * 21, 1.3))
+    assert seen == [3, 1]
 
 
 def test_a_missing_text_is_named(gptmini):

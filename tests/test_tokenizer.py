@@ -42,7 +42,7 @@ def test_characters_round_trip_their_own_text(text):
 
 
 @given(TEXTS, TEXTS)
-def test_unseen_characters_go_as_their_bytes(seen, text):
+def test_unseen_characters_are_split_into_bytes(seen, text):
     tokenizer = CharTokenizer(seen)
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
@@ -103,7 +103,7 @@ def test_long_texts_are_encoded_in_parts(tiny_encoding: tiktoken.Encoding, monke
     assert tokenizer.encode("").tolist() == []
 
 
-def test_a_vocabulary_learnt_from_text_serves_any_text(tmp_path: Path):
+def test_a_learned_vocabulary_encodes_any_text(tmp_path: Path):
     tokenizer = tokenizers.create("bpe", 300, [WORDS * 3])
     assert tokenizer.vocab_size == 300
     assert len(tokenizer.encode(WORDS)) < len(WORDS) / 2
@@ -117,7 +117,7 @@ def make_all(encoding: tiktoken.Encoding) -> list[tokenizers.Tokenizer]:
     return [ByteTokenizer(), CharTokenizer("abé東"), BpeTokenizer(encoding)]
 
 
-def test_saved_tokenizers_are_the_same_when_read(tmp_path: Path, tiny_encoding: tiktoken.Encoding):
+def test_saved_tokenizers_load_unchanged(tmp_path: Path, tiny_encoding: tiktoken.Encoding):
     for tokenizer in make_all(tiny_encoding):
         path = tmp_path / "tokenizer.json"
         path.write_text(tokenizer.to_json())
@@ -149,12 +149,12 @@ def test_a_character_in_two_tokens_appears_once_and_whole():
 
 def test_unknown_kinds_list_the_known():
     with pytest.raises(
-        DataError, match=r"gpt3: no such tokenizer; known: auto, byte, char, bpe.*gpt2"
+        DataError, match=r"gpt3: no such tokenizer; choose one of auto, byte, char, bpe.*gpt2"
     ):
         tokenizers.create("gpt3", None, ())
 
 
-def test_without_network_the_offline_choices_are_named(
+def test_without_network_the_offline_kinds_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> None:
@@ -197,7 +197,7 @@ def test_a_bpe_file_is_read(tmp_path: Path):
         bpe_file(kind=None),
     ],
 )
-def test_a_damaged_tokenizer_file_is_named(tmp_path: Path, content):
+def test_a_damaged_tokenizer_file_is_reported(tmp_path: Path, content):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
     with pytest.raises(DataError, match=str(path)):
@@ -212,16 +212,16 @@ def test_tokenizer_json_is_json():
     }
 
 
-def test_half_a_character_is_no_text(tiny_encoding: tiktoken.Encoding):
+def test_half_a_character_is_refused(tiny_encoding: tiktoken.Encoding):
     for tokenizer in make_all(tiny_encoding):
         with pytest.raises(UnicodeEncodeError):
             tokenizer.encode("a\ud800")
 
 
-def test_a_pattern_that_explodes_ends_in_a_line(tmp_path: Path):
+def test_a_pattern_that_backtracks_forever_is_one_error(tmp_path: Path):
     (tmp_path / "t.json").write_text(bpe_file(pattern=r"((a|aa)+)(?!x)b|."))
     tokenizer = tokenizers.read(tmp_path / "t.json")
-    with pytest.raises(DataError, match=r"tokenizer x: .*backtracking.*; take another one"):
+    with pytest.raises(DataError, match=r"tokenizer x: .*backtracking.*; choose another"):
         tokenizer.encode("a" * 70)
 
 

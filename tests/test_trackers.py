@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import new_cache, tiny
+from conftest import new_cache, tiny, train
 
 from gptmini.errors import MachineError
 from gptmini.runs import trackers
-from gptmini.train import trainer
 
 
 def lines(run: Path) -> list[dict]:
@@ -22,8 +21,8 @@ def test_tensorboard_has_every_number_and_goes_on_where_the_run_does(text_file, 
 
     cache, run = new_cache(tmp_path), tmp_path / "run"
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["tensorboard"]})
-    trainer.train(config, run, cache)
-    trainer.train(config.with_train(steps=9), run, cache)
+    train(config, run, cache)
+    train(config.with_train(steps=9), run, cache)
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     for key in ("train_loss", "val_bpb", "lr", "grad_norm"):
@@ -45,7 +44,7 @@ def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
         wandb.Run, "log", lambda self, data, step: (logged.append(data), log(self, data, step=step))
     )
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    trainer.train(config, run, new_cache(tmp_path))
+    train(config, run, new_cache(tmp_path))
     assert logged == lines(run)
     name = (run / "wandb.id").read_text()
     assert list((run / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
@@ -55,7 +54,7 @@ def test_what_is_not_installed_is_named_before_the_first_step(text_file, tmp_pat
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     with pytest.raises(MachineError, match=r"pip install 'gptmini\[wandb\]'"):
-        trainer.train(config, tmp_path / "run", new_cache(tmp_path))
+        train(config, tmp_path / "run", new_cache(tmp_path))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -72,7 +71,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(text_file, tmp_path, mon
 
     monkeypatch.setitem(trackers.KINDS, "wandb", Broken)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    trainer.train(config, tmp_path / "run", new_cache(tmp_path))
+    train(config, tmp_path / "run", new_cache(tmp_path))
     assert len(lines(tmp_path / "run")) == 6
     said = capsys.readouterr().err
     assert said.count("wandb: ConnectionError('nobody there'); going on without it") == 1
@@ -85,4 +84,4 @@ def test_one_that_cannot_begin_is_named(text_file, tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.KINDS, "wandb", broken)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     with pytest.raises(MachineError, match="wandb: not logged in; mend it or leave it out"):
-        trainer.train(config, tmp_path / "run", new_cache(tmp_path))
+        train(config, tmp_path / "run", new_cache(tmp_path))

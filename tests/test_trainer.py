@@ -4,11 +4,13 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from conftest import tiny
+from conftest import prepared, tiny
+from conftest import train as begin_training
 
 from gptmini.config.settings import Config
 from gptmini.errors import (
@@ -33,7 +35,7 @@ def config(text_file: Path) -> Config:
 @pytest.fixture
 def train(tmp_path: Path):
     def run(config: Config, name: str = "run") -> RunDirectory:
-        trainer.train(config, tmp_path / name, tmp_path / "cache")
+        begin_training(config, tmp_path / name, tmp_path / "cache")
         return RunDirectory(tmp_path / name)
 
     return run
@@ -189,7 +191,7 @@ def test_damaged_newer_checkpoints_do_not_push_out_new_ones(train, config):
 
 def test_weights_that_blow_up_in_an_update_are_never_saved(train, text_file):
     wild = {"lr": 1e9, "warmup_steps": 0, "eval_every": 1, "grad_clip": 1e9}
-    with pytest.raises(DivergedError, match=r"nothing of it saved; lower train.lr"):
+    with pytest.raises(DivergedError, match=r"nothing of it was saved; lower train.lr"):
         train(tiny(data={"path": str(text_file)}, train=wild))
     run = RunDirectory(text_file.parent / "run")
     for step in run.steps():
@@ -218,7 +220,7 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
         monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * float("nan"))
 
     stop_after(monkeypatch, 5, poison)
-    expected = r"gradient norm nan after step 4, in the windows at tokens \d.*, nothing of it saved"
+    expected = r"gradient norm nan after step 4, in the windows at tokens \d.*; nothing of it was"
     with pytest.raises(DivergedError, match=expected):
         train(config)
     run = RunDirectory(Path(config.data.path[0]).parent / "run")
@@ -251,10 +253,10 @@ def test_the_run_directory_holds_what_it_promises(train, config):
 
 def test_dropout_differs_by_step_and_micro_batch(text_file, tmp_path):
     config = tiny(data={"path": str(text_file)}, model={"dropout": 0.5})
-    training = trainer.prepare(config, RunDirectory(tmp_path / "run"), tmp_path / "cache", 0.0)
+    training = prepared(config, tmp_path / "run", tmp_path / "cache")
     losses = []
     for step in (0, 0, 1):
-        training.step = step
+        training.progress.step = step
         before = {k: v.clone() for k, v in training.model.state_dict().items()}
         losses.append(trainer.update(training)["train_loss"])
         training.model.load_state_dict(before)
@@ -264,3 +266,29 @@ def test_dropout_differs_by_step_and_micro_batch(text_file, tmp_path):
 def test_auto_device_is_there():
     device = pick_device("auto")
     assert torch.zeros(1, device=device).item() == 0
+
+
+def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypatch, capsys):
+    """Best at step 12 of 60, evaluated each third step: the cool-down from 18 on counts."""
+    assess = trainer.assess
+
+    def turning(training: Any) -> Any:
+        found = assess(training) | {"val_loss": 5.0 + abs(training.step - 12)}
+        if training.progress.best["step"] > 12:
+            training.progress.best = training.progress.best | {"step": 12}
+        return found
+
+    monkeypatch.setattr(trainer, "assess", turning)
+    config = tiny(
+        data={"path": str(text_file)}, train={"steps": 60, "patience": 4, "warmup_steps": 2}
+    )
+    begin_training(config, tmp_path / "run", tmp_path / "cache")
+    run = RunDirectory(tmp_path / "run")
+    assert run.steps()[0] == 18 + 4 * 3
+    assert "ended at step 30: the validation loss was best at step 12" in capsys.readouterr().err
+    begin_training(config, tmp_path / "run", tmp_path / "cache")
+    assert "already finished at step 30; " in capsys.readouterr().err
+    assert run.steps()[0] == 30
+    more = config.with_train(patience=None)
+    begin_training(more, tmp_path / "run", tmp_path / "cache")
+    assert run.steps()[0] == 60

@@ -99,9 +99,13 @@ def train(
     out = out or default_out(config, settings.data.path[0], attention)
     from gptmini import console
     from gptmini.generate.run import load
+    from gptmini.plan.decide import decide
+    from gptmini.runs.directory import RunDirectory
     from gptmini.train import trainer
 
-    trainer.train(settings, out, cache, started)
+    run_directory = RunDirectory(out)
+    existing = run_directory.config() if run_directory.begun else None
+    trainer.train(decide(settings, existing, cache, started), out)
     if no_sample:
         return
     run = load(out, settings.train.device, cache=cache)
@@ -122,11 +126,10 @@ def prepare(
     cache: Cache = CACHE,
 ) -> None:
     """Turn a text into tokens, as train does before its first step."""
-    from gptmini import console
     from gptmini.text import corpus
 
     settings = configured(config, data, errors, assignments=assignments)
-    ready = corpus.prepare_corpus(settings, cache, console.progress)
+    ready = corpus.prepare_corpus(settings, cache)
     print(ready.summary(settings.tokenizer.kind))
 
 

@@ -21,19 +21,13 @@ from typing import Any
 from gptmini import files, machine
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
-from gptmini.console import say
+from gptmini.console import say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.evidence import plots
 from gptmini.evidence.measure import measure
 from gptmini.evidence.variants import Variant, as_json, full_table, verdicts
+from gptmini.plan.decide import with_choices
 from gptmini.runs.directory import RunDirectory
-
-# What the first training chooses for all: how to compute and, with `train.minutes`, the sizes.
-CHOSEN = {"model": ["dropout"], "train": ["compile"]}
-SIZED = {
-    "model": [*CHOSEN["model"], "n_layer", "d_model", "head_dim", "d_ff"],
-    "train": [*CHOSEN["train"], "batch_size"],
-}
 
 
 @dataclass(frozen=True)
@@ -108,21 +102,11 @@ def train_all(jobs: list[Job], cache: Path) -> dict[str, list[Path]]:
     for number, job in enumerate(jobs, 1):
         config = job.config
         if number > 1:
-            config = _as_chosen(config, RunDirectory(jobs[0].out).config())
+            config = with_choices(config, RunDirectory(jobs[0].out).config(), same_run=False)
         title = f"compare: run {number} of {len(jobs)}: {job.variant}, seed {config.train.seed}"
         _train(job.out, config, cache, title)
         paths.setdefault(job.variant, []).append(job.out)
     return paths
-
-
-def _as_chosen(config: Config, first: Config) -> Config:
-    """The configuration, with what the first run decided where it sets nothing itself."""
-    keys = dict(CHOSEN if config.train.minutes is None else SIZED)
-    if config.train.minutes is not None and not config.tokenizer.model_fields_set:
-        keys["tokenizer"] = ["kind", "vocab_size"]
-    chosen = first.model_dump()
-    wanted = {name: {key: chosen[name][key] for key in keys[name]} for name in keys}
-    return load.completed(config, wanted)
 
 
 def _train(out: Path, config: Config, cache: Path, title: str) -> None:
@@ -208,4 +192,4 @@ def write_figures(variants: list[Variant], out: Path) -> None:
     try:
         plots.save(plots.comparison(variants), out / "compare.png")
     except MachineError as error:
-        say(f"warning: {out / 'compare.png'}: not drawn; {error}")
+        warn(f"{out / 'compare.png'}: not drawn; {error}")

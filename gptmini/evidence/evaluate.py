@@ -1,24 +1,19 @@
 """The loss of a trained run on its held-out text or on another, and token by token."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from gptmini.config.settings import TokenizerConfig
-from gptmini.console import progress
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
-from gptmini.model.gpt import GPT
+from gptmini.machine import Compute
 from gptmini.text.corpus import prepare_corpus, prepare_text
 from gptmini.text.tokens import Span
 from gptmini.train.batches import validation_batches
-from gptmini.train.evaluate import Evaluation, evaluate
-
-ROWS = 64  # positions whose logits are held at a time
+from gptmini.train.evaluate import Evaluation, evaluate, token_losses
 
 
 def text_of(run: Run, data: list[str] | None, cache: Path) -> list[Span]:
@@ -26,7 +21,7 @@ def text_of(run: Run, data: list[str] | None, cache: Path) -> list[Span]:
     if not data:
         return held_out(run, cache)
     settings = run.config.data.model_copy(update={"path": data})
-    return [prepare_text(settings, run.tokenizer, cache, progress)]
+    return [prepare_text(settings, run.tokenizer, cache)]
 
 
 def held_out(run: Run, cache: Path) -> list[Span]:
@@ -37,7 +32,7 @@ def held_out(run: Run, cache: Path) -> list[Span]:
         )
     file = str(run.path / "tokenizer.json")
     same = run.config.model_copy(update={"tokenizer": TokenizerConfig(kind=file)})
-    corpus = prepare_corpus(same, cache, progress)
+    corpus = prepare_corpus(same, cache)
     if corpus.content != run.corpus:
         raise DataError(
             f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "
@@ -51,7 +46,8 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate in float32, on windows as long as in training, `stride` tokens apart."""
     windows = validation_batches(spans, run.config.seq_len, batch_size, stride)
-    return evaluate(run.model, windows, run.tokenizer.byte_lengths(), nullcontext)
+    in_float32 = Compute(run.model.device, torch.float32)
+    return evaluate(run.model, windows, run.tokenizer.byte_lengths(), in_float32)
 
 
 @dataclass(frozen=True)
@@ -97,23 +93,10 @@ def score(run: Run, text: str) -> Score:
     while (done := len(logprobs)) < len(tokens):
         start = max(0, done - limit // 2) if done else 0
         window = document[start : start + limit + 1][None]
-        window_losses, window_ranks = _token_losses(run.model, window[:, :-1], window[:, 1:])
-        logprobs += (-window_losses[0, done - start :]).tolist()
+        window_losses, window_ranks = token_losses(run.model, window[:, :-1], window[:, 1:])
+        logprobs += (-window_losses[0, done - start :]).tolist()  # the rest was scored before
         ranks += window_ranks[0, done - start :].tolist()
     if not math.isfinite(sum(logprobs)):
         raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
     texts = [run.tokenizer.decode([token]) for token in tokens]
     return Score(texts, tokens, logprobs, ranks, len(text.encode()))
-
-
-def _token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats and rank of each of the targets, (B, T), some rows of logits at a time."""
-    device = model.embed.weight.device
-    hidden = model.hidden(tokens.to(device)).flatten(0, 1)  # (B·T, D)
-    losses, ranks = [], []
-    for rows, wanted in zip(hidden.split(ROWS), targets.flatten().split(ROWS), strict=True):
-        logits = model.logits(rows).float()  # (ROWS, V)
-        own = logits.gather(1, wanted[:, None].to(device))  # (ROWS, 1)
-        losses.append((logits.logsumexp(1) - own[:, 0]).double().cpu())
-        ranks.append((1 + (logits > own).sum(1)).cpu())
-    return torch.cat(losses).view_as(targets), torch.cat(ranks).view_as(targets)

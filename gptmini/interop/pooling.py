@@ -4,7 +4,6 @@ Each new head is the mean of the heads it replaces, the best of the initialisati
 al. (2023) tried. Training for another twentieth to tenth of the steps recovers most of the loss.
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import say
 from gptmini.errors import ConfigError, DataError
 from gptmini.generate.run import Run
+from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import prepare, save
 
@@ -43,7 +43,7 @@ def convert(
             f"--attention: {run.path} has {old} KV heads, which do not pool into {new}; choose one "
             f"of {divisors}"
         )
-    training = prepare(config, directory, cache, time.perf_counter())
+    training = prepare(decide(config, None, cache, here=False), directory)
     corpus = training.corpus
     same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
     if corpus.content != run.corpus or not same_tokenizer:

@@ -60,6 +60,11 @@ class GPT(nn.Module):
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialise(self)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.weight.device
+
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
     ) -> Tensor:

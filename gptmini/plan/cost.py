@@ -6,11 +6,11 @@ K head size.
 
 from gptmini.config.settings import ModelConfig
 
-CHINCHILLA = 20  # tokens per parameter that use computation best (Hoffmann et al. 2022)
+CHINCHILLA = 20  # tokens per parameter, the best use of compute (Hoffmann et al. 2022)
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
-    """The number of parameters by part; `vocab_size` must be set."""
+    """The number of parameters by part, without empty parts; `vocab_size` must be set."""
     V, D, L, F = config.vocab_size or 0, config.d_model, config.n_layer, config.d_ff
     queries, keys = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     bias, qkv_bias = int(config.bias), config.attention.qkv_bias
@@ -18,8 +18,8 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     attention += bias * D
     attention += (bias if qkv_bias is None else int(qkv_bias)) * (queries + 2 * keys)
     attention += 2 * config.head_dim * config.attention.qk_norm
-    wide = 2 if config.activation == "swiglu" else 1  # matrices that lead to the inner width
-    mlp += bias * (wide * F + D)
+    inner = 2 if config.activation == "swiglu" else 1  # projections from D to F
+    mlp += bias * (inner * F + D)
     norm = D * (1 + (config.norm == "layernorm" and config.bias))
     parts = {
         "embedding": V * D,
@@ -34,21 +34,21 @@ def parameters(config: ModelConfig) -> dict[str, int]:
 
 def _matrices(config: ModelConfig) -> tuple[int, int]:
     """Weights in the matrices of one layer's attention and of its MLP."""
-    heads = (config.n_head + config.n_kv_head) * config.head_dim  # of q and k, as of o and v
-    into = 2 if config.activation == "swiglu" else 1
-    return 2 * config.d_model * heads, (into + 1) * config.d_model * config.d_ff
+    heads = (config.n_head + config.n_kv_head) * config.head_dim  # q and k; o and v have as many
+    inner = 2 if config.activation == "swiglu" else 1
+    return 2 * config.d_model * heads, (inner + 1) * config.d_model * config.d_ff
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """All parameters together."""
+    """All parameters together; a tied head counts once."""
     return sum(parameters(config).values())
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
-    """Floating-point operations per token of a forward pass on T tokens, by part.
+    """Floating-point operations per token of a forward pass over T tokens, by part.
 
-    A product with a matrix of n weights takes 2 n. Scores and their mixing count for the keys that
-    a query sees, which under the causal mask are half of T on average, or less with a window.
+    A product with a matrix of n weights takes 2 n. Attention counts only the keys that a query
+    sees: half of T on average under the causal mask, fewer with a window.
     """
     attention, mlp = _matrices(config)
     heads = config.n_head * config.head_dim
@@ -61,15 +61,15 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
 
 
 def _keys_seen(window: int | None, seq_len: int) -> float:
-    """Keys that a query sees, on average over T positions."""
+    """Keys that a query sees, averaged over T positions."""
     width = min(window or seq_len, seq_len)
     return (width * (width + 1) / 2 + (seq_len - width) * width) / seq_len
 
 
 def training_flops(config: ModelConfig, seq_len: int, checkpointing: bool = False) -> float:
-    """Operations per token of a training step: a backward pass takes twice a forward pass.
+    """Operations per token of a training step; a backward pass takes twice a forward pass.
 
-    Gradient checkpointing makes the blocks' forward pass once more.
+    Gradient checkpointing repeats the forward pass of the blocks.
     """
     parts = forward_flops(config, seq_len)
     again = parts["attention"] + parts["mlp"] if checkpointing else 0
@@ -77,9 +77,9 @@ def training_flops(config: ModelConfig, seq_len: int, checkpointing: bool = Fals
 
 
 def cache_bytes(config: ModelConfig, positions: int, element: int = 4) -> int:
-    """Bytes of the keys and values of so many positions: 2 L G K elements each.
+    """Bytes of the keys and values of these positions: 2 L G K elements each, float32 by default.
 
-    A layer with a window keeps its window only. gptmini keeps them in float32, of 4 bytes.
+    A layer with a window keeps only its window.
     """
     kept = sum(min(positions, config.cache_length(layer)) for layer in range(config.n_layer))
     return 2 * kept * config.n_kv_head * config.head_dim * element

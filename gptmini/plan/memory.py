@@ -1,4 +1,4 @@
-"""Training steps on tensors that have no memory: what they would hold, before anything is made."""
+"""The memory of a training, found by a dry run: two steps on tensors without storage."""
 
 import weakref
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptmini import machine
 from gptmini.config.settings import Config
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, loss
 from gptmini.model.optim import Optimizer
 
@@ -20,9 +20,9 @@ from gptmini.model.optim import Optimizer
 class Memory:
     """Bytes that training holds at its peak.
 
-    `activations` are what lies above the three before: what the forward pass keeps for the backward
-    pass, or what the optimizer makes meanwhile. `saving` is what a checkpoint takes while it is
-    written, in large blocks that are not taken from what the passes have left free.
+    `activations` is everything above the first three: what the forward pass keeps for the backward
+    pass, or the optimizer's temporaries. `saving` is what writing a checkpoint takes; its blocks
+    are large and cannot reuse what the passes have freed.
     """
 
     weights: int
@@ -38,53 +38,57 @@ class Memory:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive."""
+    """Counts the bytes of all live storages, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
-        self._known: set[int] = set()
+        self._live: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
-        return made
+                self._count(tensor.untyped_storage())
+        return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
+        if key not in self._live:
+            self._live.add(key)
             self.bytes += size
             self.peak = max(self.peak, self.bytes)
             weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
-        self._known.remove(key)
+        self._live.remove(key)
         self.bytes -= size
 
 
-def dry_run(config: Config, device: torch.device, dtype: torch.dtype) -> Memory:
-    """The memory of a training by its sizes; `micro_batch_size` must be set."""
-    settings = config.train
-    size = settings.micro_batch_size or settings.batch_size
-    with FakeTensorMode(), StorageCounter() as held, device:
+def dry_run(config: Config, compute: Compute) -> Memory:
+    """The memory of a training, without allocating it; `micro_batch_size` must be set.
+
+    The steps are real ones (our model, our optimizers), so nothing is estimated by formula.
+    """
+    train = config.train
+    size = train.micro_batch_size or train.batch_size
+    with FakeTensorMode(), StorageCounter() as storages, compute.device:
         model = GPT(config.model).train()
-        model.gradient_checkpointing = settings.gradient_checkpointing
-        weights = held.bytes
-        optimizer = Optimizer(model, settings, dtype)
-        for _ in range(2):  # the second has the optimizer's state
-            for _ in range(min(2, settings.batch_size // size)):  # the second has gradients
-                tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=device)
-                with machine.precision(device, dtype):
+        model.gradient_checkpointing = train.gradient_checkpointing
+        weights = storages.bytes
+        optimizer = Optimizer(model, train, compute.dtype)
+        for _ in range(2):  # the second step has the optimizer's state
+            for _ in range(min(2, train.batch_size // size)):  # the second pass has gradients
+                tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
+                with compute.autocast():
                     loss(model, tokens, tokens).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
-            optimizer.step(settings.lr)
+            nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
+            optimizer.step(train.lr)
         state = sum(tensor.nbytes for tensor in optimizer.state().values())
     lasting = 2 * weights + state
-    # Tensors become bytes, and those a file of bytes: the optimizer's twice beside the model's.
-    saving = weights + 2 * state if device.type == "cpu" else 0
-    return Memory(weights, weights, state, held.peak - lasting, saving)
+    # Tensors are serialised to bytes, and those to a file's bytes: the optimizer's state exists
+    # twice while the model's is still held.
+    saving = weights + 2 * state if compute.device.type == "cpu" else 0
+    return Memory(weights, weights, state, storages.peak - lasting, saving)

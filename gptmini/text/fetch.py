@@ -1,4 +1,4 @@
-"""Known small corpora, downloaded once and held against a SHA-256."""
+"""Known small corpora, downloaded once and checked against a SHA-256."""
 
 import hashlib
 import urllib.request
@@ -14,7 +14,7 @@ BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Known:
-    """Where a corpus is, at a revision that cannot change, and what it must be."""
+    """A corpus at a fixed revision, and the bytes it must have."""
 
     url: str
     bytes: int
@@ -38,18 +38,18 @@ KNOWN = {
 
 
 def fetch(name: str, folder: Path) -> Path:
-    """The file of a known corpus in a folder, downloaded if it is not there.
+    """The file of a known corpus in a folder, downloaded if it is missing.
 
-    Raises DataError for an unknown name or other bytes than known, MachineError without network.
+    Raises DataError for an unknown name or unexpected bytes, MachineError if the download fails.
     """
     if name not in KNOWN:
-        raise DataError(f"{name}: no known corpus; known: {', '.join(KNOWN)}")
+        raise DataError(f"{name}: no such corpus; choose {' or '.join(KNOWN)}")
     known = KNOWN[name]
     target = folder / f"{name}.txt"
     if target.exists():
         if hashlib.sha256(target.read_bytes()).hexdigest() == known.sha256:
             return target
-        raise DataError(f"{target}: is there and is another text; move it away")
+        raise DataError(f"{target}: already exists with other content; move it away")
     folder.mkdir(parents=True, exist_ok=True)
     hashed, size = hashlib.sha256(), 0
     with files.atomic_write(target) as file:
@@ -62,9 +62,12 @@ def fetch(name: str, folder: Path) -> Path:
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise MachineError(
-                f"{known.url}: could not be fetched ({reason}); put the file at {target} by other "
-                f"means, or train on builtin:python-docs, which needs no network"
+                f"{known.url}: download failed ({reason}); save the file as {target} yourself, or "
+                f"train on builtin:python-docs, which needs no network"
             ) from None
         if hashed.hexdigest() != known.sha256:
-            raise DataError(f"{known.url}: is no longer the text that was known; nothing was kept")
+            raise DataError(
+                f"{known.url}: not saved, its SHA-256 is not the expected one; try again, or save "
+                f"the right file as {target} yourself"
+            )
     return target

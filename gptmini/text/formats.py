@@ -1,7 +1,7 @@
-"""What is in one file of text: documents, whether plain, packed, in lines or in a table.
+"""The documents in one file: plain text, JSON lines, CSV or Parquet, compressed or not.
 
-Everything is read block by block, so a file may be larger than memory. What is no text is refused
-with the file and the place.
+Files are read block by block, so they may be larger than memory. Anything that is not valid text
+raises a DataError with the file and the position.
 """
 
 import codecs
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from gptmini.errors import DataError
+from gptmini.errors import DataError, not_utf8, os_reason
 from gptmini.text.tokenizer import BLOCK, Piece, boundary
+
+CONVERT = "convert it, or pass --errors replace"
 
 
 @dataclass(frozen=True)
 class File:
-    """A file as it was found; `kind` is how it is read and `packing` how it is compressed."""
+    """A file as it was found; `kind` says how to read it, `packing` how it is compressed."""
 
     path: Path
     kind: str
@@ -34,7 +36,7 @@ class File:
 
 
 def read(file: File, text_key: str, separator: str) -> Iterator[Piece]:
-    """The documents of a file; `separator` stands between those of a plain text."""
+    """The documents of a file; `separator` splits only plain text."""
     with opened(file) as raw, _damage(file):
         if file.kind == "text":
             blocks = _blocks(file, _unpacked(file, raw))
@@ -46,7 +48,7 @@ def read(file: File, text_key: str, separator: str) -> Iterator[Piece]:
 
 @contextmanager
 def opened(file: File) -> Iterator[BinaryIO]:
-    """The bytes of a file, DataError if they cannot be had or are not those that were found."""
+    """The bytes of a file; DataError if it cannot be opened or has changed since it was found."""
     try:
         raw = file.path.open("rb")
     except OSError as error:
@@ -55,16 +57,18 @@ def opened(file: File) -> Iterator[BinaryIO]:
         yield raw
         now = os.stat(file.path)
         if (now.st_size, now.st_mtime_ns) != (file.bytes, file.modified):
-            raise DataError(f"{file.path}: changed while it was read; run again when it is at rest")
+            raise DataError(
+                f"{file.path}: changed while being read; run again when nothing writes to it"
+            )
 
 
 @contextmanager
 def _damage(file: File) -> Iterator[None]:
-    """Turn what unpacking and parsing raise into a DataError that names the file."""
+    """Turn errors of decompression and parsing into a DataError that names the file."""
     try:
         yield
     except (EOFError, zlib.error, OSError, csv.Error, ValueError) as error:
-        raise DataError(f"{file.path}: damaged ({error}); make it again") from None
+        raise DataError(f"{file.path}: damaged ({error}); get or make the file again") from None
 
 
 def _unpacked(file: File, raw: BinaryIO) -> BinaryIO:
@@ -78,7 +82,7 @@ def _unpacked(file: File, raw: BinaryIO) -> BinaryIO:
 
 def _pyarrow(file: File) -> Any:
     try:
-        import pyarrow  # noqa: PLC0415 - an extra, and slow to load
+        import pyarrow  # noqa: PLC0415 - optional, and slow to load
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError:
         raise DataError(
@@ -95,19 +99,18 @@ def _blocks(file: File, stream: BinaryIO) -> Iterator[str]:
     while True:
         block = stream.read(BLOCK)
         if offset == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise DataError(f"{file.path}: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
+            raise DataError(
+                f"{file.path}: UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8"
+            )
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             at = offset + len(block) - len(error.object) + error.start
-            raise DataError(
-                f"{file.path}: byte {at} is not UTF-8; convert the file, or go on with "
-                f"--errors replace"
-            ) from None
+            raise DataError(not_utf8(file.path, f"at byte {at}", CONVERT)) from None
         if "\0" in text:
             raise DataError(
-                f"{file.path}: holds NUL bytes, so it is no text; name the texts beside it, as in "
-                f"'{file.path.parent}/**/*.txt'"
+                f"{file.path}: contains NUL bytes, so it is not text; select only text files, "
+                f"as in '{file.path.parent}/**/*.txt'"
             )
         yield text
         if not block:
@@ -117,17 +120,18 @@ def _blocks(file: File, stream: BinaryIO) -> Iterator[str]:
 
 def _documents(blocks: Iterable[str], separator: str) -> Iterator[Piece]:
     """The documents between separators, piece by piece."""
-    kept, first = "", True
+    rest, first = "", True
     for block in blocks:
-        *ended, kept = (kept + block).split(separator) if separator else [kept + block]
+        *ended, rest = (rest + block).split(separator) if separator else [rest + block]
         for text in ended:
             yield from _pieces(text, first)
             first = True
-        while len(kept) >= BLOCK + len(separator):  # the separator may not have come whole
-            cut = boundary(kept, BLOCK)
-            yield Piece(kept[:cut], first)
-            kept, first = kept[cut:], False
-    yield from _pieces(kept, first)
+        # Keep the length of a separator back: half of one may stand at the end of the block.
+        while len(rest) >= BLOCK + len(separator):
+            cut = boundary(rest, BLOCK)
+            yield Piece(rest[:cut], first)
+            rest, first = rest[cut:], False
+    yield from _pieces(rest, first)
 
 
 def _pieces(text: str, first: bool) -> Iterator[Piece]:
@@ -148,14 +152,12 @@ def _json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
         try:
             record = json.loads(line.decode("utf-8-sig", file.errors))
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{place}: byte {error.start} of the line is not UTF-8; convert the file, or go on "
-                f"with --errors replace"
-            ) from None
+            raise DataError(not_utf8(place, f"at byte {error.start}", CONVERT)) from None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: no JSON ({error}); mend or remove the line") from None
+            reason = getattr(error, "msg", error)
+            raise DataError(f"{place}: not valid JSON ({reason}); fix or remove the line") from None
         if not isinstance(record, dict):
-            raise DataError(f'{place}: no JSON object; write it as {{"{key}": "..."}}')
+            raise DataError(f'{place}: not a JSON object; write it as {{"{key}": "..."}}')
         yield _field(place, record, key, file.errors)
 
 
@@ -167,12 +169,9 @@ def _csv_rows(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
         for row in rows:
             yield _field(f"{file.path}:{rows.line_num}", row, key, file.errors)
     except UnicodeDecodeError:
-        raise DataError(
-            f"{file.path}: not UTF-8 after line {rows.line_num}; convert the file, or go on with "
-            f"--errors replace"
-        ) from None
+        raise DataError(not_utf8(file.path, f"after line {rows.line_num}", CONVERT)) from None
     finally:
-        text.detach()  # the stream is closed where it was opened
+        text.detach()  # `opened` closes the stream
 
 
 def _parquet_rows(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
@@ -187,28 +186,31 @@ def _parquet_rows(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
 
 
 def _field(place: str, record: dict[str, Any], key: str, errors: str) -> str:
-    """The text of a record; DataError if there is none under the key."""
+    """The text under a key of a record; DataError if there is none."""
     if key not in record:
-        known = ", ".join(map(str, record)) or "nothing"
-        raise DataError(f"{place}: no {key}, but {known}; name one with --set data.text_key=KEY")
+        names = ", ".join(map(str, record)) or "none"
+        raise DataError(
+            f"{place}: no field {key!r} (it has: {names}); choose one with --set data.text_key=KEY"
+        )
     text = record[key]
     if not isinstance(text, str):
-        raise DataError(f"{place}: {key} is {text!r:.40}, no text; mend or remove it")
+        value = "empty" if text is None else f"{text!r:.40}, not text"
+        raise DataError(f"{place}: field {key!r} is {value}; fix or remove it")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half a character, which JSON can spell
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
         if errors == "strict":
             raise DataError(
-                f"{place}: {key} holds a lone surrogate at {error.start}; mend it, or go on with "
-                f"--errors replace"
+                f"{place}: field {key!r} has half a character (a lone surrogate) at position "
+                f"{error.start}; fix it, or pass --errors replace"
             ) from None
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
 def _topics(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
-    """The language reference that help() shows, a document for each topic."""
-    from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte that few commands need
+    """The language reference that help() shows, one document per topic."""
+    from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, seldom needed
 
     return (topics[name] for name in sorted(topics))
 
@@ -223,8 +225,9 @@ READERS: dict[str, Reader] = {
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 
 
-def refuse(error: Exception, path: Path | None = None) -> NoReturn:
-    """Raise a DataError for a file that cannot be had."""
-    reason = (getattr(error, "strerror", None) or str(error)).lower()
+def refuse(
+    error: Exception, path: Path | None = None, remedy: str = "check the path and its permissions"
+) -> NoReturn:
+    """Raise a DataError for a file or folder that cannot be read."""
     place = path or getattr(error, "filename", None)
-    raise DataError(f"{place}: {reason}; name a text that can be read") from None
+    raise DataError(f"{place}: {os_reason(error)}; {remedy}") from None

@@ -1,7 +1,7 @@
-"""The text people have, as documents: files, folders and globs, plain, packed or in tables.
+"""From paths to documents: files, folders, globs, standard input and built-in corpora.
 
 A source is a list of files and how to read them. It is read block by block, so it may be larger
-than memory, and twice over gives the same text, or an error that names the file which changed.
+than memory. Reading it again gives the same text, or an error that names the file that changed.
 """
 
 import glob
@@ -29,9 +29,9 @@ BUILTIN = ("builtin:python-docs", "builtin:python-code")
 
 @dataclass(frozen=True)
 class Source:
-    """Files in the order they are read; `part` keeps the documents of one side of a split.
+    """Files in reading order; `part` keeps one side of a split by documents.
 
-    `share` of the documents, by their hash, is the validation part.
+    The validation part is `share` of the documents, chosen by their hash.
     """
 
     name: str
@@ -42,15 +42,14 @@ class Source:
 
     @property
     def bytes(self) -> int:
-        """The size of the files as they lie on the disk."""
+        """Size on disk, compressed where the files are."""
         return sum(file.bytes for file in self.files)
 
     def only(self, part: str, share: float) -> "Source":
-        """The documents of one side of the split by the hashes of documents."""
         return replace(self, part=part, share=share)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of all that decides the text: the bytes of files and how they are read."""
+        """SHA-256 (hex) of all that determines the text: bytes, formats and options."""
         settings = self.settings
         options: list[object] = [settings.text_key, settings.separator]
         if self.part != "all":
@@ -66,14 +65,14 @@ class Source:
     def pieces(self) -> Iterator[Piece]:
         """The text, document by document, without empty ones.
 
-        Raises DataError naming the file and the place of what is no text.
+        Anything that is not valid text raises a DataError with the file and the position.
         """
         key, separator = self.settings.text_key, self.settings.separator or ""
         pieces = (piece for file in self.files for piece in read(file, key, separator))
-        return pieces if self.part == "all" else self._chosen(pieces)
+        return pieces if self.part == "all" else self._our_side(pieces)
 
-    def _chosen(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """The documents on our side: the hash of a first piece decides, whatever is beside it."""
+    def _our_side(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """The documents of `part`; the hash of a document's first piece decides, nothing else."""
         ours = False
         for piece in pieces:
             if piece.starts_document:
@@ -85,7 +84,7 @@ class Source:
 
 @contextmanager
 def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
-    """The paths, with `-` replaced by a file that holds standard input while the block runs."""
+    """The paths, with `-` replaced by a file that holds standard input until the block ends."""
     if "-" not in paths:
         yield paths
         return
@@ -93,16 +92,19 @@ def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
         file = Path(temporary) / "standard input"
         with file.open("wb") as copy:
             shutil.copyfileobj(sys.stdin.buffer, copy, BLOCK)
-        yield [str(file) if path == "-" else path for path in paths]
+        try:
+            yield [str(file) if path == "-" else path for path in paths]
+        except DataError as error:
+            raise DataError(*(line.replace(str(file), file.name) for line in error.lines)) from None
 
 
 # -- finding files ---------------------------------------------------------------------------------
 
 
 def find(paths: list[str], settings: DataConfig) -> Source:
-    """The files that paths stand for; DataError for what is missing or no regular file."""
-    found = [file for path in paths for file in _files(path, settings.errors)]
-    return Source(", ".join(paths), tuple(found), settings)
+    """Resolve paths; DataError if one is missing or is not a regular file."""
+    files = [file for path in paths for file in _files(path, settings.errors)]
+    return Source(", ".join(paths), tuple(files), settings)
 
 
 def _files(path: str, errors: str) -> list[File]:
@@ -111,24 +113,25 @@ def _files(path: str, errors: str) -> list[File]:
     if path == "builtin:python-code":
         return [_file(source, "replace") for source in _standard_library()]
     if path.startswith("builtin:"):
-        raise DataError(f"{path}: no such corpus; known: {', '.join(BUILTIN)}")
+        raise DataError(f"{path}: no such corpus; choose {' or '.join(BUILTIN)}")
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
     if place.is_dir():
-        found = list(_walk(place))
+        paths = list(_walk(place))
     elif not place.exists() and any(character in path for character in "*?["):
         matches = sorted(glob.glob(str(place), recursive=True))
-        found = [match for name in matches if not (match := Path(name)).is_dir()]
+        paths = [match for name in matches if not (match := Path(name)).is_dir()]
     else:
         return [_file(place, errors)]
-    if not found:
+    if not paths:
         raise DataError(
-            f"{path}: no file there; name a folder or a pattern such as 'texts/**/*.md'"
+            f"{path}: no files found; give a folder that has some, or a pattern such as "
+            f"'texts/**/*.md'"
         )
-    return [_file(file, errors) for file in found]
+    return [_file(file, errors) for file in paths]
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file below a folder, in order of names; hidden ones are left out."""
+    """Every file below a folder, sorted by name, without hidden ones."""
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
@@ -144,10 +147,19 @@ def _file(path: Path, errors: str) -> File:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
+        if name := _fetchable(path):
+            refuse(error, path, f"get it with: gptmini data fetch {name}")
         refuse(error, path)
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path}: is not a regular file; pipe it in with --data -")
+        raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packing = suffixes.pop() if suffixes and suffixes[-1] in (".gz", ".zst") else ""
     kind = KINDS.get(suffixes[-1] if suffixes else "", "text")
     return File(path, kind, packing, status.st_size, status.st_mtime_ns, errors)
+
+
+def _fetchable(path: Path) -> str | None:
+    """The known corpus that `gptmini data fetch` would put at this path."""
+    from gptmini.text.fetch import KNOWN  # noqa: PLC0415 - loads urllib
+
+    return next((name for name in KNOWN if path == Path("data", f"{name}.txt")), None)

@@ -1,7 +1,7 @@
 """Text to tokens and back.
 
-Every tokenizer is one object in training and in generation, is saved as one JSON file inside the
-run, and has a document token: it stands before each document and is never made from text.
+Training and generation use the same tokenizer, saved as one JSON file in the run. Each has a
+document token, which stands before every document and is never the encoding of text.
 """
 
 import base64
@@ -18,23 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 
-from gptmini.errors import DataError
+from gptmini.errors import DataError, os_reason
 from gptmini.text import bpe
 
 FORMAT = 1
-BLOCK = 1 << 20  # characters that are encoded at a time
+BLOCK = 1 << 20  # characters encoded at a time
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
 class Piece(NamedTuple):
-    """A span of text; a document may come in several."""
+    """A stretch of text; a long document comes in several."""
 
     text: str
     starts_document: bool
 
 
 class Tokenizer(ABC):
-    """What every tokenizer does; `document_token` is its last or its own special token."""
+    """The interface of all tokenizers."""
 
     kind: str
     vocab_size: int
@@ -42,37 +42,36 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Tokens:
-        """Tokens (N,) of a text; text that looks like a special token is text."""
+        """Tokens (N,) of a text; text that looks like a special token stays text."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes a token stands for; none for the document token."""
+        """The bytes a token stands for; none for the document token."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What, beside the kind, makes this tokenizer again (JSON data)."""
+        """All that is needed to rebuild the tokenizer besides its kind (JSON data)."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens; invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
 
     def byte_lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Bytes of text behind each token of the vocabulary, (V,)."""
+        """Bytes of text per token of the vocabulary, (V,)."""
         lengths = (len(self.token_bytes(token)) for token in range(self.vocab_size))
         return np.fromiter(lengths, np.int64, self.vocab_size)
 
     def to_json(self) -> str:
-        """The whole tokenizer as JSON text."""
         return json.dumps({"format": FORMAT, "kind": self.kind, **self.settings()}, indent=0)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) that tells tokenizers apart."""
+        """SHA-256 (hex) of the saved tokenizer."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8: any text, nothing to learn."""
+    """The 256 bytes: encodes any text, learns nothing."""
 
     kind = "byte"
     vocab_size = 257
@@ -89,12 +88,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """Bytes, and each other character of a corpus as one token; unseen ones go as their bytes."""
+    """Bytes, plus one token per non-ASCII character of a corpus; others are split into bytes."""
 
     kind = "char"
 
     def __init__(self, characters: str) -> None:
-        """The characters beyond ASCII, in any order; those of ASCII are bytes."""
         self.characters = "".join(sorted(c for c in set(characters) if ord(c) > 127))
         self.document_token = 256 + len(self.characters)
         self.vocab_size = self.document_token + 1
@@ -123,7 +121,7 @@ class CharTokenizer(Tokenizer):
 
 
 class BpeTokenizer(Tokenizer):
-    """Byte-pair encoding in tiktoken, with ranks kept in the run."""
+    """Byte-pair encoding by tiktoken, with the ranks saved in the run."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.kind = encoding.name
@@ -134,15 +132,15 @@ class BpeTokenizer(Tokenizer):
     def encode(self, text: str) -> Tokens:
         parts: list[Tokens] = []
         start = 0
-        while start < len(text):  # tiktoken grows slow on very long texts without a word's end
+        while start < len(text):  # tiktoken is slow on very long texts without a word boundary
             part = text[start : start + BLOCK]
             cut = boundary(part, BLOCK) if start + BLOCK < len(text) else len(part)
             try:
                 parts.append(self.encoding.encode_to_numpy(part[:cut], disallowed_special=()))
             except UnicodeEncodeError:
                 raise
-            except ValueError as error:  # only a pattern that somebody else wrote
-                raise DataError(f"tokenizer {self.kind}: {error}; take another one") from None
+            except ValueError as error:  # only with somebody else's pattern
+                raise DataError(f"tokenizer {self.kind}: {error}; choose another") from None
             start += cut
         return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
@@ -151,7 +149,7 @@ class BpeTokenizer(Tokenizer):
             return b""
         try:
             return self.encoding.decode_single_token_bytes(token)
-        except KeyError:  # a hole in the ranks, which a model can still draw
+        except KeyError:  # a gap in the ranks, which a model can still sample
             return b""
 
     def settings(self) -> dict[str, Any]:
@@ -164,10 +162,10 @@ class BpeTokenizer(Tokenizer):
 
 
 def boundary(text: str, limit: int) -> int:
-    """Where to cut a text, at `limit` at most, so that its halves encode to what the whole does.
+    """Where to cut a text, at `limit` at most, so that both halves encode as the whole does.
 
-    No word of a known pattern reaches from a letter or digit into the space behind it. A text
-    without such a place near the limit is cut at a line end, or else anywhere.
+    Cut between a letter or digit and the space after it: no word of a known pattern spans that. If
+    there is no such place near the limit, cut at a line end, or else at the limit.
     """
     lowest = max(1, limit - 4096)
     space = text.rfind(" ", lowest, limit)
@@ -176,10 +174,10 @@ def boundary(text: str, limit: int) -> int:
     return space if space > 0 else text.rfind("\n", 0, limit) + 1 or limit
 
 
-def create(kind: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a kind; `texts` is read only where the kind learns from the corpus.
+def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) -> Tokenizer:
+    """The tokenizer of a kind; only `char` and `bpe` read `texts`.
 
-    Raises DataError for an unknown kind, and for files that are neither here nor to be fetched.
+    Raises DataError for an unknown kind, and for files that are missing and cannot be downloaded.
     """
     if kind == "byte":
         return ByteTokenizer()
@@ -195,22 +193,33 @@ def create(kind: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer
         return read(Path(kind))
     if kind not in tiktoken.list_encoding_names():
         known = ", ".join(["auto", "byte", "char", "bpe", *tiktoken.list_encoding_names()])
-        raise DataError(f"tokenizer {kind}: no such tokenizer; known: {known}, or a .json file")
+        raise DataError(f"{kind}: no such tokenizer; choose one of {known}, or a .json file")
     try:
         return BpeTokenizer(tiktoken.get_encoding(kind))
-    except Exception as error:  # requests, OSError, ValueError: whatever the download meets
+    except Exception as error:  # whatever the download raises
         raise DataError(
-            f"tokenizer {kind}: its files could not be fetched ({type(error).__name__}); use byte, "
-            f"char or bpe, or name a folder that holds them in TIKTOKEN_CACHE_DIR"
+            f"tokenizer {kind}: download failed ({type(error).__name__}); use byte, char or bpe, "
+            f"or set TIKTOKEN_CACHE_DIR to a folder that has its files"
         ) from error
 
 
-def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
-    """Kind and vocabulary size where `auto` is asked for, or `bpe` without a size.
+def find(name: str) -> Tokenizer:
+    """The tokenizer of a run, in a file, or of a kind that learns nothing."""
+    if Path(name).is_dir():
+        return read(Path(name) / "tokenizer.json")
+    if name in ("auto", "char", "bpe"):
+        raise DataError(
+            f"{name}: learned from a text; give a run, or a file made by gptmini tokenizer train"
+        )
+    return create(name)
 
-    The power of two next to 20 d_model, so that the head costs half of what four layers do, but
-    next to a 128th of the text if that is less: tokens that are seldom seen are not learnt. Best
-    bits per byte on held-out text, default model, 500 steps or the best before:
+
+def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
+    """Kind and vocabulary size for `auto`, or for `bpe` without a size.
+
+    The power of two nearest to 20 d_model, so that the output head costs half as much as four
+    layers, or nearest to text_bytes / 128 if that is smaller, since rare tokens are not learned.
+    Best bits per byte on held-out text within 500 steps of the default model:
 
         corpus                    byte  bpe 512   1024   2048   4096   8192
         Shakespeare,    0.1 MB    2.33     2.21   2.18
@@ -227,18 +236,19 @@ def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
 
 
 def read(path: Path) -> Tokenizer:
-    """The tokenizer saved in a file; DataError if it is none, or not a whole one."""
+    """Load a saved tokenizer; DataError if the file is missing, damaged or something else."""
     try:
         data = json.loads(path.read_text("utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         return _from_json(data)
     except OSError as error:
-        raise DataError(
-            f"{path}: {(error.strerror or str(error)).lower()}; name a run or a tokenizer file"
-        ) from None
+        raise DataError(f"{path}: {os_reason(error)}; give a run or a tokenizer file") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: no tokenizer of gptmini ({error}); make it again") from None
+        raise DataError(
+            f"{path}: not a complete gptmini tokenizer ({error}); restore it, or make one with "
+            f"gptmini tokenizer train"
+        ) from None
 
 
 def _from_json(data: dict[str, Any]) -> Tokenizer:
@@ -247,7 +257,7 @@ def _from_json(data: dict[str, Any]) -> Tokenizer:
     if data["kind"] == "char":
         return CharTokenizer(data["characters"])
     if not isinstance(data["kind"], str):
-        raise ValueError("its kind is no word")
+        raise ValueError("kind is not a string")
     ranks = {base64.b64decode(text, validate=True): rank for text, rank in data["ranks"].items()}
     return _bpe_tokenizer(data["kind"], data["pattern"], ranks, data["special_tokens"])
 
@@ -255,12 +265,12 @@ def _from_json(data: dict[str, Any]) -> Tokenizer:
 def _bpe_tokenizer(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
 ) -> BpeTokenizer:
-    """An encoding in tiktoken, which would panic at ranks that do not hold every byte."""
+    """Check the ranks, then build the encoding: tiktoken panics if a byte has no rank."""
     numbers = [*ranks.values(), *special_tokens.values()]
     if not all(type(number) is int and 0 <= number < 1_000_000 for number in numbers):
-        raise ValueError("a rank is no number below 1,000,000")
+        raise ValueError("a rank is not a number below 1,000,000")
     if len(set(numbers)) != len(numbers):
-        raise ValueError("a rank stands for two tokens")
+        raise ValueError("two tokens have the same rank")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"byte {missing[0]} has no rank")
     return BpeTokenizer(
@@ -271,18 +281,18 @@ def _bpe_tokenizer(
 
 
 class StreamDecoder:
-    """Tokens to text one at a time, holding back the bytes of an unfinished character."""
+    """Decodes one token at a time, holding back the bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that this token completes."""
+        """The characters completed by this token."""
         return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def flush(self) -> str:
-        """U+FFFD for what never became a character."""
+        """U+FFFD for leftover bytes."""
         return self._decoder.decode(b"", final=True)
 
 

@@ -1,11 +1,13 @@
-"""Files of tokens: written once, checked, read by position. A token file is
+"""Token files: written once, checked, read by position; and the corpus that they make up.
 
-    header      version, bytes per token, tokens, bytes of text, and the SHA-256 of the tokenizer,
-                of the content and of the table
+A token file has three parts:
+
+    header      version, bytes per token, number of tokens, bytes of text, and the SHA-256 of the
+                tokenizer, of the content and of the table
     tokens      little-endian, 16 or 32 bits each; a document token before each document
     table       the SHA-256 of every BLOCK bytes of tokens
 
-and appears under its name only when it is whole. No token is used before its block is checked.
+It gets its name only when complete. No token is used before its block has been checked.
 """
 
 import hashlib
@@ -13,11 +15,10 @@ import os
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,62 +27,68 @@ from gptmini.errors import DataError
 from gptmini.text import tokenizer as tokenizers
 from gptmini.text.tokenizer import Piece, Tokenizer, Tokens
 
-if TYPE_CHECKING:
-    from gptmini.text.sources import Source
-
 HEADER = struct.Struct("<8sIIQQ32s32s32s")
 MAGIC, VERSION = b"gptmini\n", 2
-BLOCK = 1 << 20  # bytes of tokens that are hashed together
+BLOCK = 1 << 20  # bytes of tokens hashed together
 CHECKED_AT_ONCE = 1 << 30  # larger files are checked block by block as they are read
+CYCLE = 1000  # the pattern in which weighted spans take turns repeats after as many windows
 
 
 def write(
     path: Path,
-    source: "Source",
+    pieces: Iterator[Piece],
     digest: str,
     tokenizer: Tokenizer,
     advance: Callable[[int], object],
 ) -> None:
-    """Encode a source into a token file."""
+    """Encode a text into a token file. `digest` is its SHA-256; `advance` gets bytes of text."""
     dtype = token_dtype(tokenizer.vocab_size)
-    table = Table()
-    text_bytes, blank = 0, True
+    text_bytes, token_bytes, table = 0, 0, b""
+
+    def encoded() -> Iterator[bytes]:
+        nonlocal text_bytes
+        for batch, tokens in _encoded(tokenizer, pieces):
+            size = sum(len(piece.text.encode()) for piece in batch)
+            text_bytes += size
+            advance(size)
+            yield tokens.astype(dtype).tobytes()
+
     with files.atomic_write(path) as file:
         file.write(bytes(HEADER.size))
-        for pieces, tokens in _encoded(tokenizer, source.pieces()):
-            read = sum(len(piece.text.encode()) for piece in pieces)
-            blank = blank and not any(piece.text.strip() for piece in pieces)
-            text_bytes += read
-            data = tokens.astype(dtype).tobytes()
-            table.update(data)
-            file.write(data)
-            advance(read)
-        if blank and source.part != "all":
-            raise DataError(
-                f"{source.name}: no document falls to {source.part}; name a text with more "
-                f"documents, or hold out its tail with data.split=tail"
-            )
-        if blank:
-            raise DataError(f"{source.name}: holds no text; name a file with some")
-        file.write(table.digests())
-        count = table.length // dtype.itemsize
+        for block in blocks_of(encoded()):
+            file.write(block)
+            token_bytes += len(block)
+            table += hashlib.sha256(block).digest()
+        file.write(table)
         file.seek(0)
         file.write(
             HEADER.pack(
                 MAGIC,
                 VERSION,
                 dtype.itemsize,
-                count,
+                token_bytes // dtype.itemsize,
                 text_bytes,
                 bytes.fromhex(tokenizer.fingerprint),
                 bytes.fromhex(digest),
-                hashlib.sha256(table.digests()).digest(),
+                hashlib.sha256(table).digest(),
             )
         )
 
 
+def blocks_of(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of BLOCK; the last may be shorter."""
+    rest = bytearray()
+    for part in parts:
+        rest += part
+        while len(rest) >= BLOCK:
+            yield bytes(rest[:BLOCK])
+            del rest[:BLOCK]
+    if rest:
+        yield bytes(rest)
+
+
 def _encoded(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[list[Piece], Tokens]]:
-    """The tokens of pieces, in their order, made on all cores (tiktoken needs no interpreter)."""
+    """Encode pieces on all cores, in order (tiktoken releases the interpreter lock)."""
     workers = os.cpu_count() or 1
     waiting: deque[tuple[list[Piece], Future[Tokens]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
@@ -95,7 +102,7 @@ def _encoded(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[li
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups worth a thread's while: some have a hundred characters."""
+    """Group pieces until they are worth a thread: some have only a hundred characters."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -119,71 +126,46 @@ def _encode(tokenizer: Tokenizer, pieces: list[Piece]) -> Tokens:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """The smallest type for all token numbers; numpy would wrap larger ones in silence."""
+    """The smallest type that holds every token; numpy silently wraps larger numbers."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-class Table:
-    """The SHA-256 of every BLOCK bytes of what is given to update."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._whole: list[bytes] = []
-        self._last = hashlib.sha256()
-
-    def update(self, data: bytes) -> None:
-        """Add the next bytes, in portions of any size."""
-        rest = memoryview(data)
-        while rest:
-            part = rest[: BLOCK - self.length % BLOCK]
-            self._last.update(part)
-            self.length += len(part)
-            rest = rest[len(part) :]
-            if self.length % BLOCK == 0:
-                self._whole.append(self._last.digest())
-                self._last = hashlib.sha256()
-
-    def digests(self) -> bytes:
-        """32 bytes for each block, the last of which may be shorter."""
-        return b"".join(self._whole) + (self._last.digest() if self.length % BLOCK else b"")
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
 class TokenFile:
-    """A token file; `read` takes a span of it without loading the rest."""
+    """An open token file, read by position without loading the rest."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        """Open and check; raises DataError naming the file and what differs."""
+        """Open and check; DataError if the file is damaged or belongs to another tokenizer."""
         self.path, self.vocab_size = path, tokenizer.vocab_size
         self.file = path.open("rb", buffering=0)
         weakref.finalize(self, self.file.close)
         have = os.fstat(self.file.fileno()).st_size
         header = self.file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
-            raise DataError(f"{path}: no token file of gptmini; remove it")
+            raise self._unusable("not a gptmini token file")
         _, version, size, self.count, self.text_bytes, made_by, _, root = HEADER.unpack(header)
         self.dtype = token_dtype(tokenizer.vocab_size)
         if version != VERSION or size != self.dtype.itemsize:
-            raise DataError(f"{path}: version {version}, {size} bytes a token; remove it")
+            raise self._unusable(f"version {version}, {size} bytes per token")
         if made_by.hex() != tokenizer.fingerprint:
-            raise DataError(f"{path}: made by another tokenizer; remove it")
+            raise self._unusable("made with another tokenizer")
         self._length = self.count * size
         blocks = -(-self._length // BLOCK)
         need = HEADER.size + self._length + 32 * blocks
         if have != need:
-            raise DataError(f"{path}: has {have} bytes of {need}; remove it")
+            raise self._unusable(f"has {have} of {need} bytes")
         self._table = self._bytes(self._length, 32 * blocks)
         if hashlib.sha256(self._table).digest() != root:
-            raise DataError(f"{path}: its table of SHA-256 is damaged; remove it")
+            raise self._unusable("its table is damaged")
         self._unchecked = set(range(blocks))
         if self._length <= CHECKED_AT_ONCE:
             for block in range(blocks):
                 self._check(block)
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens (count,) from position start; DataError if the file is no longer what it was."""
+        """Tokens (count,) from position start; DataError if the file was damaged meanwhile."""
         size = self.dtype.itemsize
         if self._unchecked:
             for block in range(start * size // BLOCK, ((start + count) * size - 1) // BLOCK + 1):
@@ -191,28 +173,28 @@ class TokenFile:
         tokens = np.frombuffer(self._bytes(start * size, count * size), self.dtype)
         if count and (largest := int(tokens.max())) >= self.vocab_size:
             at = start + int(tokens.argmax())
-            raise DataError(f"{self.path}: token {at} is {largest}, which there is not; remove it")
+            raise self._unusable(f"token {at} is {largest}, not below {self.vocab_size}")
         return tokens.astype(np.uint32)
 
     def _check(self, block: int) -> None:
-        """Hash a block when it is first used."""
         if block in self._unchecked:
             start = block * BLOCK
             data = self._bytes(start, min(BLOCK, self._length - start))
             if hashlib.sha256(data).digest() != self._table[32 * block : 32 * block + 32]:
-                raise DataError(f"{self.path}: damaged after byte {start}; remove it")
+                raise self._unusable(f"damaged after byte {start} of its tokens")
             self._unchecked.remove(block)
 
     def _bytes(self, start: int, count: int) -> bytes:
-        """Bytes behind the header; a file that is mapped would end the process when cut."""
+        """Bytes after the header. Read, not mapped: if a mapped file is cut, the process dies."""
         self.file.seek(HEADER.size + start)
         data = self.file.read(count)
         if len(data) != count:
-            raise DataError(
-                f"{self.path}: cut while in use ({len(data)} of {count} bytes at byte "
-                f"{HEADER.size + start}); remove it and run again"
-            )
+            place = f"{len(data)} of {count} bytes at byte {HEADER.size + start}"
+            raise self._unusable(f"truncated while in use ({place})")
         return data
+
+    def _unusable(self, reason: str) -> DataError:
+        return DataError(f"{self.path}: {reason}; delete it and run again")
 
     def __len__(self) -> int:
         return self.count
@@ -220,7 +202,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of a file from first up to last, which is not among them."""
+    """Tokens `first` up to but not including `last` of a file."""
 
     tokens: TokenFile
     first: int
@@ -232,9 +214,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text: its tokenizer, and what is learnt from and what is held out.
+    """A prepared text: its tokenizer, the spans to train on and those held out.
 
-    `training` has one span, or one for each weight; `content` is the SHA-256 of everything.
+    `training` has one span, or one for each weight; `content` is the SHA-256 of all texts.
     """
 
     name: str
@@ -243,15 +225,45 @@ class Corpus:
     validation: list[Span]
     content: str
 
-    def summary(self, asked: str) -> str:
-        """What text it is and how it became tokens, in a line; `asked` is the kind asked for."""
+    def epochs(
+        self, seq_len: int, batch_size: int, steps: int, weights: list[float] | None
+    ) -> float:
+        """How often training visits its text, or the most visited span of a weighted one."""
+        turns = zip(shares(weights or [1.0], CYCLE), self.training, strict=True)
+        visited = steps * batch_size
+        return max(visited * share / CYCLE / windows(span, seq_len) for share, span in turns)
+
+    def summary(self, kind: str) -> str:
+        """One line on the text and its tokens; `kind` is the tokenizer asked for."""
         spans = self.training + self.validation
-        files = {span.tokens.path: span.tokens for span in spans}.values()
-        size, tokens = sum(file.text_bytes for file in files), sum(map(len, files))
-        held_out = sum(map(len, self.validation))
-        kind = f"{self.tokenizer.kind} of {self.tokenizer.vocab_size:,}"
-        chosen = ", chosen by the sizes of text and model" if asked == "auto" else ""
+        token_files = {span.tokens.path: span.tokens for span in spans}.values()
+        size, count = sum(file.text_bytes for file in token_files), sum(map(len, token_files))
+        chosen = ", chosen for this text" if kind == "auto" else ""
         return (
-            f"corpus: {self.name}, {size:,} bytes in {tokens:,} tokens, {size / tokens:.2f} bytes "
-            f"each ({kind}{chosen}), {held_out:,} held out"
+            f"  data      {self.name}: {_in_bytes(size)} -> {count:,} tokens "
+            f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{chosen}); "
+            f"{sum(map(len, self.validation)):,} held out for validation"
         )
+
+
+def windows(span: Span, seq_len: int) -> int:
+    """Windows per epoch: as many as fit, with the token after each, wherever the first begins."""
+    return max(1, (len(span) - seq_len) // seq_len)
+
+
+def shares(weights: list[float], total: int) -> list[int]:
+    """Positive whole numbers that add up to `total`, as near to the weights as possible."""
+    exact = [weight * (total - len(weights)) / sum(weights) for weight in weights]
+    rounded = [1 + int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
+    for i in by_remainder[: total - sum(rounded)]:
+        rounded[i] += 1
+    return rounded
+
+
+def _in_bytes(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.2f} GB"

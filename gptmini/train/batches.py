@@ -1,24 +1,23 @@
-"""Which windows of the corpus are seen at which step: a pure function of (seed, step).
+"""Which windows of the corpus are read at which step: a pure function of (seed, step).
 
-The training tokens are cut into windows of seq_len, without overlap. Each epoch visits every window
+The training tokens are cut into windows of seq_len without overlap. Each epoch visits every window
 once, in an order and from a first position drawn from (seed, epoch). The order is a Feistel network
 over the window numbers: a permutation that needs no memory, so nothing about it is ever saved, and
-it is the same for however many processes read it. Weighted texts have their own epochs and take
-turns in a fixed pattern.
+any number of processes can compute it. Weighted texts have their own epochs and take turns in a
+fixed pattern.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.text.tokens import Span
+from gptmini.text.tokens import CYCLE, Span, shares, windows
 
-ROUNDS = 4
-IGNORE_INDEX = -100  # a target that does not count
-CYCLE = 1000  # places after which the pattern of weighted spans comes again
+ROUNDS = 4  # of the Feistel network
+IGNORE_INDEX = -100  # a target that does not count, as in torch
 
 
 def draw(*words: int) -> int:
@@ -28,7 +27,7 @@ def draw(*words: int) -> int:
 
 
 class Batches:
-    """The training windows of a corpus."""
+    """The training windows of one or more spans, the latter in proportion to their weights."""
 
     def __init__(
         self,
@@ -38,73 +37,54 @@ class Batches:
         batch_size: int,
         seed: int,
     ) -> None:
-        """Draw from spans of tokens, from several in proportion to their weights."""
-        self.spans, self.seq_len, self.batch_size, self.seed = (
-            spans,
-            seq_len,
-            batch_size,
-            seed,
-        )
-        self.windows = [max(1, (len(one) - seq_len) // seq_len) for one in spans]
-        # Which span is visited at each place of a cycle, and how often it was before in it.
+        self.spans, self.seq_len = spans, seq_len
+        self.batch_size, self.seed = batch_size, seed
+        self.windows = [windows(span, seq_len) for span in spans]
+        # Which span owns each place of a cycle, and how many places it owns before that one.
         self.shares = shares(weights or [1.0], CYCLE)
         key = draw(seed)
         order = sorted(range(CYCLE), key=lambda place: permute(place, CYCLE, key))
         owners = np.repeat(np.arange(len(self.shares)), self.shares)[order]
-        self.visited = owners.tolist()
+        self.owners = owners.tolist()
         self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
 
     def starts(self, step: int) -> list[tuple[int, int]]:
-        """Span and position in its file of each of the batch_size windows of a step."""
+        """The span, and the position in its file, of each of the batch_size windows of a step."""
         first = step * self.batch_size
         return [self._start(place) for place in range(first, first + self.batch_size)]
 
     def _start(self, place: int) -> tuple[int, int]:
         cycle, place = divmod(place, CYCLE)
-        which = self.visited[place]
-        epoch, index = divmod(cycle * self.shares[which] + self.before[place], self.windows[which])
-        span, windows = self.spans[which], self.windows[which]
-        window = permute(index, windows, draw(self.seed, which, epoch))
-        # Where the first window may begin, so that the last one still fits.
-        offsets = min(self.seq_len, len(span) - windows * self.seq_len)
+        which = self.owners[place]
+        span, count = self.spans[which], self.windows[which]
+        epoch, index = divmod(cycle * self.shares[which] + self.before[place], count)
+        window = permute(index, count, draw(self.seed, which, epoch))
+        # The first window begins somewhere else in each epoch, but the last one must still fit.
+        offsets = min(self.seq_len, len(span) - count * self.seq_len)
         offset = draw(self.seed, which, epoch, 1) % offsets
         return which, span.first + offset + window * self.seq_len
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and the targets one place further on, both (B, T)."""
+        """Tokens, and as targets the tokens one position later, both (B, T)."""
         return stack(
             self.spans[which].tokens.read(start, self.seq_len + 1)
             for which, start in self.starts(step)
         )
 
-    def epochs(self, steps: int) -> float:
-        """How often that many steps visit the training text, or the part of it visited most."""
-        visits = zip(self.shares, self.windows, strict=True)
-        return max(steps * self.batch_size * share / CYCLE / windows for share, windows in visits)
-
-
-def shares(weights: list[float], whole: int) -> list[int]:
-    """Positive whole numbers that add up to `whole`, as near to the weights as can be."""
-    exact = [weight * (whole - len(weights)) / sum(weights) for weight in weights]
-    found = [1 + int(share) for share in exact]
-    rest = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
-    for i in rest[: whole - sum(found)]:
-        found[i] += 1
-    return found
-
 
 def validation_batches(
     spans: list[Span], seq_len: int, batch_size: int, stride: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every token but the first of each span as a target once; other targets are IGNORE_INDEX.
+    """Tokens and targets (B, T) in which each token of a span but its first is a target once.
 
-    Windows of seq_len lie side by side, or begin `stride` apart, so that each token (but those of
-    the first window) has at least seq_len - stride before it. The last may be shorter.
+    All other targets are IGNORE_INDEX. Windows of seq_len lie side by side or begin `stride` apart;
+    with a stride, each token after the first window has at least seq_len - stride tokens before it.
+    The last window of a span may be shorter.
     """
     for span in spans:
         rows: list[np.ndarray] = []
         counts: list[int] = []
-        for start, end, count in _windows(span, seq_len, stride or seq_len):
+        for start, end, count in _overlapping(span, seq_len, stride or seq_len):
             row = span.tokens.read(start, end - start + 1)
             if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
                 yield _counted(rows, counts)
@@ -115,7 +95,7 @@ def validation_batches(
             yield _counted(rows, counts)
 
 
-def _windows(span: Span, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def _overlapping(span: Span, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """First and last position of each window, and how many targets at its end are new."""
     start = done = span.first
     while done < span.last - 1:
@@ -127,20 +107,20 @@ def _windows(span: Span, seq_len: int, stride: int) -> Iterator[tuple[int, int, 
 def _counted(rows: list[np.ndarray], counts: list[int]) -> tuple[Tensor, Tensor]:
     inputs, targets = stack(rows)
     new = torch.arange(targets.shape[1]) >= targets.shape[1] - torch.tensor(counts)[:, None]
-    return inputs, targets.where(new, IGNORE_INDEX)
+    return inputs, targets.where(new, IGNORE_INDEX)  # (B, T)
 
 
-def stack(rows: Iterator[np.ndarray] | list[np.ndarray]) -> tuple[Tensor, Tensor]:
+def stack(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Rows of T + 1 tokens as inputs (B, T) and targets (B, T)."""
-    both = torch.from_numpy(np.stack(list(rows)).astype(np.int64))
+    both = torch.from_numpy(np.stack(list(rows)).astype(np.int64))  # (B, T + 1)
     return both[:, :-1], both[:, 1:]
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """The image of index under a permutation of range(size) chosen by key.
+    """The image of an index under a permutation of range(size) chosen by a key.
 
-    A balanced Feistel network permutes the numbers of an even number of bits; walking along its
-    cycle until it comes back below size (Black and Rogaway 2002) makes it one of range(size).
+    A balanced Feistel network permutes all numbers of an even number of bits. Applying it until the
+    number falls below `size` makes it a permutation of range(size) (Black and Rogaway 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -154,7 +134,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 def _mix(number: int, key: int) -> int:
-    """A well-stirred function of two numbers (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """A hash of two numbers (the finalizer of SplitMix64, Steele et al. 2014)."""
     z = (number * 0x9E3779B97F4A7C15 + key * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

@@ -1,8 +1,10 @@
-"""The loss on held-out text: every token once, the same number every time."""
+"""The loss on held-out text: every token is predicted once, and the figure is always the same.
+
+Letters: B batch, T positions, V vocabulary, W windows.
+"""
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.train.batches import IGNORE_INDEX
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
-ROWS = 1024  # of logits at a time
-BLOCKS = 100  # of text, at most, whose losses are taken for independent of each other
+ROWS = 1024  # of logits held at a time; all at once would be the largest tensors of a run
+BLOCKS = 100  # of text, at most, whose losses are taken to be independent
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over each of W windows, (W,): nats, tokens, bytes of text; and how many were correct.
+    """Sums over each of W windows, (W,): nats, tokens, bytes of text.
 
-    A token is correct if no other was likelier.
+    `correct` counts the tokens that the model found the most likely.
     """
 
     nats: Numbers
@@ -37,8 +40,8 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): among how many tokens the model is as unsure as it was."""
-        return math.exp(min(self.loss, 700))  # or it would be no number of this machine
+        """exp(loss): the number of equally likely tokens that would be as hard to guess."""
+        return math.exp(min(self.loss, 700))  # exp(710) overflows
 
     @property
     def bits_per_byte(self) -> float:
@@ -47,21 +50,21 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """The share of tokens that were correct."""
+        """The share of tokens predicted correctly (top-1)."""
         return float(self.correct / self.tokens.sum())
 
     @property
     def loss_error(self) -> float | None:
-        """Standard error of the loss, as of a sample of such text; None for a single window."""
+        """Standard error of the loss over text of this kind; None for a single window."""
         return _standard_error(self.nats, self.tokens)
 
     @property
     def bits_per_byte_error(self) -> float | None:
-        """The same of the bits per byte."""
+        """Standard error of the bits per byte."""
         return _standard_error(self.nats / math.log(2), self.bytes)
 
     def facts(self) -> dict[str, Any]:
-        """All of it as JSON data."""
+        """Everything as JSON data."""
         return {
             "loss": self.loss,
             "loss_error": self.loss_error,
@@ -75,16 +78,16 @@ class Evaluation:
 
 
 def _standard_error(sums: Numbers, sizes: Numbers) -> float | None:
-    """Of Σ sums / Σ sizes, by the method of batch means.
+    """The standard error of Σ sums / Σ sizes, by batch means.
 
-    Losses of neighbouring tokens go together, those of blocks of many windows hardly: the spread
-    of the blocks' means says how far the whole one may be off.
+    Losses of neighbouring tokens are correlated, those of large blocks hardly: the spread of the
+    blocks' means says how far off the total may be.
     """
     count = min(len(sums), BLOCKS)
     if count < 2 or not sizes.sum():
         return None
-    parts = [np.array_split(values, count) for values in (sums, sizes)]
-    total, size = (np.array([part.sum() for part in values]) for values in parts)
+    blocks = [np.array_split(values, count) for values in (sums, sizes)]
+    total, size = (np.array([block.sum() for block in values]) for values in blocks)
     rest = total - sums.sum() / sizes.sum() * size
     return float(np.sqrt(count / (count - 1) * (rest @ rest)) / sizes.sum())
 
@@ -94,27 +97,24 @@ def evaluate(
     model: GPT,
     batches: Iterable[tuple[Tensor, Tensor]],
     byte_lengths: np.ndarray[tuple[int], np.dtype[np.int64]],
-    precision: Callable[[], AbstractContextManager[object]],
+    compute: Compute,
 ) -> Evaluation:
-    """Run the model over batches of (B, T) tokens and targets; dropout is off meanwhile.
+    """Evaluate a model on batches of tokens and targets (B, T), without dropout.
 
-    Targets that are IGNORE_INDEX do not count.
+    Targets that are IGNORE_INDEX do not count. `byte_lengths` (V,) are the tokens' bytes of text.
     """
     was_training = model.training
     model.eval()
-    nats: list[Tensor] = []
-    tokens: list[Tensor] = []
-    sizes: list[np.ndarray] = []
-    correct = 0
+    nats, tokens, sizes, correct = [], [], [], 0
     for inputs, targets in batches:
         counted = targets != IGNORE_INDEX
-        goals = targets.where(counted, 0)
-        with precision():
-            costs, hits = _costs(model, inputs, goals)
-        nats.append((costs * counted).sum(1))
-        correct += int((hits & counted).sum())
+        known = targets.where(counted, 0)
+        with compute.autocast():
+            losses, ranks = token_losses(model, inputs, known)
+        nats.append((losses * counted).sum(1))  # (B,)
+        correct += int(((ranks == 1) & counted).sum())
         tokens.append(counted.sum(1))
-        sizes.append((byte_lengths[goals.numpy()] * counted.numpy()).sum(1))
+        sizes.append((byte_lengths[known.numpy()] * counted.numpy()).sum(1))
     model.train(was_training)
     return Evaluation(
         torch.cat(nats).numpy(),
@@ -124,17 +124,13 @@ def evaluate(
     )
 
 
-def _costs(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats of targets (B, T) in float64, and whether none was likelier, (B, T); on the CPU.
-
-    Some rows of logits at a time: all of them would be the largest tensors of a run.
-    """
-    device = model.embed.weight.device
-    hidden = model.hidden(tokens.to(device)).flatten(0, 1)
-    costs, hits = [], []
-    for rows, goals in zip(hidden.split(ROWS), targets.flatten().split(ROWS), strict=True):
-        logits = model.logits(rows).float()
-        own = logits.gather(1, goals[:, None].to(device))[:, 0]
-        costs.append((logits.logsumexp(1) - own).double().cpu())
-        hits.append((own >= logits.amax(1)).cpu())
-    return torch.cat(costs).view_as(targets), torch.cat(hits).view_as(targets)
+def token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses in nats (float64) and ranks (from 1) of targets (B, T) after tokens; on the CPU."""
+    hidden = model.hidden(tokens.to(model.device)).flatten(0, 1)  # (B·T, D)
+    losses, ranks = [], []
+    for rows, wanted in zip(hidden.split(ROWS), targets.flatten().split(ROWS), strict=True):
+        logits = model.logits(rows).float()  # (ROWS, V)
+        own = logits.gather(1, wanted[:, None].to(model.device))  # (ROWS, 1)
+        losses.append((logits.logsumexp(1) - own[:, 0]).double().cpu())
+        ranks.append((1 + (logits > own).sum(1)).cpu())
+    return torch.cat(losses).view_as(targets), torch.cat(ranks).view_as(targets)

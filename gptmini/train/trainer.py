@@ -1,7 +1,7 @@
 """The training loop: rows, loss, update, then log, evaluate, save.
 
-Everything random is a function of (seed, step, micro-batch), so a run that was stopped and goes on
-makes the same weights as one that was not, and nothing random is saved.
+Everything random is a function of (seed, step, micro-batch). A run that was stopped and resumed
+therefore makes the same weights as one that never stopped, and nothing random is saved.
 """
 
 import math
@@ -9,57 +9,57 @@ import signal
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gptmini import machine
-from gptmini.config.settings import Config
-from gptmini.console import say
+from gptmini.console import say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import begin as begin_row
 from gptmini.generate.sampler import decode
 from gptmini.model.gpt import loss
 from gptmini.model.optim import cooldown_steps, learning_rate
-from gptmini.plan import fit
+from gptmini.plan.minutes import paced_steps
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import RunLog
 from gptmini.runs.trackers import Trackers
-from gptmini.train import batches
-from gptmini.train.batches import draw
+from gptmini.train.batches import draw, validation_batches
 from gptmini.train.evaluate import evaluate
 from gptmini.train.state import (
     Training,
     begin,
     diverged,
+    introduce,
     prepare,
     restore,
     save,
-    stamp,
     windows,
 )
 
-SAMPLE = 120  # tokens that are drawn at an evaluation
-LEAST_SCALE = 1 / 32  # of the learning rate, after which a run that diverges ends
+if TYPE_CHECKING:  # deciding reads texts, and training must not know their formats
+    from gptmini.plan.decide import Decision
+
+SAMPLE_TOKENS = 120  # drawn at each evaluation
+MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
-def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
-    """Train the run in a directory to its last step, from where it stands.
+def train(decision: "Decision", out: Path) -> None:
+    """Train the run in a directory to its last step, from wherever it stands.
 
-    `started` is the time.perf_counter() from which `train.minutes` count.
-
-    Raises ConfigError if another run lives there, DataError for an unusable corpus,
+    Raises ConfigError if another run lives there, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
-    Stopped when a signal ended the work after it was saved.
+    Stopped after a signal, once everything is saved.
     """
-    run = RunDirectory(out, say)
-    training = prepare(config, run, cache, time.perf_counter() if started is None else started)
+    run = RunDirectory(out)
+    training = prepare(decision, run)
     with run.lock():
         begin(training)
+        introduce(training, decision)
         if _is_finished(training):
-            say(f"{out}: already finished at step {training.step}; {_how_to_go_on(training)}")
+            say(f"{out}: already finished at step {training.step}; {_how_to_continue(training)}")
             return
         run.check_space(3 * sum(p.nbytes for p in training.model.parameters()))
         trackers = Trackers(run.path, training.config, training.step)
@@ -73,7 +73,7 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
 
 
 def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
-    """Make the steps that are left, unless the validation loss turns before."""
+    """Make the steps that are left, or end early once the validation loss has turned."""
     while not _is_finished(training):
         try:
             _advance(training, log)
@@ -92,140 +92,85 @@ def _loop(training: Training, log: RunLog, received: machine.Received) -> None:
             name = signal.Signals(received.stop).name
             raise Stopped(
                 received.stop,
-                f"{training.run.path}: stopped by {name} after step {training.step}, saved; the "
-                f"same command goes on",
+                f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
+                f"the same command to resume",
             )
     if training.step < training.config.train.steps:
-        say(f"ended at step {training.step}: {_how_to_go_on(training)}")
-
-
-def _is_finished(training: Training) -> bool:
-    return training.step >= training.config.train.steps or _has_turned(training)
-
-
-def _how_to_go_on(training: Training) -> str:
-    settings, best = training.config.train, training.best
-    if training.step >= settings.steps or best is None:
-        return "a higher --steps prolongs it"
-    return (
-        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
-        f"ago; --set train.patience=null goes on"
-    )
+        say(f"ended at step {training.step}: {_how_to_continue(training)}")
 
 
 def _advance(training: Training, log: RunLog) -> None:
-    """One step, with what is to be logged and evaluated at it."""
-    settings = training.config.train
+    """Make one step; log and evaluate where it is due."""
+    settings, progress = training.config.train, training.progress
     started = time.perf_counter()
     metrics = update(training)
-    training.step += 1
-    training.seconds += time.perf_counter() - started
+    progress.step += 1
+    progress.tokens += settings.batch_size * training.config.seq_len
+    progress.seconds += time.perf_counter() - started
     log.advance()
     _report_spike(training, metrics["train_loss"])
     last = training.step == settings.steps
     record: dict[str, Any] = {}
     if training.step % settings.log_every == 0 or training.step == 1 or last:
-        steps, seconds = training.step - training.logged[0], training.seconds - training.logged[1]
+        steps, seconds = training.step - training.logged[0], progress.seconds - training.logged[1]
         tokens = steps * settings.batch_size * training.config.seq_len
         record |= metrics | {"tokens_per_second": round(tokens / seconds, 1)}
-        training.logged = (training.step, training.seconds)
+        training.logged = (training.step, progress.seconds)
     if training.step % settings.eval_every == 0 or last:
         record |= assess(training)
         record["sample"] = sample(training)
-        record["peak_memory"] = machine.peak_memory(training.device)
+        record["peak_memory"] = machine.peak_memory(training.compute.device)
     if record:
-        log.write(stamp(training) | record)
-
-
-def _has_turned(training: Training) -> bool:
-    """Whether the validation loss was best so many evaluations ago that the run should end.
-
-    Only those in the cool-down count: on the plateau it goes up and down, and falls again.
-    """
-    settings, best = training.config.train, training.best
-    if settings.patience is None or best is None or training.step % settings.eval_every:
-        return False
-    since = max(best["step"], settings.steps - cooldown_steps(settings))
-    return training.step >= since + settings.patience * settings.eval_every
-
-
-def _keep_pace(training: Training, log: RunLog) -> None:
-    """Before the cool-down, fit the number of steps to the minutes at the speed so far.
-
-    Up to there no step depends on that number, so the run is the one that the final configuration
-    describes.
-    """
-    settings, now = training.config.train, (training.step, training.elapsed)
-    if training.first is None:  # the first update of a command takes memory for all others
-        training.first = now
-    elif training.step % settings.log_every == 0 and settings.minutes is not None:
-        seconds = (now[1] - training.first[1]) / (now[0] - training.first[0])
-        steps = fit.paced_steps(settings, *now, seconds)
-        if steps != settings.steps:
-            training.change(steps=steps)
-            training.run.write_config(training.config)
-            log.plan(steps)
-
-
-def _save_is_due(training: Training) -> bool:
-    settings, step = training.config.train, training.step
-    is_best = training.best is not None and training.best["step"] == step
-    return step % settings.save_every == 0 or is_best or _is_finished(training)
-
-
-def _rewind(training: Training, log: RunLog, error: DivergedError) -> None:
-    """Go back to the newest checkpoint and on at half the rate; raises the error if none helps.
-
-    A run that is killed after this and goes on comes to the same step, diverges and is here again.
-    """
-    scale = training.lr_scale / 2
-    checkpoint = training.run.newest()
-    if checkpoint is None or scale < LEAST_SCALE:
-        raise error
-    restore(training, checkpoint)
-    training.lr_scale = scale
-    training.model.zero_grad()
-    log.back_to(training.step)
-    say(f"{error.lines[0].split(';')[0]}; back to step {training.step}, at {scale:g} of the rate")
-
-
-def _report_spike(training: Training, loss_now: float) -> None:
-    """Say when a loss is far above those of the last steps, and in which windows."""
-    recent = training.recent
-    if len(recent) >= 20:
-        usual = statistics.mean(recent)
-        if loss_now > usual + 6 * statistics.pstdev(recent) + 0.1:
-            where = windows(training, training.step - 1)
-            say(f"step {training.step}: loss {loss_now:.4g} after {usual:.4g}, in {where}")
-    recent.append(loss_now)
+        log.write(progress.stamp() | record)
 
 
 def update(training: Training) -> dict[str, Any]:
-    """One optimizer update on the windows of the step; its metrics."""
+    """One optimizer update on the windows of the step; returns its metrics."""
     settings, model, step = training.config.train, training.model, training.step
     model.train()
-    tokens, targets = training.batches.batch(step)
+    tokens, targets = training.batches.batch(step)  # (B, T) each
     total = 0.0
-    rate = learning_rate(settings, step) * training.lr_scale
+    lr = learning_rate(settings, step) * training.progress.lr_scale
     size = settings.micro_batch_size or settings.batch_size
     for micro, (x, y) in enumerate(zip(tokens.split(size), targets.split(size), strict=True)):
         torch.manual_seed(draw(settings.seed, step, micro))  # for dropout
-        with training.precision():
-            share = loss(model, x.to(training.device), y.to(training.device)) * len(x) / len(tokens)
+        with training.compute.autocast():
+            # Weighted by its rows, so that the gradients add up to those of the whole batch.
+            share = loss(model, x.to(model.device), y.to(model.device)) * len(x) / len(tokens)
         share.backward()
         total += share.item()
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
-    if not math.isfinite(norm):
+    if not math.isfinite(norm):  # one NaN would make every gradient NaN
         raise DivergedError(diverged(training, f"loss {total:.4g}, gradient norm {norm}"))
-    training.optimizer.step(rate)
-    return {"train_loss": total, "lr": rate, "grad_norm": norm}
+    training.optimizer.step(lr)
+    return {"train_loss": total, "lr": lr, "grad_norm": norm}
+
+
+def assess(training: Training) -> dict[str, Any]:
+    """Evaluate the whole validation split and remember the best step."""
+    settings, corpus, progress = training.config.train, training.corpus, training.progress
+    batches = validation_batches(
+        corpus.validation, training.config.seq_len, settings.micro_batch_size or 1
+    )
+    with training.eagerly():
+        lengths = corpus.tokenizer.byte_lengths()
+        result = evaluate(training.model, batches, lengths, training.compute)
+    if not math.isfinite(result.loss):
+        raise DivergedError(diverged(training, f"validation loss {result.loss}"))
+    losses = {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
+    if progress.best is None or result.loss < progress.best["val_loss"]:
+        progress.best = progress.stamp() | losses
+    return losses
 
 
 def sample(training: Training) -> str:
-    """What the model would write now; nothing of it touches the training."""
+    """What the model would write now; drawing it does not touch the training."""
     settings = training.config.sample
     settings = settings.model_copy(
-        update={"max_new_tokens": min(SAMPLE, settings.max_new_tokens), "overflow": "stop"}
+        update={
+            "max_new_tokens": min(SAMPLE_TOKENS, settings.max_new_tokens),
+            "overflow": "stop",
+        }
     )
     model, tokenizer = training.model, training.corpus.tokenizer
     limit = training.config.model.context_length
@@ -238,20 +183,80 @@ def sample(training: Training) -> str:
     return tokenizer.decode(row.drawn)
 
 
-def assess(training: Training) -> dict[str, Any]:
-    """Evaluate the whole validation split and remember the best step."""
-    settings, corpus = training.config.train, training.corpus
-    held_out = batches.validation_batches(
-        corpus.validation, training.config.seq_len, settings.micro_batch_size or 1
+def _is_finished(training: Training) -> bool:
+    return training.step >= training.config.train.steps or _has_turned(training)
+
+
+def _has_turned(training: Training) -> bool:
+    """Whether the best validation loss is `train.patience` evaluations old.
+
+    Only evaluations in the cool-down count: on the plateau the loss goes up and down, and falls
+    again later.
+    """
+    settings, best = training.config.train, training.progress.best
+    if settings.patience is None or best is None or training.step % settings.eval_every:
+        return False
+    since = max(best["step"], settings.steps - cooldown_steps(settings))
+    return training.step >= since + settings.patience * settings.eval_every
+
+
+def _how_to_continue(training: Training) -> str:
+    settings, best = training.config.train, training.progress.best
+    if training.step >= settings.steps or best is None:
+        return "pass a larger --steps to train longer"
+    return (
+        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
+        f"ago; pass --set train.patience=null to train on"
     )
-    with training.eagerly():
-        lengths = corpus.tokenizer.byte_lengths()
-        result = evaluate(training.model, held_out, lengths, training.precision)
-    if not math.isfinite(result.loss):
-        raise DivergedError(diverged(training, f"validation loss {result.loss}"))
-    if training.best is None or result.loss < training.best["val_loss"]:
-        training.best = stamp(training) | {
-            "val_loss": result.loss,
-            "val_bpb": result.bits_per_byte,
-        }
-    return {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
+
+
+def _keep_pace(training: Training, log: RunLog) -> None:
+    """Before the cool-down, fit the number of steps to the minutes at the speed so far.
+
+    No step up to there depends on that number, so the final configuration describes the whole run.
+    """
+    settings, now = training.config.train, (training.step, training.elapsed)
+    if training.first is None:  # a command's first update allocates for all the others
+        training.first = now
+    elif training.step % settings.log_every == 0:
+        per_step = (now[1] - training.first[1]) / (now[0] - training.first[0])
+        steps = paced_steps(settings, *now, per_step)
+        if steps != settings.steps:
+            training.config = training.config.with_train(steps=steps)
+            training.run.write_config(training.config)
+            log.plan(steps)
+
+
+def _save_is_due(training: Training) -> bool:
+    step, best = training.step, training.progress.best
+    is_best = best is not None and best["step"] == step
+    due = step % training.config.train.save_every == 0
+    return due or is_best or _is_finished(training)
+
+
+def _rewind(training: Training, log: RunLog, error: DivergedError) -> None:
+    """Return to the newest checkpoint at half the learning rate; raises if that cannot help.
+
+    A run that is killed after this and resumed reaches the same step, diverges and rewinds again.
+    """
+    scale = training.progress.lr_scale / 2
+    checkpoint = training.run.newest()
+    if checkpoint is None or scale < MIN_LR_SCALE:
+        raise error
+    restore(training, checkpoint)
+    training.progress.lr_scale = scale
+    training.model.zero_grad()
+    log.back_to(training.step)
+    reason = error.lines[0].split(";")[0]
+    warn(f"{reason}; rewinding to step {training.step} at {scale:g} of the learning rate")
+
+
+def _report_spike(training: Training, train_loss: float) -> None:
+    """Warn when a loss is far above those of the last steps, naming its windows."""
+    recent = training.recent
+    if len(recent) >= 20:
+        usual = statistics.mean(recent)
+        if train_loss > usual + 6 * statistics.pstdev(recent) + 0.1:
+            where = windows(training, training.step - 1)
+            warn(f"step {training.step}: loss {train_loss:.4g} after {usual:.4g}, in {where}")
+    recent.append(train_loss)

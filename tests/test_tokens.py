@@ -1,6 +1,8 @@
 import hashlib
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +15,18 @@ from gptmini.errors import DataError
 from gptmini.text import sources
 from gptmini.text import tokens as token_files
 from gptmini.text.tokenizer import ByteTokenizer, CharTokenizer
-from gptmini.text.tokens import Table, TokenFile
+from gptmini.text.tokens import CYCLE, Corpus, Span, TokenFile, shares, windows
 
 BYTES = ByteTokenizer()
 
 
 @pytest.fixture
 def token_file(text_file: Path, tmp_path: Path, monkeypatch) -> Path:
-    """The tokens of the small text, hashed in many blocks."""
+    """The tokens of the small text, hashed in small blocks."""
     monkeypatch.setattr(token_files, "BLOCK", 512)
     path = tmp_path / "a.tokens"
     source = sources.find([str(text_file)], DataConfig())
-    token_files.write(path, source, source.digest(), BYTES, lambda count: None)
+    token_files.write(path, source.pieces(), source.digest(), BYTES, lambda count: None)
     return path
 
 
@@ -38,7 +40,7 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 30])
-def test_no_flip_of_a_bit_and_no_cut_is_missed(token_file: Path, monkeypatch, at_once):
+def test_every_flipped_bit_and_every_truncation_is_detected(token_file: Path, monkeypatch, at_once):
     """Small files are checked at once, large ones where they are read."""
     monkeypatch.setattr(token_files, "CHECKED_AT_ONCE", at_once)
     whole = token_file.read_bytes()
@@ -72,15 +74,15 @@ def test_a_large_file_is_checked_where_it_is_read(token_file: Path, monkeypatch)
     tokens = TokenFile(token_file, BYTES)
     assert len(tokens.read(0, 512)) == 512  # two blocks before the damage
     assert len(tokens.read(768, 100)) == 100
-    with pytest.raises(DataError, match="damaged after byte 1024; remove it"):
+    with pytest.raises(DataError, match="damaged after byte 1024 of its tokens; delete it"):
         tokens.read(500, 20)
 
 
-def test_a_file_cut_while_in_use_is_named(token_file: Path):
+def test_a_file_truncated_while_in_use_is_reported(token_file: Path):
     tokens = TokenFile(token_file, BYTES)
     os.truncate(token_file, token_files.HEADER.size + 20)
     assert len(tokens.read(0, 10)) == 10
-    with pytest.raises(DataError, match=r"cut while in use \(10 of 20 bytes at byte"):
+    with pytest.raises(DataError, match=r"truncated while in use \(10 of 20 bytes at byte"):
         tokens.read(5, 10)
 
 
@@ -88,7 +90,7 @@ def test_another_tokenizer_or_kind_of_file_is_refused(token_file: Path, tmp_path
     with pytest.raises(DataError, match="another tokenizer"):
         TokenFile(token_file, CharTokenizer("é"))
     (tmp_path / "other").write_bytes(b"x" * 200)
-    with pytest.raises(DataError, match="no token file"):
+    with pytest.raises(DataError, match="not a gptmini token file"):
         TokenFile(tmp_path / "other", BYTES)
     whole = token_file.read_bytes()
     token_file.write_bytes(whole[:8] + struct.pack("<I", 1) + whole[12:])
@@ -96,11 +98,11 @@ def test_another_tokenizer_or_kind_of_file_is_refused(token_file: Path, tmp_path
         TokenFile(token_file, BYTES)
 
 
-def test_a_token_that_is_none_is_named(token_file: Path):
+def test_a_token_outside_the_vocabulary_is_reported(token_file: Path):
     tokens = TokenFile(token_file, BYTES)
     tokens.vocab_size = 122  # as if y and z were none
     place = token_file.read_bytes()[token_files.HEADER.size :: 2].index(b"z")
-    with pytest.raises(DataError, match=f"token {place} is 122, which there is not"):
+    with pytest.raises(DataError, match=f"token {place} is 122, not below 122"):
         tokens.read(place - 1, 3)
 
 
@@ -132,15 +134,48 @@ def test_token_types_hold_the_largest_token(vocab_size, size):
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 20))
-def test_the_table_does_not_depend_on_portions(parts, block):
+def test_blocks_do_not_depend_on_how_the_bytes_come(parts, block):
     before, token_files.BLOCK = token_files.BLOCK, block
     try:
-        table = Table()
-        for part in parts:
-            table.update(part)
         whole = b"".join(parts)
-        blocks = [whole[start : start + block] for start in range(0, len(whole), block)]
-        digests = [hashlib.sha256(one).digest() for one in blocks]
-        assert (table.digests(), table.length) == (b"".join(digests), len(whole))
+        expected = [whole[start : start + block] for start in range(0, len(whole), block)]
+        assert list(token_files.blocks_of(parts)) == expected
     finally:
         token_files.BLOCK = before
+
+
+@given(
+    weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40),
+    total=st.integers(40, 5000),
+)
+def test_shares_are_whole_positive_and_near_the_weights(weights, total):
+    parts = shares(weights, total)
+    assert sum(parts) == total
+    assert min(parts) >= 1
+    for part, weight in zip(parts, weights, strict=True):
+        assert abs(part - weight / sum(weights) * total) <= 1 + len(weights)
+
+
+def test_windows_fit_from_any_first_position(token_file: Path):
+    tokens = TokenFile(token_file, BYTES)
+    for length in range(2, 60):
+        for seq_len in range(1, min(length, 20)):
+            count = windows(Span(tokens, 0, length), seq_len)
+            offsets = min(seq_len, length - count * seq_len)
+            assert offsets >= 1
+            assert offsets - 1 + count * seq_len + 1 <= length
+
+
+def test_epochs_are_those_of_the_most_visited_span(token_file: Path):
+    tokens = TokenFile(token_file, BYTES)
+    spans = [Span(tokens, 0, 500), Span(tokens, 500, 1500)]
+    corpus = Corpus("a", BYTES, spans, [], "")
+    assert corpus.epochs(10, 20, 200, [1.0, 1.0]) == pytest.approx(4000 * 0.5 / 49, rel=0.01)
+    assert corpus.epochs(10, 20, 200, [1.0, 99.0]) == pytest.approx(4000 * 0.99 / 99, rel=0.01)
+    alone = Corpus("a", BYTES, spans[:1], [], "")
+    assert alone.epochs(10, 20, 200, None) == 200 * 20 * CYCLE / CYCLE / 49
+
+
+def test_token_files_load_no_file_formats():
+    check = "import sys, gptmini.text.tokens as t; sys.exit('gptmini.text.formats' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

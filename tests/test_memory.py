@@ -8,12 +8,12 @@ import torch
 from conftest import tiny
 from torch import nn
 
-from gptmini import machine
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, loss
 from gptmini.model.optim import Optimizer
 from gptmini.plan.memory import StorageCounter, dry_run
 
-CPU = torch.device("cpu")
+CPU = Compute(torch.device("cpu"), torch.float32)
 SHAPE = {"n_layer": 4, "n_head": 4, "d_model": 64, "context_length": 64}
 
 
@@ -31,17 +31,18 @@ def config_of(optimizer: str = "muon", **train):
 def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
     """The same counting on real tensors, whose kernels choose for themselves what to keep."""
     config = config_of(optimizer, gradient_checkpointing=checkpointing)
+    compute = Compute(torch.device("cpu"), dtype)
     with StorageCounter() as held:
         model = GPT(config.model).train()
         model.gradient_checkpointing = checkpointing
         learner = Optimizer(model, config.train, dtype)
         for _ in range(2):
             tokens = torch.zeros(8, 64, dtype=torch.long)
-            with machine.precision(CPU, dtype):
+            with compute.autocast():
                 loss(model, tokens, tokens).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             learner.step(1e-3)
-    found = dry_run(config, CPU, dtype)
+    found = dry_run(config, compute)
     assert found.weights + found.gradients + found.optimizer + found.activations == pytest.approx(
         held.peak, rel=0.02
     )
@@ -64,18 +65,18 @@ def test_what_is_released_is_not_counted():
 
 
 def test_windows_cost_activations_and_checkpointing_saves_them():
-    few = dry_run(config_of(micro_batch_size=2), CPU, torch.float32)
-    many = dry_run(config_of(), CPU, torch.float32)
-    saving = dry_run(config_of(gradient_checkpointing=True), CPU, torch.float32)
+    few = dry_run(config_of(micro_batch_size=2), CPU)
+    many = dry_run(config_of(), CPU)
+    saving = dry_run(config_of(gradient_checkpointing=True), CPU)
     assert 3 < many.activations / few.activations < 4.5
     assert saving.activations < 0.6 * many.activations
     assert few.weights == many.weights == saving.weights
 
 
 def test_no_weights_are_made(monkeypatch):
-    """A model of a trillion parameters is rehearsed like any other."""
+    """A model of a trillion parameters is weighed like any other."""
     config = tiny(model={"n_layer": 1, "n_head": 1, "d_model": 262_144, "context_length": 16})
-    found = dry_run(config.with_tokenizer("byte", 257), CPU, torch.bfloat16)
+    found = dry_run(config.with_tokenizer("byte", 257), CPU)
     assert found.weights > 3e12
 
 

@@ -1,0 +1,113 @@
+"""The one place where a run's configuration is made: from what was asked, what the run already
+chose, the text and the machine.
+
+After `decide` only the number of steps may change, and only under `train.minutes`.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptmini import machine
+from gptmini.config.load import completed
+from gptmini.config.settings import Config
+from gptmini.console import say
+from gptmini.machine import Compute
+from gptmini.plan.cost import parameter_count
+from gptmini.plan.fit import choose_compile, micro_batch_size
+from gptmini.plan.minutes import plan
+from gptmini.text.corpus import prepare_corpus
+from gptmini.text.tokens import Corpus
+
+DROPOUT = ((12, 0.2), (4, 0.1), (0, 0.0))  # from this many epochs on
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a training needs before its first step.
+
+    `paced` says that the number of steps follows `train.minutes`, `seconds_per_step` what a step
+    was measured to take, `compiling` what came of trying torch.compile. `started` is the
+    time.perf_counter() from which the minutes count.
+    """
+
+    config: Config
+    corpus: Corpus
+    compute: Compute
+    started: float
+    paced: bool
+    seconds_per_step: float | None = None
+    compiling: str = ""
+
+
+def decide(
+    asked: Config,
+    existing: Config | None,
+    cache: Path,
+    started: float | None = None,
+    compute: Compute | None = None,
+    here: bool = True,
+) -> Decision:
+    """Complete a configuration: tokenizer, sizes, steps, dropout, micro-batch, compilation.
+
+    `existing` is the configuration of the run that is to be resumed; it keeps what it chose.
+    Without `here` the run is not trained on this machine now: nothing is checked against its
+    memory, and whether to compile stays open.
+
+    Raises ConfigError for settings that contradict the text, DataError for a text that cannot be
+    used, MachineError for a model that does not fit.
+    """
+    started = time.perf_counter() if started is None else started
+    compute = compute or machine.pick_compute(asked.train.device, asked.train.dtype)
+    machine.keep_freed_memory()
+    config = asked if existing is None else with_choices(asked, existing)
+    corpus = prepare_corpus(config, cache)
+    say(corpus.summary(asked.tokenizer.kind))
+    config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
+    if config.train.minutes is not None and existing is None:
+        left = 60 * config.train.minutes - (time.perf_counter() - started)
+        config = plan(config, left, compute)
+    train = config.train
+    if config.model.dropout is None:
+        weights = config.data.weights
+        epochs = corpus.epochs(config.seq_len, train.batch_size, train.steps, weights)
+        share = next(share for least, share in DROPOUT if epochs >= least)
+        config = completed(config, {"model": {"dropout": share}})
+    if here:
+        machine.check_memory(parameter_count(config.model), compute.device)
+    if config.train.micro_batch_size is None:
+        config = config.with_train(micro_batch_size=micro_batch_size(config, compute))
+    settled = existing is not None and config.train.compile == existing.train.compile
+    if settled or not here:  # a run that is resumed measured it when it began
+        return Decision(config, corpus, compute, started, paced)
+    compiled, timed, outcome = choose_compile(config, compute)
+    config = config.with_train(compile="on" if compiled else "off")
+    per_step = None if timed is None else timed.total
+    return Decision(config, corpus, compute, started, paced, per_step, outcome)
+
+
+def with_choices(asked: Config, first: Config, same_run: bool = True) -> Config:
+    """What a configuration leaves open, as an earlier run chose it.
+
+    The same run when it is resumed keeps everything; other runs, to be compared with the first,
+    share how it computes and, under `train.minutes`, its sizes.
+    """
+    planned = asked.train.minutes is not None and first.train.minutes is not None
+    keys = {"model": ["dropout"], "train": ["compile"]}
+    if planned:
+        keys["model"] += ["n_layer", "d_model", "head_dim", "d_ff"]
+        keys["train"] += ["batch_size"]
+    if same_run:
+        keys["train"] += ["micro_batch_size"]
+    if same_run and planned:
+        keys["model"] += ["n_head"]
+        keys["train"] += ["steps", "warmup_steps", "eval_every", "save_every", "log_every"]
+    if (same_run or planned) and not asked.tokenizer.model_fields_set:
+        keys["tokenizer"] = ["kind", "vocab_size"]
+    chosen = first.model_dump()
+    wanted: dict[str, dict[str, Any]] = {
+        section: {key: chosen[section][key] for key in names} for section, names in keys.items()
+    }
+    return completed(asked, wanted)

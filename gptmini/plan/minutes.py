@@ -1,0 +1,72 @@
+"""Sizes and steps for a given number of minutes, and keeping to the minutes while training."""
+
+import math
+
+from gptmini.config.load import completed
+from gptmini.config.settings import Config, TrainConfig
+from gptmini.machine import Compute
+from gptmini.model.optim import cooldown_steps
+from gptmini.plan.cost import parameter_count
+from gptmini.plan.fit import COMPILE_GAIN, COMPILE_PAYS, has_compiler, time_step
+
+FINISH = 3  # seconds kept for the last checkpoint and the sample
+
+# The ladder of models: layers, width, rows per batch.
+RUNGS = (
+    *((4, 128, 16), (4, 192, 16), (4, 256, 16), (6, 256, 16)),
+    *((6, 384, 16), (8, 512, 32), (12, 768, 64)),
+)
+# How many tokens a model must see to beat the rung below. On Tiny Shakespeare by character, 0.8
+# took 4 x 256 to a loss of 1.465 and 1.0 took 6 x 256 to 1.449, but 0.3 took 6 x 384 only to 1.505.
+# Those three runs also differ in dropout (0, 0.1, 0.2), so this is a hint, not a law.
+TOKENS_PER_PARAMETER = 1.0
+
+
+def plan(config: Config, seconds: float, compute: Compute) -> Config:
+    """The sizes and the number of steps of the best model for the time left.
+
+    Whatever the configuration states is kept. Models are timed from small to large, up to the
+    largest that would still see enough tokens.
+    """
+    stated = "steps" in config.train.model_fields_set
+    chosen: Config | None = None
+    for layers, width, rows in RUNGS:
+        sizes = {"n_layer": layers, "n_head": width // 64, "d_model": width}
+        candidate = completed(config, {"model": sizes, "train": {"batch_size": rows}})
+        if chosen is not None and _same_cost(candidate, chosen):  # the sizes are stated
+            continue
+        timed = time_step(candidate, compute)
+        passes = timed.passes
+        if config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and has_compiler():
+            passes /= COMPILE_GAIN
+        per_step = passes + timed.update
+        steps = config.train.steps if stated else max(1, int((seconds - FINISH) / per_step))
+        tokens = steps * candidate.train.batch_size * candidate.seq_len
+        fits = (
+            tokens >= TOKENS_PER_PARAMETER * parameter_count(candidate.model)
+            and steps * per_step <= seconds
+        )
+        if chosen is None or fits:
+            tenth, hundredth = max(1, steps // 10), max(1, steps // 100)
+            intervals = {"eval_every": tenth, "save_every": tenth, "log_every": hundredth}
+            chosen = completed(candidate, {"train": {"steps": steps, **intervals}})
+        if not fits:
+            break
+    assert chosen is not None
+    return chosen
+
+
+def _same_cost(ours: Config, theirs: Config) -> bool:
+    """Whether a step of both takes the same time."""
+    return (ours.model, ours.train.batch_size) == (theirs.model, theirs.train.batch_size)
+
+
+def paced_steps(train: TrainConfig, step: int, elapsed: float, per_step: float) -> int:
+    """The number of steps that ends with the minutes, at the seconds per step measured so far.
+
+    Never so low that the cool-down would have begun already; once it has, the number is fixed.
+    """
+    if train.minutes is None or cooldown_steps(train) >= train.steps - step:
+        return train.steps
+    steps = step + int((60 * train.minutes - FINISH - elapsed) / per_step)
+    return max(steps, min(train.steps, math.ceil((step + 2) / (1 - train.cooldown))))

@@ -1,0 +1,84 @@
+"""The one place where a run's configuration is made."""
+
+from pathlib import Path
+
+import pytest
+from conftest import tiny
+
+from gptmini.config.load import validate
+from gptmini.config.settings import Config
+from gptmini.errors import MachineError
+from gptmini.plan import decide as deciding
+from gptmini.plan.decide import decide, with_choices
+from gptmini.plan.fit import StepTime
+
+
+def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_path: Path):
+    def chosen(steps: int, **model: float) -> float | None:
+        config = tiny(data={"path": str(text_file)}, train={"steps": steps}, model=model)
+        return decide(config, None, tmp_path / "cache").config.model.dropout
+
+    assert chosen(10) == 0
+    assert chosen(1000) == 0.2
+    assert chosen(1000, dropout=0.05) == 0.05
+
+
+def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
+    config = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache").config
+    assert config.model.vocab_size == 257
+    assert config.model.dropout is not None
+    assert config.train.micro_batch_size is not None
+    assert config.train.compile in ("on", "off")
+
+
+def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = tiny(data={"path": str(text_file)})
+    first = decide(asked, None, tmp_path / "cache").config
+    monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(deciding, "micro_batch_size", lambda *_: pytest.fail("measured"))
+    assert decide(asked, first, tmp_path / "cache").config == first
+
+
+def test_what_compiling_brought_is_in_the_decision(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    result = (True, StepTime(1.0, 0.5), "1.000 s/step instead of 2.000")
+    monkeypatch.setattr(deciding, "choose_compile", lambda *_: result)
+    decision = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
+    assert decision.config.train.compile == "on"
+    assert decision.seconds_per_step == 1.5
+    assert decision.compiling == "1.000 s/step instead of 2.000"
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_made(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gptmini.machine.total_memory", lambda _: 1 << 10)
+    monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
+    with pytest.raises(MachineError, match="parameters needs"):
+        decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
+
+
+def test_compared_runs_share_how_they_compute_but_not_how_long():
+    def run(**sections: dict) -> Config:
+        return validate(sections, {})
+
+    sizes = {"d_model": 64, "n_layer": 2, "dropout": 0.1}
+    first = run(model=sizes, train={"minutes": 1.0, "steps": 7, "batch_size": 8, "compile": "on"})
+    other = with_choices(run(train={"minutes": 1.0}), first, same_run=False)
+    assert (other.model.d_model, other.model.n_layer, other.model.dropout) == (64, 2, 0.1)
+    assert (other.train.batch_size, other.train.compile) == (8, "on")
+    assert "steps" not in other.train.model_fields_set
+    resumed = with_choices(run(train={"minutes": 1.0}), first)
+    assert resumed.train.steps == 7
+    by_steps = with_choices(run(train={"steps": 9}), first, same_run=False)
+    assert (by_steps.model.d_model, by_steps.train.compile) == (192, "on")
+
+
+def test_what_is_stated_stays_when_a_run_is_resumed():
+    first = validate({"model": {"dropout": 0.1}, "train": {"micro_batch_size": 2}}, {})
+    asked = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})
+    kept = with_choices(asked, first)
+    assert (kept.model.dropout, kept.train.micro_batch_size) == (0.3, 4)

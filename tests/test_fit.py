@@ -1,0 +1,108 @@
+"""What a run chooses for itself: micro-batches, compiled blocks, sizes and steps for minutes."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny, train
+
+from gptmini import machine
+from gptmini.errors import MachineError
+from gptmini.machine import Compute
+from gptmini.model.gpt import GPT
+from gptmini.plan import cost, fit
+from gptmini.plan.memory import dry_run
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
+    config = tiny(train={"batch_size": 12}).with_tokenizer("byte", 257)
+    row = dry_run(config.with_train(micro_batch_size=1), CPU).activations
+    static = 16 * cost.parameter_count(config.model)
+    for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
+        memory = static + 2 * rows * row
+        monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
+        assert fit.micro_batch_size(config, CPU) == expected
+    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(fit, "FAST_TOKENS", 4 * config.seq_len)
+    assert fit.micro_batch_size(config, CPU) == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds", "compiled"),
+    [
+        ("auto", [0.1], False),  # too short a run
+        ("auto", [2.0, 1.0], True),
+        ("auto", [2.0, 2.1], False),  # slower
+        ("on", [0.1, 0.2], True),
+        ("off", [], False),
+    ],
+)
+def test_blocks_are_compiled_if_it_pays(monkeypatch, asked, seconds, compiled):
+    times = iter(seconds)
+    monkeypatch.setattr(fit, "time_step", lambda *_, **__: fit.StepTime(next(times), 0.0))
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    config = tiny(train={"compile": asked, "steps": 100}).with_tokenizer("byte", 257)
+    assert fit.choose_compile(config, CPU)[0] == compiled
+    assert next(times, None) is None
+
+
+def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkeypatch):
+    def broken(*_: Any) -> float:
+        raise RuntimeError("no C++ compiler\nand a long story")
+
+    config = tiny(train={"steps": 100}).with_tokenizer("byte", 257)
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
+    monkeypatch.setattr(fit, "COMPILE_PAYS", 0)
+    compiled, timed, outcome = fit.choose_compile(config, CPU)
+    assert not compiled
+    assert timed is not None
+    assert outcome == "compile failed (no C++ compiler)"
+    with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
+        fit.choose_compile(config.with_train(compile="on"), CPU)
+
+
+def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
+    monkeypatch.setattr(fit, "has_compiler", lambda: False)
+    model = GPT(tiny().with_tokenizer("byte", 257).model)
+    with pytest.raises(MachineError, match="no C\\+\\+ compiler found; use auto or off"):
+        fit.compile_blocks(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
+    text_file: Path, tmp_path: Path, monkeypatch
+):
+    def run(name: str, compile: str = "on", dropout: float = 0.1) -> dict[str, torch.Tensor]:
+        settings = {"compile": compile, "dtype": "float32"}
+        config = tiny(data={"path": str(text_file)}, model={"dropout": dropout}, train=settings)
+        train(config, tmp_path / name, tmp_path / "cache")
+        found = RunDirectory(tmp_path / name).newest()
+        assert found is not None
+        return found.model
+
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        update = trainer.update
+
+        def stop(training: Any) -> Any:
+            if training.step == 4:
+                raise KeyboardInterrupt
+            return update(training)
+
+        patch.setattr(trainer, "update", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run("stopped")
+    again = run("stopped")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    plain, compiled = run("plain", "off", 0.0), run("compiled", "on", 0.0)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(compiled[name], tensor, atol=2e-4, rtol=1e-3)

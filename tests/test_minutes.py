@@ -1,0 +1,126 @@
+"""Sizes and steps for a number of minutes, and keeping to them."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny, train
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptmini.config.load import validate
+from gptmini.config.settings import Config, TrainConfig
+from gptmini.machine import Compute
+from gptmini.model.optim import learning_rate
+from gptmini.plan import cost, minutes
+from gptmini.plan.fit import StepTime
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def planned(config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A plan on a machine that makes 10¹⁰ multiplications with a parameter in a second."""
+
+    def computed(config: Config, *_: Any) -> StepTime:
+        tokens = config.train.batch_size * config.seq_len
+        return StepTime(6 * cost.parameter_count(config.model) * tokens / 1e11, 0.0)
+
+    monkeypatch.setattr(minutes, "time_step", computed)
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    return minutes.plan(config.with_tokenizer("byte", 257), seconds, CPU)
+
+
+def test_more_minutes_make_a_larger_model(monkeypatch):
+    widths = []
+    for seconds in (30, 300, 3000, 30_000, 300_000, 3_000_000):
+        plan = planned(Config(), seconds, monkeypatch)
+        widths.append(plan.model.d_model)
+        tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
+        assert tokens * 6 * cost.parameter_count(plan.model) / 1e11 <= seconds
+        assert plan.train.eval_every <= max(1, plan.train.steps // 10)
+    assert widths == sorted(widths)
+    assert widths[0] == 128
+    assert widths[-1] == 768
+
+
+def test_what_is_stated_wins_over_the_plan(monkeypatch):
+    stated = {"model": {"d_model": 64, "n_head": 2}, "train": {"steps": 7, "batch_size": 3}}
+    plan = planned(validate(stated, {}), 300, monkeypatch)
+    assert (plan.model.d_model, plan.model.n_head, plan.model.head_dim) == (64, 2, 32)
+    assert (plan.train.steps, plan.train.batch_size, plan.train.eval_every) == (7, 3, 1)
+
+
+class Clock:
+    """A time that passes only when steps are made."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (3.0, 3.0), (0.4, 0.4), (1.0, 1.04)])
+def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
+    """The plan thinks a step takes half a second; before and after step 100 it takes another."""
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    update, first = trainer.update, minutes.RUNGS[:1]
+    monkeypatch.setattr(minutes, "RUNGS", first)
+
+    def timed(training: Any) -> Any:
+        clock.now += speeds[training.step > 100] / 2
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", timed)
+    config = tiny(data={"path": str(text_file)})
+    sections = config.model_dump(exclude_unset=True)
+    del sections["train"]["steps"]
+    config = validate(
+        sections
+        | {
+            "train": {
+                **sections["train"],
+                "minutes": 2.0,
+                "patience": None,
+                "eval_every": 50,
+                "save_every": 50,
+            }
+        },
+        {},
+    )
+    run = tmp_path / "run"
+    train(config, run, tmp_path / "cache", clock.now)
+    assert clock.now - 1000 == pytest.approx(120 - minutes.FINISH, rel=0.05)
+    finished = RunDirectory(run)
+    final, checkpoint = finished.config(), finished.newest()
+    assert checkpoint is not None
+    assert checkpoint.step == final.train.steps
+    # The configuration that it ended with makes the same run.
+    weights = checkpoint.model
+    train(final.with_train(minutes=None), tmp_path / "again", tmp_path / "cache")
+    again = RunDirectory(tmp_path / "again").newest()
+    assert again is not None
+    assert all(torch.equal(weights[name], again.model[name]) for name in weights)
+    # The same command finds it finished.
+    train(config, run, tmp_path / "cache")
+
+
+@given(
+    step=st.integers(1, 1000),
+    steps=st.integers(50, 5000),
+    per_step=st.floats(0.01, 10),
+    given_minutes=st.floats(0.1, 100),
+    cooldown=st.floats(0.1, 0.9),
+)
+def test_no_step_made_depends_on_the_new_number(step, steps, per_step, given_minutes, cooldown):
+    step = min(step, steps)
+    given_ = {"minutes": given_minutes, "steps": steps, "warmup_steps": 5, "cooldown": cooldown}
+    settings = TrainConfig.model_validate(given_)
+    found = minutes.paced_steps(settings, step, 0.0, per_step)
+    changed = settings.model_copy(update={"steps": found})
+    for made in range(step):
+        assert learning_rate(changed, made) == learning_rate(settings, made)

@@ -1,0 +1,153 @@
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from gptmini.config.settings import DataConfig
+from gptmini.errors import DataError
+from gptmini.text import sources
+
+
+def texts(*paths: str, **options: object) -> list[str]:
+    source = sources.find(list(paths), DataConfig.model_validate(options))
+    return [piece.text for piece in source.pieces()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "texts"
+    for name in ("b.md", "a.txt", "sub/c.txt", "sub/deep/d.txt", ".hidden", ".git/x", "empty.txt"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.stem * (name != "empty.txt"))
+    return root
+
+
+def test_folders_are_read_in_order_without_hidden_files(folder: Path):
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    assert texts(f"{folder}/sub", str(folder / "b.md")) == ["c", "d", "b"]
+
+
+def test_globs_select_files(folder: Path):
+    assert texts(f"{folder}/**/*.txt") == ["a", "c", "d"]
+    assert texts(f"{folder}/*.md") == ["b"]
+    (folder / "a[1].txt").write_text("not a pattern")
+    assert texts(f"{folder}/a[1].txt") == ["not a pattern"]
+
+
+def test_a_loop_of_links_ends(folder: Path):
+    (folder / "sub" / "loop").symlink_to(folder)
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    (folder / "self").symlink_to(folder / "self")
+    with pytest.raises(DataError, match="self: too many levels of symbolic links"):
+        texts(str(folder))
+
+
+def test_unusable_paths_are_reported(tmp_path: Path, folder: Path):
+    (tmp_path / "empty").mkdir()
+    for path, words in [
+        (str(tmp_path / "empty"), "no files found"),
+        (f"{tmp_path}/*.rst", "no files found"),
+        (str(tmp_path / "none.txt"), "no such file"),
+        ("a\0b", "embedded null"),
+        ("/dev/null", "not a regular file"),
+        ("builtin:x", "choose builtin:python-docs or builtin:python-code"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            texts(path)
+    os.mkfifo(folder / "sub" / "fifo")
+    with pytest.raises(DataError, match=r"sub/fifo: not a regular file; pipe it in with --data -"):
+        texts(str(folder))
+
+
+def test_a_missing_known_corpus_names_its_download(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as error:
+        texts("data/tinyshakespeare.txt")
+    assert error.value.lines == (
+        "data/tinyshakespeare.txt: no such file or directory; get it with: "
+        "gptmini data fetch tinyshakespeare",
+    )
+    with pytest.raises(DataError, match=r"none\.txt: no such file or directory; check the path"):
+        texts("data/none.txt")
+
+
+def test_an_unreadable_file_among_many_is_reported(folder: Path, monkeypatch):
+    opened = Path.open
+
+    def refuse(path: Path, mode: str) -> object:  # root could read what is only locked by its mode
+        if path.name == "c.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"sub/c.txt: permission denied"):
+        texts(str(folder))
+
+
+def test_a_file_that_vanishes_or_changes_is_reported(folder: Path):
+    source = sources.find([str(folder)], DataConfig())
+    (folder / "b.md").write_text("another text")
+    with pytest.raises(DataError, match=r"b.md: changed while being read"):
+        list(source.pieces())
+    (folder / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a.txt: no such file"):
+        source.digest()
+
+
+@pytest.mark.parametrize("name", sources.BUILTIN)
+def test_builtin_corpora_have_many_documents(name):
+    pieces = list(sources.find([name], DataConfig()).pieces())
+    assert sum(piece.starts_document for piece in pieces) > 50
+    assert sum(len(piece.text) for piece in pieces) > 300_000
+
+
+def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
+    def digest(*paths: Path, **options: object) -> str:
+        settings = DataConfig.model_validate(options)
+        return sources.find([str(path) for path in paths], settings).digest()
+
+    a, b = folder / "a.txt", folder / "b.md"
+    first = digest(a, b)
+    assert first == digest(a, b, validation=0.5, split="documents")
+    os.utime(a, (0, 0))
+    assert first == digest(a, b)
+    moved = folder / "moved.txt"
+    moved.write_bytes(a.read_bytes())
+    assert first == digest(moved, b)
+    moved.rename(folder / "a.jsonl")
+    others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
+    others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
+    source = sources.find([str(a), str(b)], DataConfig())
+    others += [source.only(part, 0.1).digest() for part in ("training", "validation")]
+    a.write_text("A")
+    others.append(digest(a, b))
+    assert len({first, *others}) == 10
+
+
+def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    words = [f"document {n}" for n in range(1000)]
+
+    def sides(documents: list[str]) -> list[list[str]]:
+        path.write_text("|".join(documents))
+        source = sources.find([str(path)], DataConfig.model_validate({"separator": "|"}))
+        parts = [source.only(part, 0.2).pieces() for part in ("training", "validation")]
+        return [[piece.text for piece in part] for part in parts]
+
+    training, validation = sides(words)
+    assert sorted(training + validation) == sorted(words)
+    assert 150 < len(validation) < 250
+    fewer = sides(words[::-3])
+    assert set(fewer[0]) <= set(training)
+    assert set(fewer[1]) <= set(validation)
+
+
+def test_standard_input_becomes_a_temporary_file(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
+    (tmp_path / "cache").mkdir()
+    with sources.stdin_as_file(["a", "-"], tmp_path / "cache") as paths:
+        assert paths[0] == "a"
+        assert texts(paths[1]) == ["typed in"]
+    assert list((tmp_path / "cache").iterdir()) == []
