@@ -4,7 +4,7 @@ import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,3 +149,26 @@ def counted(unit: str, total: int, done: int) -> Iterator[Callable[[int], object
     """A bar over `total` things, `done` of them already; yields a function that counts more."""
     with tqdm(total=total, initial=done, unit=unit, disable=not sys.stderr.isatty()) as bar:
         yield bar.update
+
+
+def table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
+    """Rows of cells as aligned text, or as a Markdown table; the first row is the header.
+
+    Columns of numbers are aligned to the right.
+    """
+    columns = list(zip(*rows, strict=True))
+    widths = [max(3 * markdown, *map(len, column)) for column in columns]
+    numeric = [all(cell[:1] in "+-0123456789" for cell in column[1:]) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        ]
+        return f"| {' | '.join(aligned)} |" if markdown else "  ".join(aligned).rstrip()
+
+    lines = [line(row) for row in rows]
+    if markdown:
+        marks = zip(widths, numeric, strict=True)
+        lines.insert(1, line(["-" * (width - right) + ":" * right for width, right in marks]))
+    return "\n".join(lines)

@@ -144,9 +144,9 @@ def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Pa
     for words, line in [
         ([], "--prompt: missing"),
         (["--prompt", "x" * 99], "--prompt: 99 tokens; give between 1 and 16"),
-        (["--prompt", "x", "--layer", "1"], "--layer 1: not in this model; take 0 to 0"),
-        (["--prompt", "x", "--head", "-1"], "--head -1: not in this model"),
-        (["--mask", "window:0"], "--mask window:0: no such mask"),
+        (["--prompt", "x", "--layer", "1"], "--layer 1: this model has layers 0 to 0"),
+        (["--prompt", "x", "--head", "-1"], "--head -1: this model has heads 0 to 3"),
+        (["--mask", "window:0"], "--mask window:0: unknown mask"),
     ]:
         code, _, err = gptmini("inspect", *words)
         assert (code, err.count("\n")) == (2, 1)

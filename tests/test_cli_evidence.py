@@ -15,7 +15,7 @@ def trained(gptmini, text_file: Path):
     return gptmini
 
 
-def test_evaluate_says_what_json_says_and_the_same_every_time(trained):
+def test_evaluate_prints_the_figures_of_its_json_and_the_same_every_time(trained):
     code, out, _ = trained("evaluate", "--json")
     assert code == 0
     facts = json.loads(out)
@@ -44,9 +44,9 @@ def test_evaluate_takes_other_text_strides_and_precisions(trained, tmp_path):
     assert facts("--batch-size", "1")["loss"] == pytest.approx(plain["loss"], rel=1e-6)
 
 
-def test_evaluate_says_what_is_wrong(trained, text_file):
+def test_evaluate_refuses_long_strides_other_text_and_missing_runs(trained, text_file):
     code, _, err = trained("evaluate", "--stride", "17")
-    assert (code, "--stride 17: is over the window of 16 tokens" in err) == (2, True)
+    assert (code, "--stride 17: longer than the window of 16 tokens" in err) == (2, True)
     text_file.write_text("something else altogether, " * 40)
     code, _, err = trained("evaluate")
     assert (code, "not the text that runs/a was trained on" in err) == (3, True)
@@ -57,7 +57,7 @@ def test_evaluate_says_what_is_wrong(trained, text_file):
     assert (code, "no run here" in err) == (4, True)
 
 
-def test_convert_names_the_command_that_goes_on(trained):
+def test_convert_prints_the_command_that_trains_further(trained):
     code, _, err = trained("convert", "runs/a", "--attention", "gqa:2")
     assert code == 0
     words = err.splitlines()[-1].split()

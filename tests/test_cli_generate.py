@@ -277,7 +277,7 @@ def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
 
 
 def cli_generate_score(found: dict):
-    from gptmini.evidence.score import Score
+    from gptmini.evidence.evaluate import Score
 
     rows = found["scores"]
     columns = ("text", "token", "logprob", "rank")
@@ -285,7 +285,7 @@ def cli_generate_score(found: dict):
 
 
 def test_surprise_is_a_colour():
-    from gptmini.evidence.score import Score
+    from gptmini.evidence.evaluate import Score
 
     found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
     text = "".join(generate._coloured(found))

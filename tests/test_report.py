@@ -1,4 +1,4 @@
-"""Pictures and pages of runs."""
+"""Pictures and reports of runs."""
 
 import base64
 import re
@@ -12,7 +12,7 @@ TRAIN = ["train", "--data", "text.txt", *SMALL]
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, and keeps what is in the page."""
+    """Checks that tags close in order, and collects sources and texts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def runs(gptmini, text_file: Path):
     return gptmini
 
 
-def test_a_page_needs_nothing_else(runs, tmp_path):
+def test_a_report_is_one_file_without_scripts(runs, tmp_path):
     code, out, err = runs("plot", "runs/a", "runs/b", "--out", "both.html")
     assert (code, out) == (0, "both.html\n"), err
     text = (tmp_path / "both.html").read_text()
@@ -62,7 +62,7 @@ def test_a_page_needs_nothing_else(runs, tmp_path):
     assert "mqa 4:1" in cells
 
 
-def test_samples_over_time_are_those_that_were_logged(runs, tmp_path):
+def test_a_report_shows_the_logged_samples(runs, tmp_path):
     import json
 
     assert runs("plot", "runs/a", "--out", "a.html")[0] == 0
@@ -71,21 +71,21 @@ def test_samples_over_time_are_those_that_were_logged(runs, tmp_path):
     assert len(samples) == 2
     page = Page()
     page.feed((tmp_path / "a.html").read_text())
-    assert page.words["pre"] == [one for one in reversed(samples) if one]
+    assert page.words["pre"] == [sample for sample in reversed(samples) if sample]
 
 
-def test_without_a_word_both_are_written_beside_the_newest_run(runs):
+def test_by_default_picture_and_report_go_into_the_newest_run(runs):
     code, out, _ = runs("plot")
     assert (code, out) == (0, "runs/b/plot.png\nruns/b/plot.html\n")
     assert Path("runs/b/plot.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = runs("plot", "--out", "a.txt")
-    assert (code, "end it in .png" in err) == (2, True)
+    assert (code, "ends in .png" in err) == (2, True)
 
 
-def test_a_run_without_an_evaluation_is_named(runs):
+def test_runs_without_an_evaluation_are_refused(runs):
     Path("runs/b/metrics.jsonl").write_text("")
     code, _, err = runs("plot", "runs/none")
     assert (code, "no run here" in err) == (4, True)
     code, _, err = runs("plot", "runs/a", "runs/b")
     assert code == 4
-    assert err == "gptmini: runs/b: has logged no evaluation yet; go on with gptmini train\n"
+    assert err == "gptmini: runs/b: no evaluation logged yet; train it further with gptmini train\n"

@@ -21,6 +21,7 @@ from gptmini.cli.evidence import (
     compare,
     convert,
     evaluate,
+    inspect,
     plot,
     size,
 )
@@ -32,14 +33,12 @@ from gptmini.cli.options import (
     ConfigName,
     Data,
     Errors,
-    RunName,
     Steps,
     configured,
     default_out,
-    newest_run,
 )
 from gptmini.cli.text import data_app, tokenizer_app
-from gptmini.errors import ConfigError, GptminiError, Stopped
+from gptmini.errors import GptminiError, Stopped
 from gptmini.files import CACHE
 
 app = typer.Typer(
@@ -70,6 +69,7 @@ app.command()(score)
 app.command()(evaluate)
 app.command()(compare)
 app.command()(convert)
+app.command()(inspect)
 app.command()(plot)
 app.command()(size)
 
@@ -131,63 +131,6 @@ def prepare(
     settings = configured(config, data, errors, assignments=assignments)
     ready = corpus.prepare_corpus(settings, cache)
     print(ready.summary(settings.tokenizer.kind))
-
-
-@app.command()
-def inspect(
-    run: RunName = None,
-    prompt: Annotated[str | None, typer.Option(help="The text to read.")] = None,
-    layer: Annotated[int | None, typer.Option(help="Draw one layer, from 0.")] = None,
-    head: Annotated[int | None, typer.Option(help="Draw one head, from 0.")] = None,
-    mask: Annotated[
-        str | None, typer.Option(help="Show a mask instead: causal, window:N or padding:N.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="A picture to draw: .png, .pdf, .svg.")] = None,
-) -> None:
-    """Show what the heads of a trained model look at, or what a mask hides."""
-    if mask is not None:
-        _show_mask(mask, out)
-        return
-    if prompt is None:
-        raise ConfigError("--prompt: missing; give the text whose attention is shown")
-    path = run or newest_run()
-    from gptmini.evidence import attention_view as look
-    from gptmini.generate.run import load
-
-    trained = load(path, "cpu", "float32")
-    config = trained.config.model
-    layers = list(range(config.n_layer)) if layer is None else [layer]
-    for name, value, count in (("layer", layer, config.n_layer), ("head", head, config.n_head)):
-        if value is not None and not 0 <= value < count:
-            raise ConfigError(f"--{name} {value}: not in this model; take 0 to {count - 1}")
-    tokens = trained.tokenizer.encode(prompt).tolist()
-    weights = look.attention_weights(trained.model, tokens)
-    print("layer head KV head  previous  first  itself  entropy")
-    for one in look.summarise(weights):
-        if one.layer in layers and head in (None, one.head):
-            kv_head = one.head // (config.n_head // config.n_kv_head)
-            print(
-                f"{one.layer:5} {one.head:4} {kv_head:7}  {one.previous:8.3f}  {one.first:5.3f}  "
-                f"{one.itself:6.3f}  {one.entropy:7.3f}"
-            )
-    if out is not None:
-        from gptmini.evidence import plots
-
-        names = [look.label(trained.tokenizer, token) for token in tokens]
-        plots.save(plots.attention(weights, names, config.n_kv_head, layers, head), out)
-
-
-def _show_mask(name: str, out: Path | None) -> None:
-    """A mask of 12 positions as rows of x (visible) and . (hidden), and as a picture."""
-    from gptmini.evidence import attention_view as look
-
-    found = look.named_mask(name, 12)
-    for row in found.tolist():
-        print(" ".join("x" if cell else "." for cell in row))
-    if out is not None:
-        from gptmini.evidence import plots
-
-        plots.save(plots.mask(found, name), out)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""The commands that measure: `gptmini evaluate`, `compare`, `size`, `plot`; and `convert`."""
+"""`gptmini evaluate`, `compare`, `size`, `plot`, `inspect` and `convert`."""
 
 import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,8 +25,13 @@ from gptmini.cli.options import (
     configured,
     newest_run,
 )
-from gptmini.errors import CheckpointError, ConfigError, MachineError
+from gptmini.errors import ConfigError
 from gptmini.files import CACHE
+
+if TYPE_CHECKING:
+    from gptmini.config.settings import Config
+
+ATTENTIONS = "mha,gqa:2,mqa"  # compared by default
 
 
 def evaluate(
@@ -34,36 +39,34 @@ def evaluate(
     data: Data = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Positions between windows, by default a window."),
+        typer.Option(min=1, help="Tokens from one window to the next.", show_default="one window"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch.")] = 16,
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Measure a trained model on its held-out text, or on all of another."""
+    """Measure a trained model on its held-out text, or on all of another text."""
     path = run or newest_run()
     from gptmini.console import say
-    from gptmini.evidence import evaluate as evaluation
+    from gptmini.evidence.evaluate import evaluate_run, text_of
     from gptmini.generate.run import load
 
     trained = load(path, device, weights, cache)
     window = trained.config.seq_len
     if stride is not None and stride > window:
-        raise ConfigError(f"--stride {stride}: is over the window of {window} tokens; lower it")
-    if data:
-        spans = evaluation.whole_text(trained, data, cache)
-    else:
-        spans = evaluation.held_out(trained, cache)
-    say(f"{path}: step {trained.step}, windows of {window} tokens, {stride or window} apart")
-    found = evaluation.evaluate_run(trained, spans, batch_size, stride)
-    facts = found.facts()
+        raise ConfigError(
+            f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
+        )
+    spans = text_of(trained, data, cache)
+    say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
+    facts = evaluate_run(trained, spans, batch_size, stride).facts()
     print(json.dumps(facts) if as_json else _lines(facts))
 
 
 def _lines(facts: dict[str, Any]) -> str:
-    """An evaluation for people."""
+    """The figures of an evaluation as text."""
 
     def error(key: str) -> str:
         return "" if facts[key] is None else f" ± {facts[key]:.4f}"
@@ -72,7 +75,7 @@ def _lines(facts: dict[str, Any]) -> str:
         f"loss           {facts['loss']:.4f}{error('loss_error')} nats per token\n"
         f"perplexity     {facts['perplexity']:,.3f}\n"
         f"bits per byte  {facts['bits_per_byte']:.4f}{error('bits_per_byte_error')}\n"
-        f"accuracy       {100 * facts['accuracy']:.2f} % of the tokens were the likeliest\n"
+        f"accuracy       {100 * facts['accuracy']:.2f} % (top-1)\n"
         f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
     )
 
@@ -80,94 +83,119 @@ def _lines(facts: dict[str, Any]) -> str:
 def compare(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG | RUN]...", help="Configurations, and finished runs."),
+        typer.Argument(
+            metavar="CONFIG|RUN", help="Configurations to train, and directories of finished runs."
+        ),
     ] = None,
     attention: Annotated[
-        str | None, typer.Option(help="Of one configuration; by default mha,gqa:2,mqa.")
+        str | None,
+        typer.Option(
+            metavar="KINDS",
+            help="Variants of one configuration, separated by commas.",
+            show_default=ATTENTIONS,
+        ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Trainings of each, by default 1.")
+        int | None, typer.Option(min=1, max=100, help="Trainings per variant.", show_default="1")
     ] = None,
     data: Data = None,
     errors: Errors = None,
     steps: Steps = None,
-    minutes: Annotated[float | None, typer.Option(help="Of each training, instead.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes per training, instead of --steps.")
+    ] = None,
     assignments: Assignments = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where all is written; by default runs/compare, or runs/compared."),
+        typer.Option(
+            metavar="DIR",
+            help="Directory for runs and results.",
+            show_default="runs/compare, or runs/compared if nothing is trained",
+        ),
     ] = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Train variants in turns, or take finished runs, and show what each is worth and costs."""
-    runs = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
-    configs: list[str | None] = [name for name in names or [] if Path(name) not in runs]
-    configs = configs or [None] * (not runs)
-    named: dict[str, Any] = {"--steps": steps, "--minutes": minutes}
+    """Train variants in turns, or take finished runs, and compare quality, memory and speed."""
+    finished = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
+    configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
+    if not finished and not configs:
+        configs = [None]
+    training = {"--steps": steps, "--minutes": minutes}
+    other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
     if not configs:
-        named |= {"--attention": attention, "--set": assignments, "--errors": errors}
-        for option, value in {**named, "--seeds": seeds}.items():
-            if value is not None:
-                raise ConfigError(f"{option}: these runs are trained already; leave it out")
-    if len(configs) > 1 and attention:
-        raise ConfigError("--attention: of several configurations; name one, or leave it out")
-    alone = len(configs) == 1 and not runs
-    wanted = (attention or "mha,gqa:2,mqa").split(",") if attention or alone else [None]
-    variants = {
-        kind or name or "default": configured(name, data, errors, kind, named, assignments)
-        for name in configs
-        for kind in wanted
-    }
-    if "-" in [path for config in variants.values() for path in config.data.path] + (data or []):
-        raise ConfigError("--data -: standard input is read once only; name a file")
+        _refuse(training | other, "these runs are already trained; remove this option")
+    variants = {}
+    for kind, name in _variants(configs, attention, only=not finished):
+        settings = configured(name, data, errors, kind, training, assignments)
+        variants[kind or name or "default"] = settings
+    _refuse_stdin(variants, data)
     out = out or RUNS / ("compare" if variants else "compared")
     from gptmini.console import say
     from gptmini.evidence import compare as comparing
-    from gptmini.evidence.measure import as_json as whole
-    from gptmini.evidence.measure import measure
+    from gptmini.evidence.variants import as_json as every_figure
+    from gptmini.evidence.variants import short_table, verdicts
 
-    trained = comparing.train(comparing.jobs(variants, seeds or 1, out), cache) if variants else {}
-    there = comparing.grouped(runs).items()
-    paths = {str(where[0]) if name in trained else name: where for name, where in there} | trained
-    found = measure(paths, data if not variants else None, cache, out / "compare.json")
-    comparing.write(found, out)
-    try:
-        from gptmini.evidence import plots
-
-        plots.save(plots.comparison(found), out / "compare.png")
-    except MachineError as error:
-        say(f"compare: no {out / 'compare.png'}: {error}")
+    measured = comparing.compare(variants, finished, seeds or 1, data, out, cache)
     if as_json:
-        print(json.dumps(whole(found)))
+        print(json.dumps(every_figure(measured)))
         return
-    print(comparing.table(found), *comparing.verdicts(found), sep="\n")
-    say(f"compare: all of it is in {out}")
+    print(short_table(measured), "", *verdicts(measured), sep="\n")
+    say(f"compare: all figures: {out / 'compare.md'}")
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(f"{option}: {why}")
+
+
+def _variants(
+    configs: list[str | None], attention: str | None, only: bool
+) -> list[tuple[str | None, str | None]]:
+    """(Attention, configuration) of each variant; `only` if nothing else is compared."""
+    if len(configs) > 1 and attention:
+        raise ConfigError("--attention: needs a single configuration; name one, or remove it")
+    if not attention and not (only and len(configs) == 1):
+        return [(None, name) for name in configs]
+    return [(kind, name) for name in configs for kind in (attention or ATTENTIONS).split(",")]
+
+
+def _refuse_stdin(variants: dict[str, "Config"], data: list[str] | None) -> None:
+    paths = [path for config in variants.values() for path in config.data.path] + (data or [])
+    if "-" in paths:
+        raise ConfigError("--data -: standard input can be read only once; name a file")
 
 
 def convert(
     run: RunName = None,
     attention: AttentionName = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Of training it further; by default a tenth.")
+        int | None,
+        typer.Option(
+            min=1, help="Steps to train it further.", show_default="a tenth of the original"
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The new run directory.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The new run directory.", show_default="RUN-ATTENTION"),
+    ] = None,
     cache: Cache = CACHE,
 ) -> None:
-    """Pool the KV heads of a trained model into fewer, as the start of another run."""
+    """Average the KV heads of a trained model into fewer, as the start of a new run."""
     if attention is None:
-        raise ConfigError("--attention: missing; name what to make of it, as gqa:2")
+        raise ConfigError("--attention: missing; write for example --attention gqa:2")
     path = run or newest_run()
     path = path.resolve() if path.name == "" else path
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini.generate.run import load
-    from gptmini.interop import pooling as converting
+    from gptmini.interop import pooling
 
     trained = load(path, weights="float32", cache=cache)
-    made = converting.convert(trained, attention_settings(attention), steps, out, cache)
+    config = pooling.convert(trained, attention_settings(attention), steps, out, cache)
     print(
-        f"gptmini: {out}: {trained.config.model.n_kv_head} KV heads of step {trained.step} pooled "
-        f"into {made.model.n_kv_head}; train it for {made.train.steps} steps with\n"
+        f"gptmini: {out}: KV heads {trained.config.model.n_kv_head} -> {config.model.n_kv_head}, "
+        f"from step {trained.step} of {path}; train it for {config.train.steps} steps with:\n"
         f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}",
         file=sys.stderr,
     )
@@ -175,35 +203,67 @@ def convert(
 
 def plot(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories; by default the newest in runs/.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN", help="Run directories.", show_default="the newest directory in runs/"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="A picture, or a page: .html; by default both, in the first run."),
+        typer.Option(
+            help="A picture (.png, .pdf, .svg) or a report (.html).",
+            show_default="RUN/plot.png and RUN/plot.html",
+        ),
     ] = None,
     cache: Cache = CACHE,
 ) -> None:
-    """Draw what runs logged; a page has their samples over time and their attention too."""
+    """Draw the training curves of runs; a report also has samples over time and attention."""
     paths = runs or [newest_run()]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
-    from gptmini.evidence import plots, report
-    from gptmini.files import replace
-    from gptmini.generate.run import load
-    from gptmini.runs.directory import RunDirectory
-    from gptmini.runs.log import metrics
+    from gptmini.evidence import report
 
-    lines = {str(path): list(metrics(RunDirectory(path).metrics)) for path in paths}
-    for name, found in lines.items():
-        RunDirectory(Path(name)).config()  # raises where no run is
-        if not any("val_loss" in line for line in found):
-            raise CheckpointError(f"{name}: has logged no evaluation yet; go on with gptmini train")
-    for file in files:
-        if file.suffix == ".html":
-            loaded = {name: (load(name, "cpu", "float32", cache), lines[name]) for name in lines}
-            replace(file, report.page(loaded).encode())
-        else:
-            plots.save(plots.training(lines), file)
-        print(file)
+    report.write(paths, files, cache)
+    print(*files, sep="\n")
+
+
+def inspect(
+    run: RunName = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to read.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Only this layer, from 0.")] = None,
+    head: Annotated[int | None, typer.Option(help="Only this head, from 0.")] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MASK", help="Show a mask instead of a model: causal, window:N or padding:N."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also draw a picture: .png, .pdf or .svg.")
+    ] = None,
+) -> None:
+    """Show what the heads of a trained model attend to, or what a mask hides."""
+    if mask is not None:
+        _inspect_mask(mask, out)
+        return
+    if prompt is None:
+        raise ConfigError("--prompt: missing; give a text to read")
+    path = run or newest_run()
+    from gptmini.evidence import attention_view, plots
+    from gptmini.generate.run import load
+
+    view = attention_view.view_prompt(load(path, "cpu", "float32"), prompt, layer, head)
+    print(view.table())
+    if out is not None:
+        plots.save(view.figure(), out)
+
+
+def _inspect_mask(name: str, out: Path | None) -> None:
+    from gptmini.evidence import attention_view, plots
+
+    mask = attention_view.named_mask(name, 12)
+    print(attention_view.mask_lines(mask))
+    if out is not None:
+        plots.save(plots.mask(mask.numpy(), name), out)
 
 
 def size(
@@ -212,23 +272,32 @@ def size(
     errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
-    minutes: Annotated[float | None, typer.Option(help="As for train.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Plan for this many minutes, as train does.")
+    ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(help="Minutes on it, not here: l4, a100, h100 and so on.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Estimate minutes on this accelerator: l4, a100, h100 and others."
+        ),
     ] = None,
     utilisation: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of its peak that is reached.")
+        float, typer.Option(min=0.01, max=1, help="Fraction of its peak FLOP/s that is reached.")
     ] = 0.4,
-    devices: Annotated[int, typer.Option(min=1, help="As many of them, without loss.")] = 1,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Number of accelerators, assuming perfect scaling.")
+    ] = 1,
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Show what a training would take, before it: parameters, memory, data, minutes."""
+    """Show what a training would take: parameters, memory, data, minutes."""
     if accelerator is not None and minutes is not None:
-        raise ConfigError("--minutes: are planned by this machine's speed; leave out --accelerator")
-    named = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, named, assignments)
+        raise ConfigError(
+            "--minutes: plans for this machine, not an accelerator; remove --accelerator"
+        )
+    training = {"--steps": steps, "--minutes": minutes}
+    settings = configured(config, data, errors, attention, training, assignments)
     from gptmini.plan import size as sizing
 
     facts = sizing.size(settings, cache, accelerator, utilisation, devices)

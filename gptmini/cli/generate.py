@@ -14,7 +14,7 @@ from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
 
 if TYPE_CHECKING:
-    from gptmini.evidence.score import Score
+    from gptmini.evidence.evaluate import Score
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
@@ -243,7 +243,7 @@ def score(
         raise ConfigError("--text, --file: give exactly one of them")
     path = run or newest_run()
     from gptmini.console import stream_to_stdout
-    from gptmini.evidence import score as scoring
+    from gptmini.evidence import evaluate as scoring
     from gptmini.generate.run import load
 
     scored = scoring.score(load(path, device, weights), _text(file) if text is None else text)

@@ -1,41 +1,88 @@
-"""Attention to be looked at: the weights of a model, read off from outside, and what they favour.
+"""What the heads of a model attend to, computed from outside without touching the model.
 
 Letters: L layers, H query heads, T positions.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gptmini import console
 from gptmini.errors import ConfigError
+from gptmini.evidence import plots
+from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.attention import Attention, visible
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class View:
+    """The attention weights (L, H, T, T) of a model on a prompt, and which heads are shown."""
+
+    weights: Tensor
+    labels: list[str]
+    n_kv_head: int
+    layers: list[int]
+    head: int | None = None
+
+    def table(self) -> str:
+        """What each head attends to."""
+        share = self.weights.shape[1] // self.n_kv_head
+        rows = [["layer", "head", "KV head", "previous", "first", "itself", "entropy"]]
+        for layer, head, *means in summarise(self.weights):
+            if layer in self.layers and self.head in (None, head):
+                numbers = (layer, head, head // share)
+                rows.append([*map(str, numbers), *(f"{mean:.3f}" for mean in means)])
+        return console.table(rows)
+
+    def figure(self) -> plots.Figure:
+        """A panel per head."""
+        weights = self.weights.numpy()
+        return plots.attention(weights, self.labels, self.n_kv_head, self.layers, self.head)
+
+
+def view(run: Run, tokens: list[int], layers: list[int], head: int | None = None) -> View:
+    """What the heads of a run attend to while reading these tokens."""
+    labels = [label(run.tokenizer, token) for token in tokens]
+    weights = attention_weights(run.model, tokens)
+    return View(weights, labels, run.config.model.n_kv_head, layers, head)
+
+
+def view_prompt(run: Run, prompt: str, layer: int | None, head: int | None) -> View:
+    """The same for a prompt and one layer and head, or all."""
+    config = run.config.model
+    for name, value, count in (("layer", layer, config.n_layer), ("head", head, config.n_head)):
+        if value is not None and not 0 <= value < count:
+            raise ConfigError(f"--{name} {value}: this model has {name}s 0 to {count - 1}")
+    layers = list(range(config.n_layer)) if layer is None else [layer]
+    return view(run, run.encode(prompt, "--prompt"), layers, head)
+
+
 @torch.no_grad()
 def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     """The weights (L, H, T, T) of a model reading these tokens, query by key.
 
-    They are computed by the written-out formula from the queries and keys that the model's own
-    attention makes; the model itself does not change.
+    The written-out formula of `mechanisms` is applied to the queries and keys that the model's own
+    attention computes.
     """
     limit = model.config.context_length
     if not 1 <= len(tokens) <= limit:
         raise ConfigError(f"--prompt: {len(tokens)} tokens; give between 1 and {limit}")
     layers: list[Tensor] = []
 
-    def look(module: Attention, arguments: tuple[Any, ...]) -> None:
-        q, k, _ = module.heads(*arguments[:2])
+    def record(module: Attention, arguments: tuple[Any, ...]) -> None:
+        q, k, _ = module.heads(*arguments[:2])  # (1, H, T, K), (1, G, T, K)
         positions = torch.arange(q.shape[2], device=q.device)
         mask = visible(positions, positions, module.window)
-        k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)
+        k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)  # (1, H, T, K)
         layers.append(mechanisms.attention_weights(q[0], k[0], mask))
 
     hooks = [
-        module.register_forward_pre_hook(look)
+        module.register_forward_pre_hook(record)
         for module in model.modules()
         if isinstance(module, Attention)
     ]
@@ -44,11 +91,11 @@ def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.stack(layers).cpu()
+    return torch.stack(layers).cpu()  # (L, H, T, T)
 
 
 class HeadSummary(NamedTuple):
-    """Mean weights of one head on certain keys, and the mean entropy of its rows in nats."""
+    """Mean weight of one head on the previous, first and own token; mean entropy in nats."""
 
     layer: int
     head: int
@@ -59,7 +106,7 @@ class HeadSummary(NamedTuple):
 
 
 def summarise(weights: Tensor) -> list[HeadSummary]:
-    """What each head of weights (L, H, T, T) looks at; the first row, without choice, aside."""
+    """Summaries of weights (L, H, T, T), without the first row, which can see only itself."""
     L, H, T, _ = weights.shape
     rows = weights[:, :, min(1, T - 1) :]
     quantities = (
@@ -68,7 +115,7 @@ def summarise(weights: Tensor) -> list[HeadSummary]:
         weights.diagonal(0, 2, 3)[..., min(1, T - 1) :],
         torch.special.entr(rows).sum(dim=-1),
     )
-    means = torch.stack([quantity.mean(dim=-1) for quantity in quantities], dim=-1)
+    means = torch.stack([quantity.mean(dim=-1) for quantity in quantities], dim=-1)  # (L, H, 4)
     return [
         HeadSummary(layer, head, *means[layer, head].tolist())
         for layer in range(L)
@@ -97,6 +144,11 @@ def named_mask(name: str, size: int) -> Tensor:
     if number.isdecimal() and kind == "padding" and int(number) < size:
         return visible(positions, positions, None, torch.tensor([int(number)]))[0, 0]
     raise ConfigError(
-        f"--mask {name}: no such mask; take causal, window:N with N from 1, or padding:N with N "
+        f"--mask {name}: unknown mask; use causal, window:N with N at least 1, or padding:N with N "
         f"below {size}"
     )
+
+
+def mask_lines(mask: Tensor) -> str:
+    """A mask as rows of x (visible) and . (hidden)."""
+    return "\n".join(" ".join("x" if visible else "." for visible in row) for row in mask.tolist())

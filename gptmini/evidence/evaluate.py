@@ -1,46 +1,102 @@
-"""What a trained run is worth on a text: its held-out split, or all of another."""
+"""The loss of a trained run on its held-out text or on another, and token by token."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from gptmini.config.settings import TokenizerConfig
-from gptmini.errors import DataError
+from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
 from gptmini.machine import Compute
 from gptmini.text.corpus import prepare_corpus, prepare_text
 from gptmini.text.tokens import Span
 from gptmini.train.batches import validation_batches
-from gptmini.train.evaluate import Evaluation, evaluate
+from gptmini.train.evaluate import Evaluation, evaluate, token_losses
+
+
+def text_of(run: Run, data: list[str] | None, cache: Path) -> list[Span]:
+    """The held-out text of a run, or all of the text in `data`, as the run's tokens."""
+    if not data:
+        return held_out(run, cache)
+    settings = run.config.data.model_copy(update={"path": data})
+    return [prepare_text(settings, run.tokenizer, cache)]
 
 
 def held_out(run: Run, cache: Path) -> list[Span]:
-    """The validation split of a run; DataError if its text is not what the run began with."""
+    """The validation split of a run; DataError if its text has changed since the training."""
     if "-" in run.config.data.path:
         raise DataError(
-            f"{run.path}: was trained on standard input; name its text, or another, with --data"
+            f"{run.path}: was trained on standard input, which is gone; give a text with --data"
         )
     file = str(run.path / "tokenizer.json")
     same = run.config.model_copy(update={"tokenizer": TokenizerConfig(kind=file)})
     corpus = prepare_corpus(same, cache)
     if corpus.content != run.corpus:
         raise DataError(
-            f"{corpus.name}: not the text that {run.path} was trained on; restore it, or name "
+            f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "
             f"another with --data"
         )
     return corpus.validation
 
 
-def whole_text(run: Run, paths: list[str], cache: Path) -> list[Span]:
-    """All of a text, read as the run's own text is, in the run's tokens."""
-    settings = run.config.data.model_copy(update={"path": paths})
-    return [prepare_text(settings, run.tokenizer, cache)]
-
-
 def evaluate_run(
     run: Run, spans: list[Span], batch_size: int = 16, stride: int | None = None
 ) -> Evaluation:
-    """Evaluate a run, in float32, on windows as long as in its training, `stride` apart."""
+    """Evaluate in float32, on windows as long as in training, `stride` tokens apart."""
     windows = validation_batches(spans, run.config.seq_len, batch_size, stride)
     in_float32 = Compute(run.model.device, torch.float32)
     return evaluate(run.model, windows, run.tokenizer.byte_lengths(), in_float32)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The tokens of a text, with the log-probability (nats) and the rank (1 is top) of each."""
+
+    texts: list[str]
+    tokens: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return -sum(self.logprobs) / len(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of UTF-8: comparable across tokenizers."""
+        return -sum(self.logprobs) / math.log(2) / self.bytes
+
+
+@torch.inference_mode()
+def score(run: Run, text: str) -> Score:
+    """Score each token of a text, read as the beginning of a document.
+
+    A text longer than the context is read in windows of one context, half a context apart: every
+    token has at least half a context before it, or all there is. DataError if the text is empty,
+    CheckpointError if the weights are not finite.
+    """
+    tokens = run.encode(text, "text")
+    if not tokens:
+        raise DataError("text: empty; give at least one character")
+    document = torch.tensor([run.tokenizer.document_token, *tokens])
+    limit = run.config.model.context_length
+    logprobs: list[float] = []
+    ranks: list[int] = []
+    while (done := len(logprobs)) < len(tokens):
+        start = max(0, done - limit // 2) if done else 0
+        window = document[start : start + limit + 1][None]
+        window_losses, window_ranks = token_losses(run.model, window[:, :-1], window[:, 1:])
+        logprobs += (-window_losses[0, done - start :]).tolist()  # the rest was scored before
+        ranks += window_ranks[0, done - start :].tolist()
+    if not math.isfinite(sum(logprobs)):
+        raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
+    texts = [run.tokenizer.decode([token]) for token in tokens]
+    return Score(texts, tokens, logprobs, ranks, len(text.encode()))

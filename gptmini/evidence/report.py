@@ -1,14 +1,19 @@
-"""A page about runs that opens anywhere: curves, samples over time, attention; all in one file."""
+"""Pictures of runs, and a report in one HTML file: curves, samples over time, attention."""
 
 import html
+from pathlib import Path
 from typing import Any
 
+from gptmini.errors import CheckpointError
 from gptmini.evidence import attention_view, plots
-from gptmini.generate.run import Run
+from gptmini.files import replace
+from gptmini.generate.run import Run, load
 from gptmini.plan import cost
+from gptmini.runs.directory import RunDirectory
+from gptmini.runs.log import metrics
 
-READ = 32  # tokens whose attention is shown, at most
-PANELS = 48  # of heads, at most; a model with more shows its first, middle and last layer
+MAX_TOKENS = 32  # whose attention is shown
+MAX_PANELS = 48  # one per head; larger models show their first, middle and last layer
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -20,15 +25,32 @@ details { margin: .6rem 0 } .figure { color: #666 }
 """
 
 
+def write(paths: list[Path], out: list[Path], cache: Path) -> None:
+    """Write what runs logged to each file of `out`: a report if it is .html, else a picture."""
+    logged = {str(path): list(metrics(RunDirectory(path).metrics)) for path in paths}
+    for name, lines in logged.items():
+        RunDirectory(Path(name)).config()  # raises if this is not a run
+        if not any("val_loss" in line for line in lines):
+            raise CheckpointError(
+                f"{name}: no evaluation logged yet; train it further with gptmini train"
+            )
+    for file in out:
+        if file.suffix == ".html":
+            loaded = {name: load(name, "cpu", "float32", cache) for name in logged}
+            replace(file, page({name: (loaded[name], logged[name]) for name in logged}).encode())
+        else:
+            plots.save(plots.training(logged), file)
+
+
 def page(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
-    """A page about runs by name, each with the lines of its metrics."""
+    """The report, from each run's name, model and metrics."""
     curves = plots.training({name: lines for name, (_, lines) in runs.items()})
     sections = [_section(name, run, lines) for name, (run, lines) in runs.items()]
     title = html.escape(", ".join(runs))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{_table(runs)}\n"
-        f'<img alt="Loss, learning rate, speed and gradient norm by tokens seen" '
+        f'<img alt="Loss, learning rate, speed and gradient norm against tokens seen" '
         f'src="{plots.as_data(curves, "svg")}">\n' + "\n".join(sections) + "\n</body></html>\n"
     )
 
@@ -64,7 +86,7 @@ def _cells(tag: str, texts: list[str]) -> str:
 
 
 def _section(name: str, run: Run, lines: list[dict[str, Any]]) -> str:
-    """The samples of a run, the newest open, and the attention of its best checkpoint."""
+    """The samples of a run, the newest unfolded, and the attention of its best checkpoint."""
     samples = [line for line in lines if "sample" in line]
     shown = []
     for line in reversed(samples):
@@ -78,18 +100,17 @@ def _section(name: str, run: Run, lines: list[dict[str, Any]]) -> str:
     return (
         f"<h2>{html.escape(name)}</h2>\n<h3>Samples over time</h3>\n"
         + "\n".join(shown)
-        + f"\n<h3>Attention of step {run.step:,}</h3>\n{_attention(run, text)}"
+        + f"\n<h3>Attention at step {run.step:,}</h3>\n{_attention(run, text)}"
     )
 
 
 def _attention(run: Run, text: str) -> str:
-    """The weights of each head reading the beginning of a text."""
-    tokens = run.encode(text, "sample")[: min(READ, run.config.model.context_length)]
-    tokens = tokens or [run.tokenizer.document_token]
-    weights = attention_view.attention_weights(run.model, tokens)
-    names = [attention_view.label(run.tokenizer, token) for token in tokens]
-    count, heads = weights.shape[:2]
-    layers = list(range(count)) if count * heads <= PANELS else sorted({0, count // 2, count - 1})
-    figure = plots.attention(weights, names, run.config.model.n_kv_head, layers)
-    words = html.escape(f"Attention weights of {len(layers)} layers, {heads} heads each")
-    return f'<img alt="{words}" src="{plots.as_data(figure, "png")}">'
+    """A picture of each head reading the beginning of a text."""
+    config = run.config.model
+    tokens = run.encode(text, "sample")[: min(MAX_TOKENS, config.context_length)]
+    layers = list(range(config.n_layer))
+    if config.n_layer * config.n_head > MAX_PANELS:
+        layers = sorted({0, config.n_layer // 2, config.n_layer - 1})
+    view = attention_view.view(run, tokens or [run.tokenizer.document_token], layers)
+    alt = f"Attention weights: {len(layers)} layers, {config.n_head} heads each"
+    return f'<img alt="{alt}" src="{plots.as_data(view.figure(), "png")}">'

@@ -1,7 +1,7 @@
-"""Fewer key/value heads from a trained model: pooled, then trained a little further.
+"""Converts a trained model to fewer key/value heads, as the start of a shorter training.
 
-Each new head is the mean of those it stands for, the best of the starts that Ainslie et al. (2023)
-tried; a twentieth to a tenth of the training, again, then heals most of what that lost.
+Each new head is the mean of the heads it replaces, the best of the initialisations that Ainslie et
+al. (2023) tried. Training for another twentieth to tenth of the steps recovers most of the loss.
 """
 
 from pathlib import Path
@@ -17,52 +17,56 @@ from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import prepare, save
 
-# Tried on one model of 3M (600 steps, four KV heads to two and to one): a quarter of the rates is
-# best for two and all of them for one, half is near the best for both.
-SHARE = 0.1  # of the steps
-RATE = 0.5  # of the learning rates
+STEPS_SHARE = 0.1  # of the original steps
+# Tried on one model of 3M parameters (600 steps, four KV heads to two and to one): a quarter of the
+# learning rates is best for two heads and all of them for one; half is close to the best for both.
+LR_SCALE = 0.5
 
 
 def convert(
     run: Run, attention: dict[str, Any], steps: int | None, out: Path, cache: Path
 ) -> Config:
-    """Make a run at step 0 whose weights are those of another, with other attention settings.
+    """Create a run at step 0 with the weights of another and different attention settings.
 
-    It is to be trained as the other was, at half the rates, for a tenth of the steps by default.
-    ConfigError if the heads cannot be pooled so or `out` is taken, DataError for another text.
+    It is configured to train at half the learning rates, by default for a tenth of the steps.
+    ConfigError if the heads do not pool that way or `out` is taken, DataError if the text changed.
     """
     directory = RunDirectory(out)
     if directory.exists:
-        raise ConfigError(f"--out {out}: holds a run already; name another directory")
-    config = _changed(run.config, attention, steps)
-    ours, theirs = run.config.model.n_kv_head, config.model.n_kv_head
-    if ours % theirs:
-        legal = ", ".join(str(n) for n in range(1, ours + 1) if ours % n == 0)
+        raise ConfigError(f"--out {out}: already holds a run; choose another directory")
+    config = _uptraining_config(run.config, attention, steps)
+    old, new = run.config.model.n_kv_head, config.model.n_kv_head
+    if old % new:
+        divisors = ", ".join(str(n) for n in range(1, old + 1) if old % n == 0)
         raise ConfigError(
-            f"--attention: {ours} KV heads of {run.path} do not pool into {theirs}; take one of "
-            f"{legal}"
+            f"--attention: {run.path} has {old} KV heads, which do not pool into {new}; choose one "
+            f"of {divisors}"
         )
     training = prepare(decide(config, None, cache, here=False), directory)
     corpus = training.corpus
-    same = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
-    if corpus.content != run.corpus or not same:
-        raise DataError(f"{corpus.name}: not the text and tokenizer of {run.path}; restore them")
-    training.model.load_state_dict(pooled(run.model.state_dict(), config.model))
+    same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
+    if corpus.content != run.corpus or not same_tokenizer:
+        raise DataError(
+            f"{corpus.name}: not the text and tokenizer that {run.path} was trained with; restore "
+            f"them"
+        )
+    training.model.load_state_dict(pool_kv_heads(run.model.state_dict(), config.model))
     with directory.lock():
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
-        save(training)  # a run without a checkpoint would begin anew
+        save(training)  # before `create`: a run without a checkpoint would start from scratch
         directory.create(training.config, corpus.tokenizer)
     return training.config
 
 
-def _changed(config: Config, attention: dict[str, Any], steps: int | None) -> Config:
-    """The configuration with other attention, and what a shorter training needs."""
+def _uptraining_config(config: Config, attention: dict[str, Any], steps: int | None) -> Config:
     train = config.train
-    steps = steps or max(1, round(SHARE * train.steps))
+    steps = steps or max(1, round(STEPS_SHARE * train.steps))
     tree = config.model_dump()
     tree["model"]["attention"] |= attention
     tree["train"] |= {
-        **{"lr": RATE * train.lr, "muon_lr": RATE * train.muon_lr, "min_lr": RATE * train.min_lr},
+        "lr": LR_SCALE * train.lr,
+        "muon_lr": LR_SCALE * train.muon_lr,
+        "min_lr": LR_SCALE * train.min_lr,
         "minutes": None,
         "steps": steps,
         "warmup_steps": steps // 10,
@@ -73,16 +77,16 @@ def _changed(config: Config, attention: dict[str, Any], steps: int | None) -> Co
     return validate(tree, {("model", "attention"): "--attention", ("train", "steps"): "--steps"})
 
 
-def pooled(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Weights by name for a configuration with other KV heads: (G·K, D) -> (G'·K, D).
+def pool_kv_heads(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Weights by name for a configuration with fewer KV heads: (G·K, D) -> (G'·K, D).
 
-    Consecutive heads share a new one, as the query heads that read them do.
+    Consecutive heads become one, since their query heads are consecutive too.
     """
-    size = config.n_kv_head * config.head_dim
+    groups, head_dim = config.n_kv_head, config.head_dim
     return {
-        name: tensor.view(config.n_kv_head, -1, config.head_dim, *tensor.shape[1:])
+        name: tensor.view(groups, -1, head_dim, *tensor.shape[1:])
         .mean(dim=1)
-        .reshape(size, *tensor.shape[1:])
+        .reshape(groups * head_dim, *tensor.shape[1:])
         if name.split(".")[-2] in ("k_proj", "v_proj")
         else tensor
         for name, tensor in weights.items()

@@ -31,31 +31,30 @@ def model_of(n_kv_head: int, **settings) -> GPT:
 
 def pooled(model: GPT, n_kv_head: int) -> GPT:
     made = model_of(n_kv_head, bias=model.config.bias)
-    made.load_state_dict(pooling.pooled(model.state_dict(), made.config))
+    made.load_state_dict(pooling.pool_kv_heads(model.state_dict(), made.config))
     return made
 
 
 @pytest.mark.parametrize("heads", [8, 4, 1])
 @pytest.mark.parametrize("bias", [False, True])
-def test_pooling_to_as_many_heads_changes_nothing(heads, bias):
+def test_pooling_to_the_same_number_of_heads_changes_nothing(heads, bias):
     model = model_of(heads, bias=bias)
     made = pooled(model, heads)
     assert torch.equal(made(TOKENS), model(TOKENS))
 
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
-def test_heads_that_are_alike_pool_without_loss(heads):
-    """Eight KV heads of which each group is one and the same say what that one says."""
+def test_equal_heads_pool_without_loss(heads):
     model = model_of(8, bias=True)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "k_proj" in name or "v_proj" in name:
-                one = torch.randn(heads, 1, 4, *tensor.shape[1:])
-                tensor.copy_(one.expand(-1, 8 // heads, *one.shape[2:]).reshape(tensor.shape))
+                few = torch.randn(heads, 1, 4, *tensor.shape[1:])
+                tensor.copy_(few.expand(-1, 8 // heads, *few.shape[2:]).reshape(tensor.shape))
     torch.testing.assert_close(pooled(model, heads)(TOKENS), model(TOKENS))
 
 
-def test_a_pooled_head_is_the_mean_of_those_it_stands_for():
+def test_a_pooled_head_is_the_mean_of_those_it_replaces():
     model = model_of(4)
     before = model.blocks[1].attn.v_proj.weight
     after = pooled(model, 2).blocks[1].attn.v_proj.weight
@@ -71,7 +70,7 @@ def trained(text_file: Path, tmp_path: Path) -> Run:
     return load(tmp_path / "run", "cpu", "float32", tmp_path / "cache")
 
 
-def test_a_converted_run_generates_and_is_trained_on(trained, tmp_path):
+def test_a_converted_run_generates_and_can_be_trained_further(trained, tmp_path):
     out, cache = tmp_path / "pooled", tmp_path / "cache"
     mqa = {"variant": "mqa", "n_kv_head": None}
     config = pooling.convert(trained, mqa, None, out, cache)
@@ -89,7 +88,7 @@ def test_a_converted_run_generates_and_is_trained_on(trained, tmp_path):
     assert not torch.equal(after.model["embed.weight"], start.model.embed.weight)
 
 
-def test_uptraining_that_was_stopped_ends_in_the_same_bits(trained, tmp_path, monkeypatch):
+def test_interrupted_uptraining_ends_in_the_same_bits(trained, tmp_path, monkeypatch):
     cache, ends = tmp_path / "cache", []
     heads = {"variant": "gqa", "n_kv_head": 2}
     for name, stop in (("whole", None), ("halved", 2)):
@@ -104,7 +103,7 @@ def test_uptraining_that_was_stopped_ends_in_the_same_bits(trained, tmp_path, mo
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_what_cannot_be_pooled_is_refused(trained, tmp_path, text_file):
+def test_conversions_that_cannot_work_are_refused(trained, tmp_path, text_file):
     cache = tmp_path / "cache"
     wrong = {"variant": "gqa", "n_kv_head": 3}
     with pytest.raises(ConfigError, match="3"):
@@ -112,9 +111,9 @@ def test_what_cannot_be_pooled_is_refused(trained, tmp_path, text_file):
     half = {"variant": "gqa", "n_kv_head": 2}
     pooling.convert(trained, half, None, tmp_path / "half", cache)
     fewer = load(tmp_path / "half", "cpu", "float32", cache)
-    with pytest.raises(ConfigError, match=r"2 KV heads .* do not pool into 4; take one of 1, 2"):
+    with pytest.raises(ConfigError, match=r"2 KV heads, which do not pool into 4; .* one of 1, 2"):
         pooling.convert(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b", cache)
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         pooling.convert(trained, half, None, tmp_path / "half", cache)
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
@@ -122,7 +121,7 @@ def test_what_cannot_be_pooled_is_refused(trained, tmp_path, text_file):
     assert not (tmp_path / "c").exists()
 
 
-def test_a_conversion_that_was_cut_leaves_no_run_without_weights(trained, tmp_path, monkeypatch):
+def test_an_interrupted_conversion_leaves_no_run_without_weights(trained, tmp_path, monkeypatch):
     def full(*_) -> None:
         raise OSError(28, "no space left on device")
 

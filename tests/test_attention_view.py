@@ -11,6 +11,7 @@ from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import ByteTokenizer
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+MASK = attention_view.named_mask("causal", 5).numpy()
 
 
 def model_of(**attention) -> GPT:
@@ -32,7 +33,7 @@ def model_of(**attention) -> GPT:
     ids=str,
 )
 def test_the_weights_shown_are_those_the_model_uses(attention):
-    """Each layer's output, made again from the weights shown, is what the fast path gave."""
+    """Each layer's output, recomputed from the weights shown, is that of the fast path."""
     model = model_of(**attention)
     seen = []
     for block in model.blocks:
@@ -56,7 +57,7 @@ def test_looking_leaves_the_model_as_it_was():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_summaries_of_plain_heads():
+def test_summaries_of_simple_heads_are_exact():
     T = 5
     previous = torch.eye(T).roll(-1, dims=1)
     previous[:] = 0
@@ -65,9 +66,10 @@ def test_summaries_of_plain_heads():
     first = torch.zeros(T, T)
     first[:, 0] = 1
     even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
-    found = attention_view.summarise(torch.stack([torch.eye(T), previous, first, even])[None])
-    assert [one[:2] for one in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
-    rows = [[round(number, 4) for number in one[2:]] for one in found]
+    heads = torch.stack([torch.eye(T), previous, first, even])[None]
+    summaries = attention_view.summarise(heads)
+    assert [summary[:2] for summary in summaries] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    rows = [[round(number, 4) for number in summary[2:]] for summary in summaries]
     assert rows[0] == [0, 0, 1, 0]
     assert rows[1] == [1, 0.25, 0, 0]  # the previous token of the second is the first
     assert rows[2] == [0.25, 1, 0, 0]
@@ -76,7 +78,7 @@ def test_summaries_of_plain_heads():
     assert rows[3] == pytest.approx([mean, mean, mean, entropy], abs=1e-4)
 
 
-def test_prompts_must_fit():
+def test_prompts_must_fit_the_context():
     for tokens in ([], [1] * 17):
         with pytest.raises(ConfigError, match="give between 1 and 16"):
             attention_view.attention_weights(model_of(variant="mha"), tokens)
@@ -96,7 +98,7 @@ def test_masks_by_name():
     assert rows("window:2") == ["x..", "xx.", ".xx"]
     assert rows("padding:1") == ["x..", ".x.", ".xx"]
     for wrong in ("window:0", "window", "padding:3", "x", "causal:3"):
-        with pytest.raises(ConfigError, match="take causal, window:N"):
+        with pytest.raises(ConfigError, match="use causal, window:N"):
             attention_view.named_mask(wrong, 3)
 
 
@@ -106,19 +108,15 @@ def test_pictures_are_drawn(tmp_path: Path):
     names = list("abcdefgh")
     for name, layers, head in (("all", [0, 1], None), ("layer", [1], None), ("head", [1], 3)):
         path = tmp_path / f"{name}.png"
-        plots.save(plots.attention(weights, names, 2, layers, head), path)
+        plots.save(plots.attention(weights.numpy(), names, 2, layers, head), path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    plots.save(plots.mask(attention_view.named_mask("causal", 5), "causal"), tmp_path / "mask.png")
+    plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 1000
-    with pytest.raises(ConfigError, match=r"end it in \.png"):
-        plots.save(
-            plots.mask(attention_view.named_mask("causal", 5), "causal"), tmp_path / "mask.txt"
-        )
+    with pytest.raises(ConfigError, match=r"ends in \.png"):
+        plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.txt")
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path: Path):
+def test_without_matplotlib_the_message_names_the_extra(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MachineError, match=r"pip install 'gptmini\[plot\]'"):
-        plots.save(
-            plots.mask(attention_view.named_mask("causal", 5), "causal"), tmp_path / "mask.png"
-        )
+        plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.png")

@@ -1,0 +1,173 @@
+"""Measured runs, grouped into variants, as plain data: statistics, tables and JSON."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from gptmini import console
+
+# Half-widths of a 95 % interval in standard errors, for 1 to 10 degrees of freedom (Student 1908).
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A trained run. Losses are those of its best checkpoint, in float32; memory is in bytes.
+
+    `text` identifies the text they were measured on, `made_of` that text and the model. `history`
+    has tokens seen, seconds and bits per byte at each evaluation during training.
+    """
+
+    path: str
+    made_of: str
+    text: str
+    seed: int
+    step: int
+    loss: float
+    loss_error: float | None
+    bits_per_byte: float
+    bits_per_byte_error: float | None
+    accuracy: float
+    tokens_per_second: float | None
+    seconds: float
+    peak_memory: int | None
+    history: list[tuple[int, float, float]]
+
+
+@dataclass
+class Variant:
+    """Runs that differ only by seed, and what they have in common."""
+
+    name: str
+    runs: list[Measured]
+    parameters: int
+    context_length: int
+    cache_bytes_per_token: int
+    cache_bytes: int  # at full context
+    decode_tokens_per_second: dict[int, float] = field(default_factory=dict)  # by context
+
+    def figures(self, key: str) -> list[float]:
+        """One figure of every run that has it."""
+        return [value for run in self.runs if (value := getattr(run, key)) is not None]
+
+
+class Difference(NamedTuple):
+    """The difference of two means and the half-width of its 95 % interval, None if unknown."""
+
+    gap: float
+    half: float | None
+
+    @property
+    def within_spread(self) -> bool | None:
+        """Whether the interval contains 0."""
+        return None if self.half is None else abs(self.gap) <= self.half
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Standard deviation; None for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
+    """The difference of two means, with Student's interval for a common variance (1908).
+
+    The interval is unknown if there is only one value on each side.
+    """
+    gap = statistics.mean(ours) - statistics.mean(theirs)
+    freedom = len(ours) + len(theirs) - 2
+    if freedom == 0:
+        return Difference(gap, None)
+    squares = sum(statistics.pvariance(values) * len(values) for values in (ours, theirs))
+    error = (squares / freedom * (1 / len(ours) + 1 / len(theirs))) ** 0.5
+    return Difference(gap, STUDENT[min(freedom, len(STUDENT)) - 1] * error)
+
+
+def as_json(variants: list[Variant]) -> dict[str, Any]:
+    """Every figure as JSON data; each variant is compared with the first."""
+    baseline = variants[0].figures("bits_per_byte")
+    facts = []
+    for variant in variants:
+        bits = variant.figures("bits_per_byte")
+        to_first = difference(bits, baseline)
+        facts.append(
+            asdict(variant)
+            | {
+                "bits_per_byte": statistics.mean(bits),
+                "bits_per_byte_spread": spread(bits),
+                "to_first": to_first.gap,
+                "to_first_95": to_first.half,
+                "within_spread": to_first.within_spread,
+            }
+        )
+    return {"variants": facts}
+
+
+def short_table(variants: list[Variant]) -> str:
+    """The main figures, for a terminal of 80 columns."""
+    rows = [["variant", "params", "bits/byte", "KV B/token", "decode tok/s", "train tok/s"]]
+    for variant in variants:
+        decoding = list(variant.decode_tokens_per_second.values())
+        training = variant.figures("tokens_per_second")
+        rows.append(
+            [
+                variant.name,
+                f"{variant.parameters:,}",
+                _mean(variant.figures("bits_per_byte"), ".4f"),
+                f"{variant.cache_bytes_per_token:,}",
+                f"{decoding[-1]:,.0f}" if decoding else "",
+                f"{statistics.mean(training):,.0f}" if training else "",
+            ]
+        )
+    return console.table(rows)
+
+
+def full_table(variants: list[Variant]) -> str:
+    """All figures, as a Markdown table."""
+    head = ["variant", "parameters", "bits per byte", "loss", "KV bytes per token"]
+    head += ["KV bytes at full context", "decode tokens/s at 1/4, 1/2, full context"]
+    rows = [[*head, "training tokens/s", "peak MiB"]]
+    for variant in variants:
+        peaks = [peak / 2**20 for peak in variant.figures("peak_memory")]
+        rows.append(
+            [
+                variant.name,
+                f"{variant.parameters:,}",
+                _mean(variant.figures("bits_per_byte"), ".4f"),
+                _mean(variant.figures("loss"), ".4f"),
+                f"{variant.cache_bytes_per_token:,}",
+                f"{variant.cache_bytes:,}",
+                ", ".join(f"{speed:,.0f}" for speed in variant.decode_tokens_per_second.values()),
+                _mean(variant.figures("tokens_per_second"), ",.0f"),
+                _mean(peaks, ",.0f"),
+            ]
+        )
+    return console.table(rows, markdown=True)
+
+
+def _mean(values: list[float], form: str) -> str:
+    """The mean, and the standard deviation if there are several values."""
+    if not values:
+        return ""
+    mean, deviation = format(statistics.mean(values), form), spread(values)
+    return mean if deviation is None else f"{mean} ± {deviation:{form}}"
+
+
+def verdicts(variants: list[Variant]) -> list[str]:
+    """A sentence per variant: its bits per byte against those of the first."""
+    first, *others = variants
+    lines = []
+    if len({run.text for variant in variants for run in variant.runs}) > 1:
+        lines.append("warning: measured on different texts; compare again with --data TEXT")
+    for variant in others:
+        to_first = difference(variant.figures("bits_per_byte"), first.figures("bits_per_byte"))
+        line = f"{variant.name} vs {first.name}: {to_first.gap:+.4f}"
+        if to_first.half is None:
+            line += " bits/byte; one run each, spread unknown: use more --seeds"
+        else:
+            verdict = "worse" if to_first.gap > 0 else "better"
+            verdict = "within spread" if to_first.within_spread else verdict
+            line += f" ± {to_first.half:.4f} bits/byte"
+            line += f" (95 %, {len(variant.runs)}+{len(first.runs)} runs): {verdict}"
+        lines.append(line)
+    return lines
