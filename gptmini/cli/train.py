@@ -62,7 +62,8 @@ def train(
     run = load(out, settings.train.device, cache=cache)
     print(f"\nsample from the best checkpoint, step {run.step}:\n", file=sys.stderr)
     console.stream_to_stdout(chain(run.stream(""), ["\n"]))
-    print(f"\nto go on: gptmini generate {shlex.quote(str(out))} --prompt TEXT", file=sys.stderr)
+    command = f"gptmini generate {shlex.quote(str(out))} --prompt TEXT"
+    print(f"\ncontinue your own prompt with: {command}", file=sys.stderr)
 
 
 def prepare(
