@@ -11,6 +11,7 @@ from conftest import SHARED, SMALL
 
 from gptmini import __version__, console
 from gptmini.cli import app, generate
+from gptmini.config.settings import Config
 
 
 def test_train_then_generate(gptmini, text_file: Path):
@@ -209,6 +210,7 @@ def test_the_version(gptmini):
 def test_help_lists_train_and_generate_first(gptmini):
     commands = re.findall(r"^  ([a-z]+)  ", gptmini("--help")[1].partition("Commands:")[2], re.M)
     assert commands[:2] == ["train", "generate"]
+    assert f"for {Config().train.steps} steps" in gptmini("train", "--help")[1]
     assert sorted(commands[2:9]) == sorted(
         ["score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
     )

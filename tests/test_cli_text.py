@@ -58,7 +58,7 @@ def test_a_tokenizer_is_learnt_used_and_looked_at(gptmini, text_file: Path, monk
         (["tokenizer", "encode", "none.json", "x"], 3, "none.json: no such file"),
         (["tokenizer", "encode", "bpe", "x"], 3, "bpe: is learnt from a text"),
         (["tokenizer", "encode", ".", "x"], 3, "tokenizer.json: no such file"),
-        (["tokenizer", "encode", "byte", "\udcff"], 3, "the text given is no UTF-8"),
+        (["tokenizer", "encode", "byte", "\udcff"], 3, "the text given is not valid UTF-8"),
         (["tokenizer", "decode", "byte", "1", "257"], 3, "257: no token; they are numbers from 0"),
         (["tokenizer", "decode", "byte", "-1"], 2, "no such option"),
         (["tokenizer", "info", "byte", "--data", "none.txt"], 3, "none.txt: no such file"),

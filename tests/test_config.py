@@ -7,8 +7,8 @@ from pydantic import BaseModel
 from gptmini.config.load import (
     differences,
     find,
+    full_key,
     load,
-    meant,
     named_configs,
     validate,
 )
@@ -185,7 +185,7 @@ def test_every_setting_is_described():
 
 
 def test_a_setting_is_known_by_its_own_and_other_projects_names():
-    assert [meant(name) for name in ("lr", "learning_rate", "n_embd", "foo")] == [
+    assert [full_key(name) for name in ("lr", "learning_rate", "n_embd", "foo")] == [
         "train.lr",
         "train.lr",
         "model.d_model",

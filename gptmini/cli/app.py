@@ -37,7 +37,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _options(
+def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
@@ -123,10 +123,7 @@ class _Command(typer.core.TyperCommand):
             if records:
                 with formatter.section(f"{kind.capitalize()}s"):
                     formatter.write_dl(
-                        [
-                            tuple(_reworded(part, _HELP_WORDS) for part in record)
-                            for record in records
-                        ]
+                        [(_reworded(a, _HELP_WORDS), _reworded(b, _HELP_WORDS)) for a, b in records]
                     )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -208,7 +205,8 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
     if isinstance(error, typer.exceptions.TyperException):
         return [_explain_usage(error)], 2
     if isinstance(error, UnicodeError):
-        return [f"the text given is not valid UTF-8 ({error}); convert it to UTF-8"], 3
+        place = f" at position {error.start}" if hasattr(error, "start") else ""
+        return [f"the text given is not valid UTF-8{place}; convert it to UTF-8"], 3
     if isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
         return [f"{error.filename or 'output'}: {reason}; fix this or use another path"], 5
@@ -230,9 +228,10 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     if near := difflib.get_close_matches(option, known, 1, 0.75):
         hint = f"did you mean {near[0]}? "
     elif "--set" in known:
-        from gptmini.config.load import meant
+        from gptmini.config.load import full_key
 
-        key = meant(option.lstrip("-").replace("-", "_"))
+        section = "sample." if command.endswith(" generate") else ""
+        key = full_key(option.lstrip("-").replace("-", "_"), section)
         hint = f"use --set {key}=VALUE, or " if key else ""
     else:
         hint = ""

@@ -47,7 +47,11 @@ def train(
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Train a model on a text, or resume a run."""
+    """Train a model on a text, or resume a run.
+
+    Without CONFIG and --data, train a small model for 250 steps on the language reference that
+    comes with Python. The same command again resumes a run that was stopped.
+    """
     started = time.perf_counter()
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
     settings = configured(config, data, errors, attention, named, assignments)

@@ -180,10 +180,11 @@ _PACKAGE = Path(__file__).parents[1]
 CONFIGS = next(p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir())
 
 
-def meant(name: str) -> str | None:
+def full_key(name: str, section: str = "") -> str | None:
     """The full key of a setting from its last name, which may be that of another project."""
     keys = [key for key, _ in leaves(Config().model_dump()) if key.rpartition(".")[2] == name]
-    return keys[0] if keys else ALIASES.get(name)
+    keys.append(ALIASES.get(name, ""))
+    return next((key for key in keys if key.startswith(section) and key), None)
 
 
 def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
@@ -196,11 +197,10 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
     elif kind == "extra_forbidden":
         yield f"{_where(path, origins)}: no such setting; {_suggestion(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
-        limits = {
-            name: f"{limit:.16g}" if isinstance(limit, float) else limit
-            for name, limit in mistake.get("ctx", {}).items()
-        }
-        expected = EXPECTED.get(kind, mistake["msg"]).format(**limits)
+        limits = mistake.get("ctx", {}).items()
+        plain = {key: f"{at:.16g}" if isinstance(at, float) else at for key, at in limits}
+        fallback = mistake["msg"].replace("Input should be", "must be")
+        expected = EXPECTED[kind].format(**plain) if kind in EXPECTED else fallback
         value = mistake["input"]
         shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
         expected = expected.replace("'", "")  # the quotes of pydantic's lists of choices
@@ -220,7 +220,7 @@ def _where(path: KeyPath, origins: Origins) -> str:
 def _suggestion(path: KeyPath) -> str:
     """The setting that was probably meant by an unknown one."""
     *section, leaf = path
-    if key := meant(leaf):
+    if key := full_key(leaf):
         return f"did you mean {key}?"
     prefix = "".join(f"{name}." for name in section)
     known = [key for key, _ in leaves(Config().model_dump()) if key.startswith(prefix)]
