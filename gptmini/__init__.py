@@ -5,6 +5,7 @@ run = gptmini.load("runs/python-docs")
 print(run.generate("The ", max_new_tokens=200, temperature=0.8))
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names when they are asked for: torch takes more than a second."""
+    """Import a public name when it is first used, since torch takes more than a second to load."""
     if name not in _HOMES:
-        raise AttributeError(f"module gptmini has no attribute {name}")
-    from importlib import import_module
-
+        raise AttributeError(f"module 'gptmini' has no attribute {name!r}")
     return getattr(import_module(f"gptmini.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

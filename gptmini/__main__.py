@@ -1,4 +1,4 @@
-"""`python -m gptmini`."""
+"""`python -m gptmini` is the command `gptmini`."""
 
 from gptmini.cli.app import main
 

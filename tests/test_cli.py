@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.core
 from conftest import SHARED, SMALL
 
-from gptmini import console
+from gptmini import __version__, console
 from gptmini.cli import app, generate
+from gptmini.config.settings import Config
 
 
 def test_train_then_generate(gptmini, text_file: Path):
@@ -54,43 +56,58 @@ def test_a_run_needs_nothing_else(gptmini, text_file: Path, tmp_path: Path):
 ERRORS = [
     (["train", "nothere"], 2, "nothere: no such configuration"),
     (["train", "nothere.yaml"], 2, "nothere.yaml: no such file"),
-    (["train", "--set", "train.stepz=3"], 2, "train.stepz: no such setting; did you mean steps?"),
+    (
+        ["train", "--set", "train.stepz=3"],
+        2,
+        "train.stepz: no such setting; did you mean train.steps?",
+    ),
     (["train", "--set", "steps"], 2, "not an assignment"),
     (["train", "--set", "train.n_embd=3"], 2, "did you mean model.d_model?"),
     (["train", "--attention", "gqa:3"], 2, "3 does not divide n_head 4"),
-    (["train", "--attention", "gqa:x"], 2, "write it as gqa:2"),
-    (["train", "--attention", "foo"], 2, "expected mha, mqa or gqa"),
-    (["train", "--attention", "mqa:4"], 2, "variant mqa has 1, not 4"),
-    (["train", "--steps", "0"], 2, "--steps: train.steps: expected greater"),
+    (["train", "--attention", "gqa:x"], 2, "write gqa:2"),
+    (["train", "--attention", "gqa"], 2, "write gqa:2"),
+    (["train", "--attention", "window"], 2, "write window:64"),
+    (["train", "--attention", "foo"], 2, "must be mha, mqa, gqa:N or window:N"),
+    (["train", "--attention", "mqa:4"], 2, "variant mqa has 1 KV head, not 4"),
+    (["train", "--steps", "0"], 2, "--steps: must be at least 1, not 0"),
     (["train", "--data", "none.txt"], 3, "none.txt: no such file"),
-    (["train", "--errors", "skip"], 2, "--errors: data.errors: expected strict or replace"),
-    (["train", "--set", "data.weights=[1,2]"], 2, "data.weights: 2 of them for 1 paths"),
-    (["train", "--set", "tokenizer.vocab_size=999"], 2, "tokenizer.vocab_size: is chosen for kind"),
+    (["train", "--errors", "skip"], 2, "--errors: must be strict or replace, not 'skip'"),
+    (["train", "--set", "data.weights=[1,2]"], 2, "data.weights: 2 weights for 1 paths"),
+    (
+        ["train", "--set", "tokenizer.vocab_size=999"],
+        2,
+        "tokenizer.vocab_size: only kind bpe has a choice",
+    ),
     (["train", "--data", "builtin:x"], 3, "choose builtin:python-docs"),
     (["train", "--set", "tokenizer.kind=x"], 3, "choose one of auto, byte, char"),
     (["train", "--set", "model.vocab_size=9"], 2, "model.vocab_size: 9"),
     (["train", "--cache", "/dev/null/x"], 5, "--cache"),
     (["train", "--foo"], 2, "no such option: --foo"),
-    (["train", "--steps", "x"], 2, "invalid value for '--steps'"),
-    (["trian"], 2, "Did you mean 'train'?; see gptmini --help"),
+    (["train", "--lr", "1"], 2, "use --set train.lr=VALUE, or see gptmini train --help"),
+    (["train", "--step", "1"], 2, "did you mean --steps? see gptmini train --help"),
+    (["train", "--steps", "x"], 2, "--steps: expected a whole number; see gptmini train --help"),
+    (["train", "--steps"], 2, "--steps: needs a value; see gptmini train --help"),
+    (["train", "a", "b"], 2, "unexpected arguments: b; see gptmini train --help"),
+    (["trian"], 2, "did you mean 'train'? see gptmini --help"),
+    (["tokenizer", "tran"], 2, "did you mean 'train'? see gptmini tokenizer --help"),
     (["generate"], 4, "runs: no run here"),
     (["generate", "nothere"], 4, "nothere: no run here"),
 ]
 
 
 @pytest.mark.parametrize(("words", "code", "line"), ERRORS)
-def test_errors_are_one_line_with_a_mend(gptmini, words, code, line):
+def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
     found, out, err = gptmini(*words)
     assert (found, out) == (code, "")
     assert line in err
     assert err.startswith("gptmini: ")
     assert err.count("\n") == 1
-    assert "; " in err
+    assert "; " in err or "must be" in err or "did you mean" in err
     assert "Traceback" not in err
     assert not Path("runs").exists()
 
 
-def test_a_run_goes_on_with_other_settings_of_sampling(gptmini, text_file: Path):
+def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
     words = ["train", "--data", str(text_file), *SMALL]
     assert gptmini(*words)[0] == 0
     code, _, err = gptmini(*words, "--set", "sample.bias={e: -2}", "--set", "sample.stop=[x]")
@@ -103,8 +120,8 @@ def test_a_run_goes_on_with_other_settings_of_sampling(gptmini, text_file: Path)
 def test_wrong_settings_when_generating(gptmini, text_file: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     for words, line in [
-        (["--temperature", "-1"], "sample.temperature: expected greater"),
-        (["--temperature", "nan"], "sample.temperature: expected a finite number"),
+        (["--temperature", "-1"], "sample.temperature: must be at least 0"),
+        (["--temperature", "nan"], "sample.temperature: must be a finite number"),
         (["--top-k", "0"], "sample.top_k"),
         (["--top-p", "1.5"], "sample.top_p"),
         (["--max-new-tokens", "-1"], "sample.max_new_tokens"),
@@ -113,9 +130,9 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--set", "sample.repetition_penalty=0"], "sample.repetition_penalty"),
         (["--stop", ""], "sample.stop"),
         (["--set", "sample.bias=e"], "--set sample.bias: "),
-        (["--set", "sample.bias={e: nan}"], "sample.bias.e: expected"),
+        (["--set", "sample.bias={e: nan}"], "sample.bias.e: must be a finite number"),
         (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
-        (["--samples", "0"], "'--samples'"),
+        (["--samples", "0"], "--samples: must be at least 1"),
         (["--weights", "int4"], "weights int4: not supported"),
         (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
         (["-i"], "--prompt: cannot be combined with --interactive"),
@@ -154,17 +171,19 @@ def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Pa
     assert gptmini("inspect", "--mask", "window:2")[1].startswith("x . .")
 
 
-def test_a_bug_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):
+def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(generate, "newest_run", broken)
     code, _, err = gptmini("generate")
     assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("gptmini: internal error: ZeroDivisionError()")
     assert "--debug" in err
-    monkeypatch.setattr(sys, "argv", ["gptmini", "--debug", "generate"])
-    with pytest.raises(ZeroDivisionError):
-        app.main()
+    for words in (["--debug", "generate"], ["generate", "--debug"]):
+        monkeypatch.setattr(sys, "argv", ["gptmini", *words])
+        with pytest.raises(ZeroDivisionError):
+            app.main()
 
 
 def test_control_characters_are_shown_not_obeyed():
@@ -184,7 +203,38 @@ def test_help_answers_without_torch():
     assert "generate" in done.stdout
 
 
-def test_a_closed_pipe_is_no_error(gptmini, text_file: Path, tmp_path: Path):
+def test_the_version(gptmini):
+    assert gptmini("--version") == (0, f"gptmini {__version__}\n", "")
+
+
+def test_help_lists_train_and_generate_first(gptmini):
+    commands = re.findall(r"^  ([a-z]+)  ", gptmini("--help")[1].partition("Commands:")[2], re.M)
+    assert commands[:2] == ["train", "generate"]
+    assert f"for {Config().train.steps} steps" in gptmini("train", "--help")[1]
+    assert sorted(commands[2:9]) == sorted(
+        ["score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
+    )
+    assert commands[9:] == ["data", "tokenizer"]
+
+
+def test_help_at_80_columns_is_whole_and_in_users_words(gptmini, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def check(group: typer.core.TyperGroup, *words: str) -> None:
+        for name, command in group.commands.items():
+            text = gptmini(*words, name, "--help")[1]
+            assert text.startswith(f"Usage: gptmini {' '.join([*words, name])} ")
+            assert max(map(len, text.splitlines())) <= 80
+            assert not re.search(r"<(int|float|str|path|list|file)|<=x|x>=|default: \(", text), text
+            assert "{" not in text.splitlines()[0]
+            assert not re.search(r"\.\.\.$", text.partition("Commands:")[2], re.M), text
+            if isinstance(command, typer.core.TyperGroup):
+                check(command, *words, name)
+
+    check(typer.main.get_command(app.app))
+
+
+def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     command = f"'{sys.executable}' -m gptmini generate --max-new-tokens 4000 | head -c 5"
     done = subprocess.run(
@@ -194,8 +244,8 @@ def test_a_closed_pipe_is_no_error(gptmini, text_file: Path, tmp_path: Path):
     assert len(done.stdout) == 5
 
 
-def test_killed_by_the_system_and_gone_on(gptmini, text_file: Path, tmp_path: Path):
-    """A real process, kill -9 after its first checkpoint, ends as one that was left alone."""
+def test_a_killed_run_resumes_to_the_same_weights(gptmini, text_file: Path, tmp_path: Path):
+    """A real process, killed by -9 after its first checkpoint, ends like an undisturbed one."""
     words = [
         "train",
         "--data",

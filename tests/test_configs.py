@@ -1,11 +1,13 @@
-"""Every configuration loads, says what to expect, and makes a step."""
+"""Every configuration loads, says what to expect and makes a step; generated files are current."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 
-from gptmini.config.load import CONFIGS, load, named_configs
+from gptmini.config.load import CONFIGS, leaves, load, named_configs
 from gptmini.config.settings import Config
 from gptmini.model.gpt import GPT, loss
 from gptmini.model.optim import Optimizer
@@ -14,7 +16,7 @@ NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_config
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_loads_is_short_and_opens_with_what_to_expect(name):
+def test_a_configuration_loads_is_short_and_opens_with_what_to_expect(name):
     path = CONFIGS / f"{name}.yaml"
     lines = path.read_text().splitlines()
     assert len(lines) <= 40
@@ -25,7 +27,7 @@ def test_it_loads_is_short_and_opens_with_what_to_expect(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_makes_a_step(name):
+def test_a_configuration_makes_a_step(name):
     small = [("", ("model", "n_layer"), 1)]
     config = load(CONFIGS / f"{name}.yaml", small).with_tokenizer("byte", 257)
     model = GPT(config.model)
@@ -46,6 +48,15 @@ def test_the_attention_configurations_differ_in_one_line():
         assert sum(ours != theirs for ours, theirs in pairs) == 1
 
 
-def test_the_schema_is_that_of_the_code():
-    written = json.loads((CONFIGS / "schema.json").read_text())
-    assert written == Config.model_json_schema(), "run python scripts/write_schema.py"
+def test_the_schema_and_the_table_of_settings_are_those_of_the_code():
+    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "write_schema.py"))
+    schema = Config.model_json_schema()
+    readme = (CONFIGS / "README.md").read_text()
+    assert json.loads((CONFIGS / "schema.json").read_text()) == schema, "run write_schema.py"
+    assert script["with_settings"](readme, schema) == readme, "run write_schema.py"
+
+
+def test_the_readme_lists_every_configuration_and_every_setting():
+    readme = (CONFIGS / "README.md").read_text()
+    names = {key.rpartition(".")[2] for key, _ in leaves(Config().model_dump())}
+    assert [name for name in [*NAMES, *names] if f"| `{name}` |" not in readme] == []

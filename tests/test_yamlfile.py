@@ -28,7 +28,7 @@ from gptmini.errors import ConfigError
         ("null", None),
         ("~", None),
         ("", None),
-        # YAML 1.1 would read these as something else than they look like
+        # YAML 1.1 would read these as a boolean, an octal number, a time and a date
         ("no", "no"),
         ("off", "off"),
         ("010", "010"),
@@ -36,6 +36,7 @@ from gptmini.errors import ConfigError
         ("2024-01-01", "2024-01-01"),
         ("'3'", "3"),
         ("[1, 2.0, a]", [1, 2.0, "a"]),
+        ("{1: a, no: b, <<: c}", {"1": "a", "no": "b", "<<": "c"}),
     ],
 )
 def test_scalars_mean_what_they_look_like(text, value):
@@ -47,18 +48,22 @@ def test_scalars_mean_what_they_look_like(text, value):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: 1\nb: 2\na: 3", ["x:3", "a stands twice", "line 1"]),
+        ("a: 1\nb: 2\na: 3", ["x:3", "duplicate key a", "line 1"]),
         ("a: &k 1\nb: *k", ["x:1", "anchors"]),
         ("a: !!python/object:os.system 1", ["x:1", "tag"]),
-        ("a: [1, 2", ["x:", "mend the YAML"]),
-        ("a: 1\n---\nb: 2", ["second document"]),
+        ("a: [1, 2", ["x:", "fix the YAML"]),
+        ("a: 1\n---\nb: 2", ["x:2", "another document"]),
         ("? [1, 2]\n: 3", ["plain name"]),
+        ("a: [{b: 1, b: 2}]", ["x:1", "duplicate key b"]),
+        ("a: ! 5", ["x:1", "tag"]),
+        ("&k a: 1", ["x:1", "anchors"]),
+        ("!!str a: 1", ["x:1", "tag"]),
         ("[" * 500 + "]" * 500, ["nested too deeply"]),
         ("a: " + "1" * 200, ["digits"]),
         ("a: \x00", ["printable"]),
     ],
 )
-def test_refused_with_place_and_mend(text, words):
+def test_a_refusal_names_the_place_and_the_remedy(text, words):
     with pytest.raises(ConfigError) as error:
         parse(text, "x")
     (line,) = error.value.lines
@@ -76,7 +81,7 @@ def test_refused_with_place_and_mend(text, words):
         (b"a: " + b"x" * (1 << 20), "1 MiB"),
     ],
 )
-def test_files_that_are_no_configuration(tmp_path: Path, content, word):
+def test_files_that_are_not_configurations(tmp_path: Path, content, word):
     path = tmp_path / "c.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=word):
@@ -100,7 +105,8 @@ def test_lines_of_keys(tmp_path: Path):
 def test_assignments():
     assert assignment("a.b=3e-4") == (("a", "b"), 3e-4)
     assert assignment("a=[1, 2]") == (("a",), [1, 2])
-    for wrong in ("a", "a..b=1", "=1"):
+    assert assignment("a . b = 1") == (("a", "b"), 1)
+    for wrong in ("a", "a..b=1", "=1", " . =1"):
         with pytest.raises(ConfigError, match="not an assignment"):
             assignment(wrong)
 

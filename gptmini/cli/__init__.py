@@ -1,1 +1,5 @@
-"""To be written."""
+"""The command line: check what was typed, call one function, report. No logic lives here.
+
+Read app.py (the list of commands, failures to exit codes), then options.py (options that several
+commands share) and one file of commands for each purpose: train, generate, evidence, text.
+"""

@@ -1,48 +1,32 @@
-"""The command line: check the words, call one function, report.
+"""The list of commands, and what every failure prints.
 
-Results go to stdout, everything else to stderr. The workers are imported inside the commands, since
-torch takes more than a second and `--help` should not.
+Results go to stdout, everything else to stderr. Commands import their workers inside, since torch
+takes more than a second to load and `--help` should not.
 """
 
+import difflib
+import io
 import re
-import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 import typer.exceptions
 
-from gptmini.cli.evidence import (
-    compare,
-    convert,
-    evaluate,
-    inspect,
-    plot,
-    size,
-)
+from gptmini import __version__
+from gptmini.cli.evidence import compare, convert, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
-from gptmini.cli.options import (
-    Assignments,
-    AttentionName,
-    Cache,
-    ConfigName,
-    Data,
-    Errors,
-    Steps,
-    configured,
-    default_out,
-)
 from gptmini.cli.text import data_app, tokenizer_app
+from gptmini.cli.train import prepare, train
 from gptmini.errors import GptminiError, Stopped
-from gptmini.files import CACHE
 
 app = typer.Typer(
     help="Turn any text into a GPT that its owner understands.",
+    epilog="Add --debug to any command to see the traceback of a failure.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -51,104 +35,99 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _options(
+def _root(
     context: typer.Context,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of a failure.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """Turn any text into a GPT that its owner understands."""
+    if version:
+        print(f"gptmini {__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
-app.add_typer(tokenizer_app, name="tokenizer")
+class _Command(typer.core.TyperCommand):
+    """A command whose help and errors are in users' words: `N` instead of `<int range>`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for param in self.params:
+            if param.param_type_name == "argument":
+                param.metavar = param.metavar or param.name.upper()
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for kind in ("argument", "option"):
+            params = [param for param in self.get_params(ctx) if param.param_type_name == kind]
+            records = [record for param in params if (record := param.get_help_record(ctx))]
+            if records:
+                with formatter.section(f"{kind.capitalize()}s"):
+                    formatter.write_dl(
+                        [(_reworded(a, _HELP_WORDS), _reworded(b, _HELP_WORDS)) for a, b in records]
+                    )
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.exceptions.TyperException as error:
+            error.ctx = getattr(error, "ctx", None) or ctx  # type: ignore[attr-defined]
+            raise
+
+
+def _reworded(text: str, words: dict[str, str]) -> str:
+    for pattern, replacement in words.items():
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+_HELP_WORDS = {
+    r"^([^-].*) <.*>$": r"\1",  # an argument needs no type after its name
+    r"<int( range)?>": "N",
+    r"<float( range)?>": "X",
+    r"<path>|<file>": "FILE",
+    r"<(str|list\[str\])>": "TEXT",
+    r"default: \((.*)\)": r"default: \1",
+    r"(\S+)<=x<=([^];]+)": r"\1 to \2",
+    r"x>=([^];]+)": r"at least \1",
+}
+_ERROR_WORDS = {
+    r"^Invalid value for '(.*?)'": r"\1",
+    r"Input should be a valid integer.*": "expected a whole number",
+    r"Input should be a valid number.*": "expected a number",
+    r"Input should be greater than or equal to": "must be at least",
+    r"Input should be less than or equal to": "must be at most",
+    r"^Option '(.*)' requires an argument": r"\1: needs a value",
+    r"^Got unexpected extra argument\(s\) \((.*)\)": r"unexpected arguments: \1",
+    r"\. Did you mean": "; did you mean",
+}
+
+for _command in (train, generate, score, evaluate, inspect, compare, size, convert, plot):
+    app.command()(_command)
+data_app.command()(prepare)
 app.add_typer(data_app, name="data")
-app.command()(generate)
-app.command()(score)
-app.command()(evaluate)
-app.command()(compare)
-app.command()(convert)
-app.command()(inspect)
-app.command()(plot)
-app.command()(size)
-
-
-@app.command()
-def train(
-    config: ConfigName = None,
-    data: Data = None,
-    errors: Errors = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run directory; by default runs/ and a name.")
-    ] = None,
-    attention: AttentionName = None,
-    steps: Steps = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Time to take; sizes and steps are fitted to it.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    assignments: Assignments = None,
-    no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
-    cache: Cache = CACHE,
-) -> None:
-    """Train a model on a text, or go on with a run that was stopped."""
-    started = time.perf_counter()
-    named = {"--steps": steps, "--minutes": minutes, "--device": device}
-    settings = configured(config, data, errors, attention, named, assignments)
-    out = out or default_out(config, settings.data.path[0], attention)
-    from gptmini import console
-    from gptmini.generate.run import load
-    from gptmini.plan.decide import decide
-    from gptmini.runs.directory import RunDirectory
-    from gptmini.train import trainer
-
-    run_directory = RunDirectory(out)
-    existing = run_directory.config() if run_directory.exists else None
-    trainer.train(decide(settings, existing, cache, started), out)
-    if no_sample:
-        return
-    run = load(out, settings.train.device, cache=cache)
-    print(f"gptmini: a sample of step {run.step}, the best so far:\n", file=sys.stderr)
-    console.stream_to_stdout(chain(run.stream(""), ["\n"]))
-    print(
-        f"\ngptmini: more with: gptmini generate {shlex.quote(str(out))} --prompt TEXT",
-        file=sys.stderr,
-    )
-
-
-@data_app.command("prepare")
-def prepare(
-    config: ConfigName = None,
-    data: Data = None,
-    errors: Errors = None,
-    assignments: Assignments = None,
-    cache: Cache = CACHE,
-) -> None:
-    """Turn a text into tokens, as train does before its first step."""
-    from gptmini.text import corpus
-
-    settings = configured(config, data, errors, assignments=assignments)
-    ready = corpus.prepare_corpus(settings, cache)
-    print(ready.summary(settings.tokenizer.kind))
+app.add_typer(tokenizer_app, name="tokenizer")
+for _info in chain(*(group.registered_commands for group in (app, data_app, tokenizer_app))):
+    _info.cls = _Command
+    _info.short_help = (getattr(_info.callback, "__doc__", None) or "").partition("\n")[0]
 
 
 def main() -> None:
-    """Run the command line; failures become one line each and an exit code."""
-    debug = "--debug" in sys.argv[1:]
-    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]
+    """Run the command line; a failure becomes one line for each problem and an exit code."""
+    words = [word for word in sys.argv[1:] if word != "--debug"]
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+            stream.reconfigure(errors="replace")
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
         if number is not None and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
     try:
-        code = app(
-            prog_name="gptmini", standalone_mode=False
-        )  # our own answers to wrong usage and Ctrl-C
+        # not standalone: wrong usage and Ctrl-C are answered here
+        code = app(words, prog_name="gptmini", standalone_mode=False)
     except Exception as error:
-        if debug:
+        if "--debug" in sys.argv:
             raise
         _fail(*_explain(error))
     if code == 130:
@@ -157,7 +136,7 @@ def main() -> None:
 
 
 def _stop(number: int, _: object) -> NoReturn:
-    """End as Ctrl-C does, tidily; the training loop has a handler of its own."""
+    """End tidily, as Ctrl-C does; the training loop has a handler of its own."""
     raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
 
@@ -165,19 +144,40 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
     """The lines and the exit code of a failure."""
     if isinstance(error, GptminiError):
         return error.lines, error.exit_code
-    if isinstance(error, typer.exceptions.TyperException):  # wrong usage
-        text = error.format_message() if hasattr(error, "format_message") else str(error)
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "gptmini"
-        return [f"{text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help"], 2
+    if isinstance(error, typer.exceptions.TyperException):
+        return [_explain_usage(error)], 2
     if isinstance(error, UnicodeError):
-        return [f"the text given is no UTF-8 ({error}); convert it"], 3
+        place = f" at position {error.start}" if hasattr(error, "start") else ""
+        return [f"the text given is not valid UTF-8{place}; convert it to UTF-8"], 3
     if isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
-        return [f"{error.filename or 'a file'}: {reason}; mend it or name another place"], 5
+        return [f"{error.filename or 'output'}: {reason}; fix this or use another path"], 5
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
-        return ["out of memory; lower train.micro_batch_size, --batch-size or the model"], 5
-    return [f"a bug of gptmini: {error!r}; run again with --debug and report it"], 1
+        return ["out of memory; lower train.micro_batch_size, --batch-size or the model's size"], 5
+    return [f"internal error: {error!r}; rerun with --debug and report it"], 1
+
+
+def _explain_usage(error: typer.exceptions.TyperException) -> str:
+    """typer's complaint in our form: the nearest option or setting, and which help to read."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "gptmini"
+    option = getattr(error, "option_name", "")
+    if not hasattr(error, "possibilities"):
+        text = _reworded(error.format_message().rstrip("."), _ERROR_WORDS)
+        text = text[:1].lower() + text[1:]
+        return f"{text}{'' if text.endswith('?') else ';'} see {command} --help"
+    known = [name for param in context.command.params for name in param.opts] if context else []
+    if near := difflib.get_close_matches(option, known, 1, 0.75):
+        hint = f"did you mean {near[0]}? "
+    elif "--set" in known:
+        from gptmini.config.load import full_key
+
+        section = "sample." if command.endswith(" generate") else ""
+        key = full_key(option.lstrip("-").replace("-", "_"), section)
+        hint = f"use --set {key}=VALUE, or " if key else ""
+    else:
+        hint = ""
+    return f"no such option: {option}; {hint}see {command} --help"
 
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:

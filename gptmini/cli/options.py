@@ -1,4 +1,4 @@
-"""What several commands take: options, runs by default, and the configuration they add up to."""
+"""Options that several commands share, the default run, and the configuration they add up to."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,31 +13,69 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 ConfigName = Annotated[
-    str | None, typer.Argument(help="A YAML file, or the name of one in configs/.")
+    str | None,
+    typer.Argument(metavar="CONFIG", help="A YAML file, or the name of one in configs/."),
 ]
 RunName = Annotated[
-    Path | None, typer.Argument(help="A run directory; by default the newest in runs/.")
+    Path | None,
+    typer.Argument(
+        metavar="RUN", help="A run directory.", show_default="the newest directory in runs/"
+    ),
 ]
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        help="A file, a folder, a glob, - for standard input, builtin:python-docs or "
-        "builtin:python-code; may be given several times."
+        metavar="PATH",
+        help="Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs "
+        "or builtin:python-code. Repeat to use several.",
     ),
 ]
-Errors = Annotated[str | None, typer.Option(help="Bytes that are no UTF-8: strict or replace.")]
+Errors = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE",
+        help="On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place.",
+        show_default="strict",
+    ),
+]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as train.lr=1e-3."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting, such as train.lr=1e-3. Repeat to override several. "
+        "configs/README.md lists all keys.",
+    ),
 ]
-AttentionName = Annotated[str | None, typer.Option(help="mha, mqa, gqa:KV_HEADS or window:SIZE.")]
-Steps = Annotated[int | None, typer.Option(help="Optimizer updates.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Weights = Annotated[str, typer.Option(help="float32, bfloat16 or int8.")]
+AttentionName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions.",
+    ),
+]
+Steps = Annotated[int | None, typer.Option(metavar="N", help="Number of optimizer updates.")]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Minutes that training may take; sizes and steps that are not set are chosen to fit.",
+    ),
+]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")]
+Weights = Annotated[
+    str, typer.Option(metavar="TYPE", help="Type of the weights: float32, bfloat16 or int8.")
+]
 Cache = Annotated[
-    Path, typer.Option(envvar="GPTMINI_CACHE", help="Where prepared corpora and code are kept.")
+    Path,
+    typer.Option(
+        metavar="DIR",
+        envvar="GPTMINI_CACHE",
+        help="Folder for prepared texts and compiled code.",
+        show_default="~/.cache/gptmini",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def configured(
@@ -50,7 +88,7 @@ def configured(
 ) -> "Config":
     """The configuration of a command line: file, then --set, then the named options.
 
-    `named` has the options that are keys of the section train.
+    `named` holds the options that set keys of the section train.
     """
     from gptmini.config import load, yamlfile
 
@@ -72,19 +110,22 @@ def configured(
 
 
 def attention_settings(text: str) -> dict[str, Any]:
-    """`gqa:2` or `window:64` as the keys of model.attention that it is short for."""
+    """`gqa:2` or `window:64` as the keys of model.attention that it stands for."""
     name, colon, number = text.partition(":")
+    if name not in ("mha", "mqa", "gqa", "window"):
+        raise ConfigError(f"--attention {text}: must be mha, mqa, gqa:N or window:N")
     if colon and not number.isdecimal():
-        raise ConfigError(f"--attention {text}: {number!r} is no number; write it as gqa:2")
+        raise ConfigError(f"--attention {text}: {number!r} is not a number; write {name}:2")
+    if name in ("gqa", "window") and not colon:
+        number = "2, the number of KV heads" if name == "gqa" else "64, the positions it sees"
+        raise ConfigError(f"--attention {name}: needs a number; write {name}:{number}")
     if name == "window":
-        if not colon:
-            raise ConfigError("--attention window: of how many positions? write it as window:64")
         return {"window": int(number)}
     return {"variant": name, "n_kv_head": int(number) if colon else None}
 
 
 def default_out(config: str | None, data: str, attention: str | None = None) -> Path:
-    """`runs/` and the configuration's name, or the text's where none is named."""
+    """`runs/` and the name of the configuration or, without one, of the text."""
     parts = Path(config or data.removeprefix("builtin:")).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
     name = Path(*plain).name.split(".")[0].strip("-") or "text"
@@ -96,5 +137,5 @@ def newest_run() -> Path:
     configs = RUNS.glob("*/config.yaml")
     newest = max(configs, key=lambda file: file.stat().st_mtime, default=None)
     if newest is None:
-        raise CheckpointError(f"{RUNS}: no run here; make one with gptmini train, or name one")
+        raise CheckpointError(f"{RUNS}: no run here; train one with gptmini train, or name one")
     return newest.parent

@@ -1,7 +1,7 @@
-"""Configurations from YAML files and the command line, and the explanation of what is wrong.
+"""Configurations from YAML files and the command line.
 
-The defaults come first, then a file, then `--set` and the named options, each overriding the one
-before. Every mistake is reported at once, with the place it was made.
+The defaults come first, then a file, then `--set`, then the other options; each overrides the one
+before. All mistakes are reported at once, each with the place where it was made.
 """
 
 import copy
@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from gptmini.config import yamlfile
 from gptmini.config.settings import Config
+from gptmini.config.yamlfile import KeyPath
 from gptmini.errors import ConfigError
 
-Origins = dict[tuple[str, ...], str]  # where each key was given: `file.yaml:3` or `--set a.b`
+Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 
-# What other projects call our settings.
+# Names that other projects use for our settings.
 ALIASES = {
     "n_layers": "model.n_layer",
     "num_hidden_layers": "model.n_layer",
@@ -47,7 +48,30 @@ ALIASES = {
 }
 
 
-def load(file: Path | None, assignments: list[tuple[str, tuple[str, ...], Any]]) -> Config:
+# Our words for pydantic's kinds of error; the names in braces come from its context.
+EXPECTED = {
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must have at least {min_length} character",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must list at least {min_length}",
+    "too_long": "must list at most {max_length}",
+    "literal_error": "must be {expected}",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+    "list_type": "expected a list",
+    "dict_type": "expected settings of the form key: value",
+    "model_type": "expected settings of the form key: value",
+}
+
+
+def load(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Config:
     """The configuration of a file and of (label, key path, value) overrides, in that order.
 
     Raises ConfigError with one line for every mistake.
@@ -58,30 +82,30 @@ def load(file: Path | None, assignments: list[tuple[str, tuple[str, ...], Any]])
         data, lines = yamlfile.read_file(file)
         origins = {key: f"{file}:{line}" for key, line in lines.items()}
     for label, path, value in assignments:
-        inner = data
+        section = data
         for depth, name in enumerate(path[:-1], 1):
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
                 key = ".".join(path[:depth])
                 raise ConfigError(f"{label}: {key} is a value, not a section; set {key} itself")
-        inner[path[-1]] = value
+        section[path[-1]] = value
         origins = {key: o for key, o in origins.items() if key[: len(path)] != path}
         origins[path] = label
     return validate(data, origins)
 
 
 def validate(data: Any, origins: Origins) -> Config:
-    """The configuration in plain data; `origins` tells errors where each key was given."""
+    """The configuration in plain data; `origins` lets errors name the place of each key."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        found = [*error.errors(), *_contradictions_beside(error, data)]
-        lines = [line for one in found for line in _explain(one, origins)]
+        mistakes = [*error.errors(), *_contradictions_beside(error, data)]
+        lines = [line for mistake in mistakes for line in _explain(mistake, origins)]
         raise ConfigError(*dict.fromkeys(lines)) from None
 
 
 def completed(config: Config, wanted: dict[str, dict[str, Any]]) -> Config:
-    """The configuration with what it leaves open set to what is wanted, section by section."""
+    """The configuration with the settings it leaves open taken from `wanted`, by section."""
     given = config.model_dump(exclude_unset=True)
     return validate(
         given | {name: values | given.get(name, {}) for name, values in wanted.items()}, {}
@@ -89,30 +113,30 @@ def completed(config: Config, wanted: dict[str, dict[str, Any]]) -> Config:
 
 
 def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
-    """What contradicts itself among the settings that are well-formed one by one.
+    """Contradictions among the well-formed settings of data in which others are malformed.
 
-    pydantic compares the settings of a section only when each is well-formed, so the others are
-    left out here; what would concern one of those is not said.
+    pydantic compares the settings of a section only once each is well-formed, so the malformed
+    ones are left out and contradictions that mention them are dropped.
     """
     rest = copy.deepcopy(data)
-    dropped = set()
-    for one in error.errors():
-        if one["type"] != "contradiction":
-            *path, leaf = (str(part) for part in one["loc"] if isinstance(part, str))
+    malformed = set()
+    for mistake in error.errors():
+        if mistake["type"] != "contradiction":
+            *path, leaf = (str(part) for part in mistake["loc"] if isinstance(part, str))
             section = rest
             for name in path:
                 section = section.get(name) if isinstance(section, dict) else None
             if isinstance(section, dict) and section.pop(leaf, None) is not None:
-                dropped.add(leaf)
+                malformed.add(leaf)
     try:
         Config.model_validate(rest)
     except ValidationError as again:
-        contradictions = [one for one in again.errors() if one["type"] == "contradiction"]
-        for one in contradictions:
-            one["ctx"]["found"] = [
-                (key, what)
-                for key, what in one["ctx"]["found"]
-                if not any(name in f"{key} {what}" for name in dropped)
+        contradictions = [each for each in again.errors() if each["type"] == "contradiction"]
+        for each in contradictions:
+            each["ctx"]["found"] = [
+                (key, problem)
+                for key, problem in each["ctx"]["found"]
+                if not any(name in f"{key} {problem}" for name in malformed)
             ]
         return contradictions
     return []
@@ -121,7 +145,7 @@ def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
 def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys whose values differ, with both values."""
     a, b = (dict(leaves(config.model_dump())) for config in (ours, theirs))
-    for key in a | b:  # a mapping may have keys of its own
+    for key in a | b:  # `sample.bias` has keys of its own
         if a.get(key) != b.get(key):
             yield key, a.get(key), b.get(key)
 
@@ -142,7 +166,7 @@ def find(name: str) -> Path:
         return path
     known = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in named_configs()}
     if name not in known:
-        raise ConfigError(f"{name}: no such configuration; {_near(name, known)}")
+        raise ConfigError(f"{name}: no such configuration; {_nearest(name, known)}")
     return known[name]
 
 
@@ -152,52 +176,58 @@ def named_configs() -> list[Path]:
 
 
 # Beside the package in a checkout, inside it in a wheel.
-_HERE = Path(__file__).parents[1]
-CONFIGS = next(p for p in (_HERE / "configs", _HERE.parent / "configs") if p.is_dir())
+_PACKAGE = Path(__file__).parents[1]
+CONFIGS = next(p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir())
 
 
-def _explain(error: Any, origins: Origins) -> Iterator[str]:
+def full_key(name: str, section: str = "") -> str | None:
+    """The full key of a setting from its last name, which may be that of another project."""
+    keys = [key for key, _ in leaves(Config().model_dump()) if key.rpartition(".")[2] == name]
+    keys.append(ALIASES.get(name, ""))
+    return next((key for key in keys if key.startswith(section) and key), None)
+
+
+def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
     """One line per problem in a pydantic error."""
-    path = tuple(str(part) for part in error["loc"])
-    kind = error["type"]
+    path = tuple(str(part) for part in mistake["loc"])
+    kind = mistake["type"]
     if kind == "contradiction":
-        for key, what in error["ctx"]["found"]:
-            full = (*path, *key.split("."))
-            yield f"{_where(full, origins)}: {what}"
+        for key, problem in mistake["ctx"]["found"]:
+            yield f"{_where((*path, *key.split('.')), origins)}: {problem}"
     elif kind == "extra_forbidden":
-        yield f"{_where(path, origins)}: no such setting; {_suggest(path)}"
-    elif kind != "default_factory_not_called":  # the cause has a line of its own
-        expected = error["msg"].replace("Input should be", "expected").replace("'", "")
-        if kind == "model_type":
-            expected = "expected settings of the form key: value"
-        found = "nothing" if error["input"] is None else repr(error["input"])
-        yield f"{_where(path, origins)}: {expected}, found {found[:80]}; change it"
+        yield f"{_where(path, origins)}: no such setting; {_suggestion(path)}"
+    elif kind != "default_factory_not_called":  # its cause has a line of its own
+        limits = mistake.get("ctx", {}).items()
+        plain = {key: f"{at:.16g}" if isinstance(at, float) else at for key, at in limits}
+        fallback = mistake["msg"].replace("Input should be", "must be")
+        expected = EXPECTED[kind].format(**plain) if kind in EXPECTED else fallback
+        value = mistake["input"]
+        shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
+        expected = expected.replace("'", "")  # the quotes of pydantic's lists of choices
+        yield f"{_where(path, origins)}: {expected}, not {shown[:80]}"
 
 
-def _where(path: tuple[str, ...], origins: Origins) -> str:
-    """`file:line: a.b` or `--set a.b`; a key nobody gave lies in the nearest section given."""
+def _where(path: KeyPath, origins: Origins) -> str:
+    """`file:line: a.b`, `--set a.b` or `--steps`, by the nearest enclosing key that was given."""
     for end in range(len(path), 0, -1):
         if origin := origins.get(path[:end]):
             key = ".".join(path)
-            return origin if origin.endswith(f" {key}") else f"{origin}: {key}"
+            named = origin.startswith("--") and not origin.startswith("--set ")
+            return origin if named or origin.endswith(f" {key}") else f"{origin}: {key}"
     return ".".join(path)
 
 
-def _suggest(path: tuple[str, ...]) -> str:
+def _suggestion(path: KeyPath) -> str:
     """The setting that was probably meant by an unknown one."""
-    known = dict(leaves(Config().model_dump()))
     *section, leaf = path
-    if leaf in ALIASES:
-        return f"did you mean {ALIASES[leaf]}?"
-    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
-    prefix = ".".join([*section, ""]) if section else ""
-    siblings = {key[len(prefix) :].split(".")[0] for key in known if key.startswith(prefix)}
-    return _near(leaf, siblings)
+    if key := full_key(leaf):
+        return f"did you mean {key}?"
+    prefix = "".join(f"{name}." for name in section)
+    known = [key for key, _ in leaves(Config().model_dump()) if key.startswith(prefix)]
+    return _nearest(leaf, {key.removeprefix(prefix).split(".")[0] for key in known}, prefix)
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    """The nearest of the known names, else all of them."""
+def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The nearest of the known names, or else all of them."""
     near = difflib.get_close_matches(name, list(known), 1, 0.6)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(known))}"

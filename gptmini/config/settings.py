@@ -1,4 +1,4 @@
-"""Every setting of a run: its default, its meaning, its check. A configuration is frozen data."""
+"""Every setting of a run: its default, meaning and check. A configuration is frozen data."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
@@ -20,87 +20,100 @@ Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Contradiction = tuple[str, str]  # the key to change, and what is wrong with it
 
 
 def default_d_ff(d_model: int, activation: str) -> int:
-    """Inner width with about 8 d_model² weights per MLP: swiglu has three matrices, not two."""
+    """Inner width for about 8 d_model² weights per MLP: swiglu has three matrices, not two."""
     return max(8, round(d_model / 3) * 8) if activation == "swiglu" else 4 * d_model
 
 
 class Section(BaseModel):
-    """A group of settings: frozen, strict about types, without unknown names."""
+    """A group of settings: frozen, strict about types, closed to unknown names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Settings that are legal one by one but not together."""
+        """Settings that are valid one by one but not together."""
         return iter(())
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if found := list(self.contradictions()):
-            text = "; ".join(f"{key}: {what}" for key, what in found)
+            text = "; ".join(f"{key}: {problem}" for key, problem in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": text, "found": found})
         return self
 
 
 class AttentionConfig(Section):
-    """Who attends with what: H query heads share G key/value heads."""
+    """How positions attend to each other: H query heads share G key/value heads."""
 
-    variant: Literal["mha", "mqa", "gqa"] = Field(
-        "mha", description="mha: a KV head per query head; mqa: one for all; gqa: n_kv_head of them"
-    )
-    n_kv_head: Count | None = Field(None, description="KV heads of gqa; divides n_head")
-    window: Count | None = Field(None, description="positions a query sees back; null is all")
-    full_every: Count | None = Field(
-        None, description="with a window: each so-many-th layer sees everything"
-    )
-    qkv_bias: bool | None = Field(None, description="of q, k and v; by default as model.bias")
-    qk_norm: bool = Field(True, description="RMSNorm of each query and key before its position")
-    weight_dropout: Fraction = Field(0.0, description="of the weights; slow, as it takes eager")
-    backend: Literal["auto", "eager", "sdpa", "flash"] = Field(
-        "auto", description="auto chooses by measured rules; flash insists on the flash kernel"
-    )
+    variant: Literal["mha", "mqa", "gqa"] = "mha"
+    """Number of key/value heads: mha has one per query head, mqa one for all, gqa n_kv_head."""
+    n_kv_head: Count | None = None
+    """Number of key/value heads of gqa, a divisor of n_head; null for mha and mqa."""
+    window: Count | None = None
+    """Positions a query sees, its own included; null: its own and all before it."""
+    full_every: Count | None = None
+    """With a window, every n-th layer still sees all positions; null: none does."""
+    qkv_bias: bool | None = None
+    """Biases in the q, k and v projections (Qwen2); null: same as model.bias."""
+    qk_norm: bool = True
+    """RMSNorm on each query and key before the position is applied (Qwen3)."""
+    weight_dropout: Fraction = 0.0
+    """Dropout of attention weights (GPT-2 has 0.1); above 0, no fused kernel."""
+    backend: Literal["auto", "eager", "sdpa", "flash"] = "auto"
+    """Kernel: eager is three plain products, sdpa PyTorch's fused kernel, flash the flash kernel
+    or an error where there is none; auto picks the fastest by measured rules."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.variant == "gqa" and self.n_kv_head is None:
-            yield "n_kv_head", "variant gqa needs it; set a divisor of n_head"
+            yield "n_kv_head", "variant gqa needs a number of KV heads; set a divisor of n_head"
         if self.variant == "mqa" and self.n_kv_head not in (None, 1):
-            yield "n_kv_head", f"variant mqa has 1, not {self.n_kv_head}; use gqa or leave it out"
+            yield "n_kv_head", f"variant mqa has 1 KV head, not {self.n_kv_head}; use gqa instead"
         if self.full_every is not None and self.window is None:
-            yield "full_every", "without a window every layer is full; set window or leave it out"
+            yield "full_every", "has no effect without a window; set window or leave it out"
 
 
 class ModelConfig(Section):
-    """The shape of a GPT; the GPT-2 and the Llama shape are both settings of it."""
+    """The shape of a GPT; GPT-2 and Llama are both settings of it."""
 
-    vocab_size: Count | None = Field(None, description="set by the tokenizer")
-    n_layer: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="blocks")
-    n_head: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="query heads")
-    d_model: Count = Field(192, description="width of the residual stream")
-    head_dim: Count = Field(
-        default_factory=lambda data: max(1, data["d_model"] // data["n_head"]),
-        description="size of a head; by default d_model / n_head",
-    )
-    context_length: Count = Field(256, description="positions the model is made for")
+    vocab_size: Count | None = None
+    """Number of different tokens; null: taken from the tokenizer, which must agree."""
+    n_layer: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Number of blocks."""
+    n_head: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Query heads per attention layer."""
+    d_model: Count = 192
+    """Width of the embeddings and of the residual stream between blocks."""
+    head_dim: Count = Field(default_factory=lambda data: max(1, data["d_model"] // data["n_head"]))
+    """Size of each head; default: d_model / n_head."""
+    context_length: Count = 256
+    """Maximum number of tokens the model sees at once, in training and when generating."""
     attention: AttentionConfig = AttentionConfig()
-    position: Literal["learned", "rope", "none"] = Field("rope", description="how order is told")
-    rope_theta: Positive = Field(10_000.0, description="base of the rotary frequencies")
-    norm: Literal["layernorm", "rmsnorm"] = Field(
-        "layernorm", description="layernorm has a fused kernel on a CPU, rmsnorm has not"
-    )
+    position: Literal["learned", "rope", "none"] = "rope"
+    """How the model knows token order: rope rotates queries and keys (Llama), learned adds an
+    embedding per position (GPT-2), none leaves it to the causal mask."""
+    rope_theta: Positive = 10_000.0
+    """Base of the rotary frequencies; raise it for long contexts."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalization; on a CPU only layernorm has a fused kernel."""
     norm_eps: Positive = 1e-5
-    activation: Literal["gelu", "swiglu", "relu2"] = Field("relu2", description="of the MLP")
-    d_ff: Count = Field(
-        default_factory=lambda data: default_d_ff(data["d_model"], data["activation"]),
-        description="inner width of the MLP; by default 4 d_model, for swiglu 8/3 of it",
-    )
-    bias: bool = Field(False, description="in projections and layer norms")
-    tie_embeddings: bool = Field(True, description="the output head is the embedding table")
-    dropout: Fraction | None = Field(
-        None, description="of embeddings and residual branches; by default by the epochs planned"
-    )
+    """Added to the variance in norms, against division by zero."""
+    activation: Literal["gelu", "swiglu", "relu2"] = "relu2"
+    """Nonlinearity of the MLP; relu2 is the square of ReLU."""
+    d_ff: Count = Field(default_factory=lambda d: default_d_ff(d["d_model"], d["activation"]))
+    """Inner width of the MLP; default: 4 d_model, or about 8/3 d_model for swiglu."""
+    bias: bool = False
+    """Biases in linear layers and layer norms (GPT-2)."""
+    tie_embeddings: bool = True
+    """Share one matrix between the token embedding and the output head."""
+    dropout: Fraction | None = None
+    """Dropout of embeddings and residual branches; null: by the number of epochs planned (0, 0.1
+    from 4 epochs, 0.2 from 12)."""
 
     @property
     def n_kv_head(self) -> int:
@@ -109,7 +122,7 @@ class ModelConfig(Section):
         return kv_heads[self.attention.variant] or self.n_head
 
     def window(self, layer: int) -> int | None:
-        """Positions a query of a layer (from 0) sees back; None is all."""
+        """Positions that a query of this layer (from 0) sees, its own included; None is all."""
         every = self.attention.full_every
         return None if every and (layer + 1) % every == 0 else self.attention.window
 
@@ -124,41 +137,38 @@ class ModelConfig(Section):
         if "head_dim" not in self.model_fields_set and self.d_model % unit:
             below = self.d_model // unit * unit
             near = " or ".join(str(n) for n in (below, below + unit) if n)
-            why = "n_head, and rope rotates pairs" if pairs == 2 else "n_head"
+            why = "2 x n_head, as rope rotates pairs" if pairs == 2 else "n_head"
             yield (
                 "d_model",
-                f"{self.d_model} is not a multiple of {unit} ({why}); take {near}, or set head_dim",
+                f"{self.d_model} is not a multiple of {unit} ({why}); use {near}, or set head_dim",
             )
         elif self.head_dim % pairs:
-            yield "head_dim", f"rope rotates pairs, {self.head_dim} is odd; take an even one"
+            yield "head_dim", f"{self.head_dim} is odd, but rope rotates pairs; use an even number"
         if self.attention.variant == "mha" and given not in (None, self.n_head):
             yield (
                 "attention.n_kv_head",
-                f"variant mha has n_head = {self.n_head}, not {given}; use gqa or leave it out",
+                f"variant mha has {self.n_head} KV heads, one per query head, not {given}; use gqa",
             )
         if self.n_head % self.n_kv_head:
             legal = ", ".join(str(n) for n in range(1, self.n_head + 1) if self.n_head % n == 0)
             yield (
                 "attention.n_kv_head",
-                f"{self.n_kv_head} does not divide n_head {self.n_head}; take one of {legal}",
+                f"{self.n_kv_head} does not divide n_head {self.n_head}; use one of {legal}",
             )
 
 
 class TokenizerConfig(Section):
     """How text becomes tokens."""
 
-    kind: str = Field(
-        "auto",
-        description="auto (by the size of text and model), byte, char, bpe (learnt from the text), "
-        "an encoding of tiktoken such as gpt2, or a saved tokenizer: a .json file",
-    )
-    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = Field(
-        None, description="tokens of bpe; by default chosen by the size of text and model"
-    )
+    kind: str = "auto"
+    """One of byte, char and bpe (learned from the text); or the name of a tiktoken encoding such as
+    gpt2; or a saved tokenizer (.json). auto: bpe, or byte for texts of less than 46 KB."""
+    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = None
+    """Number of tokens of a bpe tokenizer; null: by the size of text and model."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.vocab_size is not None and self.kind != "bpe":
-            yield "vocab_size", f"is chosen for kind bpe alone, not {self.kind}; leave it out"
+            yield "vocab_size", f"only kind bpe has a choice, not {self.kind}; leave vocab_size out"
 
 
 Paths = Annotated[
@@ -170,146 +180,136 @@ Paths = Annotated[
 
 
 class DataConfig(Section):
-    """What is learnt from."""
+    """The text to learn from."""
 
-    path: Paths = Field(
-        ["builtin:python-docs"],
-        description="a file, a folder, a glob, - for standard input, builtin:python-docs or "
-        "builtin:python-code, or a list of them",
-    )
-    weights: Annotated[list[Positive], Field(max_length=100)] | None = Field(
-        None, description="how the windows are shared among a list of paths; by default by size"
-    )
-    text_key: str = Field("text", description="where JSON lines, CSV and Parquet keep the text")
-    separator: Annotated[str, Field(min_length=1, max_length=100)] | None = Field(
-        None, description="what stands between documents in a text file; by default nothing does"
-    )
-    errors: Literal["strict", "replace"] = Field(
-        "strict", description="bytes that are no UTF-8: refuse them, or put U+FFFD there"
-    )
-    validation: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="share held out; by default a tenth, of large texts about 1.5 MB"
-    )
-    split: Literal["tail", "documents"] = Field(
-        "tail", description="hold out the end of the tokens, or whole documents by their hash"
-    )
-    validation_path: Paths | None = Field(
-        None, description="a text of its own to hold out, instead of a share"
-    )
+    path: Paths = ["builtin:python-docs"]
+    """A file, a folder, a glob, - for standard input, builtin:python-docs, builtin:python-code, or
+    a list of these."""
+    weights: Annotated[list[Positive], Field(max_length=100)] | None = None
+    """Relative sampling weights of several paths; null: in proportion to their sizes."""
+    text_key: str = "text"
+    """Key or column that holds the text in JSON lines, CSV and Parquet."""
+    separator: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """Text that separates documents within a text file; null: each file is one document."""
+    errors: Literal["strict", "replace"] = "strict"
+    """On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."""
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Fraction of the text to hold out for validation; null: 0.1, but at most about 1.5 MB."""
+    split: Literal["tail", "documents"] = "tail"
+    """What to hold out: tail, the end of the text; or documents, picked whole by their hash."""
+    validation_path: Paths | None = None
+    """Hold out this text instead of a fraction of path."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.weights is not None and len(self.weights) != len(self.path):
-            yield (
-                "weights",
-                f"{len(self.weights)} of them for {len(self.path)} paths; give one for each path",
-            )
+            counts = f"{len(self.weights)} weights for {len(self.path)} paths"
+            yield "weights", f"{counts}; give one per path"
 
 
 class TrainConfig(Section):
-    """How it is learnt: an optimizer, warm-up, a constant rate, a cool-down."""
+    """How to train: optimizer, schedule, intervals, machine."""
 
-    minutes: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
-        None, description="time for the whole command: sizes and steps not given are fitted to it"
-    )
-    steps: Steps = Field(250, description="optimizer updates")
-    batch_size: Count = Field(16, description="windows per update")
-    micro_batch_size: Count | None = Field(
-        None,
-        description="windows per forward pass, whose gradients add up to those of batch_size; by "
-        "default as many as fit in memory and are fast",
-    )
-    seq_len: Count | None = Field(None, description="tokens per window; by default context_length")
-    optimizer: Literal["muon", "adamw"] = Field(
-        "muon", description="of the matrices in the blocks; all else is AdamW's"
-    )
-    muon_lr: Positive = Field(0.02, description="of Muon, falling and rising as lr does")
-    lr: Positive = Field(2e-3, description="of AdamW")
-    min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="at the end of the cool-down")
+    minutes: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Minutes for the whole command: sizes and steps that are not set are chosen to fit them."""
+    steps: Steps = 250
+    """Number of optimizer updates."""
+    batch_size: Count = 16
+    """Rows of seq_len tokens per update."""
+    micro_batch_size: Count | None = None
+    """Rows per forward pass, a divisor of batch_size; gradients are accumulated over passes. null:
+    as many as fit in memory and run fast."""
+    seq_len: Count | None = None
+    """Tokens per row; null: the model's context_length."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """Optimizer of the matrices in the blocks; AdamW trains everything else."""
+    muon_lr: Positive = 0.02
+    """Peak learning rate of Muon; follows the same schedule as lr."""
+    lr: Positive = 2e-3
+    """Peak learning rate of AdamW."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the cool-down."""
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        default_factory=lambda data: min(100, data["steps"] // 10),
-        description="of linear rise; by default a tenth of the steps, 100 at most",
+        default_factory=lambda data: min(100, data["steps"] // 10)
     )
-    schedule: Literal["cosine", "linear"] = Field("linear", description="shape of the cool-down")
-    cooldown: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.7, description="share of the steps, at the end, in which the rate falls to min_lr"
-    )
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(0.3, description="on matrices only")
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(
-        [0.9, 0.95], description="of AdamW"
-    )
-    grad_clip: Positive = Field(1.0, description="largest norm of the gradient")
-    on_divergence: Literal["stop", "rewind"] = Field(
-        "stop",
-        description="at a loss that is not finite: end, or go back to the newest checkpoint and "
-        "on at half the rate",
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute blocks in the backward pass: less memory, more time"
-    )
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="torch.compile of the blocks; auto: if there is a C++ compiler, the run is "
-        "long enough and a timing says that it is faster",
-    )
-    patience: Count | None = Field(
-        5, description="evaluations of the cool-down without a better one, then the run ends"
-    )
-    eval_every: Steps = Field(100, description="steps between whole-split evaluations")
-    save_every: Steps = Field(100, description="steps between checkpoints")
-    keep: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        2, description="newest checkpoints that stay, beside the best"
-    )
-    log_every: Steps = Field(20, description="steps between lines of metrics")
-    log_to: list[Literal["tensorboard", "wandb"]] = Field(
-        [], description="where metrics go too; needs the extra of that name"
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+    """Steps over which the rate rises from 0; default: steps / 10, at most 100."""
+    schedule: Literal["cosine", "linear"] = "linear"
+    """How the learning rate falls during the cool-down."""
+    cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
+    """Fraction of the steps, at the end, over which the rate falls to min_lr."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
+    """Weight decay of matrices in linear layers; nothing else decays."""
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """AdamW's decay rates of the two running averages."""
+    grad_clip: Positive = 1.0
+    """Scale gradients down to this total norm when it is larger."""
+    on_divergence: Literal["stop", "rewind"] = "stop"
+    """When the loss is not finite: stop, or rewind to the newest checkpoint and halve the rate."""
+    gradient_checkpointing: bool = False
+    """Recompute blocks in the backward pass: less memory, more time."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Use torch.compile; auto: if there is a C++ compiler and a measurement shows that it pays."""
+    patience: Count | None = 5
+    """Stop after this many evaluations of the cool-down without improvement; null: never."""
+    eval_every: Steps = 100
+    """Steps between evaluations on the whole validation split."""
+    save_every: Steps = 100
+    """Steps between checkpoints."""
+    keep: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    """Newest checkpoints to keep; the best one is always kept too."""
+    log_every: Steps = 20
+    """Steps between lines of metrics."""
+    log_to: list[Literal["tensorboard", "wandb"]] = []
+    """Also send metrics there; needs pip install of the extra of that name."""
+    seed: Seed = 1337
+    """Random seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of matrix products; auto: bfloat16 where the machine is fast at it"
-    )
+    """Where to run; auto: cuda if there is a GPU, else cpu."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number type of matrix products; auto: bfloat16 if the hardware has it, else float32."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.warmup_steps > self.steps:
-            yield "warmup_steps", f"{self.warmup_steps} is over steps {self.steps}; lower it"
+            yield "warmup_steps", f"{self.warmup_steps} is more than steps ({self.steps}); lower it"
         if self.min_lr > self.lr:
-            yield "min_lr", f"{self.min_lr} is over lr {self.lr}; lower it"
+            yield "min_lr", f"{self.min_lr} is more than lr ({self.lr}); lower it"
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            yield (
-                "micro_batch_size",
-                f"{self.micro_batch_size} does not divide batch_size {self.batch_size}; "
-                f"take a divisor",
-            )
+            problem = f"{self.micro_batch_size} does not divide batch_size {self.batch_size}"
+            yield "micro_batch_size", f"{problem}; use a divisor"
 
 
 class SampleConfig(Section):
-    """How a token is drawn when generating, and when a text ends."""
+    """How tokens are sampled when generating, and where a text ends."""
 
     max_new_tokens: Steps = 256
-    temperature: Annotated[float, Field(ge=0, le=100)] = Field(0.8, description="0 is greedy")
-    top_k: Count | None = Field(50, description="keep the k likeliest tokens")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="keep the likeliest tokens that hold this much probability"
-    )
-    min_p: Fraction | None = Field(None, description="of the likeliest one's probability")
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
-        1.0, description="divides logits of tokens that were there; over 1 is against repeating"
-    )
-    presence_penalty: Penalty = Field(0.0, description="off the logits of drawn tokens, once")
-    frequency_penalty: Penalty = Field(0.0, description="the same, as often as they were drawn")
-    bias: dict[str, Penalty] = Field({}, description="added to the logit of the token of a text")
-    ban: list[str] = Field([], description="tokens that are never drawn")
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="texts that end the text, and are left out"
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
-    overflow: Literal["slide", "stop", "error"] = Field(
-        "slide", description="past the context: go on from its newer half, end, or refuse"
-    )
+    """Maximum number of tokens to generate."""
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.8
+    """0 always takes the most likely token; 1 samples as the model predicts."""
+    top_k: Count | None = 50
+    """Keep only the k most likely tokens; null: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Keep the most likely tokens that together reach this probability; null: all."""
+    min_p: Fraction | None = None
+    """Keep tokens at least this fraction as likely as the most likely one; null: all."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    """Above 1 discourages tokens already in the prompt or text (divides their positive logits)."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of every token generated so far."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from a token's logit for each time it was generated."""
+    bias: dict[str, Penalty] = {}
+    """Added to the logit of a token, by its text: {the: -2}."""
+    ban: list[str] = []
+    """Tokens never to generate, by their text."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Stop before any of these texts, which are left out."""
+    seed: Seed = 1337
+    """Random seed for sampling."""
+    overflow: Literal["slide", "stop", "error"] = "slide"
+    """Context full: slide drops its older half, stop ends the text, error refuses beforehand."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if 0 < self.temperature < 1e-3:
-            yield "temperature", f"{self.temperature} overflows; take 0 for greedy, or 0.001 and up"
+            yield "temperature", f"{self.temperature} overflows; use 0 (greedy) or at least 0.001"
 
 
 class Config(Section):
@@ -323,20 +323,21 @@ class Config(Section):
 
     @property
     def seq_len(self) -> int:
-        """Tokens in a training window."""
+        """Tokens in a training row."""
         return self.train.seq_len or self.model.context_length
 
     def contradictions(self) -> Iterator[Contradiction]:
         limit = self.model.context_length
         if self.seq_len > limit:
-            yield "train.seq_len", f"{self.seq_len} is over model.context_length {limit}; lower it"
+            problem = f"{self.seq_len} is more than model.context_length ({limit})"
+            yield "train.seq_len", f"{problem}; lower it"
 
     def with_train(self, **settings: Any) -> "Config":
-        """The same run with other settings of the section train."""
+        """The same run with some settings of the section train changed."""
         return self.model_copy(update={"train": self.train.model_copy(update=settings)})
 
     def with_tokenizer(self, kind: str, vocab_size: int) -> "Config":
-        """The same run with the tokenizer it got; ConfigError if another size is asked for."""
+        """The same run with this tokenizer; ConfigError if it asks for another vocabulary size."""
         if self.model.vocab_size not in (None, vocab_size):
             raise ConfigError(
                 f"model.vocab_size: {self.model.vocab_size}, but tokenizer {kind} has "

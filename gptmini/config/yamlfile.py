@@ -1,12 +1,11 @@
 """Strict YAML: a subset that means what it says, with the line of every key.
 
-PyYAML's loaders read `3e-4` as text, `no` as false and `010` as eight, keep the last of two equal
-keys, and recurse without bound. This reader takes the parser's events and builds only mappings,
-lists and scalars by the rules below: no tags, anchors or duplicate keys, bounded depth and size.
+PyYAML's own loaders read `3e-4` as text, `no` as false and `010` as eight, keep the last of two
+equal keys, and recurse without bound. The loader here knows four kinds of plain scalar besides
+text, and refuses tags, anchors, duplicate keys, deep nesting and large files.
 """
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,139 +15,111 @@ from gptmini.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
+MAX_DIGITS = 100
 
-Path_ = tuple[str, ...]
-Lines = dict[Path_, int]
+KeyPath = tuple[str, ...]  # `train.lr` is ("train", "lr")
+Lines = dict[KeyPath, int]  # the line of each key, from 1
 
-# A plain scalar is the first of these that matches, else text. Quoted scalars are always text.
+# A plain scalar that matches none of these is text. Quoted scalars are always text.
 SCALARS = {
-    "null": re.compile(r"null|~|"),
-    "bool": re.compile(r"true|false|True|False|TRUE|FALSE"),
-    "int": re.compile(r"[-+]?(0|[1-9][0-9]*)"),
-    "float": re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"),
+    "null": r"null|~|",
+    "bool": r"true|false|True|False|TRUE|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?",
 }
-MAKE: dict[str, Callable[[str], Any]] = {
-    "null": lambda _: None,
-    "bool": lambda text: text.lower() == "true",
-    "int": int,
-    "float": float,
+RESOLVERS = {
+    None: [(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{p})\Z")) for kind, p in SCALARS.items()]
 }
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
-    """The mapping in a YAML file and the line (from 1) of each dotted key, as tuples of names."""
+    """The mapping in a YAML file and the line of each of its keys, nested ones included."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than 1 MiB; is this a configuration file?")
+            raise ConfigError(
+                f"{path}: larger than 1 MiB, so not a configuration; pass a text with --data"
+            )
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {(error.strerror or str(error)).lower()}; name a file"
-        ) from None
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{path}: {reason}; name a YAML file") from None
     lines: Lines = {}
     data = parse(text, str(path), lines)
     if not isinstance(data, dict):
-        what = "is empty" if data is None else f"holds {_kind(data)}"
-        raise ConfigError(f"{path}: {what}; expected lines of the form key: value")
+        kind = "a list" if isinstance(data, list) else "a single value"
+        content = "empty" if data is None else f"holds {kind}"
+        raise ConfigError(f"{path}: {content}; expected lines of the form key: value")
     return data, lines
 
 
 def parse(text: str, name: str, lines: Lines | None = None) -> Any:
-    """The value of a YAML text; `name` stands in errors, `lines` is filled with each key's line."""
+    """The value of a YAML text; errors call it `name`, `lines` receives the line of each key."""
     try:
-        events = yaml.parse(text, Loader=yaml.SafeLoader)
-        return _Builder(name, {} if lines is None else lines).document(events)
+        return _Loader(text, name, {} if lines is None else lines).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise ConfigError(f"{where}: {error.problem or error.context}; mend the YAML") from None
+        problem = ", ".join(filter(None, [error.context, error.problem]))
+        raise ConfigError(f"{where}: {problem}; fix the YAML") from None
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{name}: {reason}; only printable text is allowed") from None
-    except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply; {MAX_DEPTH} levels are the limit") from None
 
 
-class _Builder:
-    """Plain data from parser events."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with our scalars and refusals."""
 
-    def __init__(self, name: str, lines: Lines) -> None:
-        self.name, self.lines = name, lines
+    yaml_implicit_resolvers = RESOLVERS
 
-    def document(self, events: Iterator[Any]) -> Any:
-        value = None
-        documents = 0
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    self.fail(event, "a second document", "keep one document in a file")
-                value = self.node(next(events), events, ())
-        return value
+    def __init__(self, text: str, name: str, lines: Lines) -> None:
+        super().__init__(text)
+        self._source, self._lines = name, lines
+        self._path: KeyPath = ()
 
-    def node(self, event: Any, events: Iterator[Any], path: Path_) -> Any:
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One value or key; `index` is a value's key, a list item's place, or None."""
+        event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            self.fail(event, "anchors and aliases are not read", "write the value out")
+            self._refuse(event, "anchors and aliases are not supported; write the value out")
         if event.tag:
-            self.fail(event, f"the tag {event.tag} is not read", "remove it")
-        if len(path) > MAX_DEPTH:
-            self.fail(event, "nested too deeply", f"{MAX_DEPTH} levels are the limit")
-        if isinstance(event, yaml.ScalarEvent):
-            return self.scalar(event)
-        if isinstance(event, yaml.SequenceStartEvent):
-            return self.sequence(events, path)
-        return self.mapping(events, path)
+            self._refuse(event, f"the tag {event.tag} is not supported; remove it")
+        if len(self._path) > MAX_DEPTH:
+            self._refuse(event, f"nested too deeply; at most {MAX_DEPTH} levels are allowed")
+        if isinstance(parent, yaml.MappingNode) and index is None:
+            return self._compose_key(event)
+        outer = self._path
+        if index is not None:
+            self._path += (index.value if isinstance(index, yaml.Node) else str(index),)
+        node: Any = super().compose_node(parent, index)
+        self._path = outer
+        if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+            self._refuse(node, f"a number of more than {MAX_DIGITS} digits; shorten it")
+        return node
 
-    def scalar(self, event: Any) -> Any:
-        text: str = event.value
-        if event.style is None:
-            for kind, pattern in SCALARS.items():
-                if pattern.fullmatch(text):
-                    if len(text) > 100:
-                        self.fail(event, "a number of over 100 digits", "shorten it")
-                    return MAKE[kind](text)
-        return text
+    def _compose_key(self, event: Any) -> Any:
+        if not isinstance(event, yaml.ScalarEvent):
+            self._refuse(event, "a key that is not a plain name; write name: value")
+        node: Any = super().compose_node(None, 0)
+        node.tag = "tag:yaml.org,2002:str"  # `1: x` has the key "1"
+        path = (*self._path, node.value)
+        if first := self._lines.get(path):
+            self._refuse(node, f"duplicate key {node.value}, first on line {first}; keep one")
+        self._lines[path] = node.start_mark.line + 1
+        return node
 
-    def sequence(self, events: Iterator[Any], path: Path_) -> list[Any]:
-        items: list[Any] = []
-        while not isinstance(event := next(events), yaml.SequenceEndEvent):
-            items.append(self.node(event, events, (*path, str(len(items)))))
-        return items
-
-    def mapping(self, events: Iterator[Any], path: Path_) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        while not isinstance(event := next(events), yaml.MappingEndEvent):
-            if not isinstance(event, yaml.ScalarEvent) or event.tag or event.anchor:
-                self.fail(event, "a key that is not a plain name", "write name: value")
-            key: str = event.value
-            here = (*path, key)
-            if key in items:
-                self.fail(
-                    event, f"{key} stands twice, first on line {self.lines[here]}", "keep one"
-                )
-            self.lines[here] = event.start_mark.line + 1 if event.start_mark else 0
-            items[key] = self.node(next(events), events, here)
-        return items
-
-    def fail(self, event: Any, what: str, mend: str) -> NoReturn:
-        line = event.start_mark.line + 1
-        raise ConfigError(f"{self.name}:{line}: {what}; {mend}")
+    def _refuse(self, place: Any, problem: str) -> NoReturn:
+        raise ConfigError(f"{self._source}:{place.start_mark.line + 1}: {problem}")
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's writer with this module's idea of which plain scalars are text."""
+    """PyYAML's safe dumper, which quotes text that our loader would not read as text."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+    yaml_implicit_resolvers = RESOLVERS
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-for _kind_name, _pattern in SCALARS.items():
-    _whole = re.compile(rf"(?:{_pattern.pattern})\Z")
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind_name}", _whole, None)
 
 
 def dump(data: dict[str, Any]) -> str:
@@ -156,13 +127,10 @@ def dump(data: dict[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def assignment(text: str) -> tuple[Path_, Any]:
+def assignment(text: str) -> tuple[KeyPath, Any]:
     """`a.b=1` as (("a", "b"), 1); the value is YAML."""
     key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(path):
         raise ConfigError(f"--set {text}: not an assignment; write --set train.steps=100")
-    return tuple(key.split(".")), parse(value, f"--set {key}")
-
-
-def _kind(value: Any) -> str:
-    return "a list" if isinstance(value, list) else "a single value"
+    return path, parse(value, f"--set {'.'.join(path)}")
