@@ -65,6 +65,6 @@ def test_convert_prints_the_command_that_trains_further(trained):
     assert trained("evaluate", "runs/a-gqa2")[0] == 0  # as it was pooled
     code, _, err = trained(*words[1:])
     assert code == 0, err
-    assert "heads 4:2 (gqa)" in err
+    assert "4 heads / 2 KV heads (GQA)" in err
     code, _, err = trained("convert", "runs/a")
     assert (code, "--attention: missing" in err) == (2, True)

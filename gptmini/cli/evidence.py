@@ -3,8 +3,9 @@
 import json
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,9 +28,6 @@ from gptmini.cli.options import (
 )
 from gptmini.errors import ConfigError
 from gptmini.files import CACHE
-
-if TYPE_CHECKING:
-    from gptmini.config.settings import Config
 
 ATTENTIONS = "mha,gqa:2,mqa"  # compared by default
 
@@ -124,30 +122,26 @@ def compare(
     training = {"--steps": steps, "--minutes": minutes}
     other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
     if not configs:
-        _refuse(training | other, "these runs are already trained; remove this option")
+        for option, value in (training | other).items():
+            if value is not None:
+                raise ConfigError(f"{option}: these runs are already trained; remove this option")
     variants = {}
     for kind, name in _variants(configs, attention, only=not finished):
         settings = configured(name, data, errors, kind, training, assignments)
         variants[kind or name or "default"] = settings
-    _refuse_stdin(variants, data)
+    if "-" in chain(data or [], *(config.data.path for config in variants.values())):
+        raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS / ("compare" if variants else "compared")
     from gptmini.console import say
     from gptmini.evidence import compare as comparing
-    from gptmini.evidence.variants import as_json as every_figure
-    from gptmini.evidence.variants import short_table, verdicts
+    from gptmini.evidence import variants as figures
 
     measured = comparing.compare(variants, finished, seeds or 1, data, out, cache)
     if as_json:
-        print(json.dumps(every_figure(measured)))
+        print(json.dumps(figures.as_json(measured)))
         return
-    print(short_table(measured), "", *verdicts(measured), sep="\n")
+    print(figures.table(measured), "", *figures.verdicts(measured), sep="\n")
     say(f"compare: all figures: {out / 'compare.md'}")
-
-
-def _refuse(options: dict[str, Any], why: str) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise ConfigError(f"{option}: {why}")
 
 
 def _variants(
@@ -159,12 +153,6 @@ def _variants(
     if not attention and not (only and len(configs) == 1):
         return [(None, name) for name in configs]
     return [(kind, name) for name in configs for kind in (attention or ATTENTIONS).split(",")]
-
-
-def _refuse_stdin(variants: dict[str, "Config"], data: list[str] | None) -> None:
-    paths = [path for config in variants.values() for path in config.data.path] + (data or [])
-    if "-" in paths:
-        raise ConfigError("--data -: standard input can be read only once; name a file")
 
 
 def convert(
@@ -251,7 +239,9 @@ def inspect(
     from gptmini.evidence import attention_view, plots
     from gptmini.generate.run import load
 
-    view = attention_view.view_prompt(load(path, "cpu", "float32"), prompt, layer, head)
+    trained = load(path, "cpu", "float32")
+    layers = None if layer is None else [layer]
+    view = attention_view.view(trained, trained.encode(prompt, "--prompt"), layers, head)
     print(view.table())
     if out is not None:
         plots.save(view.figure(), out)

@@ -27,7 +27,7 @@ class View:
     labels: list[str]
     n_kv_head: int
     layers: list[int]
-    head: int | None = None
+    head: int | None
 
     def table(self) -> str:
         """What each head attends to."""
@@ -45,21 +45,20 @@ class View:
         return plots.attention(weights, self.labels, self.n_kv_head, self.layers, self.head)
 
 
-def view(run: Run, tokens: list[int], layers: list[int], head: int | None = None) -> View:
-    """What the heads of a run attend to while reading these tokens."""
-    labels = [label(run.tokenizer, token) for token in tokens]
-    weights = attention_weights(run.model, tokens)
-    return View(weights, labels, run.config.model.n_kv_head, layers, head)
-
-
-def view_prompt(run: Run, prompt: str, layer: int | None, head: int | None) -> View:
-    """The same for a prompt and one layer and head, or all."""
+def view(
+    run: Run, tokens: list[int], layers: list[int] | None = None, head: int | None = None
+) -> View:
+    """What some layers, or all, and one head, or all, attend to while reading these tokens."""
     config = run.config.model
-    for name, value, count in (("layer", layer, config.n_layer), ("head", head, config.n_head)):
-        if value is not None and not 0 <= value < count:
-            raise ConfigError(f"--{name} {value}: this model has {name}s 0 to {count - 1}")
-    layers = list(range(config.n_layer)) if layer is None else [layer]
-    return view(run, run.encode(prompt, "--prompt"), layers, head)
+    layers = list(range(config.n_layer)) if layers is None else layers
+    heads = [] if head is None else [head]
+    for name, numbers, count in (("layer", layers, config.n_layer), ("head", heads, config.n_head)):
+        for number in numbers:
+            if not 0 <= number < count:
+                raise ConfigError(f"--{name} {number}: this model has {name}s 0 to {count - 1}")
+    weights = attention_weights(run.model, tokens)
+    labels = [label(run.tokenizer, token) for token in tokens]
+    return View(weights, labels, config.n_kv_head, layers, head)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from gptmini.console import say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.evidence import plots
 from gptmini.evidence.measure import measure
-from gptmini.evidence.variants import Variant, as_json, full_table, verdicts
+from gptmini.evidence.variants import Variant, as_json, table, verdicts
 from gptmini.plan.decide import with_choices
 from gptmini.runs.directory import RunDirectory
 
@@ -188,7 +188,7 @@ def write_figures(variants: list[Variant], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     files.replace(out / "compare.json", json.dumps(as_json(variants), indent=1).encode())
     lines = "".join(f"- {line}\n" for line in verdicts(variants))
-    files.replace(out / "compare.md", f"{full_table(variants)}\n\n{lines}".encode())
+    files.replace(out / "compare.md", f"{table(variants, full=True)}\n\n{lines}".encode())
     try:
         plots.save(plots.comparison(variants), out / "compare.png")
     except MachineError as error:

@@ -108,9 +108,8 @@ def _attention(run: Run, text: str) -> str:
     """A picture of each head reading the beginning of a text."""
     config = run.config.model
     tokens = run.encode(text, "sample")[: min(MAX_TOKENS, config.context_length)]
-    layers = list(range(config.n_layer))
-    if config.n_layer * config.n_head > MAX_PANELS:
-        layers = sorted({0, config.n_layer // 2, config.n_layer - 1})
+    some = sorted({0, config.n_layer // 2, config.n_layer - 1})
+    layers = some if config.n_layer * config.n_head > MAX_PANELS else None
     view = attention_view.view(run, tokens or [run.tokenizer.document_token], layers)
-    alt = f"Attention weights: {len(layers)} layers, {config.n_head} heads each"
+    alt = f"Attention weights: {len(view.layers)} layers, {config.n_head} heads each"
     return f'<img alt="{alt}" src="{plots.as_data(view.figure(), "png")}">'

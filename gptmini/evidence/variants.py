@@ -103,46 +103,29 @@ def as_json(variants: list[Variant]) -> dict[str, Any]:
     return {"variants": facts}
 
 
-def short_table(variants: list[Variant]) -> str:
-    """The main figures, for a terminal of 80 columns."""
-    rows = [["variant", "params", "bits/byte", "KV B/token", "decode tok/s", "train tok/s"]]
+def table(variants: list[Variant], full: bool = False) -> str:
+    """The main figures for a terminal of 80 columns, or all of them as a Markdown table."""
+    rows = []
     for variant in variants:
-        decoding = list(variant.decode_tokens_per_second.values())
-        training = variant.figures("tokens_per_second")
-        rows.append(
-            [
-                variant.name,
-                f"{variant.parameters:,}",
-                _mean(variant.figures("bits_per_byte"), ".4f"),
-                f"{variant.cache_bytes_per_token:,}",
-                f"{decoding[-1]:,.0f}" if decoding else "",
-                f"{statistics.mean(training):,.0f}" if training else "",
-            ]
-        )
-    return console.table(rows)
-
-
-def full_table(variants: list[Variant]) -> str:
-    """All figures, as a Markdown table."""
-    head = ["variant", "parameters", "bits per byte", "loss", "KV bytes per token"]
-    head += ["KV bytes at full context", "decode tokens/s at 1/4, 1/2, full context"]
-    rows = [[*head, "training tokens/s", "peak MiB"]]
-    for variant in variants:
-        peaks = [peak / 2**20 for peak in variant.figures("peak_memory")]
-        rows.append(
-            [
-                variant.name,
-                f"{variant.parameters:,}",
-                _mean(variant.figures("bits_per_byte"), ".4f"),
-                _mean(variant.figures("loss"), ".4f"),
-                f"{variant.cache_bytes_per_token:,}",
-                f"{variant.cache_bytes:,}",
-                ", ".join(f"{speed:,.0f}" for speed in variant.decode_tokens_per_second.values()),
-                _mean(variant.figures("tokens_per_second"), ",.0f"),
-                _mean(peaks, ",.0f"),
-            ]
-        )
-    return console.table(rows, markdown=True)
+        decoding = [f"{speed:,.0f}" for speed in variant.decode_tokens_per_second.values()]
+        cells = {
+            "variant": variant.name,
+            "params": f"{variant.parameters:,}",
+            "bits/byte": _mean(variant.figures("bits_per_byte"), ".4f"),
+            "KV B/tok": f"{variant.cache_bytes_per_token:,}",
+            "decode tok/s": "".join(decoding[-1:]),
+            "train tok/s": _mean(variant.figures("tokens_per_second"), ",.0f"),
+        }
+        if full:
+            peaks = [peak / 2**20 for peak in variant.figures("peak_memory")]
+            cells |= {
+                "loss (nats/token)": _mean(variant.figures("loss"), ".4f"),
+                "KV B at full context": f"{variant.cache_bytes:,}",
+                "decode tok/s at 1/4, 1/2 of context": ", ".join(decoding[:-1]),
+                "peak MiB": _mean(peaks, ",.0f"),
+            }
+        rows.append(cells)
+    return console.table([list(rows[0]), *(list(cells.values()) for cells in rows)], full)
 
 
 def _mean(values: list[float], form: str) -> str:
@@ -163,7 +146,7 @@ def verdicts(variants: list[Variant]) -> list[str]:
         to_first = difference(variant.figures("bits_per_byte"), first.figures("bits_per_byte"))
         line = f"{variant.name} vs {first.name}: {to_first.gap:+.4f}"
         if to_first.half is None:
-            line += " bits/byte; one run each, spread unknown: use more --seeds"
+            line += " bits/byte; one run each: spread unknown, train more seeds"
         else:
             verdict = "worse" if to_first.gap > 0 else "better"
             verdict = "within spread" if to_first.within_spread else verdict
