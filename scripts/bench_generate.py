@@ -283,7 +283,7 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, reads {reads / 1e9:.1f} GB/s"
     )
-    print("tokens a second (ratio to HF, time to the first, share of the bandwidth)\n")
+    print("tokens per second (ratio to HF, time to first token, share of memory bandwidth)\n")
     names = ["HF", "HF bf16", "gptmini in torch", *(f"gptmini {name}" for name in PRECISIONS)]
     print(f"| model, batch x prompt | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     if options.quick:
