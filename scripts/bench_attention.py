@@ -1,7 +1,7 @@
 """Time attention by variant, length and window: python scripts/bench_attention.py [--quick]
 
-Each variant is timed in turns with the others in one process, since a machine's speed drifts; the
-table gives medians and, as what travels, the ratio to MHA. Width 768, 12 query heads of size 64,
+The variants take turns in one process, because a machine's speed drifts. The table gives medians
+and the ratio to MHA, which travels better than milliseconds. Width 768, 12 query heads of size 64,
 float32: a layer of GPT-2 small.
 """
 
@@ -25,7 +25,7 @@ VARIANTS = {
 
 
 def config_of(name: str, context_length: int) -> ModelConfig:
-    """One layer of that variant."""
+    """A model with a single layer of that variant."""
     return ModelConfig.model_validate(
         {
             "n_layer": 1,
@@ -39,14 +39,14 @@ def config_of(name: str, context_length: int) -> ModelConfig:
 
 
 def in_turns(calls: dict[str, Callable[[], object]], rounds: int, repeat: int) -> dict[str, float]:
-    """Median seconds of each call, the calls taking turns."""
+    """Median seconds per call; the calls take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
             started = time.perf_counter()
             for _ in range(repeat):
                 call()
-            if turn:  # the first warms up
+            if turn:  # the first turn warms up
                 times[name].append((time.perf_counter() - started) / repeat)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -54,7 +54,7 @@ def in_turns(calls: dict[str, Callable[[], object]], rounds: int, repeat: int) -
 def training_call(name: str, length: int) -> Callable[[], object]:
     """Forward and backward of an attention module on 4 rows, products in bfloat16."""
     module = Attention(config_of(name, length))
-    x = torch.randn(4, length, 768, requires_grad=True)
+    x = torch.randn(4, length, 768, requires_grad=True)  # (B, T, D)
 
     def call() -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -65,18 +65,17 @@ def training_call(name: str, length: int) -> Callable[[], object]:
 
 
 def decode_call(name: str, length: int) -> tuple[Callable[[], object], int]:
-    """One query on a full cache, as a generated token asks it, and the bytes of that cache."""
+    """One query on a full cache, as when generating a token, and the cache's bytes."""
     config = config_of(name, length)
     cache = KVCache(config, 1, torch.device("cpu"), torch.float32)
     layer = cache.layers[0]
     torch.nn.init.normal_(layer.keys)
     torch.nn.init.normal_(layer.values)
-    q = torch.randn(1, 12, 1, 64)
+    q = torch.randn(1, 12, 1, 64)  # (B, H, T, K)
     return torch.inference_mode()(lambda: attend(q, layer.keys, layer.values)), cache.bytes
 
 
 def main() -> None:
-    """Print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short lengths, few rounds")
     quick = parser.parse_args().quick

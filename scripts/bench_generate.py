@@ -1,10 +1,10 @@
 """Time generation beside Hugging Face on the same weights: python scripts/bench_generate.py
 
-Needs `pip install -e '.[bench]'`. In each row all take turns in one process, and the table gives
-medians: tokens a second with the prefill, and ratios to `generate` of transformers in float32. The
-weights are drawn at random; logits of both are compared before anything is timed. MHA is the shape
-of GPT-2, GQA and MQA that of Llama. Draws are from the 50 likeliest tokens. --quick is a small one.
---guess RUN DRAFT times guesses on trained runs instead.
+Needs `pip install -e '.[bench]'`. In each row everything takes turns in one process. The table
+gives medians of tokens per second, prefill included, and ratios to `generate` of transformers in
+float32. Weights are random; the logits of both are compared before anything is timed. MHA has the
+shape of GPT-2, GQA and MQA that of Llama. Sampling is top-k 50. --quick times a tiny model.
+--guess RUN DRAFT times guessing ahead on trained runs instead.
 """
 
 import argparse
@@ -45,7 +45,6 @@ Names = dict[str, tuple[str, ...]]
 
 
 def model_config(size: str, variant: str) -> ModelConfig:
-    """The shape of a model."""
     shape = GPT2 if variant == "mha" else LLAMA
     heads = {"n_kv_head": SIZES[size]["n_head"] // 3} if variant == "gqa" else {}
     attention = {"qk_norm": False, **VARIANTS[variant], **heads}
@@ -54,7 +53,7 @@ def model_config(size: str, variant: str) -> ModelConfig:
 
 
 def model_of(size: str, variant: str) -> GPT:
-    """A model with random weights."""
+    """With random weights."""
     torch.manual_seed(0)
     return GPT(model_config(size, variant)).eval()
 
@@ -99,12 +98,12 @@ def hugging_face(model: GPT) -> Any:
 
 
 def gpt2_names(model: GPT) -> dict[str, Tensor]:
-    """Weights as GPT-2 names and turns them."""
-    found = {"transformer.wte.weight": model.embed.weight, "lm_head.weight": model.embed.weight}
+    """Weights under GPT-2's names, its matrices transposed."""
+    weights = {"transformer.wte.weight": model.embed.weight, "lm_head.weight": model.embed.weight}
     assert model.positions is not None
-    found["transformer.wpe.weight"] = model.positions.weight
+    weights["transformer.wpe.weight"] = model.positions.weight
     state = model.state_dict()
-    found |= {
+    weights |= {
         f"transformer.ln_f.{part}": state[f"final_norm.{part}"] for part in ("weight", "bias")
     }
     pairs = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.o_proj": "attn.c_proj"}
@@ -114,14 +113,14 @@ def gpt2_names(model: GPT) -> dict[str, Tensor]:
         for part in ("weight", "bias"):
             for name, other in pairs.items():
                 value = state[f"{ours}{name}.{part}"]
-                found[f"{theirs}{other}.{part}"] = value.mT if value.ndim == 2 else value
+                weights[f"{theirs}{other}.{part}"] = value.mT if value.ndim == 2 else value
             qkv = torch.cat([state[f"{ours}attn.{x}_proj.{part}"] for x in "qkv"])
-            found[f"{theirs}attn.c_attn.{part}"] = qkv.mT if qkv.ndim == 2 else qkv
-    return found
+            weights[f"{theirs}attn.c_attn.{part}"] = qkv.mT if qkv.ndim == 2 else qkv
+    return weights
 
 
 def llama_names(model: GPT) -> dict[str, Tensor]:
-    """Weights as Llama names them."""
+    """Weights under Llama's names."""
     renamed = {
         "blocks": "model.layers",
         "attn_norm": "input_layernorm",
@@ -147,8 +146,8 @@ def ours(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[floa
 
 
 def theirs(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
-    """The same of `generate`, whose first token is timed in a call of its own."""
-    taken = []
+    """The same for `generate` of transformers; the first token is timed in a separate call."""
+    seconds = []
     for length in (n_new, 1):
         started = time.perf_counter()
         model.generate(
@@ -160,27 +159,27 @@ def theirs(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
             top_k=50,
             pad_token_id=0,
         )
-        taken.append(time.perf_counter() - started)
-    return taken[0], taken[1]
+        seconds.append(time.perf_counter() - started)
+    return seconds[0], seconds[1]
 
 
 def contestants(model: GPT, batch: int) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
-    """Who takes part, by name."""
-    other, narrow = hugging_face(model), hugging_face(model).to(torch.bfloat16)
-    found: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
-        "HF": lambda prompts, n: theirs(other, prompts, n),
+    """What is timed, by name."""
+    wide, narrow = hugging_face(model), hugging_face(model).to(torch.bfloat16)
+    calls: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
+        "HF": lambda prompts, n: theirs(wide, prompts, n),
         "HF bf16": lambda prompts, n: theirs(narrow, prompts, n),
         "torch": lambda prompts, n: ours(TorchEngine(model), model, prompts, n),
     }
     for weights in PRECISIONS:
-        decoder = open_engine(model, weights, batch, CACHE)
-        if isinstance(decoder, NativeEngine):
-            found[weights] = lambda prompts, n, d=decoder: ours(d, model, prompts, n)  # type: ignore[misc]
-    return found
+        engine = open_engine(model, weights, batch, CACHE)
+        if isinstance(engine, NativeEngine):
+            calls[weights] = lambda prompts, n, e=engine: ours(e, model, prompts, n)  # type: ignore[misc]
+    return calls
 
 
 def bandwidth() -> float:
-    """Bytes a second that all threads read from memory: the best of ten sums of 500 MB."""
+    """Bytes per second that all threads read from memory: the best of ten sums of 500 MB."""
     numbers, best = torch.ones(125_000_000), float("inf")
     for _ in range(10):
         started = time.perf_counter()
@@ -190,27 +189,27 @@ def bandwidth() -> float:
 
 
 def row(size: str, variant: str, batch: int, length: int, rounds: int, reads: float) -> None:
-    """One line of the table."""
+    """Time one row of the table and print it; `reads` is the memory bandwidth in bytes/s."""
     model = model_of(size, variant)
     parameters = sum(p.numel() for p in model.parameters())
     if model.positions is not None:
         parameters -= model.positions.weight.numel()
     if model.head is not None:
         parameters -= model.embed.weight.numel()
-    all_of = contestants(model, batch)
+    calls = contestants(model, batch)
     prompts = torch.randint(model.config.vocab_size or 1, (batch, length))
     n_new = 16 if size == "tiny" else 200 if size == "10M" else 64 if batch < 32 else 32
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in all_of}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
-        for name, call in all_of.items():
-            taken = call(prompts, n_new if turn else 2)
-            if turn:
-                times[name].append(taken)
-    base = statistics.median(one for one, _ in times["HF"])
+        for name, call in calls.items():
+            seconds_and_first = call(prompts, n_new if turn else 2)
+            if turn:  # the first turn warms up
+                times[name].append(seconds_and_first)
+    base = statistics.median(seconds for seconds, _ in times["HF"])
     cells = []
-    for name, taken_all in times.items():
-        seconds = statistics.median(one for one, _ in taken_all)
-        first = statistics.median(one for _, one in taken_all)
+    for name, turns in times.items():
+        seconds = statistics.median(seconds for seconds, _ in turns)
+        first = statistics.median(first for _, first in turns)
         share = ""
         if batch == 1 and name in PRECISIONS:
             width = {"float32": 4, "bfloat16": 2, "int8": 1}[name]
@@ -223,7 +222,7 @@ def row(size: str, variant: str, batch: int, length: int, rounds: int, reads: fl
 
 
 def guesses(path: str, draft: str) -> None:
-    """Print what guessing is worth to a trained run: the same texts, drawn with and without."""
+    """Print what guessing ahead is worth to a trained run: the same texts with and without it."""
     run, kinds = load(path), {"none": None, "lookup": "lookup", "draft": load(draft)}
     print("| temperature | guesses by | right | tokens a second | to none |\n|---|---|---|---|---|")
     for temperature in (0.0, 0.8):
@@ -249,7 +248,7 @@ def guesses(path: str, draft: str) -> None:
 
 
 def memory(size: str, who: str) -> None:
-    """Print the peak of this process, which makes a model and generates with one row."""
+    """Generate one text and print the peak memory of this process in MiB."""
     prompts = torch.randint(65, (1, 32))
     if who == "HF":
         theirs(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
@@ -258,11 +257,10 @@ def memory(size: str, who: str) -> None:
         ours(open_engine(model, who, 1, CACHE), model, prompts, 32)
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line for line in lines if line.startswith("VmHWM"))
-    print(int(peak.split()[1]) // 1024)  # getrusage would tell of the parent's as well
+    print(int(peak.split()[1]) // 1024)  # getrusage would include the parent's
 
 
 def main() -> None:
-    """Print the table, and peaks of memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--guess", nargs=2, metavar=("RUN", "DRAFT"))
@@ -280,7 +278,7 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, reads {reads / 1e9:.1f} GB/s"
     )
-    print("tokens a second (ratio to HF, time to the first, share of the bandwidth)\n")
+    print("tokens per second (ratio to HF, time to first token, share of memory bandwidth)\n")
     names = ["HF", "HF bf16", "gptmini in torch", *(f"gptmini {name}" for name in PRECISIONS)]
     print(f"| model, batch x prompt | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     if options.quick:

@@ -1,6 +1,6 @@
-"""Print the peak memory of a training step with and without gradient checkpointing.
+"""Measure a training step with and without gradient checkpointing: python scripts/bench_memory.py
 
-python scripts/bench_memory.py: each case is a process of its own, whose peak the system tells.
+Each case runs in its own process, because the system reports peak memory per process.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from gptmini.model.gpt import GPT, loss
 
 
 def measure(checkpointing: bool) -> None:
-    """Make two training steps and print their peak above the start in MiB, and seconds a step."""
+    """Run two training steps; print their peak memory in MiB above the start and seconds a step."""
     config = ModelConfig(vocab_size=257, n_layer=8, n_head=4, d_model=256, context_length=512)
     model = GPT(config).train()
     model.gradient_checkpointing = checkpointing
@@ -33,7 +33,6 @@ def measure(checkpointing: bool) -> None:
 
 
 def main() -> None:
-    """Print a Markdown table of both cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=["off", "on"], help=argparse.SUPPRESS)
     case = parser.parse_args().case

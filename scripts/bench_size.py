@@ -1,8 +1,8 @@
-"""Hold the plans of `gptmini size` against the trainings: python scripts/bench_size.py
+"""Compare the plans of `gptmini size` with real trainings: python scripts/bench_size.py [--quick]
 
-Every case is planned and then trained by the command line, on the built-in corpora, whose tokens
-are prepared before. Memory is the peak of the process, time that of the whole command. --quick
-takes a case of some seconds.
+Every case is planned and then trained through the command line, on the built-in corpora, whose
+tokens are prepared beforehand. Memory is the peak of the process, time that of the whole command.
+--quick runs one case of a few seconds.
 """
 
 import argparse
@@ -44,13 +44,13 @@ QUICK = {
 
 
 def gptmini(*words: str) -> str:
-    """What a command line prints."""
+    """Run a gptmini command; its standard output."""
     command = [sys.executable, "-m", "gptmini", *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def train(*words: str) -> tuple[float, float]:
-    """Seconds that a training takes, and bytes at its peak."""
+    """Train in a child process: seconds, and peak memory in bytes."""
     started = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "gptmini", "train", *words],
@@ -63,7 +63,6 @@ def train(*words: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a Markdown table of plans and trainings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     cases = QUICK if parser.parse_args().quick else CASES
@@ -71,7 +70,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for name, words in cases.items():
         with tempfile.TemporaryDirectory() as folder:
-            # One step, to have the tokens prepared.
+            # One step first, so that the tokens are prepared.
             gptmini("train", *words, "--steps", "1", "--out", f"{folder}/first")
             plan = json.loads(gptmini("size", *words, "--json"))
             seconds, peak = train(*words, "--out", f"{folder}/run")

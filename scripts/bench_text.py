@@ -1,9 +1,9 @@
 """Time the preparation of texts: python scripts/bench_text.py [--quick] [--large GIGABYTES]
 
-The same text, the standard library's sources, as each kind of corpus and by each tokenizer; rows
-are timed in turns and give medians, and ratios to the first row. With --large also a generated
-text of that size, by the gpt2 encoding if its files are here, in a process of its own whose peak
-memory is shown.
+The same text, the sources of Python's standard library, as every kind of corpus and with every
+tokenizer. Rows take turns; the tables give medians and ratios to the first row. --large adds a
+generated text of that size, with the gpt2 encoding if its files are available, in its own process
+to measure peak memory.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from gptmini.text.sources import find
 
 
 def write_kinds(documents: list[str], folder: Path) -> dict[str, str]:
-    """The documents as every kind of corpus: what to call it, and its path."""
+    """Write the documents as every kind of corpus: titles and file names."""
     (folder / "texts").mkdir()
     for number, document in enumerate(documents):
         (folder / "texts" / f"{number:05d}.txt").write_text(document)
@@ -60,7 +60,7 @@ def write_kinds(documents: list[str], folder: Path) -> dict[str, str]:
 
 
 def prepare(path: Path, kind: str) -> tuple[float, float]:
-    """Megabytes of text a second, and bytes per token."""
+    """Prepare a text without a cache: megabytes per second, and bytes per token."""
     separator = "<|endoftext|>" if path.name == "parted.txt" else None
     config = Config.model_validate(
         {
@@ -79,19 +79,19 @@ def prepare(path: Path, kind: str) -> tuple[float, float]:
 
 def table(title: str, rows: Mapping[str, Callable[[], tuple[float, float]]], rounds: int) -> None:
     """Time the rows in turns and print a Markdown table."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, measure in rows.items():
-            found[name].append(measure())
-    speeds = {name: statistics.median(speed for speed, _ in runs) for name, runs in found.items()}
+            results[name].append(measure())
+    speeds = {name: statistics.median(speed for speed, _ in runs) for name, runs in results.items()}
     base = next(iter(speeds.values()))
     print(f"\n| {title} | bytes per token | MB/s | to the first |\n|---|---|---|---|")
     for name, speed in speeds.items():
-        print(f"| {name} | {found[name][0][1]:.2f} | {speed:.1f} | {speed / base:.2f} x |")
+        print(f"| {name} | {results[name][0][1]:.2f} | {speed:.1f} | {speed / base:.2f} x |")
 
 
 def large(gigabytes: float, documents: list[str], kind: str, folder: Path) -> None:
-    """Prepare a text that is far larger than the memory it may take."""
+    """Prepare a text far larger than the memory this should take."""
     path = folder / "large.txt"
     written = number = 0
     with path.open("w") as file:
@@ -116,9 +116,10 @@ def large(gigabytes: float, documents: list[str], kind: str, folder: Path) -> No
 
 
 def main() -> None:
-    """Print the tables."""
     options = argparse.ArgumentParser()
-    options.add_argument("--quick", action="store_true", help="a small part of the text, once")
+    options.add_argument(
+        "--quick", action="store_true", help="one round on a small part of the text"
+    )
     options.add_argument("--large", type=float, default=0, metavar="GIGABYTES")
     chosen = options.parse_args()
     pieces = find(["builtin:python-code"], DataConfig()).pieces()
@@ -129,20 +130,21 @@ def main() -> None:
         tokenizers.create("gpt2", None, ())
         kinds.append("gpt2")
     except DataError:
-        print("gpt2: its files are not here, left out", file=sys.stderr)
+        print("warning: gpt2: no encoding files; set TIKTOKEN_CACHE_DIR", file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = write_kinds(documents, folder)
         for vocab_size in (1024, 4096, 16384):
-            learnt = tokenizers.create("bpe", vocab_size, documents)
+            tokenizer = tokenizers.create("bpe", vocab_size, documents)
             kind = str(folder / f"bpe-{vocab_size}.json")
-            Path(kind).write_text(learnt.to_json())
+            Path(kind).write_text(tokenizer.to_json())
             kinds.append(kind)
         bpe = str(folder / "bpe-4096.json")
         corpora = {title: partial(prepare, folder / file, bpe) for title, file in files.items()}
         table("corpus", corpora, rounds)
-        one = folder / "one.txt"
-        table("tokenizer", {Path(kind).stem: partial(prepare, one, kind) for kind in kinds}, rounds)
+        file = folder / "one.txt"
+        rows = {Path(kind).stem: partial(prepare, file, kind) for kind in kinds}
+        table("tokenizer", rows, rounds)
         if chosen.large:
             large(chosen.large, documents, "gpt2" if "gpt2" in kinds else "byte", folder)
 

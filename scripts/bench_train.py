@@ -1,10 +1,10 @@
-"""Time the training of models of characters, beside plain PyTorch by nanoGPT's published recipe.
+"""Time training on characters, beside plain PyTorch that follows nanoGPT's published recipes.
 
 python scripts/bench_train.py tinyshakespeare.txt [--parts step,small,large,best,ablation] [--quick]
 
-Losses are those of the whole validation split, the last tenth of the text, in nats per character
-over windows side by side. Seconds are those of the updates: start-up, compilation and evaluation
-are apart. Where several runs are made their median is shown.
+Losses are nats per character over the whole validation split, the last tenth of the text, in
+consecutive windows. Seconds are those of the updates: start-up, compilation and evaluation do not
+count. Several runs are shown by their median.
 """
 
 import argparse
@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMALL_TARGET = 1.8982  # where the baseline's recipe for a CPU ends, over windows of 64
-LARGE_TARGET = 1.4697  # the best of its recipe for a GPU, over windows of 256
+SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
+LARGE_TARGET = 1.4697  # best published loss of the GPU recipe, over windows of 256
 
 
 class Baseline(nn.Module):
-    """GPT-2 as the recipe has it: learned positions, no biases, tied head, in float32."""
+    """GPT-2 by the recipe: learned positions, no biases, tied head, float32."""
 
     def __init__(self, layers: int, heads: int, width: int, length: int, vocabulary: int) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class Baseline(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V)."""
         B, T = tokens.shape
-        x = self.embed(tokens) + self.positions.weight[:T]
+        x = self.embed(tokens) + self.positions.weight[:T]  # (B, T, D)
         for layer in range(len(self.qkv)):
             heads = self.qkv[layer](self.norms[2 * layer](x)).view(B, T, 3, self.heads, -1)
-            q, k, v = heads.permute(2, 0, 3, 1, 4)
+            q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out[layer](mixed.transpose(1, 2).flatten(2))
             x = x + self.down[layer](F.gelu(self.up[layer](self.norms[2 * layer + 1](x))))
@@ -60,16 +60,16 @@ class Baseline(nn.Module):
 
 
 def characters(path: Path) -> tuple[Tensor, Tensor, int]:
-    """The text as numbers of its characters: training, the last tenth, how many there are."""
+    """The text as character numbers: training, the last tenth, and the vocabulary size."""
     text = np.array(list(path.read_text("utf-8")))
-    known, numbers = np.unique(text, return_inverse=True)
+    vocabulary, numbers = np.unique(text, return_inverse=True)
     tokens = torch.from_numpy(numbers.astype(np.int64))
     cut = int(0.9 * len(tokens))
-    return tokens[:cut], tokens[cut:], len(known)
+    return tokens[:cut], tokens[cut:], len(vocabulary)
 
 
 def baseline(path: Path, steps: int) -> tuple[float, float]:
-    """Train by the recipe for a CPU (4 x 4 x 128, 12 x 64 tokens a step): seconds, final loss."""
+    """Train by the CPU recipe (4 x 4 x 128, 12 x 64 tokens a step): seconds, final loss."""
     training, held_out, vocabulary = characters(path)
     torch.manual_seed(1337)
     model = Baseline(4, 4, 128, 64, vocabulary)
@@ -102,7 +102,7 @@ def baseline(path: Path, steps: int) -> tuple[float, float]:
 
 
 def baseline_step(path: Path) -> float:
-    """Seconds a step of the recipe for a GPU (6 x 6 x 384, 64 x 256 tokens) in float32."""
+    """Seconds a step of the GPU recipe (6 x 6 x 384, 64 x 256 tokens), in float32."""
     model = Baseline(6, 6, 384, 256, characters(path)[2])
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(64, 256, dtype=torch.long)
@@ -117,36 +117,36 @@ def baseline_step(path: Path) -> float:
 
 
 class Runs:
-    """gptmini train in processes of their own, in a folder that goes away."""
+    """Runs `gptmini train` in child processes, in a temporary folder."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         self.path, self.folder, self.numbers = path, folder, count()
 
     def train(self, config: str | None, *settings: str) -> list[dict[str, float]]:
-        """The metrics of a run of a configuration with some settings changed."""
+        """Train a configuration with some settings changed; the run's metrics."""
         out = self.folder / str(next(self.numbers))
         words = [config] if config else ["--set", "tokenizer.kind=char"]
         words += [word for setting in settings for word in ("--set", setting)]
-        where = ["--data", str(self.path), "--out", str(out), "--cache", str(self.folder / "cache")]
-        command = [sys.executable, "-m", "gptmini", "train", *words, *where]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(done.stderr)
+        paths = ["--data", str(self.path), "--out", str(out), "--cache", str(self.folder / "cache")]
+        command = [sys.executable, "-m", "gptmini", "train", *words, *paths]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            sys.exit(process.stderr)
         return [json.loads(line) for line in (out / "metrics.jsonl").open()]
 
 
 def seconds_to(metrics: list[dict[str, float]], target: float) -> float:
-    """Seconds of updates up to the first evaluation at or below a loss."""
-    reached = [m["seconds"] for m in metrics if m.get("val_loss", math.inf) <= target]
-    return min(reached, default=math.nan)
+    """Seconds of updates until the first evaluation at or below a loss."""
+    seconds = [m["seconds"] for m in metrics if m.get("val_loss", math.inf) <= target]
+    return min(seconds, default=math.nan)
 
 
 def best(metrics: list[dict[str, float]]) -> float:
-    """The lowest validation loss."""
+    """Lowest validation loss of a run."""
     return min(m["val_loss"] for m in metrics if "val_loss" in m)
 
 
-# What each trick is replaced by, one at a time, at equal minutes.
+# The settings that replace each part of the recipe, one at a time, for equal minutes.
 ABLATIONS = {
     "the recipe": [],
     "another seed": ["train.seed=1"],
@@ -162,22 +162,22 @@ ABLATIONS = {
 
 
 def step_rows(runs: Runs, quick: bool) -> Iterator[str]:
-    """Time of a step of the recipe for a GPU, eager and compiled."""
+    """Time of a step of the GPU recipe, eager and compiled."""
     shape = ["model={n_layer: 6, n_head: 6, d_model: 384}", "train.batch_size=64"]
-    few = [f"train.steps={3 if quick else 9}", "train.log_every=1", "data.validation=0.01"]
+    short = [f"train.steps={3 if quick else 9}", "train.log_every=1", "data.validation=0.01"]
     plain = baseline_step(runs.path)
     for mode in ("off", "on"):
-        metrics = runs.train(None, *shape, *few, f"train.compile={mode}")
+        metrics = runs.train(None, *shape, *short, f"train.compile={mode}")
         seconds = statistics.median(64 * 256 / m["tokens_per_second"] for m in metrics[2:])
         name = f"seconds a step, 6 x 6 x 384, 64 x 256 tokens, compile {mode}"
         yield f"| {name} | {plain:.2f} | {seconds:.2f} | {plain / seconds:.1f} x |"
 
 
 def small_rows(runs: Runs, quick: bool) -> Iterator[str]:
-    """Time to the end of the recipe for a CPU."""
+    """Time to the final loss of the CPU recipe."""
     repeats = 1 if quick else 3
     theirs, ours = [], []
-    for _ in range(repeats):  # in turns, since the machine is not always as fast
+    for _ in range(repeats):  # in turns, because the machine's speed drifts
         theirs.append(baseline(runs.path, 20 if quick else 2000))
         ours.append(runs.train("shakespeare-char-small", *(["train.steps=3"] if quick else [])))
     plain = statistics.median(seconds for seconds, _ in theirs)
@@ -189,7 +189,7 @@ def small_rows(runs: Runs, quick: bool) -> Iterator[str]:
 
 
 def large_rows(runs: Runs, quick: bool) -> Iterator[str]:
-    """Time to the best of the recipe for a GPU, whose 5000 steps are reckoned, not made."""
+    """Time to the best loss of the GPU recipe, whose 5000 steps are extrapolated, not run."""
     plain = 5000 * baseline_step(runs.path) / 60
     metrics = runs.train("shakespeare-char", *(["train.steps=3"] if quick else []))
     minutes = seconds_to(metrics, LARGE_TARGET) / 60
@@ -199,7 +199,7 @@ def large_rows(runs: Runs, quick: bool) -> Iterator[str]:
 
 
 def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
-    """The best loss of a command of 15 minutes."""
+    """Lowest loss of a command that takes about 15 minutes."""
     started = time.perf_counter()
     metrics = runs.train("shakespeare-char-best", *(["train.steps=3"] if quick else []))
     minutes = (time.perf_counter() - started) / 60
@@ -207,7 +207,7 @@ def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
 
 
 def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:
-    """Each trick off in turn, at equal minutes."""
+    """Each part of the recipe replaced in turn, for equal minutes."""
     sizes = ["model={n_layer: 4, n_head: 4, d_model: 192}", "train.batch_size=16"]
     time_given = f"train.minutes={0.2 if quick else 0.75}"
     for name, settings in list(ABLATIONS.items())[: 2 if quick else None]:
@@ -225,19 +225,20 @@ PARTS = {
 
 
 def main() -> None:
-    """Print the parts as Markdown tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--quick", action="store_true", help="show that it runs")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--quick", action="store_true", help="a few steps of each, to see that it runs"
+    )
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(given.text, Path(folder))
+        runs = Runs(options.text, Path(folder))
         print("| | plain PyTorch | gptmini | ratio |\n|---|---|---|---|", flush=True)
-        for name in given.parts.split(","):
+        for name in options.parts.split(","):
             if name == "ablation":
                 print("\n| at equal minutes | steps | loss |\n|---|---|---|")
-            for row in PARTS[name](runs, given.quick):
+            for row in PARTS[name](runs, options.quick):
                 print(row, flush=True)
 
 

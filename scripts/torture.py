@@ -1,8 +1,8 @@
 """Kill training runs at random moments and compare how they end: python scripts/torture.py RUNS
 
-Each run is killed (SIGKILL) and started again until it reaches its last step; its weights and its
-metrics must then be those of a run that was left alone. torch is imported once and every attempt is
-a fork of this process, so that an attempt takes a fraction of a second.
+Each run is killed (SIGKILL) and restarted until it reaches its last step. Its weights and metrics
+must then equal those of an undisturbed run. PyTorch is imported once and every attempt is a fork
+of this process, so an attempt takes a fraction of a second.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # the optimizer loads it, which would take longer than a run
+import torch._dynamo  # the optimizer imports it, which takes longer than a run
 
 from gptmini.config.settings import Config
 from gptmini.plan.decide import decide
@@ -28,7 +28,7 @@ STEPS = 24
 
 
 def config_of(folder: Path) -> Config:
-    """A small run with dropout, accumulation and many checkpoints."""
+    """A small run with dropout, gradient accumulation and many checkpoints."""
     return Config.model_validate(
         {
             "model": {
@@ -53,7 +53,7 @@ def config_of(folder: Path) -> Config:
 
 
 def attempt(config: Config, folder: Path, name: str) -> int:
-    """Train in a fork; the number of its process."""
+    """Train in a fork; its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -70,7 +70,7 @@ def attempt(config: Config, folder: Path, name: str) -> int:
 
 
 def result(run: Path) -> str:
-    """A hash of the last weights and of every figure that does not depend on the clock."""
+    """A hash of the final weights and of every metric that does not depend on the clock."""
     weights = run / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"
     hashed = hashlib.sha256(weights.read_bytes())
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -85,7 +85,7 @@ def result(run: Path) -> str:
 
 
 def killed_or_done(pid: int, seconds: float) -> int | None:
-    """Kill a process after some time: None, or its exit status if it was done before."""
+    """Kill a process after some seconds: None, or its exit code if it finished first."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -98,33 +98,33 @@ def killed_or_done(pid: int, seconds: float) -> int | None:
 
 
 def main() -> None:
-    """Torture RUNS runs; the exit code is 1 if one was lost."""
-    options = argparse.ArgumentParser()
-    options.add_argument("runs", type=int)
-    chosen = options.parse_args()
+    """Exits with 1 if a run was lost."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=int)
+    n_runs = parser.parse_args().runs
     torch.set_num_threads(1)
-    chance = random.Random(1337)  # noqa: S311 - when to kill is no secret
+    chance = random.Random(1337)  # noqa: S311 - not a secret
     kills = equal = lost = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(500)))
         config = config_of(folder)
         started = time.monotonic()
-        if killed_or_done(attempt(config, folder, "whole"), 600) != 0:
-            sys.exit("the run that was left alone did not end well")
-        whole, seconds = result(folder / "whole"), time.monotonic() - started
-        for run in range(chosen.runs):
+        if killed_or_done(attempt(config, folder, "undisturbed"), 600) != 0:
+            sys.exit("the undisturbed run failed")
+        expected, seconds = result(folder / "undisturbed"), time.monotonic() - started
+        for run in range(n_runs):
             status = None
             while status is None:
                 pid = attempt(config, folder, f"run-{run}")
                 status = killed_or_done(pid, seconds * chance.uniform(0.05, 0.8))
                 kills += status is None
-            if status == 0 and result(folder / f"run-{run}") == whole:
+            if status == 0 and result(folder / f"run-{run}") == expected:
                 equal += 1
             else:
                 lost += 1
-                print(f"run {run}: exit {status}, or another end", file=sys.stderr)
-    print(f"{chosen.runs} runs, {kills} kills and resumes, {equal} equal ends, {lost} lost")
+                print(f"run {run}: exit code {status}, or different bits", file=sys.stderr)
+    print(f"{n_runs} runs, {kills} kills and resumes, {equal} equal ends, {lost} lost")
     sys.exit(lost > 0)
 
 

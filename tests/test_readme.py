@@ -1,20 +1,26 @@
-"""Every command in the README runs, on small models, and its claims about the code hold."""
+"""Every gptmini command of the READMEs runs, on small models, and what they name exists."""
 
 import gzip
 import json
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from conftest import new_cache
 
 from gptmini.cli import app
+from gptmini.config import load
 from gptmini.config.load import CONFIGS, named_configs
 from gptmini.text import fetch
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+READMES = [ROOT / folder / "README.md" for folder in ("", "scripts", "data", "configs", "tests")]
 SMALL = [
     "model.n_layer=2",
     "model.d_model=32",
@@ -24,61 +30,164 @@ SMALL = [
     "train.lr=1e-3",
     "sample.max_new_tokens=8",
 ]
+SMALL_WORDS = [word for setting in SMALL for word in ("--set", setting)]
+TEXT = "".join(
+    f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
+)
+FILE_OPTIONS = ("--data", "--prompts", "--prompt-file", "--file")
 
 
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    words = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
-    return [line for line in words if line[:1] == ["gptmini"]]
+def blocks(language: str, readme: Path) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", readme.read_text(), re.DOTALL)
+
+
+def gptmini_commands(readme: Path) -> list[list[str]]:
+    """The words of each command, the parts of pipes and lists apart."""
+    commands: list[list[str]] = [[]]
+    for line in "\n".join(blocks("sh", readme)).replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;")
+        lexer.whitespace_split = True
+        for word in [*lexer, ";"]:
+            if set(word) <= set("|&;"):
+                commands.append([])
+            else:
+                commands[-1].append(word)
+    return [words for words in commands if words[:1] == ["gptmini"]]
+
+
+def files_of(words: list[str]) -> Iterator[str]:
+    """The texts that a command reads."""
+    pairs = list(pairwise(words))
+    yield from (word for option, word in pairs if option in FILE_OPTIONS)
+    for option, word in pairs:
+        if option == "--set" and word.startswith(("data.path=", "data.validation_path=")):
+            yield word.partition("=")[2]
+    if words[1:3] == ["tokenizer", "train"]:
+        yield words[3]
+
+
+def provide(name: str, folder: Path) -> None:
+    """Make a text of that name, unless it is there or needs no file."""
+    path = folder / re.sub(r"\*+", "a", name)
+    if name == "-" or name.startswith("builtin:") or path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = TEXT.replace("\n", "<|endoftext|>") if "stories" in name else TEXT
+    if ".json" in name:
+        content = (
+            '"It"'
+            if "prompt" in name
+            else json.dumps(dict.fromkeys(("text", "story", "body"), TEXT))
+        )
+    if not path.suffix:
+        path.mkdir()
+        path /= "a.txt"
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(content.encode()))
+    elif name.endswith(".zst"):
+        pyarrow = pytest.importorskip("pyarrow")
+        path.write_bytes(pyarrow.compress(content.encode(), "zstd", asbytes=True))
+    else:
+        path.write_text(content)
+
+
+def made_small(words: list[str]) -> list[str]:
+    """A command with settings that make it take about a second."""
+    if any(word.endswith("config.yaml") for word in words):  # a run, which is small already
+        return words
+    less = {"--seeds": "1", "--minutes": "0.02"}
+    words = [less.get(option, word) for option, word in pairwise(["", *words])]
+    words = [word.replace("mha,gqa:2,mqa,window:64", "mha,gqa:2") for word in words]
+    if words[1] in ("train", "size") or (words[1] == "compare" and "runs/" not in words[2]):
+        words = [*words, *SMALL_WORDS]
+    return words + ["--max-new-tokens", "3"] * (words[1] == "generate")
+
+
+def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        app.main()
+    return int(end.value.code or 0)
 
 
 def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
-    text = "".join(
-        f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
-    )
-    for name in ("my.txt", "notes/a.txt", "src/a.py", "src/a.md", "data/tinyshakespeare.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    with gzip.open(tmp_path / "stories.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"story": text}))
-    (tmp_path / "prompts.jsonl").write_text('"It"')
-    monkeypatch.setattr("builtins.input", lambda _: sys.exit())  # who types nothing
+    monkeypatch.setattr("builtins.input", lambda _: sys.exit())  # somebody who types nothing
     monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
-    found = commands()
-    names = {"train", "generate", "score", "inspect", "tokenizer", "data"}
-    names |= {"evaluate", "compare", "size", "plot", "convert"}
-    assert {line[1] for line in found} == names
-    for line in found:
-        small = [word for setting in SMALL for word in ("--set", setting)]
-        extra = {"train": small, "generate": ["--max-new-tokens", "3"]}
-        extra |= {"size": small, "compare": small if "shakespeare-char" in line else []}
-        pairs = zip(["", *line], [*line, ""], strict=True)
-        words = ["1" if before == "--seeds" else word for before, word in pairs][:-1]
-        if not any(word.endswith("config.yaml") for word in line):  # it is small already
-            words += extra.get(line[1], [])
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as end:
-            app.main()
-        assert not end.value.code, f"{shlex.join(line)}\n{capfd.readouterr().err}"
+    (tmp_path / "stdin.txt").write_text(TEXT)
+    for readme in READMES:
+        # Each starts in an empty folder; scripts/README.md builds on the runs of README.md.
+        alone = readme.parent.name in ("data", "configs")
+        folder = tmp_path / readme.parent.name if alone else tmp_path
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        provide("data/tinyshakespeare.txt", folder)
+        for words in gptmini_commands(readme):
+            for name in files_of(words):
+                provide(name, folder)
+            with (tmp_path / "stdin.txt").open() as stdin:
+                monkeypatch.setattr(sys, "stdin", stdin)
+                code = run(made_small(words), monkeypatch)
+            assert not code, f"{readme}: {shlex.join(words)}\n{capfd.readouterr().err}"
+
+
+def test_every_command_of_the_command_line_is_in_the_readme():
+    def names(group: Any, before: str) -> Iterator[str]:
+        for name, command in group.commands.items():
+            inner = getattr(command, "commands", None)
+            yield from names(command, f"{before} {name}") if inner else [f"{before} {name}"]
+
+    commands = gptmini_commands(READMES[0])
+    shown = {" ".join(words[:length]) for words in commands for length in (2, 3)}
+    assert set(names(typer.main.get_command(app.app), "gptmini")) <= shown
 
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = blocks("python", ROOT / "README.md")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
-    small = [word for setting in SMALL for word in ("--set", setting)]
-    monkeypatch.setattr(sys, "argv", ["gptmini", "train", *small])
-    with pytest.raises(SystemExit):
-        app.main()
+    assert run(["gptmini", "train", *SMALL_WORDS], monkeypatch) == 0
     capfd.readouterr()
     exec(example, {})
     assert capfd.readouterr().out.strip()
 
 
-def test_every_configuration_is_in_the_table():
+def test_every_yaml_example_is_a_configuration(tmp_path: Path):
+    for readme in READMES:
+        for example in blocks("yaml", readme):
+            (tmp_path / "example.yaml").write_text(example)
+            load.load(tmp_path / "example.yaml", [])
+
+
+def test_every_configuration_is_described():
+    described = (ROOT / "configs" / "README.md").read_text()
     for path in named_configs():
-        assert f"`{path.relative_to(CONFIGS).with_suffix('')}`" in README
+        assert f"`{path.relative_to(CONFIGS).with_suffix('')}`" in described
+
+
+def test_every_script_that_is_named_exists():
+    texts = "".join(path.read_text() for path in READMES)
+    named = set(re.findall(r"python (scripts/\w+\.py)", texts))
+    assert named
+    assert all((ROOT / name).is_file() for name in named)
+    for script in (ROOT / "scripts").glob("*.py"):
+        assert script.name in texts, f"{script.name} is in no README"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_pictures_exist(readme: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", readme.read_text()):
+        if not target.startswith(("http://", "https://")):
+            path, _, heading = target.partition("#")
+            file = readme.parent / path if path else readme
+            assert file.exists(), target
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if heading else []
+            anchors = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings]
+            assert not heading or heading in anchors, target
+
+
+def test_the_readme_is_read_in_one_sitting():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
+    first_picture = next(number for number, line in enumerate(lines) if line.startswith("!["))
+    assert first_picture < 20

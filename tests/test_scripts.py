@@ -1,4 +1,4 @@
-"""The scripts run."""
+"""The benchmarks run, on small inputs, and print the tables of scripts/README.md."""
 
 import subprocess
 import sys
@@ -22,13 +22,15 @@ def test_bench_attention_prints_caches_by_the_formula():
     assert all(size == formula for size, formula in sizes.values())
 
 
-def test_bench_text_shows_every_kind_and_tokenizer():
+def test_bench_text_times_every_format_and_tokenizer():
     rows = [
         line.strip("| ").split(" | ") for line in output("bench_text.py", "--quick").splitlines()
     ]
-    found = {row[0]: float(row[1]) for row in rows if len(row) == 4 and row[3].endswith(" x")}
-    assert {"a folder", "Parquet", "JSON lines, zstd", "byte", "bpe-4096"} <= found.keys()
-    assert found["bpe-4096"] > found["bpe-1024"] > 2 > found["byte"]
+    bytes_per_token = {
+        row[0]: float(row[1]) for row in rows if len(row) == 4 and row[3].endswith(" x")
+    }
+    assert {"a folder", "Parquet", "JSON lines, zstd", "byte", "bpe-4096"} <= bytes_per_token.keys()
+    assert bytes_per_token["bpe-4096"] > bytes_per_token["bpe-1024"] > 2 > bytes_per_token["byte"]
 
 
 def test_gradient_checkpointing_saves_memory():
@@ -44,7 +46,7 @@ def test_torture_loses_no_run():
     assert words[6:] == ["4", "equal", "ends,", "0", "lost"]
 
 
-def test_bench_train_trains_both(tmp_path: Path):
+def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
     rows = output("bench_train.py", str(text), "--parts", "small", "--quick").splitlines()
@@ -53,7 +55,7 @@ def test_bench_train_trains_both(tmp_path: Path):
     assert 1 < float(cells[1][2]) < 7
 
 
-def test_bench_generate_draws_with_everybody():
+def test_bench_generate_times_hugging_face_and_gptmini():
     rows = output("bench_generate.py", "--quick").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[5:]]
     names = [cell.strip() for cell in rows[3].strip("|").split("|")]
@@ -64,7 +66,7 @@ def test_bench_generate_draws_with_everybody():
     assert names[1:4] == ["HF", "HF bf16", "gptmini in torch"]
 
 
-def test_bench_size_holds_plans_against_trainings():
+def test_bench_size_compares_plans_with_trainings():
     row = output("bench_size.py", "--quick").splitlines()[2]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == "quick"
