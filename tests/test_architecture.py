@@ -1,143 +1,203 @@
-"""The order of the house: imports run downwards, and each outside library has its doors."""
+"""The layout of the package: rooms whose imports point one way, a small core, and what never loads.
+
+The rooms and the rules are those of README's map: a room imports only rooms listed before it.
+"""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "gptmini"
-FLOORS = [
-    ["errors"],
-    ["yamlfile", "files"],
-    ["config"],
-    ["configfile", "planner"],
-    ["bpe"],
-    ["tokenizer"],
-    ["formats"],
-    ["corpus"],
-    ["shards"],
-    ["prepare", "fetch"],
-    # the model
-    ["mechanisms"],
-    ["layers", "masks"],
-    ["attention"],
-    ["model"],
-    ["native"],
-    # machinery
-    ["machine", "optim", "batches", "checkpoint", "runlog"],
-    ["budget", "trackers", "dry_run"],
-    # what it is for
-    ["decoder", "filters"],
-    ["speculate"],
-    ["sampler"],
-    ["run"],
-    ["evaluate", "score", "bulk", "inspect"],
-    ["measure"],
-    ["plots", "compare"],
-    ["report"],
-    ["training"],
-    ["convert", "trainer", "size"],
-    # the door
-    ["cli_options"],
-    ["cli_text", "cli_generate", "cli_evidence"],
-    ["cli"],
-    ["__init__", "__main__"],
-]
-FLOOR = {name: height for height, floor in enumerate(FLOORS) for name in floor}
-WITHOUT_TORCH = [name for name in FLOOR if FLOOR[name] <= FLOOR["prepare"]]
-DOORS = {
-    "pydantic": {"config", "configfile"},
-    "pydantic_core": {"config"},
-    "yaml": {"yamlfile"},
-    "tiktoken": {"tokenizer"},
-    "tqdm": {"runlog"},
-    "safetensors": {"checkpoint"},
-    "typer": {"cli", "cli_text", "cli_generate", "cli_evidence", "cli_options"},
-    "subprocess": {"native", "compare"},
-    "regex": {"bpe"},
-    "pyarrow": {"formats"},
-    "urllib": {"fetch"},
-    "matplotlib": {"plots"},
-    "wandb": {"trackers"},
+ROOMS = {
+    "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
+    "config": ["settings", "load", "yamlfile"],
+    "text": ["formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"],
+    "model": ["attention", "layers", "gpt", "optim", "mechanisms"],
+    "runs": ["directory", "log"],
+    "plan": ["cost", "memory", "fit", "minutes", "decide", "size"],
+    "generate": ["filters", "sampler", "engine", "native", "guess", "texts", "run", "bulk"],
+    "train": ["batches", "evaluate", "trainer", "state"],
+    "evidence": [
+        *("evaluate", "measure", "variants", "compare"),
+        *("attention_view", "plots", "report"),
+    ],
+    "interop": ["pooling"],
+    "cli": ["app", "options", "train", "generate", "text", "evidence"],
 }
-FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+CORE = [  # read in one sitting
+    *("model.attention", "model.layers", "model.gpt", "model.optim"),
+    *("generate.filters", "generate.sampler"),
+    *("train.batches", "train.evaluate", "train.trainer"),
+]
+DOORS = {  # the only modules that import a library
+    "pydantic": {"config.settings", "config.load"},
+    "pydantic_core": {"config.settings"},
+    "yaml": {"config.yamlfile"},
+    "tiktoken": {"text.tokenizer"},
+    "regex": {"text.bpe"},
+    "pyarrow": {"text.formats"},
+    "urllib": {"text.fetch"},
+    "tqdm": {"console"},
+    "safetensors": {"runs.directory"},
+    "tensorboard": {"runs.log"},
+    "wandb": {"runs.log"},
+    "matplotlib": {"evidence.plots"},
+    "subprocess": {"generate.native", "evidence.compare"},
+    "typer": {f"cli.{name}" for name in ROOMS["cli"]},
+}
+NEVER_LOADS = {  # importing the module on the left loads none of those on the right
+    "gptmini.train.trainer": [
+        "gptmini.generate.native",
+        "gptmini.generate.guess",
+        "gptmini.text.formats",
+        "gptmini.evidence",
+    ],
+    "gptmini.evidence.plots": ["gptmini.train", "torch"],
+    "gptmini": ["torch"],
+    "gptmini.cli.app": ["torch"],
+    "gptmini.plan.cost": ["torch"],
+    "gptmini.console": ["torch"],
+    **{f"gptmini.config.{name}": ["torch"] for name in ROOMS["config"]},
+    **{f"gptmini.text.{name}": ["torch", "gptmini.model"] for name in ROOMS["text"]},
+}
+FORBIDDEN_CALLS = {
+    *("eval", "exec", "compile", "__import__"),
+    *("torch.load", "yaml.load", "os.system"),
+}
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve"}
+CONSOLE_ONLY = {"print", "sys.stdout", "sys.stderr", "os.environ", "os.getenv"}
 
-trees = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
+
+def name_of(path: Path) -> str:
+    """`model.gpt` for gptmini/model/gpt.py."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def imports(tree: ast.AST) -> list[tuple[str, str]]:
-    """(module, name) of every import, wherever it stands."""
-    found = []
-    for node in ast.walk(tree):
+def room_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+SOURCES = {name_of(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+FILES = [name for name in TREES if not name.endswith(("__init__", "__main__"))]
+
+
+def imports(name: str) -> list[str]:
+    """The dotted names that a module imports, wherever the import stands."""
+    dotted = []
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names]
+            dotted += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [(node.module or "", alias.name) for alias in node.names]
-    return found
+            assert node.level == 0, f"{name} has a relative import"
+            dotted += [f"{node.module}.{alias.name}" for alias in node.names]
+    return dotted
 
 
-def rooms_used(tree: ast.AST) -> set[str]:
-    used = set()
-    for module, name in imports(tree):
-        if module == "gptmini":
-            used.add(name)
-        elif module.startswith("gptmini."):
-            used.add(module.split(".")[1])
-    return used
+def imported_files(name: str) -> set[str]:
+    """The modules of gptmini that a module imports: {"config.settings", "errors"}."""
+    ours = [dotted.removeprefix("gptmini.") for dotted in imports(name)]
+    return {file for file in FILES for dotted in ours if f"{dotted}.".startswith(f"{file}.")}
 
 
-def test_every_room_has_a_floor():
-    assert trees.keys() == FLOOR.keys()
+def test_every_file_has_its_room():
+    assert set(FILES) == {
+        f"{room}.{name}".lstrip(".") for room, names in ROOMS.items() for name in names
+    }
 
 
-@pytest.mark.parametrize("name", FLOOR)
-def test_imports_run_downwards(name):
-    above = {room for room in rooms_used(trees[name]) if FLOOR[room] >= FLOOR[name]}
-    assert not above, f"{name} imports {above}"
+@pytest.mark.parametrize("name", FILES)
+def test_a_room_imports_only_rooms_before_it(name):
+    order = list(ROOMS)
+    before = order[: order.index(room_of(name)) + 1]
+    assert {file for file in imported_files(name) if room_of(file) not in before} == set()
 
 
-def test_the_model_knows_no_machinery():
-    for name in ("masks", "layers", "attention", "model"):
-        assert rooms_used(trees[name]) <= {"config", "errors", "masks", "layers", "attention"}
-    for room, users in {"trainer": {"cli"}, "mechanisms": {"inspect"}}.items():
-        assert {name for name, tree in trees.items() if room in rooms_used(tree)} == users
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_no_circles(room):
+    graph = {
+        name: {file for file in imported_files(name) if room_of(file) == room}
+        for name in FILES
+        if room_of(name) == room
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room])
+def test_a_room_begins_with_a_docstring_and_nothing_else(room):
+    (only,) = TREES[f"{room}.__init__"].body
+    assert isinstance(only, ast.Expr)
+    assert 1 < len(ast.get_docstring(TREES[f"{room}.__init__"]).splitlines()) < 7
+
+
+def test_the_model_knows_only_its_settings_and_its_errors():
+    for name in FILES:
+        if room_of(name) == "model":
+            others = {file for file in imported_files(name) if room_of(file) != "model"}
+            assert others <= {"config.settings", "errors"}, name
+            libraries = {dotted.split(".")[0] for dotted in imports(name)} - {"gptmini"}
+            assert libraries <= {"torch", "math", "copy", "typing", "contextlib", "collections"}
+
+
+def test_mechanisms_are_for_readers_tests_and_pictures():
+    users = {name for name in FILES if "model.mechanisms" in imported_files(name)}
+    assert users == {"evidence.attention_view"}
 
 
 @pytest.mark.parametrize("library", DOORS)
 def test_each_library_has_its_doors(library):
     users = {
         name
-        for name, tree in trees.items()
-        if any(module.split(".")[0] == library for module, _ in imports(tree))
+        for name in FILES
+        for dotted in imports(name)
+        if library in dotted.split(".") and not dotted.startswith("gptmini")
     }
     assert users == DOORS[library]
 
 
-def test_nothing_can_run_code_from_a_file():
-    for name, tree in trees.items():
-        assert not {m.split(".")[0] for m, _ in imports(tree)} & FORBIDDEN_IMPORTS, name
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert called not in FORBIDDEN_CALLS, name
-                assert called not in ("torch.load", "yaml.load", "os.system"), name
+@pytest.mark.parametrize(("module", "others"), NEVER_LOADS.items(), ids=NEVER_LOADS)
+def test_importing_a_module_never_loads(module, others):
+    script = f"import {module}, sys; print([m for m in {others} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_printing_and_environment_have_their_rooms():
-    for name, tree in trees.items():
-        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
-        assert not used & {"print", "os.environ", "os.getenv"} or name.startswith("cli"), name
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_can_make_it_run_code(name):
+    assert not {dotted.split(".")[0] for dotted in imports(name)} & FORBIDDEN_IMPORTS
+    calls = {ast.unparse(node.func) for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)}
+    assert not calls & FORBIDDEN_CALLS
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "cli"])
+def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
+    used = {ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.expr)}
+    assert not used & CONSOLE_ONLY or name == "console"
+
+
+def test_the_core_is_read_in_one_sitting():
+    lines = {name: len(SOURCES[name].splitlines()) for name in CORE}
+    assert sum(lines.values()) <= 1450, lines
 
 
 def test_files_are_short():
-    for path in PACKAGE.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 350, path.name
+    assert not {name for name in FILES if len(SOURCES[name].splitlines()) > 350}
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_TORCH, "cli"])
-def test_the_ground_floor_and_the_door_import_no_torch(name):
-    check = f"import sys, gptmini.{name}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+def test_functions_are_short():
+    """At most 60 lines after the signature, which declares a command's options, and docstring."""
+    long = {}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[ast.get_docstring(node) is not None :] or node.body
+                lines = body[-1].end_lineno - body[0].lineno + 1
+                if lines > 60:
+                    long[f"{name}.{node.name}"] = lines
+    assert not long

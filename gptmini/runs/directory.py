@@ -32,7 +32,7 @@ from gptmini import files
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, MachineError
+from gptmini.errors import CheckpointError, MachineError, os_reason
 from gptmini.text import tokenizer
 from gptmini.text.tokenizer import Tokenizer
 
@@ -152,7 +152,7 @@ class RunDirectory:
             free = shutil.disk_usage(self.path).free if self.path.exists() else 0
             raise MachineError(
                 f"{self.checkpoints}: could not save step {checkpoint.step} "
-                f"({(error.strerror or str(error)).lower()}): {needed:,} bytes needed, {free:,} "
+                f"({os_reason(error)}): {needed:,} bytes needed, {free:,} "
                 f"free; run the same command again to resume from the last checkpoint"
             ) from None
 
@@ -271,7 +271,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise ValueError("not a JSON object")
         return data
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged ({error})") from None
+        raise CheckpointError(f"{path}: damaged ({os_reason(error)})") from None
 
 
 def _read_verified(path: Path, manifest: dict[str, Any]) -> bytes:
@@ -282,9 +282,9 @@ def _read_verified(path: Path, manifest: dict[str, Any]) -> bytes:
             raise ValueError(f"{path.stat().st_size} bytes instead of {expected['bytes']}")
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise ValueError("its SHA-256 does not match the manifest")
+            raise ValueError("its contents do not match the manifest")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({error})") from None
+        raise CheckpointError(f"{path}: damaged ({os_reason(error)})") from None
     return data
 
 
