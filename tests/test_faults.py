@@ -39,7 +39,7 @@ TRAIN = {"steps": 6, "save_every": 2, "eval_every": 3, "log_every": 1}
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def train(tmp_path: Path) -> Callable[..., RunDirectory]:
 
 
 def result(run: RunDirectory) -> tuple[bytes, list[dict[str, Any]]]:
-    """The final weights and every figure that does not depend on the clock."""
+    """The final weights and all metrics that do not depend on the clock."""
     final = run.checkpoints / "step-00000006" / "model.safetensors"
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     for line in lines:
@@ -69,10 +69,10 @@ def result(run: RunDirectory) -> tuple[bytes, list[dict[str, Any]]]:
 
 
 class Machine:
-    """A machine that loses its power at a numbered call to the disk.
+    """A machine that loses its power at a chosen call to the disk.
 
-    Every call that changes the disk is counted; at the chosen one, before or after it, all bytes of
-    the run that were not synced are lost by half, and nothing works any more.
+    Before or after that call, every file of the run loses half of its bytes that were not synced,
+    and all further calls fail.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, at: int, after: bool) -> None:
@@ -125,7 +125,7 @@ class Machine:
 
 
 def lost(train: Callable[..., RunDirectory], config: Config, stride: int, tmp: Path) -> list[str]:
-    """Crash at every stride-th call, go on, and tell which did not end like a run in one piece."""
+    """Crash at every stride-th call and resume; list the runs that end unlike one never stopped."""
     whole = result(train(config, "whole"))
     bad, at = [], 0
     while True:
@@ -150,7 +150,7 @@ def test_a_power_cut_at_any_call_to_the_disk_loses_nothing(train, config, tmp_pa
 
 
 @pytest.mark.parametrize("mutant", ["no sync", "no check", "no rename", "no seed", "no optimizer"])
-def test_the_test_above_would_see_it(train, config, tmp_path, monkeypatch, mutant):
+def test_the_test_above_would_notice(train, config, tmp_path, monkeypatch, mutant):
     if mutant == "no sync":
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
     elif mutant == "no check":  # of what a power cut has left of files that were not synced
@@ -206,7 +206,7 @@ def test_every_error_of_the_disk_keeps_the_checkpoint_before(tmp_path: Path):
 
 
 def _failing(patch: pytest.MonkeyPatch, at: int, number: int) -> list[int]:
-    """Let the call of that number fail; the list holds how many there were."""
+    """Let this call to the disk fail; the list counts the calls."""
     calls = [0]
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ def test_a_disk_that_fills_up_keeps_what_is_there(train, config, tmp_path: Path)
         shutil.rmtree(tmp_path / "run")
 
 
-def test_too_little_room_is_said_before_the_first_step(train, config, monkeypatch):
+def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
     monkeypatch.setattr(trainer, "update", None)
     with pytest.raises(
@@ -267,9 +267,7 @@ def test_too_little_room_is_said_before_the_first_step(train, config, monkeypatc
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("where", ["update", "evaluate", "save"])
-def test_a_signal_anywhere_saves_and_the_same_command_goes_on(
-    train, config, monkeypatch, name, where
-):
+def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
     whole = result(train(config, "whole"))
     number = getattr(signal, name)
     function = getattr(trainer, where)
@@ -305,7 +303,7 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypat
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_request_to_save_is_met_and_the_run_goes_on(train, config, monkeypatch):
+def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkeypatch):
     whole = result(train(config, "whole"))
     save, saved = trainer.save, []
 
@@ -329,11 +327,11 @@ def test_a_request_to_save_is_met_and_the_run_goes_on(train, config, monkeypatch
 
 
 def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
-    """Let step 5 diverge unless the rate is at most that share of the planned one."""
+    """Let step 5 diverge unless the rate is at most `limit` times the planned one."""
     loss = trainer.loss
 
     def unstable(training: Any) -> Any:
-        bad = training.step == 4 and training.lr_scale > limit
+        bad = training.step == 4 and training.progress.lr_scale > limit
         monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * (float("nan") if bad else 1.0))
         return update(training)
 
@@ -341,7 +339,9 @@ def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     monkeypatch.setattr(trainer, "update", unstable)
 
 
-def test_a_run_that_diverges_goes_back_and_on_at_a_lower_rate(train, config, monkeypatch, capsys):
+def test_a_run_that_diverges_rewinds_and_continues_at_a_lower_rate(
+    train, config, monkeypatch, capsys
+):
     config = tiny(
         data={"path": config.data.path},
         model={"dropout": 0.2},
@@ -349,7 +349,7 @@ def test_a_run_that_diverges_goes_back_and_on_at_a_lower_rate(train, config, mon
     )
     diverging(monkeypatch, 0.25)
     whole = train(config, "whole")
-    assert capsys.readouterr().err.count("; back to step 4, at 0.") == 2
+    assert capsys.readouterr().err.count("; rewinding to step 4 at 0.") == 2
     assert [line["step"] for line in result(whole)[1]] == [1, 2, 3, 4, 5, 6]
     found = whole.newest()
     assert found is not None
@@ -387,12 +387,12 @@ def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys
     train(config)
     lines = [line for line in capsys.readouterr().err.splitlines() if "the windows at" in line]
     assert len(lines) == 1
-    assert lines[0].startswith("step 30: loss 9 after 5.")
+    assert lines[0].startswith("warning: step 30: loss 9 after 5.")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8))
-def test_in_any_history_the_newest_whole_and_the_best_are_there(tmp_path: Path, history):
+def test_in_any_history_the_newest_intact_and_the_best_are_there(tmp_path: Path, history):
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     run = RunDirectory(tmp_path / "run")
     run.create(tiny(), ByteTokenizer())
@@ -454,7 +454,7 @@ def test_no_file_can_run_code(gptmini, train, config, text_file: Path, tmp_path:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(data=st.data())
-def test_no_configuration_is_our_bug(tmp_path: Path, data):
+def test_no_configuration_makes_us_crash(tmp_path: Path, data):
     texts = [path.read_text() for path in named_configs()]
     text = data.draw(st.sampled_from(texts))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -470,7 +470,7 @@ def test_no_configuration_is_our_bug(tmp_path: Path, data):
         assert all(line for line in error.lines)
 
 
-def test_kept_checkpoints_are_counted_only_if_they_are_whole(tmp_path: Path):
+def test_only_intact_checkpoints_count_as_kept(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.create(tiny(), ByteTokenizer())
     tensors = {"a": torch.zeros(9)}
@@ -483,7 +483,7 @@ def test_kept_checkpoints_are_counted_only_if_they_are_whole(tmp_path: Path):
     assert run.steps() == [6, 1]
 
 
-def test_a_run_that_is_moved_away_is_not_begun_anew(train, config, tmp_path, monkeypatch):
+def test_a_run_that_is_moved_away_is_not_started_afresh(train, config, tmp_path, monkeypatch):
     update = trainer.update
 
     def move(training: Any) -> Any:
@@ -525,9 +525,9 @@ def test_runs_may_have_any_name(train, config, name):
     assert train(config, name).steps()[0] == 6
 
 
-def test_a_model_that_cannot_fit_is_refused_before_it_is_made(train, config):
+def test_a_model_too_large_for_memory_is_refused_before_it_is_made(train, config):
     large = tiny(data={"path": config.data.path}, model={"d_model": 1_000_000, "n_layer": 100})
-    with pytest.raises(MachineError, match=r"parameters need [\d,]+ bytes to train, cpu has"):
+    with pytest.raises(MachineError, match=r"parameters needs [\d,]+ bytes, cpu has"):
         train(large)
 
 

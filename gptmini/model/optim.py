@@ -105,8 +105,7 @@ class Optimizer:
             parameter: name for name, parameter in model.named_parameters()
         }
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-        in_blocks = linear & set(model.blocks.parameters())
-        by_muon = in_blocks if config.optimizer == "muon" else set()
+        by_muon = linear & set(model.blocks.parameters()) if config.optimizer == "muon" else set()
         decaying = [p for p in self.names if p in linear - by_muon]
         constant = [p for p in self.names if p not in linear]
         groups = [
