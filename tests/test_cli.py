@@ -120,15 +120,15 @@ def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
 def test_wrong_settings_when_generating(gptmini, text_file: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     for words, line in [
-        (["--temperature", "-1"], "sample.temperature: must be at least 0"),
-        (["--temperature", "nan"], "sample.temperature: must be a finite number"),
-        (["--top-k", "0"], "sample.top_k"),
-        (["--top-p", "1.5"], "sample.top_p"),
-        (["--max-new-tokens", "-1"], "sample.max_new_tokens"),
-        (["--seed", "-1"], "sample.seed"),
-        (["--min-p", "1"], "sample.min_p"),
+        (["--temperature", "-1"], "--temperature: must be at least 0, not -1.0"),
+        (["--temperature", "nan"], "--temperature: must be a finite number"),
+        (["--top-k", "0"], "--top-k: "),
+        (["--top-p", "1.5"], "--top-p: "),
+        (["--max-new-tokens", "-1"], "--max-new-tokens: "),
+        (["--seed", "-1"], "--seed: "),
+        (["--min-p", "1"], "--min-p: "),
         (["--set", "sample.repetition_penalty=0"], "sample.repetition_penalty"),
-        (["--stop", ""], "sample.stop"),
+        (["--stop", ""], "--stop"),
         (["--set", "sample.bias=e"], "--set sample.bias: "),
         (["--set", "sample.bias={e: nan}"], "sample.bias.e: must be a finite number"),
         (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
@@ -136,7 +136,7 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--weights", "int4"], "weights int4: not supported"),
         (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
         (["-i"], "--prompt: cannot be combined with --interactive"),
-        (["--device", "mps"], "device mps: not one of auto, cpu and cuda"),
+        (["--device", "mps"], "device mps: unknown; use auto, cpu or cuda"),
         (["--set", "sample.overflow=error", "--max-new-tokens", "99"], "do not fit the context of"),
     ]:
         code, out, err = gptmini("generate", "--prompt", "The ", *words)

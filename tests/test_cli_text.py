@@ -133,7 +133,7 @@ def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: 
     monkeypatch.setattr(trainer, "update", update)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 0, err
-    assert "from step 2" in err
+    assert "resuming after step 2" in err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -147,7 +147,7 @@ def test_a_signal_saves_the_training_and_says_how_to_resume(gptmini, text_file, 
     command = [sys.executable, "-m", "gptmini", *long]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         for line in process.stderr:
-            if line.startswith("step 20/"):
+            if line.split()[1:2] == ["20/3000"]:
                 break
         process.send_signal(number)
         said = process.stderr.read()

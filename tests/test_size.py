@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch
     assert code == 0
     assert "does not fit in the memory of this machine, cpu" in out
     code, _, err = gptmini("size", *WORDS, "--minutes", "3", "--accelerator", "h100")
-    assert (code, "leave out --accelerator" in err) == (2, True)
+    assert (code, "remove --accelerator" in err) == (2, True)
 
 
 def test_people_can_read_it(gptmini, text_file):

@@ -63,8 +63,8 @@ def decide(
     machine.keep_freed_memory()
     config = asked if existing is None else with_choices(asked, existing)
     corpus = prepare_corpus(config, cache)
-    say(corpus.summary(asked.tokenizer.kind))
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    say(corpus.summary(asked.tokenizer.kind))
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if config.train.minutes is not None and existing is None:
         left = 60 * config.train.minutes - (time.perf_counter() - started)
