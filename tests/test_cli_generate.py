@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -217,10 +216,6 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
         command = ["-m", "gptmini", "generate", run, "-i", "--max-new-tokens", "1000000"]
         command += ["--set", "sample.bias={a: 100}"]  # a text without an end
         os.execv(sys.executable, [sys.executable, *command])
-    # By default Ctrl-C makes the kernel discard output, at times the very prompt that answers it.
-    attributes = termios.tcgetattr(terminal)
-    attributes[3] |= termios.NOFLSH
-    termios.tcsetattr(terminal, termios.TCSANOW, attributes)
     seen = b""
 
     def output() -> bytes:
@@ -246,6 +241,7 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
         place = until(b"aaaa", place)
         os.write(terminal, b"\x03")
         place = until(b"\n> ", place)
+        time.sleep(0.5)  # Python misses a Ctrl-C between its prompt and the read that follows
         os.write(terminal, b"\x03")  # there is no text to stop
         place = until(b"\n> ", place)
         os.write(terminal, b"\x04")
