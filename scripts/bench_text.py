@@ -63,10 +63,7 @@ def prepare(path: Path, kind: str) -> tuple[float, float]:
     """Prepare a text without a cache: megabytes per second, and bytes per token."""
     separator = "<|endoftext|>" if path.name == "parted.txt" else None
     config = Config.model_validate(
-        {
-            "data": {"path": str(path), "separator": separator},
-            "tokenizer": {"kind": kind},
-        }
+        {"data": {"path": str(path), "separator": separator}, "tokenizer": {"kind": kind}}
     )
     with tempfile.TemporaryDirectory() as cache:
         started = time.perf_counter()

@@ -139,11 +139,7 @@ def test_golden_self_attention_with_values_of_another_size():
 
 def test_golden_causal_attention_through_the_module():
     config = ModelConfig(
-        n_head=1,
-        d_model=3,
-        head_dim=2,
-        position="none",
-        attention=AttentionConfig(qk_norm=False),
+        n_head=1, d_model=3, head_dim=2, position="none", attention=AttentionConfig(qk_norm=False)
     )
     module = Attention(config)
     torch.manual_seed(123)

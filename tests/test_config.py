@@ -4,14 +4,7 @@ import pytest
 from conftest import tiny
 from pydantic import BaseModel
 
-from gptmini.config.load import (
-    differences,
-    find,
-    full_key,
-    load,
-    named_configs,
-    validate,
-)
+from gptmini.config.load import differences, find, full_key, load, named_configs, validate
 from gptmini.config.settings import Config, ModelConfig, default_d_ff
 from gptmini.config.yamlfile import dump
 from gptmini.errors import ConfigError

@@ -198,10 +198,7 @@ def test_files_by_others_with_matching_hashes_are_refused_as_damaged(run: RunDir
     folder = run.checkpoints / "step-00000007"
     (folder / "state.json").write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_bytes())
-    manifest["state.json"] = {
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    manifest["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"step-00000007.*state\.json"):
         run.newest()

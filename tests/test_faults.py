@@ -23,12 +23,7 @@ from gptmini import files
 from gptmini.config import load
 from gptmini.config.load import named_configs
 from gptmini.config.settings import Config
-from gptmini.errors import (
-    ConfigError,
-    DivergedError,
-    GptminiError,
-    MachineError,
-)
+from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
 from gptmini.model.optim import Optimizer
 from gptmini.runs import directory
 from gptmini.runs.directory import Checkpoint, RunDirectory

@@ -6,13 +6,7 @@ from hypothesis import strategies as st
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
-from gptmini.generate.filters import (
-    Adjustment,
-    choose,
-    log_probability,
-    probabilities,
-    uniform,
-)
+from gptmini.generate.filters import Adjustment, choose, log_probability, probabilities, uniform
 
 OPEN = {"temperature": 1.0, "top_k": None}
 

@@ -43,10 +43,7 @@ def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(
         wandb.Run,
         "log",
-        lambda self, data, step: (
-            logged.append(data),
-            log_of_wandb(self, data, step=step),
-        ),
+        lambda self, data, step: (logged.append(data), log_of_wandb(self, data, step=step)),
     )
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     train(config, run, new_cache(tmp_path))

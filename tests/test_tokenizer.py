@@ -14,12 +14,7 @@ from tiktoken_ext import openai_public
 from gptmini.errors import DataError
 from gptmini.text import bpe
 from gptmini.text import tokenizer as tokenizers
-from gptmini.text.tokenizer import (
-    BpeTokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    StreamDecoder,
-)
+from gptmini.text.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, StreamDecoder
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 

@@ -144,10 +144,7 @@ def test_blocks_do_not_depend_on_how_the_bytes_come(parts, block):
         token_files.BLOCK = before
 
 
-@given(
-    weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40),
-    total=st.integers(40, 5000),
-)
+@given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), total=st.integers(40, 5000))
 def test_shares_are_whole_positive_and_near_the_weights(weights, total):
     parts = shares(weights, total)
     assert sum(parts) == total

@@ -13,13 +13,7 @@ from conftest import prepared, tiny
 from conftest import train as begin_training
 
 from gptmini.config.settings import Config
-from gptmini.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DivergedError,
-    Stopped,
-)
+from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
 from gptmini.machine import pick_device, signals
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer

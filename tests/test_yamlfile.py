@@ -4,12 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.config.yamlfile import (
-    assignment,
-    dump,
-    parse,
-    read_file,
-)
+from gptmini.config.yamlfile import assignment, dump, parse, read_file
 from gptmini.errors import ConfigError
 
 

@@ -40,8 +40,7 @@ def train(
     steps: Steps = None,
     minutes: Minutes = None,
     device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", help="auto, cpu or cuda.", show_default="auto"),
+        str | None, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.", show_default="auto")
     ] = None,
     assignments: Assignments = None,
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,

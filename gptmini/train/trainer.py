@@ -169,10 +169,7 @@ def sample(training: Training) -> str:
     """What the model would write now; drawing it does not touch the training."""
     settings = training.config.sample
     settings = settings.model_copy(
-        update={
-            "max_new_tokens": min(SAMPLE_TOKENS, settings.max_new_tokens),
-            "overflow": "stop",
-        }
+        update={"max_new_tokens": min(SAMPLE_TOKENS, settings.max_new_tokens), "overflow": "stop"}
     )
     model, tokenizer = training.model, training.corpus.tokenizer
     limit = training.config.model.context_length
