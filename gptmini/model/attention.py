@@ -2,7 +2,7 @@
 
 G = H is multi-head attention (Vaswani et al. 2017), G = 1 is multi-query (Shazeer 2019), anything
 between is grouped-query (Ainslie et al. 2023). One formula serves all three: query head h reads KV
-head h // (H / G), and keys and values are never repeated.
+head h // (H / G), and this code never repeats keys and values.
 
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size.
 """
@@ -53,12 +53,12 @@ class Attention(nn.Module):
         """
         T = x.shape[1]
         q, k, v = self.heads(x, rotation)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
-        start = cache.length if cache else 0
+        start = cache.length if cache is not None else 0
         queries = keys = torch.arange(start, start + T, device=x.device)  # positions (T,)
         if cache is not None:
             k, v, keys = cache.append(k, v)  # (B, G, S, K), (B, G, S, K), positions (S,)
         hides_keys = self.window is not None and self.window < len(keys)
-        mask = None  # T = S is causal, and one query sees all: `attend` needs no mask for either
+        mask = None  # `attend` needs none if T = S (causal) or T = 1 (sees every key)
         if padding is not None or hides_keys or T not in (1, len(keys)):
             mask = visible(queries, keys, self.window, padding)  # (T, S) or (B, 1, T, S)
         dropout = self.dropout if self.training else 0.0
@@ -88,21 +88,21 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Scaled dot-product attention: q (B, H, T, K), k and v (B, G, S, K) -> (B, H, T, K).
+    """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, V) -> (B, H, T, V).
 
     `mask` is as from `visible`; without one, T queries on S = T keys are causal, and one query sees
-    every key. `dropout` acts on the weights. The head size of v may differ from K. MachineError if
-    `backend` is a kernel that this machine lacks.
+    every key. `dropout` acts on the weights. V, the head size of the values, is K in the model.
+    MachineError if `backend` is a kernel that this machine lacks.
     """
     B, H, T, K = q.shape
     if T > 1:
         return _attend(q, k, v, mask, mask is None, dropout, backend)
-    # A single query: the heads that share a KV head become rows of one product, or of two to keep
-    # two cores busy (12 heads on 1024 keys of one KV head: 38 us in one, 30 in two, 69 in twelve).
+    # A single query: the heads that share a KV head become rows of one matrix product, or of two to
+    # use two cores (12 heads on 1024 keys of one KV head: 38 us in one, 30 in two, 69 in twelve).
     G = k.shape[1]
     products = 2 * G if H % (2 * G) == 0 else G
     packed = q.reshape(B, products, H // products, K)  # the heads take the place of T
-    return _attend(packed, k, v, mask, False, dropout, backend).view(B, H, 1, -1)  # (B, H, 1, K)
+    return _attend(packed, k, v, mask, False, dropout, backend).view(B, H, 1, -1)  # (B, H, 1, V)
 
 
 def _attend(
@@ -120,7 +120,7 @@ def _attend(
 
 
 def choose_backend(q: Tensor, masked: bool, dropout: float) -> str:
-    """Resolve `auto`: `eager` where three plain products beat torch's fused kernel, else `sdpa`.
+    """Resolve `auto`: `eager` where two matrix products beat torch's fused kernel, else `sdpa`.
 
     On a CPU the backward pass of the fused kernel is slow in bfloat16, for short rows and under a
     mask (length 1024 with a window: 151 ms per step eager, 185 fused), and the kernel has no
@@ -142,6 +142,8 @@ def _flash_only(q: Tensor) -> Iterator[None]:
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise MachineError(
@@ -166,10 +168,10 @@ def _attend_eagerly(
         hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
         scores = scores + hidden
     weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)  # (B, H, T, S)
-    return (weights.view(B, G, H // G * T, S) @ v).view(B, H, T, -1)  # (B, H, T, K)
+    return (weights.view(B, G, H // G * T, S) @ v).view(B, H, T, -1)  # (B, H, T, V)
 
 
-# -- masks: all of the model's are made here; true means visible -----------------------------------
+# -- masks: every mask of the model is made here; True means visible -------------------------------
 
 
 def visible(
@@ -178,7 +180,7 @@ def visible(
     """The mask of queries at positions (T,) on keys at positions (S,): (T, S) or (B, 1, T, S).
 
     A query sees the keys at its own position and before, with a window only the last `window` of
-    them. The first `padding` (B,) positions of each row are hidden from all but themselves, which
+    them. The first `padding` (B,) positions of each row are visible only to themselves, which
     leaves no row of the mask empty and no softmax NaN.
     """
     distance = queries[:, None] - keys  # (T, S)
@@ -249,7 +251,7 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache per layer: 2 · G · K numbers for every position that the layer stores.
+    """One LayerCache per layer: 2 · G · K numbers per row and stored position.
 
     Layers with a window store `spare` more, so that `truncate` can take back as many tokens.
     """

@@ -74,7 +74,7 @@ class GPT(nn.Module):
         `left_padding`, is the number of padding tokens at the left of each row; every row gets the
         values it would get alone.
         """
-        start = cache.length if cache else 0
+        start = cache.length if cache is not None else 0
         end = start + tokens.shape[1]
         if end > self.config.context_length:
             raise ValueError(f"{end} positions in a context of {self.config.context_length}")
@@ -87,7 +87,7 @@ class GPT(nn.Module):
         x = self.dropout(x)
         rotation = self.rotary(positions) if self.rotary is not None else None
         for layer, block in enumerate(self.blocks):
-            layer_cache = cache.layers[layer] if cache else None
+            layer_cache = cache.layers[layer] if cache is not None else None
             if self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, rotation, layer_cache, padding, use_reentrant=False)
             else:
@@ -107,7 +107,7 @@ def loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def initialise(model: GPT) -> None:
-    """Draw the weights as GPT-2 does (Radford et al. 2019).
+    """Draw the weights much as GPT-2 does (Radford et al. 2019; its positions have std 0.01).
 
     | role                                            | distribution              |
     |-------------------------------------------------|---------------------------|

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step, and an optimizer for each role of parameter.
+"""Learning rates as functions of the step, and an optimizer for each kind of parameter.
 
 Letters: N matrices, R rows, C columns.
 """
@@ -36,8 +36,8 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum: no direction of a matrix learns faster than another.
 
     As torch.optim.Muon (Jordan et al. 2024), except that matrices of one shape are orthogonalised
-    in one batch, in half the time for small ones (24 matrices of width 256: 15 ms for 30 on two
-    cores), and in `dtype`, because not every processor is fast at bfloat16.
+    in one batch, in half the time for small ones (24 matrices of width 256: 15 ms instead of 30 on
+    two cores), and in `dtype`, because not every processor is fast at bfloat16.
     """
 
     def __init__(self, matrices: list[Tensor], weight_decay: float, dtype: torch.dtype) -> None:
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a matrix and its transpose alike
+            by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a transpose counts as the same
             for matrix in group["params"]:
                 by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
             for matrices in by_shape.values():
@@ -56,8 +56,8 @@ class Muon(torch.optim.Optimizer):
                 for matrix, wide in zip(matrices, orthogonalised, strict=True):
                     rows, columns = matrix.shape
                     update = wide.T if rows > columns else wide  # (rows, columns)
-                    # An orthogonal matrix keeps the length of its input. If that is spread over
-                    # more outputs, each changes by √(columns/rows) as much: scale makes up for it.
+                    # An orthogonal matrix keeps the length of its input. Spread over more outputs,
+                    # it changes each only √(columns/rows) times as much; `scale` compensates.
                     scale = max(1, rows / columns) ** 0.5
                     matrix.mul_(1 - group["lr"] * group["weight_decay"])
                     matrix.add_(update, alpha=-group["lr"] * scale)
@@ -78,8 +78,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrices: Tensor) -> Tensor:
     """Matrices (N, R, C), R <= C, with all singular values brought near 1.
 
-    Five steps of a Newton-Schulz iteration whose coefficients make small values grow fastest; they
-    end between 0.7 and 1.2 instead of at 1 (Jordan et al. 2024).
+    Five steps of a Newton-Schulz iteration whose coefficients make small values grow fastest. The
+    singular values end between 0.7 and 1.2, not exactly at 1 (Jordan et al. 2024).
     """
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values <= 1
     for _ in range(5):
@@ -96,7 +96,7 @@ STATE_KEYS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("mome
 class Optimizer:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
-    AdamW (Loshchilov and Hutter 2019) always has embeddings, norms, biases and the head. Only the
+    AdamW (Loshchilov and Hutter 2019) always takes embeddings, norms, biases and the head. Only the
     weight matrices of linear layers decay. `dtype` is the one Muon orthogonalises in.
     """
 
@@ -107,10 +107,10 @@ class Optimizer:
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
         by_muon = linear & set(model.blocks.parameters()) if config.optimizer == "muon" else set()
         decaying = [p for p in self.names if p in linear - by_muon]
-        constant = [p for p in self.names if p not in linear]
+        undecayed = [p for p in self.names if p not in linear]
         groups = [
             {"params": decaying, "weight_decay": config.weight_decay},
-            {"params": constant, "weight_decay": 0.0},
+            {"params": undecayed, "weight_decay": 0.0},
         ]
         beta1, beta2 = config.betas
         adamw = torch.optim.AdamW(
@@ -150,7 +150,7 @@ class Optimizer:
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Load what `state` rewide. torch's own format wants parameters by index."""
+        """Load what `state` returned; torch's own format addresses parameters by index."""
         for part, _ in self.parts:
             keys = STATE_KEYS[type(part)]
             state = {

@@ -40,8 +40,8 @@ class Batches:
         self.spans, self.seq_len = spans, seq_len
         self.batch_size, self.seed = batch_size, seed
         self.windows = [windows(span, seq_len) for span in spans]
+        self.shares = shares(weights or [1.0], CYCLE)  # places of each span in a cycle
         # Which span owns each place of a cycle, and how many places it owns before that one.
-        self.shares = shares(weights or [1.0], CYCLE)
         key = draw(seed)
         order = sorted(range(CYCLE), key=lambda place: permute(place, CYCLE, key))
         owners = np.repeat(np.arange(len(self.shares)), self.shares)[order]
@@ -59,7 +59,7 @@ class Batches:
         span, count = self.spans[which], self.windows[which]
         epoch, index = divmod(cycle * self.shares[which] + self.before[place], count)
         window = permute(index, count, draw(self.seed, which, epoch))
-        # The first window begins somewhere else in each epoch, but the last one must still fit.
+        # Each epoch begins the first window elsewhere, as far as the last one still fits.
         offsets = min(self.seq_len, len(span) - count * self.seq_len)
         offset = draw(self.seed, which, epoch, 1) % offsets
         return which, span.first + offset + window * self.seq_len
@@ -78,8 +78,8 @@ def validation_batches(
     """Tokens and targets (B, T) in which each token of a span but its first is a target once.
 
     All other targets are IGNORE_INDEX. Windows of seq_len lie side by side or begin `stride` apart;
-    with a stride, each token after the first window has at least seq_len - stride tokens before it.
-    The last window of a span may be shorter.
+    with a stride, each token after the first window has more than seq_len - stride before it. The
+    last window of a span may be shorter.
     """
     for span in spans:
         rows: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""The loss on held-out text: every token is predicted once, and the figure is always the same.
+"""The loss on held-out text: every token but the first is predicted once, without randomness.
 
 Letters: B batch, T positions, V vocabulary, W windows.
 """
@@ -17,8 +17,8 @@ from gptmini.model.gpt import GPT
 from gptmini.train.batches import IGNORE_INDEX
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
-ROWS = 1024  # of logits held at a time; all at once would be the largest tensors of a run
-BLOCKS = 100  # of text, at most, whose losses are taken to be independent
+ROWS = 1024  # rows of logits held at a time; all at once would be the largest tensors of a run
+BLOCKS = 100  # at most as many blocks of text, whose losses are treated as independent
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def evaluate(
 
 
 def token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses in nats (float64) and ranks (from 1) of targets (B, T) after tokens; on the CPU."""
+    """Losses in nats (float64) and ranks (from 1) of targets (B, T) given tokens; on the CPU."""
     hidden = model.hidden(tokens.to(model.device)).flatten(0, 1)  # (B·T, D)
     losses, ranks = [], []
     for rows, wanted in zip(hidden.split(ROWS), targets.flatten().split(ROWS), strict=True):

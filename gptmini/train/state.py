@@ -24,7 +24,7 @@ from gptmini.runs.directory import Checkpoint, RunDirectory, fitting
 from gptmini.text.tokens import Corpus
 from gptmini.train.batches import Batches, draw
 
-if TYPE_CHECKING:  # deciding reads texts, and training must not know their formats
+if TYPE_CHECKING:  # plan.decide imports the text formats, which training must not depend on
     from gptmini.plan.decide import Decision
 
 # Settings that may change when a run is resumed; any other change would make it another run.

@@ -1,4 +1,4 @@
-"""The training loop: rows, loss, update, then log, evaluate, save.
+"""The training loop: batch, loss, update, then log, evaluate, save.
 
 Everything random is a function of (seed, step, micro-batch). A run that was stopped and resumed
 therefore makes the same weights as one that never stopped, and nothing random is saved.
@@ -38,7 +38,7 @@ from gptmini.train.state import (
     windows,
 )
 
-if TYPE_CHECKING:  # deciding reads texts, and training must not know their formats
+if TYPE_CHECKING:  # plan.decide imports the text formats, which training must not depend on
     from gptmini.plan.decide import Decision
 
 SAMPLE_TOKENS = 120  # drawn at each evaluation
@@ -60,7 +60,8 @@ def train(decision: "Decision", out: Path) -> None:
         if _is_finished(training):
             say(f"{out}: already finished at step {training.step}; {_how_to_continue(training)}")
             return
-        run.check_space(3 * sum(p.nbytes for p in training.model.parameters()))
+        weights = sum(p.nbytes for p in training.model.parameters())
+        run.check_space(3 * weights)  # and up to two moments of the optimizer
         log = RunLog(run.path, training.config, training.step)
         bar = TrainingProgress(training.step, training.config.train.steps)
         try:
@@ -74,25 +75,26 @@ def train(decision: "Decision", out: Path) -> None:
 def _loop(
     training: Training, log: RunLog, bar: TrainingProgress, received: machine.Received
 ) -> None:
-    """Make the steps that are left, or end early once the validation loss has turned."""
+    """Make the steps that are left, or end early once the validation loss has stopped improving."""
     while not _is_finished(training):
+        stop = None
         try:
             _advance(training, log, bar)
             if training.paced:
                 _keep_pace(training, bar)
-            stop = received.stop is not None
-            if _save_is_due(training) or stop or received.save:
+            stop = received.stop  # read once: a later signal waits until its step is saved
+            if _save_is_due(training) or stop is not None or received.save:
+                received.save = False
                 log.sync()
                 save(training)
         except DivergedError as error:
             if training.config.train.on_divergence == "stop":
                 raise
             _rewind(training, log, bar, error)
-        received.save = False
-        if received.stop is not None:
-            name = signal.Signals(received.stop).name
+        if stop is not None:
+            name = signal.Signals(stop).name
             raise Stopped(
-                received.stop,
+                stop,
                 f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
                 f"the same command to resume",
             )
@@ -101,7 +103,7 @@ def _loop(
 
 
 def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
-    """Make one step; log and evaluate where it is due."""
+    """Make one step; log and evaluate when due."""
     settings, progress = training.config.train, training.progress
     started = time.perf_counter()
     metrics = update(training)
@@ -142,7 +144,7 @@ def update(training: Training) -> dict[str, Any]:
         share.backward()
         total += share.item()
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
-    if not math.isfinite(norm):  # one NaN would make every gradient NaN
+    if not math.isfinite(total + norm):  # clipping by a NaN norm would make every gradient NaN
         raise DivergedError(diverged(training, f"loss {total:.4g}, gradient norm {norm}"))
     training.optimizer.step(lr)
     return {"train_loss": total, "lr": lr, "grad_norm": norm}
