@@ -47,26 +47,17 @@ def _root(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help and errors are in users' words: `N` instead of `<int range>`."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        for param in self.params:
-            if param.param_type_name == "argument":
-                param.metavar = param.metavar or param.name.upper()
+    """A command whose help has no types and ranges in typer's notation."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        for kind in ("argument", "option"):
-            params = [param for param in self.get_params(ctx) if param.param_type_name == kind]
-            records = [record for param in params if (record := param.get_help_record(ctx))]
-            if records:
-                with formatter.section(f"{kind.capitalize()}s"):
-                    formatter.write_dl(
-                        [(_reworded(a, _HELP_WORDS), _reworded(b, _HELP_WORDS)) for a, b in records]
-                    )
+        write = formatter.write_dl
+        formatter.write_dl = lambda rows: write(
+            [(_reworded(name, _HELP_WORDS), _reworded(text, _HELP_WORDS)) for name, text in rows]
+        )
+        super().format_options(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -84,10 +75,6 @@ def _reworded(text: str, words: dict[str, str]) -> str:
 
 _HELP_WORDS = {
     r"^([^-].*) <.*>$": r"\1",  # an argument needs no type after its name
-    r"<int( range)?>": "N",
-    r"<float( range)?>": "X",
-    r"<path>|<file>": "FILE",
-    r"<(str|list\[str\])>": "TEXT",
     r"default: \((.*)\)": r"default: \1",
     r"(\S+)<=x<=([^];]+)": r"\1 to \2",
     r"x>=([^];]+)": r"at least \1",

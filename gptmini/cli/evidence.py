@@ -7,8 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from gptmini.cli.options import (
     RUNS,
     AsJson,
@@ -19,12 +17,16 @@ from gptmini.cli.options import (
     Data,
     Device,
     Errors,
+    Minutes,
     RunName,
+    RunNames,
     Steps,
     Weights,
+    argument,
     attention_settings,
     configured,
     newest_run,
+    option,
 )
 from gptmini.errors import ConfigError
 from gptmini.files import CACHE
@@ -37,9 +39,9 @@ def evaluate(
     data: Data = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens from one window to the next.", show_default="one window"),
+        option("N", "Tokens from one window to the next.", min=1, show_default="one window"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch.")] = 16,
+    batch_size: Annotated[int, option("N", "Windows per batch.", min=1)] = 16,
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -81,40 +83,36 @@ def _lines(facts: dict[str, Any]) -> str:
 def compare(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="CONFIG|RUN", help="Configurations to train, and directories of finished runs."
-        ),
+        argument("CONFIG|RUN", "Configurations to train, and directories of finished runs."),
     ] = None,
     attention: Annotated[
         str | None,
-        typer.Option(
-            metavar="KINDS",
-            help="Variants of one configuration, separated by commas.",
-            show_default=ATTENTIONS,
+        option(
+            "KINDS", "Variants of one configuration, separated by commas.", show_default=ATTENTIONS
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Trainings per variant.", show_default="1")
+        int | None, option("N", "Training runs per variant.", min=1, max=100, show_default="1")
     ] = None,
     data: Data = None,
     errors: Errors = None,
     steps: Steps = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Minutes per training, instead of --steps.")
+        float | None, option("X", "Minutes per training run, instead of --steps.")
     ] = None,
     assignments: Assignments = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory for runs and results.",
+        option(
+            "DIR",
+            "Directory for runs and results.",
             show_default="runs/compare, or runs/compared if nothing is trained",
         ),
     ] = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Train variants in turns, or take finished runs, and compare quality, memory and speed."""
+    """Train variants in turn, or take finished runs, and compare quality, memory and speed."""
     finished = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
     configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
     if not finished and not configs:
@@ -160,13 +158,10 @@ def convert(
     attention: AttentionName = None,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Steps to train it further.", show_default="a tenth of the original"
-        ),
+        option("N", "Steps to train it further.", min=1, show_default="a tenth of the original"),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The new run directory.", show_default="RUN-ATTENTION"),
+        Path | None, option("DIR", "The new run directory.", show_default="RUN-ATTENTION")
     ] = None,
     cache: Cache = CACHE,
 ) -> None:
@@ -190,16 +185,12 @@ def convert(
 
 
 def plot(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="RUN", help="Run directories.", show_default="the newest directory in runs/"
-        ),
-    ] = None,
+    runs: RunNames = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="A picture (.png, .pdf, .svg) or a report (.html).",
+        option(
+            "FILE",
+            "A picture (.png, .pdf, .svg) or a report (.html).",
             show_default="RUN/plot.png and RUN/plot.html",
         ),
     ] = None,
@@ -216,18 +207,13 @@ def plot(
 
 def inspect(
     run: RunName = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to read.")] = None,
-    layer: Annotated[int | None, typer.Option(help="Only this layer, from 0.")] = None,
-    head: Annotated[int | None, typer.Option(help="Only this head, from 0.")] = None,
+    prompt: Annotated[str | None, option("TEXT", "Text for the model to read.")] = None,
+    layer: Annotated[int | None, option("N", "Only this layer, from 0.")] = None,
+    head: Annotated[int | None, option("N", "Only this head, from 0.")] = None,
     mask: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MASK", help="Show a mask instead of a model: causal, window:N or padding:N."
-        ),
+        str | None, option("MASK", "Show a mask instead of a model: causal, window:N or padding:N.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Also draw a picture: .png, .pdf or .svg.")
-    ] = None,
+    out: Annotated[Path | None, option("FILE", "Also draw a picture: .png, .pdf or .svg.")] = None,
 ) -> None:
     """Show what the heads of a trained model attend to, or what a mask hides."""
     if mask is not None:
@@ -262,26 +248,22 @@ def size(
     errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Plan for this many minutes, as train does.")
-    ] = None,
+    minutes: Minutes = None,
     accelerator: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Estimate minutes on this accelerator: l4, a100, h100 and others."
-        ),
+        option("NAME", "Estimate minutes on this accelerator: l4, a100, h100 and others."),
     ] = None,
     utilisation: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Fraction of its peak FLOP/s that is reached.")
+        float, option("X", "Fraction of its peak FLOP/s that is reached.", min=0.01, max=1)
     ] = 0.4,
     devices: Annotated[
-        int, typer.Option(min=1, help="Number of accelerators, assuming perfect scaling.")
+        int, option("N", "Number of accelerators, assuming perfect scaling.", min=1)
     ] = 1,
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Show what a training would take: parameters, memory, data, minutes."""
+    """Show what a training run would take: parameters, memory, data, minutes."""
     if accelerator is not None and minutes is not None:
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"

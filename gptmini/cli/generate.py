@@ -7,11 +7,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from gptmini.cli.options import AsJson, Cache, Device, RunName, Weights, newest_run
+from gptmini.cli.options import (
+    AsJson,
+    Cache,
+    Device,
+    RunName,
+    Weights,
+    assigned,
+    flag,
+    newest_run,
+    option,
+)
 from gptmini.errors import ConfigError, DataError
-from gptmini.files import CACHE
+from gptmini.files import CACHE, decode_utf8
 
 if TYPE_CHECKING:
     from gptmini.evidence.evaluate import Score
@@ -22,78 +30,75 @@ LARGEST = 16 << 20  # bytes of a prompt; the model sees only its last context
 Settings = dict[str, Any]
 
 
-def _option(metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(metavar=metavar, help=text, **more)
-
-
 def generate(
     run: RunName = None,
-    prompt: Annotated[str | None, _option("TEXT", "The text to continue.")] = None,
+    prompt: Annotated[str | None, option("TEXT", "The text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, _option("FILE", "Read the prompt from a file; - is standard input.")
+        Path | None, option("FILE", "Read the prompt from a file; - is standard input.")
     ] = None,
     prompts: Annotated[
         Path | None,
-        _option("FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'),
+        option("FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'),
     ] = None,
     out: Annotated[
-        Path | None, _option("FILE", "Where --prompts writes JSON lines; resumes if interrupted.")
+        Path | None, option("FILE", "Where --prompts writes JSON lines; resumes if interrupted.")
     ] = None,
     interactive: Annotated[
-        bool, typer.Option("--interactive", "-i", help="Type prompts one after another.")
+        bool, flag("Type prompts one after another.", "--interactive", "-i")
     ] = False,
-    samples: Annotated[int, _option("N", "Texts per prompt.", min=1, max=10_000)] = 1,
-    max_new_tokens: Annotated[int | None, _option("N", "Maximum number of tokens to draw.")] = None,
-    temperature: Annotated[
-        float | None, _option("X", "Randomness; 0 always takes the most likely token.")
+    samples: Annotated[int, option("N", "Texts per prompt.", min=1, max=10_000)] = 1,
+    max_new_tokens: Annotated[
+        int | None, option("N", "Maximum number of tokens to generate.")
     ] = None,
-    top_k: Annotated[int | None, _option("K", "Keep the K most likely tokens.")] = None,
+    temperature: Annotated[
+        float | None, option("X", "Randomness; 0 always takes the most likely token.")
+    ] = None,
+    top_k: Annotated[int | None, option("K", "Keep the K most likely tokens.")] = None,
     top_p: Annotated[
-        float | None, _option("P", "Keep the most likely tokens with total probability P.")
+        float | None, option("P", "Keep the most likely tokens with total probability P.")
     ] = None,
     min_p: Annotated[
-        float | None, _option("P", "Keep tokens at least P times as likely as the most likely one.")
+        float | None, option("P", "Keep tokens at least P times as likely as the most likely one.")
     ] = None,
     stop: Annotated[
-        list[str] | None, _option("TEXT", "End before this text; may be given several times.")
+        list[str] | None, option("TEXT", "Stop before this text. Repeat to use several.")
     ] = None,
-    seed: Annotated[int | None, _option("N", "The same seed gives the same text.")] = None,
+    seed: Annotated[
+        int | None, option("N", "Random seed; the same seed gives the same text.")
+    ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "sample.KEY=VALUE",
+            "Other sampling settings: repetition_penalty, presence_penalty, frequency_penalty, "
+            "ban, bias, overflow.",
             "--set",
-            metavar="sample.KEY=VALUE",
-            help="Other sampling settings: repetition_penalty, presence_penalty, "
-            "frequency_penalty, ban, bias, overflow.",
         ),
     ] = None,
     special: Annotated[
-        bool, typer.Option("--special", help="Read <|endoftext|> in a prompt as a document break.")
+        bool, flag("Read <|endoftext|> in a prompt as a document break.", "--special")
     ] = False,
     lookup: Annotated[
-        bool,
-        typer.Option("--lookup", help="Guess ahead from the text so far; same text, often faster."),
+        bool, flag("Guess ahead from the text so far; same text, often faster.", "--lookup")
     ] = False,
     draft: Annotated[
-        Path | None, _option("RUN", "Guess ahead with a smaller run; same text, often faster.")
+        Path | None, option("RUN", "Guess ahead with a smaller run; same text, often faster.")
     ] = None,
-    batch_size: Annotated[int, _option("N", "Texts drawn in parallel.", min=1, max=4096)] = 16,
+    batch_size: Annotated[int, option("N", "Texts generated in parallel.", min=1, max=4096)] = 16,
     weights: Weights = "bfloat16",
     device: Device = "auto",
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Do without the KV cache; same text, slower.")
+        bool, flag("Disable the KV cache; same text, slower.", "--no-cache")
     ] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Do not escape control characters on a terminal.")
-    ] = False,
+    raw: Annotated[bool, flag("Do not escape control characters on a terminal.", "--raw")] = False,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
     """Continue a prompt with a trained model.
 
-    The text is printed as it is drawn. Sampling options default to the run's own settings.
+    The text is printed as it is generated. Sampling options default to the run's own settings.
     """
-    settings = _sampling(locals(), assignments or [])
+    settings = _sampling(locals(), assignments)
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
     named = [name for name, value in sources.items() if value is not None]
     named += ["--interactive"] * interactive
@@ -122,22 +127,18 @@ def generate(
         _show(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
-def _sampling(options: dict[str, Any], assignments: list[str]) -> Settings:
-    """What --set and the options say of the section `sample`, checked before torch is loaded.
+def _sampling(options: dict[str, Any], assignments: list[str] | None) -> Settings:
+    """The sampling settings that --set and the options give, checked before torch is loaded.
 
     An option is a setting if it has the name of one; it overrides --set.
     """
-    from gptmini.config import load, yamlfile
+    from gptmini.config import load
     from gptmini.config.settings import SampleConfig
 
-    overrides: list[tuple[str, tuple[str, ...], Any]] = []
-    for text in assignments:
-        path, value = yamlfile.assignment(text)
+    overrides = assigned(assignments)
+    for label, path, _ in overrides:
         if path[0] != "sample":
-            raise ConfigError(
-                f"--set {text}: only sampling settings apply here; write sample.KEY=VALUE"
-            )
-        overrides.append((f"--set {'.'.join(path)}", path, value))
+            raise ConfigError(f"{label}: only sampling settings apply here; write sample.KEY=VALUE")
     for key in SampleConfig.model_fields:
         if options.get(key) is not None:
             overrides.append((f"--{key.replace('_', '-')}", ("sample", key), options[key]))
@@ -230,9 +231,9 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
 
 def score(
     run: RunName = None,
-    text: Annotated[str | None, _option("TEXT", "The text to score.")] = None,
+    text: Annotated[str | None, option("TEXT", "The text to score.")] = None,
     file: Annotated[
-        Path | None, _option("FILE", "Read the text from a file; - is standard input.")
+        Path | None, option("FILE", "Read the text from a file; - is standard input.")
     ] = None,
     weights: Weights = "float32",
     device: Device = "auto",
@@ -299,9 +300,4 @@ def _text(file: Path | None) -> str:
             data = opened.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise DataError(f"{name}: over {LARGEST >> 20} MiB; shorten it")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: byte {error.start} is not valid UTF-8; convert it to UTF-8"
-        ) from None
+    return decode_utf8(data, name)

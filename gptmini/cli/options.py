@@ -12,70 +12,83 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 
+
+def option(metavar: str, text: str, *names: str, **settings: Any) -> Any:
+    """An option with a value; without `names` it is called as its parameter."""
+    return typer.Option(*names, metavar=metavar, help=text, **settings)
+
+
+def flag(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text)
+
+
+def argument(metavar: str, text: str, **settings: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=text, **settings)
+
+
+_NEWEST = "the newest directory in runs/"
+
 ConfigName = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help="A YAML file, or the name of one in configs/."),
+    str | None, argument("CONFIG", "A YAML file, or the name of one in configs/.")
 ]
-RunName = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN", help="A run directory.", show_default="the newest directory in runs/"
-    ),
-]
+RunName = Annotated[Path | None, argument("RUN", "A run directory.", show_default=_NEWEST)]
+RunNames = Annotated[list[Path] | None, argument("RUN", "Run directories.", show_default=_NEWEST)]
 Data = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="PATH",
-        help="Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs "
-        "or builtin:python-code. Repeat to use several.",
+    option(
+        "PATH",
+        "Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs or "
+        "builtin:python-code. Repeat to use several.",
     ),
 ]
 Errors = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODE",
-        help="On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place.",
+    option(
+        "MODE",
+        "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place.",
         show_default="strict",
     ),
 ]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a setting, such as train.lr=1e-3. Repeat to override several. "
+    option(
+        "KEY=VALUE",
+        "Override a setting, such as train.lr=1e-3. Repeat to override several. "
         "configs/README.md lists all keys.",
+        "--set",
     ),
 ]
 AttentionName = Annotated[
     str | None,
-    typer.Option(
-        metavar="KIND",
-        help="mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions.",
-    ),
+    option("KIND", "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."),
 ]
-Steps = Annotated[int | None, typer.Option(metavar="N", help="Number of optimizer updates.")]
+Steps = Annotated[int | None, option("N", "Number of optimizer updates.")]
 Minutes = Annotated[
     float | None,
-    typer.Option(
-        metavar="X",
-        help="Minutes that training may take; sizes and steps that are not set are chosen to fit.",
+    option(
+        "X", "Minutes that training may take; sizes and steps that are not set are chosen to fit."
     ),
 ]
-Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")]
-Weights = Annotated[
-    str, typer.Option(metavar="TYPE", help="Type of the weights: float32, bfloat16 or int8.")
-]
+Device = Annotated[str, option("DEVICE", "auto, cpu or cuda.")]
+Weights = Annotated[str, option("TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
     Path,
-    typer.Option(
-        metavar="DIR",
+    option(
+        "DIR",
+        "Folder for prepared texts and compiled code.",
         envvar="GPTMINI_CACHE",
-        help="Folder for prepared texts and compiled code.",
         show_default="~/.cache/gptmini",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, flag("Print one JSON object.", "--json")]
+
+
+def assigned(assignments: list[str] | None) -> list[tuple[str, tuple[str, ...], Any]]:
+    """The overrides of --set: (label, key path, value)."""
+    from gptmini.config import yamlfile
+
+    pairs = [yamlfile.assignment(text) for text in assignments or []]
+    return [(f"--set {'.'.join(path)}", path, value) for path, value in pairs]
 
 
 def configured(
@@ -90,12 +103,9 @@ def configured(
 
     `named` holds the options that set keys of the section train.
     """
-    from gptmini.config import load, yamlfile
+    from gptmini.config import load
 
-    overrides: list[tuple[str, tuple[str, ...], Any]] = []
-    for text in assignments or []:
-        path, value = yamlfile.assignment(text)
-        overrides.append((f"--set {'.'.join(path)}", path, value))
+    overrides = assigned(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
     if errors is not None:
@@ -103,9 +113,9 @@ def configured(
     if attention is not None:
         for key, value in attention_settings(attention).items():
             overrides.append(("--attention", ("model", "attention", key), value))
-    for option, value in (named or {}).items():
+    for label, value in (named or {}).items():
         if value is not None:
-            overrides.append((option, ("train", option.removeprefix("--")), value))
+            overrides.append((label, ("train", label.removeprefix("--")), value))
     return load.load(load.find(name) if name is not None else None, overrides)
 
 

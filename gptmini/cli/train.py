@@ -20,6 +20,7 @@ from gptmini.cli.options import (
     Steps,
     configured,
     default_out,
+    option,
 )
 from gptmini.files import CACHE
 
@@ -30,9 +31,9 @@ def train(
     errors: Errors = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Run directory to create or resume.",
+        option(
+            "DIR",
+            "Run directory to create or resume.",
             show_default="runs/ and the name of the configuration or text",
         ),
     ] = None,
@@ -40,7 +41,7 @@ def train(
     steps: Steps = None,
     minutes: Minutes = None,
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.", show_default="auto")
+        str | None, option("DEVICE", "auto, cpu or cuda.", show_default="auto")
     ] = None,
     assignments: Assignments = None,
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
