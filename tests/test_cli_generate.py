@@ -116,7 +116,7 @@ def test_a_file_of_prompts(gptmini, run):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\xff\xfe", "standard input: byte 0 is not valid UTF-8"),
+        (b"\xff\xfe", "standard input: not UTF-8 at byte 0"),
         (b"x" * (LARGEST + 1), "standard input: over 16 MiB"),
     ],
 )

@@ -1,7 +1,7 @@
-"""The list of commands, and what every failure prints.
+"""The list of commands, and the message and exit code of every failure.
 
-Results go to stdout, everything else to stderr. Commands import their workers inside, since torch
-takes more than a second to load and `--help` should not.
+Results go to stdout, everything else to stderr. A command imports the modules it needs when it
+runs: torch takes more than a second to load, and `--help` should be quick.
 """
 
 import difflib
@@ -47,7 +47,7 @@ def _root(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help has no types and ranges in typer's notation."""
+    """A command whose help and errors are in users' words."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
@@ -55,7 +55,7 @@ class _Command(typer.core.TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write = formatter.write_dl
         formatter.write_dl = lambda rows: write(
-            [(_reworded(name, _HELP_WORDS), _reworded(text, _HELP_WORDS)) for name, text in rows]
+            [(_reworded(name), _reworded(text)) for name, text in rows]
         )
         super().format_options(ctx, formatter)
 
@@ -67,19 +67,17 @@ class _Command(typer.core.TyperCommand):
             raise
 
 
-def _reworded(text: str, words: dict[str, str]) -> str:
-    for pattern, replacement in words.items():
+def _reworded(text: str) -> str:
+    for pattern, replacement in _WORDS.items():
         text = re.sub(pattern, replacement, text)
     return text
 
 
-_HELP_WORDS = {
+_WORDS = {  # of typer's help and errors, in ours
     r"^([^-].*) <.*>$": r"\1",  # an argument needs no type after its name
     r"default: \((.*)\)": r"default: \1",
     r"(\S+)<=x<=([^];]+)": r"\1 to \2",
     r"x>=([^];]+)": r"at least \1",
-}
-_ERROR_WORDS = {
     r"^Invalid value for '(.*?)'": r"\1",
     r"Input should be a valid integer.*": "expected a whole number",
     r"Input should be a valid number.*": "expected a number",
@@ -150,7 +148,7 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     command = context.command_path if context else "gptmini"
     option = getattr(error, "option_name", "")
     if not hasattr(error, "possibilities"):
-        text = _reworded(error.format_message().rstrip("."), _ERROR_WORDS)
+        text = _reworded(error.format_message().rstrip("."))
         text = text[:1].lower() + text[1:]
         return f"{text}{'' if text.endswith('?') else ';'} see {command} --help"
     known = [name for param in context.command.params for name in param.opts] if context else []

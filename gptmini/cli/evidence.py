@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,16 +116,17 @@ def compare(
     configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
     if not finished and not configs:
         configs = [None]
-    training = {"--steps": steps, "--minutes": minutes}
+    named = {"--steps": steps, "--minutes": minutes}
     other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
     if not configs:
-        for option, value in (training | other).items():
+        for option, value in (named | other).items():
             if value is not None:
                 raise ConfigError(f"{option}: these runs are already trained; remove this option")
     variants = {}
     for kind, name in _variants(configs, attention, only=not finished):
-        settings = configured(name, data, errors, kind, training, assignments)
-        variants[kind or name or "default"] = settings
+        variants[kind or name or "default"] = configured(
+            name, data, errors, kind, named, assignments
+        )
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS / ("compare" if variants else "compared")
@@ -171,16 +171,16 @@ def convert(
     path = run or newest_run()
     path = path.resolve() if path.name == "" else path
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
+    from gptmini.console import say
     from gptmini.generate.run import load
     from gptmini.interop import pooling
 
     trained = load(path, weights="float32", cache=cache)
     config = pooling.convert(trained, attention_settings(attention), steps, out, cache)
-    print(
-        f"gptmini: {out}: KV heads {trained.config.model.n_kv_head} -> {config.model.n_kv_head}, "
+    say(
+        f"{out}: KV heads {trained.config.model.n_kv_head} -> {config.model.n_kv_head}, "
         f"from step {trained.step} of {path}; train it for {config.train.steps} steps with:\n"
-        f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}",
-        file=sys.stderr,
+        f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}"
     )
 
 
@@ -268,8 +268,8 @@ def size(
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
-    training = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, training, assignments)
+    named = {"--steps": steps, "--minutes": minutes}
+    settings = configured(config, data, errors, attention, named, assignments)
     from gptmini.plan import size as sizing
 
     facts = sizing.size(settings, cache, accelerator, utilisation, devices)

@@ -1,4 +1,4 @@
-"""`gptmini generate` and `gptmini score`: a trained model at work."""
+"""`gptmini generate` and `gptmini score`."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
-LARGEST = 16 << 20  # bytes of a prompt; the model sees only its last context
+LARGEST = 16 << 20  # bytes of a prompt or of a text to score
 Settings = dict[str, Any]
 
 
@@ -154,16 +154,16 @@ def _show(
     raw: bool,
     as_json: bool,
 ) -> None:
-    """Print the texts of one prompt: a single one as it is drawn, several one after another."""
+    """Print the texts of one prompt: a single one as it is generated, several in turn."""
     from gptmini.console import say, stream_to_stdout
 
     batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
     generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in batches)
     if as_json:
-        finished = list(generations)
-        for generation in finished:
+        started = list(generations)
+        for generation in started:
             generation.finish()
-        stream_to_stdout([json.dumps(_facts(finished)), "\n"])
+        stream_to_stdout([json.dumps(_facts(started)), "\n"])
         return
     for generation in generations:
         if samples == 1:
@@ -205,7 +205,7 @@ def _facts(generations: "list[Generation]") -> dict[str, Any]:
 
 
 def _converse(run: "Run", settings: Settings, raw: bool) -> None:
-    """Prompts typed by a person; Ctrl-C stops the text that is being drawn, not the program."""
+    """Prompts typed by a person; Ctrl-C stops the current text, not the program."""
     from gptmini.console import say, stream_to_stdout
 
     say("Type a prompt; an empty line continues the last text. Ctrl-C stops a text, Ctrl-D quits.")
@@ -248,22 +248,21 @@ def score(
     from gptmini.generate.run import load
 
     scored = scoring.score(load(path, device, weights), _text(file) if text is None else text)
-    totals = {
-        "tokens": len(scored.tokens),
-        "bytes": scored.bytes,
-        "loss": scored.loss,
-        "perplexity": scored.perplexity,
-        "bits_per_byte": scored.bits_per_byte,
-    }
     if as_json:
-        columns = zip(scored.texts, scored.tokens, scored.logprobs, scored.ranks, strict=True)
-        names = ("text", "token", "logprob", "rank")
-        rows = [dict(zip(names, row, strict=True)) for row in columns]
-        stream_to_stdout([json.dumps(totals | {"scores": rows}), "\n"])
+        rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.ranks, strict=True)
+        facts = {
+            "tokens": len(scored.tokens),
+            "bytes": scored.bytes,
+            "loss": scored.loss,
+            "perplexity": scored.perplexity,
+            "bits_per_byte": scored.bits_per_byte,
+            "scores": [{"text": t, "token": n, "logprob": p, "rank": r} for t, n, p, r in rows],
+        }
+        stream_to_stdout([json.dumps(facts), "\n"])
         return
     stream_to_stdout(_coloured(scored) if sys.stdout.isatty() else _table(scored), raw=True)
     print(
-        f"{totals['tokens']:,} tokens, {totals['bytes']:,} bytes: loss {scored.loss:.4f} nats per "
+        f"{len(scored.tokens):,} tokens, {scored.bytes:,} bytes: loss {scored.loss:.4f} nats per "
         f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
     )
 
@@ -292,12 +291,11 @@ def _text(file: Path | None) -> str:
     """The contents of a file or of standard input (-); without a file, nothing."""
     if file is None:
         return ""
-    name = "standard input" if str(file) == "-" else str(file)
     if str(file) == "-":
-        data = sys.stdin.buffer.read(LARGEST + 1)
+        name, data = "standard input", sys.stdin.buffer.read(LARGEST + 1)
     else:
         with file.open("rb") as opened:
-            data = opened.read(LARGEST + 1)
+            name, data = str(file), opened.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise DataError(f"{name}: over {LARGEST >> 20} MiB; shorten it")
     return decode_utf8(data, name)

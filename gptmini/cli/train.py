@@ -1,7 +1,6 @@
-"""`gptmini train`, and `gptmini data prepare`, which only does its first part."""
+"""`gptmini train`, and `gptmini data prepare`, which does only its first part."""
 
 import shlex
-import sys
 import time
 from itertools import chain
 from pathlib import Path
@@ -68,10 +67,11 @@ def train(
     if no_sample:
         return
     run = load(out, settings.train.device, cache=cache)
-    print(f"\nsample from the best checkpoint, step {run.step}:\n", file=sys.stderr)
+    console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
     console.stream_to_stdout(chain(run.stream(""), ["\n"]))
-    command = f"gptmini generate {shlex.quote(str(out))} --prompt TEXT"
-    print(f"\ncontinue your own prompt with: {command}", file=sys.stderr)
+    console.say(
+        f"\ncontinue your own prompt with: gptmini generate {shlex.quote(str(out))} --prompt TEXT"
+    )
 
 
 def prepare(
