@@ -1,12 +1,13 @@
-"""`gptmini evaluate`, `compare`, `size`, `plot`, `inspect` and `convert`."""
+"""`gptmini evaluate`, `compare`, `convert`, `plot`, `inspect` and `size`."""
 
 import json
 import shlex
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from gptmini.cli.options import (
+    NEWEST,
     RUNS,
     AsJson,
     Assignments,
@@ -18,7 +19,6 @@ from gptmini.cli.options import (
     Errors,
     Minutes,
     RunName,
-    RunNames,
     Steps,
     Weights,
     argument,
@@ -36,11 +36,10 @@ ATTENTIONS = "mha,gqa:2,mqa"  # compared by default
 def evaluate(
     run: RunName = None,
     data: Data = None,
-    stride: Annotated[
-        int | None,
-        option("N", "Tokens from one window to the next.", min=1, show_default="one window"),
-    ] = None,
-    batch_size: Annotated[int, option("N", "Windows per batch.", min=1)] = 16,
+    stride: int | None = option(
+        None, "N", "Tokens from one window to the next.", min=1, show_default="one window"
+    ),
+    batch_size: int = option(16, "N", "Windows per batch.", min=1),
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -80,34 +79,29 @@ def _lines(facts: dict[str, Any]) -> str:
 
 
 def compare(
-    names: Annotated[
-        list[str] | None,
-        argument("CONFIG|RUN", "Configurations to train, and directories of finished runs."),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        option(
-            "KINDS", "Variants of one configuration, separated by commas.", show_default=ATTENTIONS
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None, option("N", "Training runs per variant.", min=1, max=100, show_default="1")
-    ] = None,
+    names: list[str] | None = argument(
+        None, "CONFIG|RUN", "Configurations to train, and directories of finished runs."
+    ),
+    attention: str | None = option(
+        None,
+        "KINDS",
+        "Variants of one configuration, separated by commas.",
+        show_default=ATTENTIONS,
+    ),
+    seeds: int | None = option(
+        None, "N", "Training runs per variant.", min=1, max=100, show_default="1"
+    ),
     data: Data = None,
     errors: Errors = None,
     steps: Steps = None,
-    minutes: Annotated[
-        float | None, option("X", "Minutes per training run, instead of --steps.")
-    ] = None,
+    minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
     assignments: Assignments = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Directory for runs and results.",
-            show_default="runs/compare, or runs/compared if nothing is trained",
-        ),
-    ] = None,
+    out: Path | None = option(
+        None,
+        "DIR",
+        "Directory for runs and results.",
+        show_default="runs/compare, or runs/compared if nothing is trained",
+    ),
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
@@ -119,14 +113,13 @@ def compare(
     named = {"--steps": steps, "--minutes": minutes}
     other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
     if not configs:
-        for option, value in (named | other).items():
+        for label, value in (named | other).items():
             if value is not None:
-                raise ConfigError(f"{option}: these runs are already trained; remove this option")
-    variants = {}
-    for kind, name in _variants(configs, attention, only=not finished):
-        variants[kind or name or "default"] = configured(
-            name, data, errors, kind, named, assignments
-        )
+                raise ConfigError(f"{label}: these runs are already trained; remove this option")
+    variants = {
+        kind or name or "default": configured(name, data, errors, kind, named, assignments)
+        for kind, name in _variants(configs, attention, only=not finished)
+    }
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS / ("compare" if variants else "compared")
@@ -156,13 +149,10 @@ def _variants(
 def convert(
     run: RunName = None,
     attention: AttentionName = None,
-    steps: Annotated[
-        int | None,
-        option("N", "Steps to train it further.", min=1, show_default="a tenth of the original"),
-    ] = None,
-    out: Annotated[
-        Path | None, option("DIR", "The new run directory.", show_default="RUN-ATTENTION")
-    ] = None,
+    steps: int | None = option(
+        None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
+    ),
+    out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
     cache: Cache = CACHE,
 ) -> None:
     """Average the KV heads of a trained model into fewer, as the start of a new run."""
@@ -185,15 +175,13 @@ def convert(
 
 
 def plot(
-    runs: RunNames = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "A picture (.png, .pdf, .svg) or a report (.html).",
-            show_default="RUN/plot.png and RUN/plot.html",
-        ),
-    ] = None,
+    runs: list[Path] | None = argument(None, "RUN", "Run directories.", show_default=NEWEST),
+    out: Path | None = option(
+        None,
+        "FILE",
+        "A picture (.png, .pdf, .svg) or a report (.html).",
+        show_default="RUN/plot.png and RUN/plot.html",
+    ),
     cache: Cache = CACHE,
 ) -> None:
     """Draw the training curves of runs; a report also has samples over time and attention."""
@@ -207,13 +195,13 @@ def plot(
 
 def inspect(
     run: RunName = None,
-    prompt: Annotated[str | None, option("TEXT", "Text for the model to read.")] = None,
-    layer: Annotated[int | None, option("N", "Only this layer, from 0.")] = None,
-    head: Annotated[int | None, option("N", "Only this head, from 0.")] = None,
-    mask: Annotated[
-        str | None, option("MASK", "Show a mask instead of a model: causal, window:N or padding:N.")
-    ] = None,
-    out: Annotated[Path | None, option("FILE", "Also draw a picture: .png, .pdf or .svg.")] = None,
+    prompt: str | None = option(None, "TEXT", "Text for the model to read."),
+    layer: int | None = option(None, "N", "Only this layer, from 0."),
+    head: int | None = option(None, "N", "Only this head, from 0."),
+    mask: str | None = option(
+        None, "MASK", "Show a mask instead of a model: causal, window:N or padding:N."
+    ),
+    out: Path | None = option(None, "FILE", "Also draw a picture: .png, .pdf or .svg."),
 ) -> None:
     """Show what the heads of a trained model attend to, or what a mask hides."""
     if mask is not None:
@@ -249,16 +237,13 @@ def size(
     attention: AttentionName = None,
     steps: Steps = None,
     minutes: Minutes = None,
-    accelerator: Annotated[
-        str | None,
-        option("NAME", "Estimate minutes on this accelerator: l4, a100, h100 and others."),
-    ] = None,
-    utilisation: Annotated[
-        float, option("X", "Fraction of its peak FLOP/s that is reached.", min=0.01, max=1)
-    ] = 0.4,
-    devices: Annotated[
-        int, option("N", "Number of accelerators, assuming perfect scaling.", min=1)
-    ] = 1,
+    accelerator: str | None = option(
+        None, "NAME", "Estimate minutes on this accelerator: l4, a100, h100 and others."
+    ),
+    utilisation: float = option(
+        0.4, "X", "Fraction of its peak FLOP/s that is reached.", min=0.01, max=1
+    ),
+    devices: int = option(1, "N", "Number of accelerators, assuming perfect scaling.", min=1),
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from gptmini.cli.options import (
     AsJson,
@@ -32,65 +32,48 @@ Settings = dict[str, Any]
 
 def generate(
     run: RunName = None,
-    prompt: Annotated[str | None, option("TEXT", "The text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None, option("FILE", "Read the prompt from a file; - is standard input.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        option("FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'),
-    ] = None,
-    out: Annotated[
-        Path | None, option("FILE", "Where --prompts writes JSON lines; resumes if interrupted.")
-    ] = None,
-    interactive: Annotated[
-        bool, flag("Type prompts one after another.", "--interactive", "-i")
-    ] = False,
-    samples: Annotated[int, option("N", "Texts per prompt.", min=1, max=10_000)] = 1,
-    max_new_tokens: Annotated[
-        int | None, option("N", "Maximum number of tokens to generate.")
-    ] = None,
-    temperature: Annotated[
-        float | None, option("X", "Randomness; 0 always takes the most likely token.")
-    ] = None,
-    top_k: Annotated[int | None, option("K", "Keep the K most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, option("P", "Keep the most likely tokens with total probability P.")
-    ] = None,
-    min_p: Annotated[
-        float | None, option("P", "Keep tokens at least P times as likely as the most likely one.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, option("TEXT", "Stop before this text. Repeat to use several.")
-    ] = None,
-    seed: Annotated[
-        int | None, option("N", "Random seed; the same seed gives the same text.")
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        option(
-            "sample.KEY=VALUE",
-            "Other sampling settings: repetition_penalty, presence_penalty, frequency_penalty, "
-            "ban, bias, overflow.",
-            "--set",
-        ),
-    ] = None,
-    special: Annotated[
-        bool, flag("Read <|endoftext|> in a prompt as a document break.", "--special")
-    ] = False,
-    lookup: Annotated[
-        bool, flag("Guess ahead from the text so far; same text, often faster.", "--lookup")
-    ] = False,
-    draft: Annotated[
-        Path | None, option("RUN", "Guess ahead with a smaller run; same text, often faster.")
-    ] = None,
-    batch_size: Annotated[int, option("N", "Texts generated in parallel.", min=1, max=4096)] = 16,
+    prompt: str | None = option(None, "TEXT", "The text to continue."),
+    prompt_file: Path | None = option(
+        None, "FILE", "Read the prompt from a file; - is standard input."
+    ),
+    prompts: Path | None = option(
+        None, "FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'
+    ),
+    out: Path | None = option(
+        None, "FILE", "Where --prompts writes JSON lines; resumes if interrupted."
+    ),
+    interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
+    samples: int = option(1, "N", "Texts per prompt.", min=1, max=10_000),
+    max_new_tokens: int | None = option(None, "N", "Maximum number of tokens to generate."),
+    temperature: float | None = option(
+        None, "X", "Randomness; 0 always takes the most likely token."
+    ),
+    top_k: int | None = option(None, "K", "Keep the K most likely tokens."),
+    top_p: float | None = option(
+        None, "P", "Keep the most likely tokens with total probability P."
+    ),
+    min_p: float | None = option(
+        None, "P", "Keep tokens at least P times as likely as the most likely one."
+    ),
+    stop: list[str] | None = option(None, "TEXT", "Stop before this text. Repeat to use several."),
+    seed: int | None = option(None, "N", "Random seed; the same seed gives the same text."),
+    assignments: list[str] | None = option(
+        None,
+        "sample.KEY=VALUE",
+        "Other sampling settings: repetition_penalty, presence_penalty, frequency_penalty, "
+        "ban, bias, overflow.",
+        "--set",
+    ),
+    special: bool = flag("Read <|endoftext|> in a prompt as a document break.", "--special"),
+    lookup: bool = flag("Guess ahead from the text so far; same text, often faster.", "--lookup"),
+    draft: Path | None = option(
+        None, "RUN", "Guess ahead with a smaller run; same text, often faster."
+    ),
+    batch_size: int = option(16, "N", "Texts generated in parallel.", min=1, max=4096),
     weights: Weights = "bfloat16",
     device: Device = "auto",
-    no_cache: Annotated[
-        bool, flag("Disable the KV cache; same text, slower.", "--no-cache")
-    ] = False,
-    raw: Annotated[bool, flag("Do not escape control characters on a terminal.", "--raw")] = False,
+    no_cache: bool = flag("Disable the KV cache; same text, slower.", "--no-cache"),
+    raw: bool = flag("Do not escape control characters on a terminal.", "--raw"),
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
@@ -231,10 +214,8 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
 
 def score(
     run: RunName = None,
-    text: Annotated[str | None, option("TEXT", "The text to score.")] = None,
-    file: Annotated[
-        Path | None, option("FILE", "Read the text from a file; - is standard input.")
-    ] = None,
+    text: str | None = option(None, "TEXT", "The text to score."),
+    file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,

@@ -13,74 +13,48 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 
-def option(metavar: str, text: str, *names: str, **settings: Any) -> Any:
-    """An option with a value; without `names` it is called as its parameter."""
-    return typer.Option(*names, metavar=metavar, help=text, **settings)
+def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
+    """An option with a value; `...` is no default, or the one that follows `Annotated`."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **settings)
 
 
 def flag(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text)
+    return typer.Option(False, *names, help=text)
 
 
-def argument(metavar: str, text: str, **settings: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=text, **settings)
+def argument(default: Any, metavar: str, text: str, **settings: Any) -> Any:
+    return typer.Argument(default, metavar=metavar, help=text, **settings)
 
 
-_NEWEST = "the newest directory in runs/"
+NEWEST = "the newest directory in runs/"
+_FILE_OR_NAME = "A YAML file, or the name of one in configs/."
+_TEXTS = (
+    "Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs or "
+    "builtin:python-code. Repeat to use several."
+)
+_NOT_UTF8 = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
+_SETTING = (
+    "Override a setting, such as train.lr=1e-3. Repeat to override several. configs/README.md "
+    "lists all keys."
+)
+_KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
+_MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
+_CACHE = "Folder for prepared texts and compiled code."
 
-ConfigName = Annotated[
-    str | None, argument("CONFIG", "A YAML file, or the name of one in configs/.")
-]
-RunName = Annotated[Path | None, argument("RUN", "A run directory.", show_default=_NEWEST)]
-RunNames = Annotated[list[Path] | None, argument("RUN", "Run directories.", show_default=_NEWEST)]
-Data = Annotated[
-    list[str] | None,
-    option(
-        "PATH",
-        "Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs or "
-        "builtin:python-code. Repeat to use several.",
-    ),
-]
-Errors = Annotated[
-    str | None,
-    option(
-        "MODE",
-        "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place.",
-        show_default="strict",
-    ),
-]
-Assignments = Annotated[
-    list[str] | None,
-    option(
-        "KEY=VALUE",
-        "Override a setting, such as train.lr=1e-3. Repeat to override several. "
-        "configs/README.md lists all keys.",
-        "--set",
-    ),
-]
-AttentionName = Annotated[
-    str | None,
-    option("KIND", "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."),
-]
-Steps = Annotated[int | None, option("N", "Number of optimizer updates.")]
-Minutes = Annotated[
-    float | None,
-    option(
-        "X", "Minutes that training may take; sizes and steps that are not set are chosen to fit."
-    ),
-]
-Device = Annotated[str, option("DEVICE", "auto, cpu or cuda.")]
-Weights = Annotated[str, option("TYPE", "Type of the weights: float32, bfloat16 or int8.")]
+ConfigName = Annotated[str | None, argument(..., "CONFIG", _FILE_OR_NAME)]
+RunName = Annotated[Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST)]
+Data = Annotated[list[str] | None, option(..., "PATH", _TEXTS)]
+Errors = Annotated[str | None, option(..., "MODE", _NOT_UTF8, show_default="strict")]
+Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--set")]
+AttentionName = Annotated[str | None, option(..., "KIND", _KIND)]
+Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
+Minutes = Annotated[float | None, option(..., "X", _MINUTES)]
+Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
+Weights = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
-    Path,
-    option(
-        "DIR",
-        "Folder for prepared texts and compiled code.",
-        envvar="GPTMINI_CACHE",
-        show_default="~/.cache/gptmini",
-    ),
+    Path, option(..., "DIR", _CACHE, envvar="GPTMINI_CACHE", show_default="~/.cache/gptmini")
 ]
-AsJson = Annotated[bool, flag("Print one JSON object.", "--json")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def assigned(assignments: list[str] | None) -> list[tuple[str, tuple[str, ...], Any]]:

@@ -28,20 +28,16 @@ def train(
     config: ConfigName = None,
     data: Data = None,
     errors: Errors = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Run directory to create or resume.",
-            show_default="runs/ and the name of the configuration or text",
-        ),
-    ] = None,
+    out: Path | None = option(
+        None,
+        "DIR",
+        "Run directory to create or resume.",
+        show_default="runs/ and the name of the configuration or text",
+    ),
     attention: AttentionName = None,
     steps: Steps = None,
     minutes: Minutes = None,
-    device: Annotated[
-        str | None, option("DEVICE", "auto, cpu or cuda.", show_default="auto")
-    ] = None,
+    device: str | None = option(None, "DEVICE", "auto, cpu or cuda.", show_default="auto"),
     assignments: Assignments = None,
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
     cache: Cache = CACHE,
