@@ -196,8 +196,8 @@ def plot(
 def inspect(
     run: RunName = None,
     prompt: str | None = option(None, "TEXT", "Text for the model to read."),
-    layer: int | None = option(None, "N", "Only this layer, from 0."),
-    head: int | None = option(None, "N", "Only this head, from 0."),
+    layer: int | None = option(None, "N", "Only this layer, counted from 0."),
+    head: int | None = option(None, "N", "Only this head, counted from 0."),
     mask: str | None = option(
         None, "MASK", "Show a mask instead of a model: causal, window:N or padding:N."
     ),
@@ -241,7 +241,7 @@ def size(
         None, "NAME", "Estimate minutes on this accelerator: l4, a100, h100 and others."
     ),
     utilisation: float = option(
-        0.4, "X", "Fraction of its peak FLOP/s that is reached.", min=0.01, max=1
+        0.4, "X", "Fraction of the accelerator's peak FLOP/s that is reached.", min=0.01, max=1
     ),
     devices: int = option(1, "N", "Number of accelerators, assuming perfect scaling.", min=1),
     assignments: Assignments = None,

@@ -95,17 +95,16 @@ def configured(
 
 def attention_settings(text: str) -> dict[str, Any]:
     """`gqa:2` or `window:64` as the keys of model.attention that it stands for."""
-    name, colon, number = text.partition(":")
-    if name not in ("mha", "mqa", "gqa", "window"):
+    name, _, number = text.partition(":")
+    examples = {"mha": "mha", "mqa": "mqa", "gqa": "gqa:2", "window": "window:64"}
+    if name not in examples:
         raise ConfigError(f"--attention {text}: must be mha, mqa, gqa:N or window:N")
-    if colon and not number.isdecimal():
-        raise ConfigError(f"--attention {text}: {number!r} is not a number; write {name}:2")
-    if name in ("gqa", "window") and not colon:
-        number = "2, the number of KV heads" if name == "gqa" else "64, the positions it sees"
-        raise ConfigError(f"--attention {name}: needs a number; write {name}:{number}")
+    if (":" in text or ":" in examples[name]) and not number.isdecimal():
+        problem = f"{number!r} is not a number" if number else "needs a number"
+        raise ConfigError(f"--attention {text}: {problem}; write {examples[name]}")
     if name == "window":
         return {"window": int(number)}
-    return {"variant": name, "n_kv_head": int(number) if colon else None}
+    return {"variant": name, "n_kv_head": int(number) if number else None}
 
 
 def default_out(config: str | None, data: str, attention: str | None = None) -> Path:

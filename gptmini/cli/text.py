@@ -67,7 +67,7 @@ def encode(
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     else:
-        text = decode_utf8(os.fsencode(text), "TEXT")  # bytes of an argument may be anything
+        text = decode_utf8(os.fsencode(text), "TEXT")  # an argument may hold any bytes
     stream_to_stdout([" ".join(map(str, encoder.encode(text).tolist())), "\n"])
 
 

@@ -45,7 +45,7 @@ def train(
     """Train a model on a text, or resume a run.
 
     Without CONFIG and --data, train a small model for 250 steps on the language reference that
-    comes with Python. The same command again resumes a run that was stopped.
+    comes with Python. Running the same command again resumes a stopped run.
     """
     started = time.perf_counter()
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
