@@ -1,4 +1,4 @@
-"""What people see: lines on stderr, texts on stdout, progress bars on a terminal."""
+"""Terminal output: lines on stderr, texts on stdout, progress bars."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def shown(text: str) -> str:
 
 
 class TrainingProgress:
-    """The progress of a training of `steps` steps that is at `step`: a bar on a terminal, or lines.
+    """Training progress: a bar on a terminal, otherwise lines.
 
     Both say: step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left
     """
@@ -71,29 +71,26 @@ class TrainingProgress:
         self._steps = self._bar.total = steps
 
     def advance(self) -> None:
-        """Count one more step."""
         self._step += 1
         self._made += 1
         self._bar.set_description_str(self._line(), refresh=False)
         self._bar.update()
 
     def back_to(self, step: int) -> None:
-        """Return to an earlier step, to make those after it again."""
+        """Return to an earlier step; the steps after it are repeated."""
         self._step = self._bar.n = step
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Show the metrics of this step; those of an evaluation get a line on a terminal too."""
         if "train_loss" in metrics:
-            loss, lr = metrics["train_loss"], metrics["lr"]
-            self._facts = (
-                f"  loss {loss:.4f}  lr {lr:.1e}  {metrics['tokens_per_second']:,.0f} tok/s"
-            )
+            speed = f"{metrics['tokens_per_second']:,.0f} tok/s"
+            self._facts = f"  loss {metrics['train_loss']:.4f}  lr {metrics['lr']:.1e}  {speed}"
             self._bar.set_description_str(self._line())
             if not self._terminal:
                 say(self._line())
         if "val_loss" in metrics:
-            loss, bits = metrics["val_loss"], metrics["val_bpb"]
-            say(f"{self._position()}  val {loss:.4f}  {bits:.3f} bits/byte")
+            bits = f"{metrics['val_bpb']:.3f} bits/byte"
+            say(f"{self._position()}  val {metrics['val_loss']:.4f}  {bits}")
 
     def close(self) -> None:
         self._bar.close()
@@ -124,13 +121,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
     """
     started = time.perf_counter()
     done = 0
+    hidden = not sys.stderr.isatty()
     with tqdm(
-        desc=what,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        disable=not sys.stderr.isatty(),
-        leave=False,
+        desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=hidden
     ) as bar:
 
         def advance(count: int) -> None:

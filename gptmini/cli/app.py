@@ -1,7 +1,7 @@
-"""The list of commands, and what every failure prints.
+"""The list of commands, and the message and exit code of every failure.
 
-Results go to stdout, everything else to stderr. Commands import their workers inside, since torch
-takes more than a second to load and `--help` should not.
+Results go to stdout, everything else to stderr. A command imports the modules it needs when it
+runs: torch takes more than a second to load, and `--help` should be quick.
 """
 
 import difflib
@@ -47,26 +47,17 @@ def _root(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help and errors are in users' words: `N` instead of `<int range>`."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        for param in self.params:
-            if param.param_type_name == "argument":
-                param.metavar = param.metavar or param.name.upper()
+    """A command whose help and errors are in users' words."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        for kind in ("argument", "option"):
-            params = [param for param in self.get_params(ctx) if param.param_type_name == kind]
-            records = [record for param in params if (record := param.get_help_record(ctx))]
-            if records:
-                with formatter.section(f"{kind.capitalize()}s"):
-                    formatter.write_dl(
-                        [(_reworded(a, _HELP_WORDS), _reworded(b, _HELP_WORDS)) for a, b in records]
-                    )
+        write = formatter.write_dl
+        formatter.write_dl = lambda rows: write(
+            [(_reworded(name), _reworded(text)) for name, text in rows]
+        )
+        super().format_options(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -76,23 +67,17 @@ class _Command(typer.core.TyperCommand):
             raise
 
 
-def _reworded(text: str, words: dict[str, str]) -> str:
-    for pattern, replacement in words.items():
+def _reworded(text: str) -> str:
+    for pattern, replacement in _WORDS.items():
         text = re.sub(pattern, replacement, text)
     return text
 
 
-_HELP_WORDS = {
+_WORDS = {  # of typer's help and errors, in ours
     r"^([^-].*) <.*>$": r"\1",  # an argument needs no type after its name
-    r"<int( range)?>": "N",
-    r"<float( range)?>": "X",
-    r"<path>|<file>": "FILE",
-    r"<(str|list\[str\])>": "TEXT",
     r"default: \((.*)\)": r"default: \1",
     r"(\S+)<=x<=([^];]+)": r"\1 to \2",
     r"x>=([^];]+)": r"at least \1",
-}
-_ERROR_WORDS = {
     r"^Invalid value for '(.*?)'": r"\1",
     r"Input should be a valid integer.*": "expected a whole number",
     r"Input should be a valid number.*": "expected a number",
@@ -163,7 +148,7 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     command = context.command_path if context else "gptmini"
     option = getattr(error, "option_name", "")
     if not hasattr(error, "possibilities"):
-        text = _reworded(error.format_message().rstrip("."), _ERROR_WORDS)
+        text = _reworded(error.format_message().rstrip("."))
         text = text[:1].lower() + text[1:]
         return f"{text}{'' if text.endswith('?') else ';'} see {command} --help"
     known = [name for param in context.command.params for name in param.opts] if context else []

@@ -1,15 +1,13 @@
-"""`gptmini evaluate`, `compare`, `size`, `plot`, `inspect` and `convert`."""
+"""`gptmini evaluate`, `compare`, `convert`, `plot`, `inspect` and `size`."""
 
 import json
 import shlex
-import sys
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from gptmini.cli.options import (
+    NEWEST,
     RUNS,
     AsJson,
     Assignments,
@@ -19,12 +17,15 @@ from gptmini.cli.options import (
     Data,
     Device,
     Errors,
+    Minutes,
     RunName,
     Steps,
     Weights,
+    argument,
     attention_settings,
     configured,
     newest_run,
+    option,
 )
 from gptmini.errors import ConfigError
 from gptmini.files import CACHE
@@ -35,11 +36,10 @@ ATTENTIONS = "mha,gqa:2,mqa"  # compared by default
 def evaluate(
     run: RunName = None,
     data: Data = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens from one window to the next.", show_default="one window"),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch.")] = 16,
+    stride: int | None = option(
+        None, "N", "Tokens from one window to the next.", min=1, show_default="one window"
+    ),
+    batch_size: int = option(16, "N", "Windows per batch.", min=1),
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -79,56 +79,47 @@ def _lines(facts: dict[str, Any]) -> str:
 
 
 def compare(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG|RUN", help="Configurations to train, and directories of finished runs."
-        ),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KINDS",
-            help="Variants of one configuration, separated by commas.",
-            show_default=ATTENTIONS,
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Trainings per variant.", show_default="1")
-    ] = None,
+    names: list[str] | None = argument(
+        None, "CONFIG|RUN", "Configurations to train, and directories of finished runs."
+    ),
+    attention: str | None = option(
+        None,
+        "KINDS",
+        "Variants of one configuration, separated by commas.",
+        show_default=ATTENTIONS,
+    ),
+    seeds: int | None = option(
+        None, "N", "Training runs per variant.", min=1, max=100, show_default="1"
+    ),
     data: Data = None,
     errors: Errors = None,
     steps: Steps = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Minutes per training, instead of --steps.")
-    ] = None,
+    minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
     assignments: Assignments = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory for runs and results.",
-            show_default="runs/compare, or runs/compared if nothing is trained",
-        ),
-    ] = None,
+    out: Path | None = option(
+        None,
+        "DIR",
+        "Directory for runs and results.",
+        show_default="runs/compare, or runs/compared if nothing is trained",
+    ),
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Train variants in turns, or take finished runs, and compare quality, memory and speed."""
+    """Train variants in turn, or take finished runs, and compare quality, memory and speed."""
     finished = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
     configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
     if not finished and not configs:
         configs = [None]
-    training = {"--steps": steps, "--minutes": minutes}
+    named = {"--steps": steps, "--minutes": minutes}
     other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
     if not configs:
-        for option, value in (training | other).items():
+        for label, value in (named | other).items():
             if value is not None:
-                raise ConfigError(f"{option}: these runs are already trained; remove this option")
-    variants = {}
-    for kind, name in _variants(configs, attention, only=not finished):
-        settings = configured(name, data, errors, kind, training, assignments)
-        variants[kind or name or "default"] = settings
+                raise ConfigError(f"{label}: these runs are already trained; remove this option")
+    variants = {
+        kind or name or "default": configured(name, data, errors, kind, named, assignments)
+        for kind, name in _variants(configs, attention, only=not finished)
+    }
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS / ("compare" if variants else "compared")
@@ -158,16 +149,10 @@ def _variants(
 def convert(
     run: RunName = None,
     attention: AttentionName = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Steps to train it further.", show_default="a tenth of the original"
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The new run directory.", show_default="RUN-ATTENTION"),
-    ] = None,
+    steps: int | None = option(
+        None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
+    ),
+    out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
     cache: Cache = CACHE,
 ) -> None:
     """Average the KV heads of a trained model into fewer, as the start of a new run."""
@@ -176,33 +161,27 @@ def convert(
     path = run or newest_run()
     path = path.resolve() if path.name == "" else path
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
+    from gptmini.console import say
     from gptmini.generate.run import load
     from gptmini.interop import pooling
 
     trained = load(path, weights="float32", cache=cache)
     config = pooling.convert(trained, attention_settings(attention), steps, out, cache)
-    print(
-        f"gptmini: {out}: KV heads {trained.config.model.n_kv_head} -> {config.model.n_kv_head}, "
+    say(
+        f"{out}: KV heads {trained.config.model.n_kv_head} -> {config.model.n_kv_head}, "
         f"from step {trained.step} of {path}; train it for {config.train.steps} steps with:\n"
-        f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}",
-        file=sys.stderr,
+        f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}"
     )
 
 
 def plot(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="RUN", help="Run directories.", show_default="the newest directory in runs/"
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="A picture (.png, .pdf, .svg) or a report (.html).",
-            show_default="RUN/plot.png and RUN/plot.html",
-        ),
-    ] = None,
+    runs: list[Path] | None = argument(None, "RUN", "Run directories.", show_default=NEWEST),
+    out: Path | None = option(
+        None,
+        "FILE",
+        "A picture (.png, .pdf, .svg) or a report (.html).",
+        show_default="RUN/plot.png and RUN/plot.html",
+    ),
     cache: Cache = CACHE,
 ) -> None:
     """Draw the training curves of runs; a report also has samples over time and attention."""
@@ -216,18 +195,13 @@ def plot(
 
 def inspect(
     run: RunName = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to read.")] = None,
-    layer: Annotated[int | None, typer.Option(help="Only this layer, from 0.")] = None,
-    head: Annotated[int | None, typer.Option(help="Only this head, from 0.")] = None,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MASK", help="Show a mask instead of a model: causal, window:N or padding:N."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Also draw a picture: .png, .pdf or .svg.")
-    ] = None,
+    prompt: str | None = option(None, "TEXT", "Text for the model to read."),
+    layer: int | None = option(None, "N", "Only this layer, counted from 0."),
+    head: int | None = option(None, "N", "Only this head, counted from 0."),
+    mask: str | None = option(
+        None, "MASK", "Show a mask instead of a model: causal, window:N or padding:N."
+    ),
+    out: Path | None = option(None, "FILE", "Also draw a picture: .png, .pdf or .svg."),
 ) -> None:
     """Show what the heads of a trained model attend to, or what a mask hides."""
     if mask is not None:
@@ -262,32 +236,25 @@ def size(
     errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Plan for this many minutes, as train does.")
-    ] = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Estimate minutes on this accelerator: l4, a100, h100 and others."
-        ),
-    ] = None,
-    utilisation: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Fraction of its peak FLOP/s that is reached.")
-    ] = 0.4,
-    devices: Annotated[
-        int, typer.Option(min=1, help="Number of accelerators, assuming perfect scaling.")
-    ] = 1,
+    minutes: Minutes = None,
+    accelerator: str | None = option(
+        None, "NAME", "Estimate minutes on this accelerator: l4, a100, h100 and others."
+    ),
+    utilisation: float = option(
+        0.4, "X", "Fraction of the accelerator's peak FLOP/s that is reached.", min=0.01, max=1
+    ),
+    devices: int = option(1, "N", "Number of accelerators, assuming perfect scaling.", min=1),
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Show what a training would take: parameters, memory, data, minutes."""
+    """Show what a training run would take: parameters, memory, data, minutes."""
     if accelerator is not None and minutes is not None:
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
-    training = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, training, assignments)
+    named = {"--steps": steps, "--minutes": minutes}
+    settings = configured(config, data, errors, attention, named, assignments)
     from gptmini.plan import size as sizing
 
     facts = sizing.size(settings, cache, accelerator, utilisation, devices)

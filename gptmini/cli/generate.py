@@ -1,99 +1,87 @@
-"""`gptmini generate` and `gptmini score`: a trained model at work."""
+"""`gptmini generate` and `gptmini score`."""
 
 import json
 import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from gptmini.cli.options import AsJson, Cache, Device, RunName, Weights, newest_run
+from gptmini.cli.options import (
+    AsJson,
+    Cache,
+    Device,
+    RunName,
+    Weights,
+    assigned,
+    flag,
+    newest_run,
+    option,
+)
 from gptmini.errors import ConfigError, DataError
-from gptmini.files import CACHE
+from gptmini.files import CACHE, decode_utf8
 
 if TYPE_CHECKING:
     from gptmini.evidence.evaluate import Score
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
-LARGEST = 16 << 20  # bytes of a prompt; the model sees only its last context
+LARGEST = 16 << 20  # bytes of a prompt or of a text to score
 Settings = dict[str, Any]
-
-
-def _option(metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(metavar=metavar, help=text, **more)
 
 
 def generate(
     run: RunName = None,
-    prompt: Annotated[str | None, _option("TEXT", "The text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None, _option("FILE", "Read the prompt from a file; - is standard input.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        _option("FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'),
-    ] = None,
-    out: Annotated[
-        Path | None, _option("FILE", "Where --prompts writes JSON lines; resumes if interrupted.")
-    ] = None,
-    interactive: Annotated[
-        bool, typer.Option("--interactive", "-i", help="Type prompts one after another.")
-    ] = False,
-    samples: Annotated[int, _option("N", "Texts per prompt.", min=1, max=10_000)] = 1,
-    max_new_tokens: Annotated[int | None, _option("N", "Maximum number of tokens to draw.")] = None,
-    temperature: Annotated[
-        float | None, _option("X", "Randomness; 0 always takes the most likely token.")
-    ] = None,
-    top_k: Annotated[int | None, _option("K", "Keep the K most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, _option("P", "Keep the most likely tokens with total probability P.")
-    ] = None,
-    min_p: Annotated[
-        float | None, _option("P", "Keep tokens at least P times as likely as the most likely one.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, _option("TEXT", "End before this text; may be given several times.")
-    ] = None,
-    seed: Annotated[int | None, _option("N", "The same seed gives the same text.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="sample.KEY=VALUE",
-            help="Other sampling settings: repetition_penalty, presence_penalty, "
-            "frequency_penalty, ban, bias, overflow.",
-        ),
-    ] = None,
-    special: Annotated[
-        bool, typer.Option("--special", help="Read <|endoftext|> in a prompt as a document break.")
-    ] = False,
-    lookup: Annotated[
-        bool,
-        typer.Option("--lookup", help="Guess ahead from the text so far; same text, often faster."),
-    ] = False,
-    draft: Annotated[
-        Path | None, _option("RUN", "Guess ahead with a smaller run; same text, often faster.")
-    ] = None,
-    batch_size: Annotated[int, _option("N", "Texts drawn in parallel.", min=1, max=4096)] = 16,
+    prompt: str | None = option(None, "TEXT", "The text to continue."),
+    prompt_file: Path | None = option(
+        None, "FILE", "Read the prompt from a file; - is standard input."
+    ),
+    prompts: Path | None = option(
+        None, "FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'
+    ),
+    out: Path | None = option(
+        None, "FILE", "Where --prompts writes JSON lines; resumes if interrupted."
+    ),
+    interactive: bool = flag("Type prompts one after another.", "--interactive", "-i"),
+    samples: int = option(1, "N", "Texts per prompt.", min=1, max=10_000),
+    max_new_tokens: int | None = option(None, "N", "Maximum number of tokens to generate."),
+    temperature: float | None = option(
+        None, "X", "Randomness; 0 always takes the most likely token."
+    ),
+    top_k: int | None = option(None, "K", "Keep the K most likely tokens."),
+    top_p: float | None = option(
+        None, "P", "Keep the most likely tokens with total probability P."
+    ),
+    min_p: float | None = option(
+        None, "P", "Keep tokens at least P times as likely as the most likely one."
+    ),
+    stop: list[str] | None = option(None, "TEXT", "Stop before this text. Repeat to use several."),
+    seed: int | None = option(None, "N", "Random seed; the same seed gives the same text."),
+    assignments: list[str] | None = option(
+        None,
+        "sample.KEY=VALUE",
+        "Other sampling settings: repetition_penalty, presence_penalty, frequency_penalty, "
+        "ban, bias, overflow.",
+        "--set",
+    ),
+    special: bool = flag("Read <|endoftext|> in a prompt as a document break.", "--special"),
+    lookup: bool = flag("Guess ahead from the text so far; same text, often faster.", "--lookup"),
+    draft: Path | None = option(
+        None, "RUN", "Guess ahead with a smaller run; same text, often faster."
+    ),
+    batch_size: int = option(16, "N", "Texts generated in parallel.", min=1, max=4096),
     weights: Weights = "bfloat16",
     device: Device = "auto",
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Do without the KV cache; same text, slower.")
-    ] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Do not escape control characters on a terminal.")
-    ] = False,
+    no_cache: bool = flag("Disable the KV cache; same text, slower.", "--no-cache"),
+    raw: bool = flag("Do not escape control characters on a terminal.", "--raw"),
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
     """Continue a prompt with a trained model.
 
-    The text is printed as it is drawn. Sampling options default to the run's own settings.
+    The text is printed as it is generated. Sampling options default to the run's own settings.
     """
-    settings = _sampling(locals(), assignments or [])
+    settings = _sampling(locals(), assignments)
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
     named = [name for name, value in sources.items() if value is not None]
     named += ["--interactive"] * interactive
@@ -122,22 +110,18 @@ def generate(
         _show(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
-def _sampling(options: dict[str, Any], assignments: list[str]) -> Settings:
-    """What --set and the options say of the section `sample`, checked before torch is loaded.
+def _sampling(options: dict[str, Any], assignments: list[str] | None) -> Settings:
+    """The sampling settings that --set and the options give, checked before torch is loaded.
 
     An option is a setting if it has the name of one; it overrides --set.
     """
-    from gptmini.config import load, yamlfile
+    from gptmini.config import load
     from gptmini.config.settings import SampleConfig
 
-    overrides: list[tuple[str, tuple[str, ...], Any]] = []
-    for text in assignments:
-        path, value = yamlfile.assignment(text)
+    overrides = assigned(assignments)
+    for label, path, _ in overrides:
         if path[0] != "sample":
-            raise ConfigError(
-                f"--set {text}: only sampling settings apply here; write sample.KEY=VALUE"
-            )
-        overrides.append((f"--set {'.'.join(path)}", path, value))
+            raise ConfigError(f"{label}: only sampling settings apply here; write sample.KEY=VALUE")
     for key in SampleConfig.model_fields:
         if options.get(key) is not None:
             overrides.append((f"--{key.replace('_', '-')}", ("sample", key), options[key]))
@@ -153,16 +137,16 @@ def _show(
     raw: bool,
     as_json: bool,
 ) -> None:
-    """Print the texts of one prompt: a single one as it is drawn, several one after another."""
+    """Print the texts of one prompt: a single one as it is generated, several in turn."""
     from gptmini.console import say, stream_to_stdout
 
     batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
     generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in batches)
     if as_json:
-        finished = list(generations)
-        for generation in finished:
+        started = list(generations)
+        for generation in started:
             generation.finish()
-        stream_to_stdout([json.dumps(_facts(finished)), "\n"])
+        stream_to_stdout([json.dumps(_facts(started)), "\n"])
         return
     for generation in generations:
         if samples == 1:
@@ -204,7 +188,7 @@ def _facts(generations: "list[Generation]") -> dict[str, Any]:
 
 
 def _converse(run: "Run", settings: Settings, raw: bool) -> None:
-    """Prompts typed by a person; Ctrl-C stops the text that is being drawn, not the program."""
+    """Prompts typed by a person; Ctrl-C stops the current text, not the program."""
     from gptmini.console import say, stream_to_stdout
 
     say("Type a prompt; an empty line continues the last text. Ctrl-C stops a text, Ctrl-D quits.")
@@ -230,10 +214,8 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
 
 def score(
     run: RunName = None,
-    text: Annotated[str | None, _option("TEXT", "The text to score.")] = None,
-    file: Annotated[
-        Path | None, _option("FILE", "Read the text from a file; - is standard input.")
-    ] = None,
+    text: str | None = option(None, "TEXT", "The text to score."),
+    file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -247,22 +229,21 @@ def score(
     from gptmini.generate.run import load
 
     scored = scoring.score(load(path, device, weights), _text(file) if text is None else text)
-    totals = {
-        "tokens": len(scored.tokens),
-        "bytes": scored.bytes,
-        "loss": scored.loss,
-        "perplexity": scored.perplexity,
-        "bits_per_byte": scored.bits_per_byte,
-    }
     if as_json:
-        columns = zip(scored.texts, scored.tokens, scored.logprobs, scored.ranks, strict=True)
-        names = ("text", "token", "logprob", "rank")
-        rows = [dict(zip(names, row, strict=True)) for row in columns]
-        stream_to_stdout([json.dumps(totals | {"scores": rows}), "\n"])
+        rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.ranks, strict=True)
+        facts = {
+            "tokens": len(scored.tokens),
+            "bytes": scored.bytes,
+            "loss": scored.loss,
+            "perplexity": scored.perplexity,
+            "bits_per_byte": scored.bits_per_byte,
+            "scores": [{"text": t, "token": n, "logprob": p, "rank": r} for t, n, p, r in rows],
+        }
+        stream_to_stdout([json.dumps(facts), "\n"])
         return
     stream_to_stdout(_coloured(scored) if sys.stdout.isatty() else _table(scored), raw=True)
     print(
-        f"{totals['tokens']:,} tokens, {totals['bytes']:,} bytes: loss {scored.loss:.4f} nats per "
+        f"{len(scored.tokens):,} tokens, {scored.bytes:,} bytes: loss {scored.loss:.4f} nats per "
         f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
     )
 
@@ -291,17 +272,11 @@ def _text(file: Path | None) -> str:
     """The contents of a file or of standard input (-); without a file, nothing."""
     if file is None:
         return ""
-    name = "standard input" if str(file) == "-" else str(file)
     if str(file) == "-":
-        data = sys.stdin.buffer.read(LARGEST + 1)
+        name, data = "standard input", sys.stdin.buffer.read(LARGEST + 1)
     else:
         with file.open("rb") as opened:
-            data = opened.read(LARGEST + 1)
+            name, data = str(file), opened.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise DataError(f"{name}: over {LARGEST >> 20} MiB; shorten it")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: byte {error.start} is not valid UTF-8; convert it to UTF-8"
-        ) from None
+    return decode_utf8(data, name)

@@ -12,70 +12,57 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 
-ConfigName = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help="A YAML file, or the name of one in configs/."),
-]
-RunName = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN", help="A run directory.", show_default="the newest directory in runs/"
-    ),
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATH",
-        help="Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs "
-        "or builtin:python-code. Repeat to use several.",
-    ),
-]
-Errors = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODE",
-        help="On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place.",
-        show_default="strict",
-    ),
-]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a setting, such as train.lr=1e-3. Repeat to override several. "
-        "configs/README.md lists all keys.",
-    ),
-]
-AttentionName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND",
-        help="mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions.",
-    ),
-]
-Steps = Annotated[int | None, typer.Option(metavar="N", help="Number of optimizer updates.")]
-Minutes = Annotated[
-    float | None,
-    typer.Option(
-        metavar="X",
-        help="Minutes that training may take; sizes and steps that are not set are chosen to fit.",
-    ),
-]
-Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")]
-Weights = Annotated[
-    str, typer.Option(metavar="TYPE", help="Type of the weights: float32, bfloat16 or int8.")
-]
+
+def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
+    """An option with a value; `...` is no default, or the one that follows `Annotated`."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **settings)
+
+
+def flag(text: str, *names: str) -> Any:
+    return typer.Option(False, *names, help=text)
+
+
+def argument(default: Any, metavar: str, text: str, **settings: Any) -> Any:
+    return typer.Argument(default, metavar=metavar, help=text, **settings)
+
+
+NEWEST = "the newest directory in runs/"
+_FILE_OR_NAME = "A YAML file, or the name of one in configs/."
+_TEXTS = (
+    "Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs or "
+    "builtin:python-code. Repeat to use several."
+)
+_NOT_UTF8 = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
+_SETTING = (
+    "Override a setting, such as train.lr=1e-3. Repeat to override several. configs/README.md "
+    "lists all keys."
+)
+_KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
+_MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
+_CACHE = "Folder for prepared texts and compiled code."
+
+ConfigName = Annotated[str | None, argument(..., "CONFIG", _FILE_OR_NAME)]
+RunName = Annotated[Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST)]
+Data = Annotated[list[str] | None, option(..., "PATH", _TEXTS)]
+Errors = Annotated[str | None, option(..., "MODE", _NOT_UTF8, show_default="strict")]
+Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--set")]
+AttentionName = Annotated[str | None, option(..., "KIND", _KIND)]
+Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
+Minutes = Annotated[float | None, option(..., "X", _MINUTES)]
+Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
+Weights = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
-    Path,
-    typer.Option(
-        metavar="DIR",
-        envvar="GPTMINI_CACHE",
-        help="Folder for prepared texts and compiled code.",
-        show_default="~/.cache/gptmini",
-    ),
+    Path, option(..., "DIR", _CACHE, envvar="GPTMINI_CACHE", show_default="~/.cache/gptmini")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def assigned(assignments: list[str] | None) -> list[tuple[str, tuple[str, ...], Any]]:
+    """The overrides of --set: (label, key path, value)."""
+    from gptmini.config import yamlfile
+
+    pairs = [yamlfile.assignment(text) for text in assignments or []]
+    return [(f"--set {'.'.join(path)}", path, value) for path, value in pairs]
 
 
 def configured(
@@ -90,12 +77,9 @@ def configured(
 
     `named` holds the options that set keys of the section train.
     """
-    from gptmini.config import load, yamlfile
+    from gptmini.config import load
 
-    overrides: list[tuple[str, tuple[str, ...], Any]] = []
-    for text in assignments or []:
-        path, value = yamlfile.assignment(text)
-        overrides.append((f"--set {'.'.join(path)}", path, value))
+    overrides = assigned(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
     if errors is not None:
@@ -103,25 +87,24 @@ def configured(
     if attention is not None:
         for key, value in attention_settings(attention).items():
             overrides.append(("--attention", ("model", "attention", key), value))
-    for option, value in (named or {}).items():
+    for label, value in (named or {}).items():
         if value is not None:
-            overrides.append((option, ("train", option.removeprefix("--")), value))
+            overrides.append((label, ("train", label.removeprefix("--")), value))
     return load.load(load.find(name) if name is not None else None, overrides)
 
 
 def attention_settings(text: str) -> dict[str, Any]:
     """`gqa:2` or `window:64` as the keys of model.attention that it stands for."""
-    name, colon, number = text.partition(":")
-    if name not in ("mha", "mqa", "gqa", "window"):
+    name, _, number = text.partition(":")
+    examples = {"mha": "mha", "mqa": "mqa", "gqa": "gqa:2", "window": "window:64"}
+    if name not in examples:
         raise ConfigError(f"--attention {text}: must be mha, mqa, gqa:N or window:N")
-    if colon and not number.isdecimal():
-        raise ConfigError(f"--attention {text}: {number!r} is not a number; write {name}:2")
-    if name in ("gqa", "window") and not colon:
-        number = "2, the number of KV heads" if name == "gqa" else "64, the positions it sees"
-        raise ConfigError(f"--attention {name}: needs a number; write {name}:{number}")
+    if (":" in text or ":" in examples[name]) and not number.isdecimal():
+        problem = f"{number!r} is not a number" if number else "needs a number"
+        raise ConfigError(f"--attention {text}: {problem}; write {examples[name]}")
     if name == "window":
         return {"window": int(number)}
-    return {"variant": name, "n_kv_head": int(number) if colon else None}
+    return {"variant": name, "n_kv_head": int(number) if number else None}
 
 
 def default_out(config: str | None, data: str, attention: str | None = None) -> Path:

@@ -9,23 +9,25 @@ from typing import Annotated, Any
 
 import typer
 
-from gptmini.cli.options import AsJson, Errors
+from gptmini.cli.options import AsJson, Errors, argument, option
 from gptmini.errors import ConfigError, DataError
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 data_app = typer.Typer(help="Download and prepare texts.")
 
-Name = Annotated[str, typer.Argument(help="A run, a tokenizer file, or a name: byte, gpt2, ...")]
+Name = Annotated[
+    str, argument(..., "NAME", "A run, a tokenizer file, or a name such as byte or gpt2.")
+]
 
 
 @tokenizer_app.command("train")
 def train(
-    data: Annotated[list[str], typer.Argument(help="Texts, as for gptmini train --data.")],
-    out: Annotated[Path, typer.Option(help="The .json file to write.")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens, including the 256 bytes.")] = 4096,
-    text_key: Annotated[
-        str, typer.Option(help="The field with the text in JSON lines, CSV and Parquet.")
-    ] = "text",
+    data: list[str] = argument(..., "DATA", "Texts, as for gptmini train --data."),
+    out: Path = option(..., "FILE", "The .json file to write."),
+    vocab_size: int = option(4096, "N", "Number of tokens, including the 256 bytes."),
+    text_key: str = option(
+        "text", "NAME", "The field with the text in JSON lines, CSV and Parquet."
+    ),
     errors: Errors = None,
 ) -> None:
     """Learn a byte-pair encoding from texts."""
@@ -54,7 +56,7 @@ def train(
 @tokenizer_app.command()
 def encode(
     name: Name,
-    text: Annotated[str | None, typer.Argument(help="The text; by default stdin.")] = None,
+    text: str | None = argument(None, "TEXT", "The text.", show_default="standard input"),
 ) -> None:
     """Print the tokens of a text as numbers."""
     from gptmini.console import stream_to_stdout
@@ -65,14 +67,14 @@ def encode(
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     else:
-        text = decode_utf8(os.fsencode(text), "TEXT")  # bytes of an argument may be anything
+        text = decode_utf8(os.fsencode(text), "TEXT")  # an argument may hold any bytes
     stream_to_stdout([" ".join(map(str, encoder.encode(text).tolist())), "\n"])
 
 
 @tokenizer_app.command()
 def decode(
     name: Name,
-    tokens: Annotated[list[str] | None, typer.Argument(help="Numbers; by default stdin.")] = None,
+    tokens: list[str] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
 ) -> None:
     """Print the text of tokens; a pipe or file gets the exact bytes."""
     from gptmini.console import stream_to_stdout
@@ -94,7 +96,7 @@ def decode(
 @tokenizer_app.command()
 def info(
     name: Name,
-    data: Annotated[list[str] | None, typer.Option(help="Texts to measure it on.")] = None,
+    data: list[str] | None = option(None, "PATH", "Texts to measure the compression on."),
     as_json: AsJson = False,
 ) -> None:
     """Show the vocabulary, the longest tokens and the compression of texts."""
@@ -120,8 +122,8 @@ def info(
 
 @data_app.command("fetch")
 def fetch(
-    name: Annotated[str, typer.Argument(help="tinyshakespeare or tinystories.")],
-    out: Annotated[Path, typer.Option(help="The folder to save it in.")] = Path("data"),
+    name: str = argument(..., "NAME", "tinyshakespeare or tinystories."),
+    out: Path = option(Path("data"), "DIR", "The folder to save it in."),
 ) -> None:
     """Download a known corpus and check its SHA-256."""
     from gptmini.text import fetch

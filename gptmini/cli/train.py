@@ -1,7 +1,6 @@
-"""`gptmini train`, and `gptmini data prepare`, which only does its first part."""
+"""`gptmini train`, and `gptmini data prepare`, which does only its first part."""
 
 import shlex
-import sys
 import time
 from itertools import chain
 from pathlib import Path
@@ -20,6 +19,7 @@ from gptmini.cli.options import (
     Steps,
     configured,
     default_out,
+    option,
 )
 from gptmini.files import CACHE
 
@@ -28,20 +28,16 @@ def train(
     config: ConfigName = None,
     data: Data = None,
     errors: Errors = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Run directory to create or resume.",
-            show_default="runs/ and the name of the configuration or text",
-        ),
-    ] = None,
+    out: Path | None = option(
+        None,
+        "DIR",
+        "Run directory to create or resume.",
+        show_default="runs/ and the name of the configuration or text",
+    ),
     attention: AttentionName = None,
     steps: Steps = None,
     minutes: Minutes = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.", show_default="auto")
-    ] = None,
+    device: str | None = option(None, "DEVICE", "auto, cpu or cuda.", show_default="auto"),
     assignments: Assignments = None,
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
     cache: Cache = CACHE,
@@ -49,7 +45,7 @@ def train(
     """Train a model on a text, or resume a run.
 
     Without CONFIG and --data, train a small model for 250 steps on the language reference that
-    comes with Python. The same command again resumes a run that was stopped.
+    comes with Python. Running the same command again resumes a stopped run.
     """
     started = time.perf_counter()
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
@@ -67,10 +63,11 @@ def train(
     if no_sample:
         return
     run = load(out, settings.train.device, cache=cache)
-    print(f"\nsample from the best checkpoint, step {run.step}:\n", file=sys.stderr)
+    console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
     console.stream_to_stdout(chain(run.stream(""), ["\n"]))
-    command = f"gptmini generate {shlex.quote(str(out))} --prompt TEXT"
-    print(f"\ncontinue your own prompt with: {command}", file=sys.stderr)
+    console.say(
+        f"\ncontinue your own prompt with: gptmini generate {shlex.quote(str(out))} --prompt TEXT"
+    )
 
 
 def prepare(

@@ -19,47 +19,33 @@ from gptmini.errors import ConfigError
 
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 
-# Names that other projects use for our settings.
+# The names that other projects give to our settings.
 ALIASES = {
-    "n_layers": "model.n_layer",
-    "num_hidden_layers": "model.n_layer",
-    "n_heads": "model.n_head",
-    "num_attention_heads": "model.n_head",
-    "n_kv_heads": "model.attention.n_kv_head",
-    "num_key_value_heads": "model.attention.n_kv_head",
-    "n_query_groups": "model.attention.n_kv_head",
-    "n_embd": "model.d_model",
-    "dim": "model.d_model",
-    "hidden_size": "model.d_model",
-    "intermediate_size": "model.d_ff",
-    "n_inner": "model.d_ff",
-    "head_size": "model.head_dim",
-    "block_size": "model.context_length",
-    "max_position_embeddings": "model.context_length",
-    "rope_base": "model.rope_theta",
-    "tie_word_embeddings": "model.tie_embeddings",
-    "learning_rate": "train.lr",
-    "max_iters": "train.steps",
-    "max_steps": "train.steps",
-    "warmup_iters": "train.warmup_steps",
-    "eval_interval": "train.eval_every",
-    "max_norm": "train.grad_clip",
-    "dataset": "data.path",
+    "model.n_layer": ("n_layers", "num_hidden_layers"),
+    "model.n_head": ("n_heads", "num_attention_heads"),
+    "model.attention.n_kv_head": ("n_kv_heads", "num_key_value_heads", "n_query_groups"),
+    "model.d_model": ("n_embd", "dim", "hidden_size"),
+    "model.d_ff": ("intermediate_size", "n_inner"),
+    "model.head_dim": ("head_size",),
+    "model.context_length": ("block_size", "max_position_embeddings"),
+    "model.rope_theta": ("rope_base",),
+    "model.tie_embeddings": ("tie_word_embeddings",),
+    "train.lr": ("learning_rate",),
+    "train.steps": ("max_iters", "max_steps"),
+    "train.warmup_steps": ("warmup_iters",),
+    "train.eval_every": ("eval_interval",),
+    "train.grad_clip": ("max_norm",),
+    "data.path": ("dataset",),
 }
 
-
-# Our words for pydantic's kinds of error; the names in braces come from its context.
+# Our words for those errors of pydantic whose own are not plain; braces name values of its context.
 EXPECTED = {
-    "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
-    "finite_number": "must be a finite number",
     "string_too_short": "must have at least {min_length} character",
     "string_too_long": "must have at most {max_length} characters",
     "too_short": "must list at least {min_length}",
     "too_long": "must list at most {max_length}",
-    "literal_error": "must be {expected}",
     "int_type": "expected a whole number",
     "int_from_float": "expected a whole number",
     "float_type": "expected a number",
@@ -94,7 +80,7 @@ def load(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Conf
     return validate(data, origins)
 
 
-def validate(data: Any, origins: Origins) -> Config:
+def validate(data: dict[str, Any], origins: Origins) -> Config:
     """The configuration in plain data; `origins` lets errors name the place of each key."""
     try:
         return Config.model_validate(data)
@@ -112,8 +98,8 @@ def completed(config: Config, wanted: dict[str, dict[str, Any]]) -> Config:
     )
 
 
-def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
-    """Contradictions among the well-formed settings of data in which others are malformed.
+def _contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list[Any]:
+    """Contradictions among the well-formed settings of data that has malformed ones too.
 
     pydantic compares the settings of a section only once each is well-formed, so the malformed
     ones are left out and contradictions that mention them are dropped.
@@ -122,8 +108,8 @@ def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
     malformed = set()
     for mistake in error.errors():
         if mistake["type"] != "contradiction":
-            *path, leaf = (str(part) for part in mistake["loc"] if isinstance(part, str))
-            section = rest
+            *path, leaf = (part for part in mistake["loc"] if isinstance(part, str))
+            section: Any = rest
             for name in path:
                 section = section.get(name) if isinstance(section, dict) else None
             if isinstance(section, dict) and section.pop(leaf, None) is not None:
@@ -134,9 +120,9 @@ def _contradictions_beside(error: ValidationError, data: Any) -> list[Any]:
         contradictions = [each for each in again.errors() if each["type"] == "contradiction"]
         for each in contradictions:
             each["ctx"]["found"] = [
-                (key, problem)
-                for key, problem in each["ctx"]["found"]
-                if not any(name in f"{key} {problem}" for name in malformed)
+                pair
+                for pair in each["ctx"]["found"]
+                if not any(name in " ".join(pair) for name in malformed)
             ]
         return contradictions
     return []
@@ -183,8 +169,8 @@ CONFIGS = next(p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if
 def full_key(name: str, section: str = "") -> str | None:
     """The full key of a setting from its last name, which may be that of another project."""
     keys = [key for key, _ in leaves(Config().model_dump()) if key.rpartition(".")[2] == name]
-    keys.append(ALIASES.get(name, ""))
-    return next((key for key in keys if key.startswith(section) and key), None)
+    keys += [key for key, others in ALIASES.items() if name in others]
+    return next((key for key in keys if key.startswith(section)), None)
 
 
 def _explain(mistake: Any, origins: Origins) -> Iterator[str]:

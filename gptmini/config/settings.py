@@ -23,7 +23,7 @@ def default_d_ff(d_model: int, activation: str) -> int:
 
 
 class Section(BaseModel):
-    """A group of settings: frozen, strict about types, closed to unknown names."""
+    """A group of settings: frozen, strict about types, without unknown names."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -69,7 +69,7 @@ def parse(text: str, name: str, lines: Lines | None = None) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with our scalars and refusals."""
+    """PyYAML's safe loader, restricted to the subset above."""
 
     yaml_implicit_resolvers = RESOLVERS
 

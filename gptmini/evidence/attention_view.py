@@ -1,4 +1,4 @@
-"""What the heads of a model attend to, computed from outside without touching the model.
+"""The attention weights of a model, computed from outside without touching it.
 
 Letters: L layers, H query heads, T positions.
 """
@@ -30,7 +30,7 @@ class View:
     head: int | None
 
     def table(self) -> str:
-        """What each head attends to."""
+        """The summary of each head that is shown."""
         share = self.weights.shape[1] // self.n_kv_head
         rows = [["layer", "head", "KV head", "previous", "first", "itself", "entropy"]]
         for layer, head, *means in summarise(self.weights):
@@ -48,7 +48,7 @@ class View:
 def view(
     run: Run, tokens: list[int], layers: list[int] | None = None, head: int | None = None
 ) -> View:
-    """What some layers, or all, and one head, or all, attend to while reading these tokens."""
+    """The attention of a run reading these tokens; by default of all layers and heads."""
     config = run.config.model
     layers = list(range(config.n_layer)) if layers is None else layers
     heads = [] if head is None else [head]

@@ -1,11 +1,11 @@
-"""Trains variants side by side and measures them alike.
+"""Trains variants in turn and measures them all in the same way.
 
-    OUT/NAME/seed-1337.yaml   the configuration of one training
-    OUT/NAME/seed-1337/       its run
+    OUT/NAME/seed-1337.yaml   the configuration of one training run
+    OUT/NAME/seed-1337/       its directory
     OUT/compare.json          all figures
     OUT/compare.md, .png      tables and a picture of them
 
-Each training has a process of its own, so its memory and speed do not depend on those before it.
+Each run has a process of its own, so its memory and speed do not depend on those before it.
 """
 
 import json
@@ -32,7 +32,7 @@ from gptmini.runs.directory import RunDirectory
 
 @dataclass(frozen=True)
 class Job:
-    """One training: a variant with a seed, and its run directory."""
+    """One training run: a variant with a seed, and its directory."""
 
     variant: str
     config: Config
@@ -61,13 +61,13 @@ def compare(
 
 
 def jobs(variants: dict[str, Config], seeds: int, out: Path) -> list[Job]:
-    """The trainings in rounds, one seed of every variant per round.
+    """The training runs in rounds, one seed of every variant per round.
 
-    Taking turns spreads whatever else the machine does over all variants. All see the same number
-    of tokens, or train for `train.minutes`, and none stops early.
+    Taking turns spreads other load on the machine over all variants. All see the same number of
+    tokens, or train for `train.minutes`, and none stops early.
     """
     tokens = _tokens_of(next(iter(variants.values())))
-    trainings = []
+    planned = []
     for n in range(seeds):
         for name, base in variants.items():
             config = base
@@ -79,8 +79,8 @@ def jobs(variants: dict[str, Config], seeds: int, out: Path) -> list[Job]:
                 settings["steps"] = max(1, round(tokens / per_step))
             folder = re.sub(r"[^\w.-]", "", name.replace("/", "-"))
             path = out / folder / f"seed-{settings['seed']}"
-            trainings.append(Job(name, config.with_train(**settings), path))
-    return trainings
+            planned.append(Job(name, config.with_train(**settings), path))
+    return planned
 
 
 def _tokens_of(config: Config) -> int:
@@ -95,8 +95,8 @@ def _yaml(config: Config) -> bytes:
 def train_all(jobs: list[Job], cache: Path) -> dict[str, list[Path]]:
     """Train or resume every run to its end; returns the run directories of each variant.
 
-    What the first training decides for itself holds for all. If a training fails, the error has
-    its exit code.
+    Choices that the first run makes for itself apply to all. If a run fails, the error has its
+    exit code.
     """
     paths: dict[str, list[Path]] = {}
     for number, job in enumerate(jobs, 1):
@@ -124,8 +124,8 @@ def _train(out: Path, config: Config, cache: Path, title: str) -> None:
     files.replace(file, text)
     command = [sys.executable, "-m", "gptmini", "train", str(file), "--out", str(out)]
     command += ["--cache", str(cache), "--no-sample"]
-    # In a session of its own, the child gets each signal once, from here: a second Ctrl-C would
-    # end it without saving.
+    # In its own session the child gets each signal only once, from here; a second Ctrl-C would end
+    # it without saving.
     process = subprocess.Popen(  # noqa: S603 - ourselves
         command, stdout=subprocess.DEVNULL, start_new_session=True
     )
@@ -173,10 +173,8 @@ def grouped(paths: list[Path]) -> dict[str, list[Path]]:
             key = (path,)
         taken.add((key, config.train.seed))
         groups.setdefault(key, []).append(path)
-    names = [
-        runs[0].parent.name if re.fullmatch(r"seed-\d+", runs[0].name) else runs[0].name
-        for runs in groups.values()
-    ]
+    firsts = [runs[0] for runs in groups.values()]
+    names = [(p.parent if re.fullmatch(r"seed-\d+", p.name) else p).name for p in firsts]
     return {
         name if names.count(name) == 1 else str(runs[0]): runs
         for name, runs in zip(names, groups.values(), strict=True)

@@ -1,4 +1,4 @@
-"""Measures trained runs, all in the same way: losses on a text, speed of decoding, memory."""
+"""Measures trained runs: losses on a text, decoding speed, memory."""
 
 import hashlib
 import json
@@ -40,10 +40,9 @@ def measure(
         runs = []
         for path in folders:
             run = load(path, cache=cache, weights="float32")
-            text = text_of(run, data, cache)
             settings = run.config.data
             split = "" if data else f" {settings.validation} {settings.split}"
-            runs.append(_measured(run, text, split, known))
+            runs.append(_measured(run, text_of(run, data, cache), split, known))
         model = run.config.model
         engines.append(open_engine(run.model, "bfloat16", 1, cache))
         variants.append(
@@ -71,7 +70,7 @@ def _known(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str, Any]]) -> Measured:
-    """The figures of one run on a text; `split` says how the text was cut off its corpus."""
+    """The figures of one run on a text; `split` says how it was split from its corpus."""
     cut = ",".join(f"{span.tokens.path.stem}[{span.first}:{span.last}]" for span in text)
     made_of = hashlib.sha256(f"{run.fingerprint} {run.config.model} {cut}".encode()).hexdigest()
     if (evaluation := known.get(made_of)) is None:
@@ -79,6 +78,7 @@ def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str,
         evaluation = evaluate_run(run, text).facts()
     lines = list(metrics(RunDirectory(run.path).metrics))
     speeds = [line["tokens_per_second"] for line in lines[1:] if "tokens_per_second" in line]
+    evaluations = [line for line in lines if "val_bpb" in line]
     contents = sorted({span.tokens.path.name.split("-")[0] for span in text})
     return Measured(
         path=str(run.path),
@@ -90,11 +90,7 @@ def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=lines[-1]["seconds"] if lines else 0.0,
         peak_memory=max((line.get("peak_memory", 0) for line in lines), default=0) or None,
-        history=[
-            (line["tokens"], line["seconds"], line["val_bpb"])
-            for line in lines
-            if "val_bpb" in line
-        ],
+        history=[(line["tokens"], line["seconds"], line["val_bpb"]) for line in evaluations],
     )
 
 

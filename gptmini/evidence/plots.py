@@ -150,13 +150,13 @@ def _line(axis: Any, points: list[tuple[float, float]], form: str, **style: Any)
 
 
 def comparison(variants: list[Variant]) -> Figure:
-    """Bits per byte of each variant against its KV cache, and in the course of training."""
+    """Bits per byte of each variant against its KV cache, and over the course of training."""
     figure = _blank(10, 4)
     left, right = figure.subplots(1, 2)
     _quality_against_cache(left, variants)
     _quality_over_time(right, variants)
-    for axis in (left, right):
-        _open(axis)
+    _open(left)
+    _open(right)
     return figure
 
 

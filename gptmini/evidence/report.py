@@ -1,6 +1,7 @@
 """Pictures of runs, and a report in one HTML file: curves, samples over time, attention."""
 
 import html
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,17 @@ def write(paths: list[Path], out: list[Path], cache: Path) -> None:
 def page(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
     """The report, from each run's name, model and metrics."""
     curves = plots.training({name: lines for name, (_, lines) in runs.items()})
-    sections = [_section(name, run, lines) for name, (run, lines) in runs.items()]
+    sections = "\n".join(_section(name, run, lines) for name, (run, lines) in runs.items())
     title = html.escape(", ".join(runs))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{_table(runs)}\n"
         f'<img alt="Loss, learning rate, speed and gradient norm against tokens seen" '
-        f'src="{plots.as_data(curves, "svg")}">\n' + "\n".join(sections) + "\n</body></html>\n"
+        f'src="{plots.as_data(curves, "svg")}">\n{sections}\n</body></html>\n'
     )
 
 
 def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
-    head = ["run", "parameters", "attention", "steps", "tokens", "minutes"]
-    head += ["lowest loss", "bits per byte"]
     rows = []
     for name, (run, lines) in runs.items():
         model, last = run.config.model, lines[-1]
@@ -65,38 +64,36 @@ def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
         best = min(
             (line for line in lines if "val_loss" in line), key=lambda line: line["val_loss"]
         )
-        rows.append(
-            [
-                name,
-                f"{cost.parameter_count(model):,}",
-                f"{model.attention.variant} {model.n_head}:{model.n_kv_head}{window}",
-                f"{last['step']:,}",
-                f"{last['tokens']:,}",
-                f"{last['seconds'] / 60:.1f}",
-                f"{best['val_loss']:.4f}",
-                f"{best['val_bpb']:.4f}",
-            ]
-        )
-    body = "".join(f"<tr>{_cells('td', row)}</tr>\n" for row in rows)
-    return f"<table><thead><tr>{_cells('th', head)}</tr></thead>\n<tbody>{body}</tbody></table>"
+        cells = {
+            "run": name,
+            "parameters": f"{cost.parameter_count(model):,}",
+            "attention": f"{model.attention.variant} {model.n_head}:{model.n_kv_head}{window}",
+            "steps": f"{last['step']:,}",
+            "tokens": f"{last['tokens']:,}",
+            "minutes": f"{last['seconds'] / 60:.1f}",
+            "lowest loss": f"{best['val_loss']:.4f}",
+            "bits per byte": f"{best['val_bpb']:.4f}",
+        }
+        rows.append(cells)
+    head = _cells("th", rows[0])
+    body = "".join(f"<tr>{_cells('td', row.values())}</tr>\n" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
 
 
-def _cells(tag: str, texts: list[str]) -> str:
+def _cells(tag: str, texts: Iterable[str]) -> str:
     return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
 
 
 def _section(name: str, run: Run, lines: list[dict[str, Any]]) -> str:
     """The samples of a run, the newest unfolded, and the attention of its best checkpoint."""
-    samples = [line for line in lines if "sample" in line]
-    shown = []
-    for line in reversed(samples):
-        is_open = " open" if line is samples[-1] else ""
-        shown.append(
-            f"<details{is_open}><summary>step {line['step']:,} "
-            f'<span class="figure">{line["val_bpb"]:.4f} bits per byte</span></summary>'
-            f"<pre>{html.escape(line['sample'])}</pre></details>"
-        )
-    text = samples[-1]["sample"] if samples else ""
+    samples = [line for line in reversed(lines) if "sample" in line]
+    shown = [
+        f"<details{'' if number else ' open'}><summary>step {line['step']:,} "
+        f'<span class="figure">{line["val_bpb"]:.4f} bits per byte</span></summary>'
+        f"<pre>{html.escape(line['sample'])}</pre></details>"
+        for number, line in enumerate(samples)
+    ]
+    text = samples[0]["sample"] if samples else ""
     return (
         f"<h2>{html.escape(name)}</h2>\n<h3>Samples over time</h3>\n"
         + "\n".join(shown)
