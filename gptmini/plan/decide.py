@@ -84,7 +84,7 @@ def decide(
         return Decision(config, corpus, compute, started, paced)
     compiled, timed, outcome = choose_compile(config, compute)
     config = config.with_train(compile="on" if compiled else "off")
-    per_step = None if timed is None else timed.total
+    per_step = None if timed is None else timed.passes + timed.update
     return Decision(config, corpus, compute, started, paced, per_step, outcome)
 
 

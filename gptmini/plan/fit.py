@@ -34,11 +34,6 @@ class StepTime:
     passes: float
     update: float
 
-    @property
-    def total(self) -> float:
-        """Both together."""
-        return self.passes + self.update
-
 
 def micro_batch_size(config: Config, compute: Compute) -> int:
     """The largest divisor of the batch whose passes take at most half the memory and are fast."""
@@ -148,7 +143,7 @@ def choose_compile(config: Config, compute: Compute) -> tuple[bool, StepTime | N
     except GptminiError:  # a signal
         raise
     except Exception as error:  # of the compiler, of its kernels, or of whatever calls them
-        reason = f"{str(error).strip() or repr(error)}".splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         if asked == "on":
             raise MachineError(f"train.compile: {reason}; use auto or off") from None
         return False, eager, f"compile failed ({reason})"
