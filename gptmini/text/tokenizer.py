@@ -5,7 +5,6 @@ document token, which stands before every document and is never the encoding of 
 """
 
 import base64
-import codecs
 import hashlib
 import json
 import math
@@ -284,22 +283,6 @@ def _bpe_tokenizer(
         name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
     )
     return BpeTokenizer(encoding)
-
-
-class StreamDecoder:
-    """Decodes one token at a time, holding back the bytes of an incomplete character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        """The characters completed by this token."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
-
-    def flush(self) -> str:
-        """U+FFFD for leftover bytes."""
-        return self._decoder.decode(b"", final=True)
 
 
 def _code_points(text: str) -> Tokens:

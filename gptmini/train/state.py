@@ -144,7 +144,7 @@ def begin(training: Training) -> None:
     run.checkpoints.mkdir(exist_ok=True)
     _check_same(config, run.config(), run)
     if run.tokenizer().fingerprint != tokenizer.fingerprint:
-        raise DataError(_other_text(config, run))
+        raise _other_text(config, run)
     if (checkpoint := run.newest()) is not None:
         restore(training, checkpoint)
         training.started -= training.progress.elapsed
@@ -173,7 +173,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}")
     then = Progress(**{name: checkpoint.state[name] for name in names})
     if then.corpus != now.corpus:
-        raise DataError(_other_text(training.config, run))
+        raise _other_text(training.config, run)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
     if checkpoint.step:  # before its first update an optimizer has no state
         fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
@@ -265,8 +265,8 @@ def windows(training: Training, step: int | None = None) -> str:
     return f"the windows at tokens {shown}"
 
 
-def _other_text(config: Config, run: RunDirectory) -> str:
-    return (
+def _other_text(config: Config, run: RunDirectory) -> DataError:
+    return DataError(
         f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
         f"choose another --out"
     )
