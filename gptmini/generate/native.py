@@ -1,4 +1,4 @@
-"""Decoding on a CPU with a compiled step, where there is a g++; the same texts as torch's, sooner.
+"""Faster decoding on a CPU that has g++: a compiled step, which gives the same texts as torch.
 
 Decoding reads every weight for every token, so memory bandwidth sets the pace. On small models
 the overhead of torch's calls costs more than that, and torch cannot multiply float32 inputs by

@@ -106,7 +106,7 @@ class Run:
         return Generation(drawn, texts, logprobs, engine.name)
 
     def encode(self, text: str, name: str) -> list[int]:
-        """The tokens of a text; DataError, which calls the text by `name`, for lone surrogates."""
+        """The tokens of a text; DataError, which begins with `name`, for lone surrogates."""
         try:
             return self.tokenizer.encode(text).tolist()
         except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""One text on its way, from the prompt to its last character, and several drawn together.
+"""A text from its prompt to its last character, and several drawn together.
 
 A `Text` is shared by everyone who works on it: the engine reads `context` and updates `cached`,
 the sampler adds tokens, and `read` turns them into characters.
@@ -108,7 +108,7 @@ class Generation:
         logprobs: bool,
         engine: str,
     ) -> None:
-        """`drawn` is what `sampler.decode` yields of the samples; `engine` is a name to show."""
+        """`drawn` is what `sampler.decode` yields for the samples; `engine` is its name."""
         self.samples, self.engine = samples, engine
         self._drawn, self._logprobs = drawn, logprobs
         self._started: float | None = None

@@ -1,7 +1,7 @@
 """What fits this machine: rows per forward pass, and torch.compile where it pays.
 
-A step is weighed by the dry run and timed by `time_step`, both on a model of its own that is
-thrown away, so nothing that is measured touches the training.
+`dry_run` finds the memory of a step and `time_step` its time, each on a model that is thrown away,
+so measuring never touches the training.
 """
 
 import shutil
@@ -36,7 +36,7 @@ class StepTime:
 
 
 def micro_batch_size(config: Config, compute: Compute) -> int:
-    """The largest divisor of the batch whose passes take at most half the memory and are fast."""
+    """The largest divisor of the batch that fits in half the memory and in a CPU's caches."""
     one_row = dry_run(config.with_train(micro_batch_size=1), compute).activations
     free = machine.total_memory(compute.device) - 16 * parameter_count(config.model)
     rows = free // 2 // one_row

@@ -33,7 +33,6 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it together."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.saving
 
 

@@ -1,4 +1,4 @@
-"""Sizes and steps for a given number of minutes, and keeping to the minutes while training."""
+"""Sizes and steps for a given number of minutes, and pacing to keep to them."""
 
 import math
 

@@ -30,9 +30,9 @@ ACCELERATORS = {
     "b200": (2250, 180),
     "mi300x": (1307, 192),
 }
-START = 5  # seconds of a command besides its steps: imports, text, timing, the first kernels
+START = 5  # seconds of a command before its steps: imports, text, timing, the first kernels
 COMPILING = 12  # seconds, on two cores
-EVALUATING = 0.5  # seconds besides the evaluation itself: a sample, a checkpoint
+EVALUATING = 0.5  # seconds after an evaluation: a sample, a checkpoint
 
 
 def size(
@@ -91,7 +91,7 @@ def size(
 
 
 def _bytes(memory: Memory, program: int, waste: float) -> dict[str, int]:
-    """The memory with Python and torch themselves, and activations as the allocator holds them."""
+    """The memory with that of Python and torch, and activations as the allocator holds them."""
     held = replace(memory, activations=int(waste * memory.activations))
     return {**vars(held), "program": program, "peak": held.peak + program}
 
@@ -113,7 +113,7 @@ def _caches(model: ModelConfig) -> list[dict[str, Any]]:
 
 
 def _here(config: Config, corpus: Corpus, compute: Compute) -> tuple[int, float, dict[str, Any]]:
-    """What only this machine can tell, by timing steps of this shape.
+    """Measure steps of this shape on this machine.
 
     Returns the bytes of the program, the factor by which activations grow in the allocator (glibc's
     heap keeps what is freed and gets up to twice as large as its content), and the times.

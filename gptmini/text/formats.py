@@ -68,7 +68,7 @@ def _damage(file: File) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, OSError, csv.Error, ValueError) as error:
-        raise DataError(f"{file.path}: damaged ({error}); get or make the file again") from None
+        raise DataError(f"{file.path}: damaged ({error}); replace it with an intact copy") from None
 
 
 def _unpacked(file: File, raw: BinaryIO) -> BinaryIO:

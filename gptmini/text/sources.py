@@ -49,7 +49,7 @@ class Source:
         return replace(self, part=part, share=share)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of all that determines the text: bytes, formats and options."""
+        """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
         settings = self.settings
         options: list[object] = [settings.text_key, settings.separator]
         if self.part != "all":

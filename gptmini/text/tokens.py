@@ -1,4 +1,4 @@
-"""Token files: written once, checked, read by position; and the corpus that they make up.
+"""Token files, written once, verified and read by position; and the corpus made of them.
 
 A token file has three parts:
 

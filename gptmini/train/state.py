@@ -44,8 +44,8 @@ MANY_EPOCHS = 20  # after which a small model learns little more about unseen te
 class Progress:
     """How far a training has come, and on what: the content of state.json.
 
-    `seconds` counts the updates, `elapsed` the whole commands; `lr_scale` is halved at each rewind;
-    `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests.
+    `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
+    each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests.
     """
 
     corpus: str
@@ -166,7 +166,7 @@ def save(training: Training) -> None:
 
 
 def restore(training: Training, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights, optimizer state and progress in place."""
+    """Load a checkpoint's weights, optimizer state and progress."""
     run, model, now = training.run, training.model, training.progress
     names = {entry.name for entry in fields(Progress)}
     if missing := names - checkpoint.state.keys():
@@ -259,7 +259,7 @@ def diverged(training: Training, what: str) -> str:
 
 
 def windows(training: Training, step: int | None = None) -> str:
-    """Where the windows of a step begin, so that the text can be looked up."""
+    """Where the windows of a step begin, so that a user can find the text."""
     starts = training.batches.starts(training.step if step is None else step)
     shown = ", ".join(str(start) for _, start in starts[:4]) + ", ..." * (len(starts) > 4)
     return f"the windows at tokens {shown}"
