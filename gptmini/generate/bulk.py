@@ -30,7 +30,7 @@ def generate(
     was made of other prompts, settings or weights.
     """
     if not (inputs := list(_read(prompts))):
-        raise DataError(f"{prompts}: empty; write one prompt per line")
+        raise DataError(f"{prompts}: is empty; write one prompt per line")
     # Batch size and guesses are left out: they do not change the texts.
     sampling = run.sampling(settings).model_dump()
     origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, inputs])

@@ -122,7 +122,6 @@ def worth_compiling(config: Config, seconds: float) -> bool:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler for torch.compile to call."""
     return any(shutil.which(name) for name in ("g++", "clang++", "cl"))
 
 

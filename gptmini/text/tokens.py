@@ -60,18 +60,9 @@ def write(
             table += hashlib.sha256(block).digest()
         file.write(table)
         file.seek(0)
-        file.write(
-            HEADER.pack(
-                MAGIC,
-                VERSION,
-                dtype.itemsize,
-                token_bytes // dtype.itemsize,
-                text_bytes,
-                bytes.fromhex(tokenizer.fingerprint),
-                bytes.fromhex(digest),
-                hashlib.sha256(table).digest(),
-            )
-        )
+        sizes = (dtype.itemsize, token_bytes // dtype.itemsize, text_bytes)
+        digests = (tokenizer.fingerprint, digest, hashlib.sha256(table).hexdigest())
+        file.write(HEADER.pack(MAGIC, VERSION, *sizes, *map(bytes.fromhex, digests)))
 
 
 def blocks_of(parts: Iterable[bytes]) -> Iterator[bytes]:
