@@ -104,10 +104,10 @@ class TrainingProgress:
         if self._made == 0 or self._step >= self._steps:
             return line
         per_step = (time.perf_counter() - self._started) / self._made
-        return f"{line}  {_duration(per_step * (self._steps - self._step))} left"
+        return f"{line}  {duration(per_step * (self._steps - self._step))} left"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """1:35, or 12h31m from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"

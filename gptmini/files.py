@@ -54,7 +54,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Rename a directory, then delete it: half of it never looks complete."""
+    """Rename a directory, then delete it, so that half of it never looks complete."""
     for left in path.parent.glob(".trash-*"):  # by a process that was killed
         shutil.rmtree(left)
     if path.exists():

@@ -1,4 +1,4 @@
-"""What this machine offers a run: device, number type, memory, signals."""
+"""The machine that a run is on: device, number type, memory, signals."""
 
 import ctypes
 import os
@@ -28,7 +28,7 @@ class Compute:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def synchronize(self) -> None:
-        """Wait until the device has finished, so that a clock read now is honest."""
+        """Wait until the device has finished, so that the time read next is right."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -100,9 +100,10 @@ def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
     found, out, err = gptmini(*words)
     assert (found, out) == (code, "")
     assert line in err
-    assert err.startswith("gptmini: ")
-    assert err.count("\n") == 1
-    assert "; " in err or "must be" in err or "did you mean" in err
+    *progress, failure = err.splitlines()  # a slow machine shows how it reads the text
+    assert all(line.startswith(("learning the vocabulary", "preparing")) for line in progress)
+    assert failure.startswith("gptmini: ")
+    assert "; " in failure or "must be" in failure or "did you mean" in failure
     assert "Traceback" not in err
     assert not Path("runs").exists()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
-from gptmini.text import formats, sources
+from gptmini.text import formats, sources, tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
 IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -33,6 +33,7 @@ def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, t
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     monkeypatch.setattr(formats, "BLOCK", block)
+    monkeypatch.setattr(tokenizer, "BLOCK", block)
     assert documents(path) == [text] * bool(text)
 
 
@@ -45,6 +46,7 @@ def test_separators_split_documents_wherever_blocks_end(
     path = tmp_path / "a.md"
     path.write_bytes(text.encode())
     monkeypatch.setattr(formats, "BLOCK", block)
+    monkeypatch.setattr(tokenizer, "BLOCK", block)
     expected = [document for document in text.split(separator) if document]
     assert documents(path, separator=separator) == expected
 
@@ -85,7 +87,7 @@ def test_parquet_columns_are_documents(tmp_path: Path):
 
 
 def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(formats, "BLOCK", 10)
+    monkeypatch.setattr(tokenizer, "BLOCK", 10)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "seven words are in this one sentence"}) + "\n")
     source = sources.find([str(path)], DataConfig())

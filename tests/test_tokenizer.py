@@ -14,7 +14,7 @@ from tiktoken_ext import openai_public
 from gptmini.errors import DataError
 from gptmini.text import bpe
 from gptmini.text import tokenizer as tokenizers
-from gptmini.text.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, StreamDecoder
+from gptmini.text.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -128,18 +128,6 @@ def test_byte_lengths_add_up_to_the_text(tiny_encoding: tiktoken.Encoding):
         lengths = tokenizer.byte_lengths()
         assert lengths[tokenizer.document_token] == 0
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
-
-
-@given(st.binary())
-def test_streaming_gives_the_bytes_of_the_whole_wherever_it_is_cut(data):
-    decoder = StreamDecoder(ByteTokenizer())
-    pieces = [decoder.feed(byte) for byte in data]
-    assert "".join(pieces) + decoder.flush() == data.decode("utf-8", "replace")
-
-
-def test_a_character_in_two_tokens_appears_once_and_whole():
-    decoder = StreamDecoder(ByteTokenizer())
-    assert [decoder.feed(byte) for byte in "é!".encode()] == ["", "é", "!"]
 
 
 def test_unknown_kinds_list_the_known():

@@ -53,8 +53,8 @@ class TorchEngine:
         """Whether the cache can be extended, rather than filled anew.
 
         All rows of a cache have one length, so a batch can only move by one token at a time, and
-        as soon as one text slides (`cached` is 0), everything is prefilled again. A single text is
-        free of this: it may see several guesses at once and take tokens back.
+        as soon as one text slides (`cached` is 0), everything is prefilled again. A single text has
+        no such limit: it may see several guesses at once and take tokens back.
         """
         if self._cache is None or not all(text in self._texts and text.cached for text in texts):
             return False

@@ -2,7 +2,7 @@
 
 The sampler draws every token from the model's own logits with its own random number. A guess that
 equals the draw saves a pass, a wrong one is discarded. So the text is the same with and without
-guessing, greedy or sampled, and a guesser may be arbitrarily bad.
+guessing, greedy or sampled, however bad the guesses are.
 """
 
 from gptmini.config.settings import SampleConfig

@@ -1,4 +1,4 @@
-"""Decoding on a CPU with a compiled step, where there is a g++; the same texts as torch's, sooner.
+"""Faster decoding on a CPU that has g++: a compiled step, which gives the same texts as torch.
 
 Decoding reads every weight for every token, so memory bandwidth sets the pace. On small models
 the overhead of torch's calls costs more than that, and torch cannot multiply float32 inputs by
@@ -33,6 +33,7 @@ COLUMNS, LANES = 64, 16  # as in decode.cpp
 CALL = 64  # most tokens in one call, which sizes the buffers
 ACTIVATIONS = {"gelu": 0, "relu2": 1, "swiglu": 2}
 PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
+SIZES = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "context_length")
 
 
 # The structs of decode.cpp, field by field.
@@ -60,8 +61,7 @@ class _Layer(Structure):
 
 class _Model(Structure):
     _fields_ = [
-        *[(name, c_int) for name in ("n_layer", "n_head", "n_kv_head", "head_dim")],
-        *[(name, c_int) for name in ("d_model", "d_ff", "context_length")],
+        *[(name, c_int) for name in SIZES],
         *[(name, c_int) for name in ("rms", "activation", "precision", "n_threads")],
         ("norm_eps", c_float),
         *[(name, c_void_p) for name in ("embed", "positions", "cosines", "sines")],
@@ -171,13 +171,7 @@ class NativeStep:
             layers[number] = self._layer(block, cache.layers[number])
             layers[number].window = config.window(number) or 0
         described = _Model(  # pointers left out are null
-            n_layer=config.n_layer,
-            n_head=H,
-            n_kv_head=config.n_kv_head,
-            head_dim=K,
-            d_model=D,
-            d_ff=F,
-            context_length=config.context_length,
+            **{name: getattr(config, name) for name in SIZES},
             rms=config.norm == "rmsnorm",
             activation=ACTIVATIONS[config.activation],
             precision=PRECISIONS[self._precision],
@@ -309,8 +303,7 @@ def open_engine(
     model: GPT, weights: str, n_texts: int, cache: Path, use_cache: bool = True
 ) -> Engine:
     """The fastest engine on this machine for up to `n_texts` texts at a time."""
-    if use_cache and model.device.type == "cpu":
-        library = build(cache)
-        if library is not None:
-            return NativeEngine(library, model, weights, n_texts)
-    return TorchEngine(model, use_cache)
+    library = build(cache) if use_cache and model.device.type == "cpu" else None
+    if library is None:
+        return TorchEngine(model, use_cache)
+    return NativeEngine(library, model, weights, n_texts)

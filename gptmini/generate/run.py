@@ -106,7 +106,7 @@ class Run:
         return Generation(drawn, texts, logprobs, engine.name)
 
     def encode(self, text: str, name: str) -> list[int]:
-        """The tokens of a text; DataError, which calls the text by `name`, for lone surrogates."""
+        """The tokens of a text; DataError, which begins with `name`, for lone surrogates."""
         try:
             return self.tokenizer.encode(text).tolist()
         except UnicodeEncodeError as error:
@@ -130,11 +130,11 @@ class Run:
         """The engine for up to `n_texts` texts at a time, kept for the next call."""
         if not use_cache:
             return native.open_engine(self.model, self.weights, n_texts, self._cache, False)
-        engine = self._engine
-        if engine is None or (isinstance(engine, native.NativeEngine) and engine.n_slots < n_texts):
-            engine = native.open_engine(self.model, self.weights, n_texts, self._cache)
-            self._engine = engine
-        return engine
+        kept = self._engine
+        if kept is None or (isinstance(kept, native.NativeEngine) and kept.n_slots < n_texts):
+            kept = native.open_engine(self.model, self.weights, n_texts, self._cache)
+        self._engine = kept
+        return kept
 
     def _guesser(
         self, guess: "str | Run | None", n_texts: int, sample: SampleConfig

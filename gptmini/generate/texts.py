@@ -1,9 +1,10 @@
-"""One text on its way, from the prompt to its last character, and several drawn together.
+"""A text from its prompt to its last character, and several drawn together.
 
 A `Text` is shared by everyone who works on it: the engine reads `context` and updates `cached`,
 the sampler adds tokens, and `read` turns them into characters.
 """
 
+import codecs
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gptmini.generate.filters import log_probability
-from gptmini.text.tokenizer import StreamDecoder, Tokenizer
+from gptmini.text.tokenizer import Tokenizer
 
 
 class Text:
@@ -48,7 +49,7 @@ class Text:
         self.wanted = 1  # how many of the last tokens need logits
         # For `read`.
         self._tokenizer, self._stops = tokenizer, stops
-        self._decoder = StreamDecoder(tokenizer) if tokenizer else None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._undecided = ""  # could be the beginning of a stop text
         self._drop_space = allowed_first is not None  # the prompt already ends with that space
 
@@ -58,12 +59,11 @@ class Text:
         Characters that may turn out to be the beginning of a stop text are held back.
         """
         assert self._tokenizer is not None
-        assert self._decoder is not None
         if token == self._tokenizer.document_token:
             self.finish_reason = "document"
-        characters = self._decoder.feed(token)
-        if self.finish_reason:
-            characters += self._decoder.flush()
+        spelling = self._tokenizer.token_bytes(token)
+        # The decoder holds back an incomplete character, until the end makes it U+FFFD.
+        characters = self._decoder.decode(spelling, final=self.finish_reason is not None)
         if characters and self._drop_space:
             characters, self._drop_space = characters.removeprefix(" "), False
         pending = self._undecided + characters
@@ -108,7 +108,7 @@ class Generation:
         logprobs: bool,
         engine: str,
     ) -> None:
-        """`drawn` is what `sampler.decode` yields of the samples; `engine` is a name to show."""
+        """`drawn` is what `sampler.decode` yields for the samples; `engine` is its name."""
         self.samples, self.engine = samples, engine
         self._drawn, self._logprobs = drawn, logprobs
         self._started: float | None = None

@@ -28,7 +28,7 @@ class Decision:
     """What a training needs before its first step.
 
     `paced` says that the number of steps follows `train.minutes`, `seconds_per_step` what a step
-    was measured to take, `compiling` what came of trying torch.compile. `started` is the
+    was measured to take, `compiling` the outcome of trying torch.compile. `started` is the
     time.perf_counter() from which the minutes count.
     """
 
@@ -84,7 +84,7 @@ def decide(
         return Decision(config, corpus, compute, started, paced)
     compiled, timed, outcome = choose_compile(config, compute)
     config = config.with_train(compile="on" if compiled else "off")
-    per_step = None if timed is None else timed.total
+    per_step = None if timed is None else timed.passes + timed.update
     return Decision(config, corpus, compute, started, paced, per_step, outcome)
 
 

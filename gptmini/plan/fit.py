@@ -1,7 +1,7 @@
 """What fits this machine: rows per forward pass, and torch.compile where it pays.
 
-A step is weighed by the dry run and timed by `time_step`, both on a model of its own that is
-thrown away, so nothing that is measured touches the training.
+`dry_run` finds the memory of a step and `time_step` its time, each on a model that is thrown away,
+so measuring never touches the training.
 """
 
 import shutil
@@ -34,14 +34,9 @@ class StepTime:
     passes: float
     update: float
 
-    @property
-    def total(self) -> float:
-        """Both together."""
-        return self.passes + self.update
-
 
 def micro_batch_size(config: Config, compute: Compute) -> int:
-    """The largest divisor of the batch whose passes take at most half the memory and are fast."""
+    """The largest divisor of the batch that fits in half the memory and in a CPU's caches."""
     one_row = dry_run(config.with_train(micro_batch_size=1), compute).activations
     free = machine.total_memory(compute.device) - 16 * parameter_count(config.model)
     rows = free // 2 // one_row
@@ -127,7 +122,6 @@ def worth_compiling(config: Config, seconds: float) -> bool:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler for torch.compile to call."""
     return any(shutil.which(name) for name in ("g++", "clang++", "cl"))
 
 
@@ -148,7 +142,7 @@ def choose_compile(config: Config, compute: Compute) -> tuple[bool, StepTime | N
     except GptminiError:  # a signal
         raise
     except Exception as error:  # of the compiler, of its kernels, or of whatever calls them
-        reason = f"{str(error).strip() or repr(error)}".splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         if asked == "on":
             raise MachineError(f"train.compile: {reason}; use auto or off") from None
         return False, eager, f"compile failed ({reason})"

@@ -1,7 +1,7 @@
 """The memory of a training, found by a dry run: two steps on tensors without storage."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -33,8 +33,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it together."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.saving
+        return sum(astuple(self))
 
 
 class StorageCounter(TorchDispatchMode):

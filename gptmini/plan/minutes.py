@@ -1,4 +1,4 @@
-"""Sizes and steps for a given number of minutes, and keeping to the minutes while training."""
+"""Sizes and steps for a given number of minutes, and pacing to keep to them."""
 
 import math
 
@@ -33,7 +33,8 @@ def plan(config: Config, seconds: float, compute: Compute) -> Config:
     for layers, width, rows in RUNGS:
         sizes = {"n_layer": layers, "n_head": width // 64, "d_model": width}
         candidate = completed(config, {"model": sizes, "train": {"batch_size": rows}})
-        if chosen is not None and _same_cost(candidate, chosen):  # the sizes are stated
+        same = chosen and chosen.train.batch_size == candidate.train.batch_size
+        if chosen and same and chosen.model == candidate.model:  # its sizes are stated
             continue
         timed = time_step(candidate, compute)
         passes = timed.passes
@@ -54,11 +55,6 @@ def plan(config: Config, seconds: float, compute: Compute) -> Config:
             break
     assert chosen is not None
     return chosen
-
-
-def _same_cost(ours: Config, theirs: Config) -> bool:
-    """Whether a step of both takes the same time."""
-    return (ours.model, ours.train.batch_size) == (theirs.model, theirs.train.batch_size)
 
 
 def paced_steps(train: TrainConfig, step: int, elapsed: float, per_step: float) -> int:

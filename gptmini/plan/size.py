@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
+from gptmini.console import table
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
 from gptmini.plan import cost
@@ -31,9 +30,9 @@ ACCELERATORS = {
     "b200": (2250, 180),
     "mi300x": (1307, 192),
 }
-START = 5  # seconds of a command besides its steps: imports, text, timing, the first kernels
+START = 5  # seconds of a command before its steps: imports, text, timing, the first kernels
 COMPILING = 12  # seconds, on two cores
-EVALUATING = 0.5  # seconds besides the evaluation itself: a sample, a checkpoint
+EVALUATING = 0.5  # seconds after an evaluation: a sample, a checkpoint
 
 
 def size(
@@ -43,9 +42,8 @@ def size(
     if accelerator is not None and accelerator not in ACCELERATORS:
         known = ", ".join(ACCELERATORS)
         raise ConfigError(f"--accelerator {accelerator}: unknown; use one of {known}")
-    compute = machine.pick_compute(asked.train.device, asked.train.dtype)
-    if accelerator is not None:
-        compute = Compute(compute.device, torch.bfloat16)
+    dtype = asked.train.dtype if accelerator is None else "bfloat16"
+    compute = machine.pick_compute(asked.train.device, dtype)
     decision = decide(asked, None, cache, compute=compute, here=False)
     config, corpus = decision.config, decision.corpus
     memory = dry_run(config, compute)
@@ -93,7 +91,7 @@ def size(
 
 
 def _bytes(memory: Memory, program: int, waste: float) -> dict[str, int]:
-    """The memory with Python and torch themselves, and activations as the allocator holds them."""
+    """The memory with that of Python and torch, and activations as the allocator holds them."""
     held = replace(memory, activations=int(waste * memory.activations))
     return {**vars(held), "program": program, "peak": held.peak + program}
 
@@ -115,7 +113,7 @@ def _caches(model: ModelConfig) -> list[dict[str, Any]]:
 
 
 def _here(config: Config, corpus: Corpus, compute: Compute) -> tuple[int, float, dict[str, Any]]:
-    """What only this machine can tell, by timing steps of this shape.
+    """Measure steps of this shape on this machine.
 
     Returns the bytes of the program, the factor by which activations grow in the allocator (glibc's
     heap keeps what is freed and gets up to twice as large as its content), and the times.
@@ -148,65 +146,48 @@ def _here(config: Config, corpus: Corpus, compute: Compute) -> tuple[int, float,
 
 def lines(facts: dict[str, Any]) -> list[str]:
     """The facts of `size` for people."""
-    parts, compute, data = facts["parameters"], facts["flops_per_token"], facts["tokens"]
-    shown = [f"parameters  {parts['all']:,}"]
-    for part, count in parts.items():
-        if part != "all":
-            shown.append(f"  {part:10} {count:>13,}  {count / parts['all']:6.1%}")
-    return [
-        *shown,
-        f"compute     {_short(compute['training'])}FLOP per token, "
-        f"{_short(compute['forward'])}FLOP of it forward",
-        f"            (6 per parameter would be {_short(compute['six_times_parameters'])}FLOP)",
-        *_memory_lines(facts),
-        *_cache_lines(facts["cache"]),
-        f"data        {data['an_epoch']:,} tokens per epoch, {data['held_out']:,} held out",
-        f"            {facts['steps']:,} steps see {data['seen']:,}: {data['epochs']:.1f} epochs",
-        f"            compute-optimal: {data['compute_optimal']:,}, 20 per parameter "
-        f"(Hoffmann 2022)",
-        *_time_lines(facts["time"]),
+    parts, flops, data = facts["parameters"], facts["flops_per_token"], facts["tokens"]
+    short = {name: f"{_short(count)}FLOP" for name, count in flops.items()}
+    mib = {name: f"{size / 2**20:,.0f}" for name, size in facts["memory"].items()}
+    other = "without" if facts["checkpointing"] else "with"
+    shares = [
+        (f"  {part:10}", f"{count:,}", f"{count / parts['all']:.1%}")
+        for part, count in parts.items()
+        if part != "all"
     ]
+    caches = [("KV cache", "bytes per token", *(f"at {n:,}" for n in facts["cache"][0]["bytes"]))]
+    for row in facts["cache"]:
+        sizes = (row["bytes_per_token"], *row["bytes"].values())
+        caches.append((f"  {row['variant']:10}", *(f"{size:,}" for size in sizes)))
+    return f"""\
+{table([("parameters", f"{parts['all']:,}", ""), *shares])}
+compute     {short["training"]} per token, {short["forward"]} of it forward
+            (6 per parameter would be {short["six_times_parameters"]})
+memory      {mib["peak"]} MiB at the peak, micro-batch {facts["micro_batch_size"]}
+            weights {mib["weights"]}, gradients {mib["gradients"]}, optimizer {mib["optimizer"]}
+            activations {mib["activations"]}, saving {mib["saving"]}, program {mib["program"]}
+            {other} gradient checkpointing {facts["memory_otherwise"] / 2**20:,.0f} MiB
+{table(caches)}
+data        {data["an_epoch"]:,} tokens per epoch, {data["held_out"]:,} held out
+            {facts["steps"]:,} steps see {data["seen"]:,}: {data["epochs"]:.1f} epochs
+            compute-optimal: {data["compute_optimal"]:,}, 20 per parameter (Hoffmann 2022)
+time        {_time(facts["time"])}""".splitlines()
 
 
-def _memory_lines(facts: dict[str, Any]) -> list[str]:
-    memory = {name: f"{size / 2**20:,.0f}" for name, size in facts["memory"].items()}
-    other = f"{facts['memory_otherwise'] / 2**20:,.0f} MiB"
-    return [
-        f"memory      {memory['peak']} MiB at the peak, micro-batch {facts['micro_batch_size']}",
-        f"            weights {memory['weights']}, gradients {memory['gradients']}, optimizer "
-        f"{memory['optimizer']}, activations {memory['activations']},",
-        f"            saving {memory['saving']}, Python and torch {memory['program']}",
-        f"            {'without' if facts['checkpointing'] else 'with'} gradient checkpointing "
-        f"{other}",
-    ]
-
-
-def _cache_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """A row for each variant."""
-    contexts = [f"at {context:,}" for context in rows[0]["bytes"]]
-    heads = ["bytes per token", *contexts]
-    shown = ["KV cache    " + "".join(f"{text:>16}" for text in heads)]
-    for row in rows:
-        sizes = [row["bytes_per_token"], *row["bytes"].values()]
-        shown.append(f"  {row['variant']:10}" + "".join(f"{size:>16,}" for size in sizes))
-    return shown
-
-
-def _time_lines(when: dict[str, Any]) -> list[str]:
+def _time(when: dict[str, Any]) -> str:
+    """Two lines."""
     if not when.get("fits", True):
-        return [
-            f"time        does not fit in the memory of {when['on']};",
-            "            lower train.micro_batch_size or set train.gradient_checkpointing=true",
-        ]
-    shown = [f"time        {when['minutes']:,.1f} minutes on {when['on']}"]
+        return (
+            f"does not fit in the memory of {when['on']};\n"
+            f"{'':12}lower train.micro_batch_size or set train.gradient_checkpointing=true"
+        )
+    first = f"{when['minutes']:,.1f} minutes on {when['on']}\n{'':12}"
     if "fits" in when:
-        return [*shown, "            the training fits in its memory"]
-    compiled = ", compiled" if when["compiled"] else ""
-    return [
-        *shown,
-        f"            {when['seconds_per_step']:.3f} s per step{compiled}; {when['evaluations']} "
-        f"evaluations of {when['seconds_per_evaluation']:.1f} s",
-    ]
+        return f"{first}the training fits in its memory"
+    return (
+        f"{first}{when['seconds_per_step']:.3f} s per step{', compiled' * when['compiled']}; "
+        f"{when['seconds_per_evaluation']:.1f} s per evaluation, {when['evaluations']} in all"
+    )
 
 
 def _short(number: float) -> str:

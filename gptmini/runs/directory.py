@@ -9,7 +9,7 @@
         manifest.json      size and SHA-256 of the three, written last
 
 A checkpoint is written under a temporary name, synced, then renamed. Nothing in it is used before
-its bytes match the manifest, and no file can run code.
+its bytes match the manifest, and loading it cannot run code.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, else MachineError. The lock of a process ends when it does."""
+        """Be the only writer, or raise MachineError. The lock ends with the process."""
         try:
             import fcntl  # noqa: PLC0415 - not on Windows
         except ImportError:
@@ -180,7 +180,7 @@ class RunDirectory:
                 files.remove_tree(self._folder(step))
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after a step, all damaged, so that `keep` does not count them."""
+        """Rename the checkpoints after a step, which are damaged, so that `keep` ignores them."""
         for newer in self.steps():
             if newer > step:
                 damaged = self.checkpoints / f"step-{newer:08d}.damaged"

@@ -19,7 +19,7 @@ Tracker = tuple[Callable[[Metrics], object], Callable[[], object]]  # write, clo
 
 
 class RunLog:
-    """Appends the metrics of the run in a directory, which continues from `step`.
+    """Appends metrics to the files of a run that continues after `step`.
 
     MachineError for a tracker that is not installed or does not start.
     """
@@ -48,7 +48,7 @@ class RunLog:
         for name, (write, _) in list(self._trackers.items()):
             try:
                 write(line)
-            except Exception as error:  # whatever it is, the training is worth more
+            except Exception as error:  # of any kind: a tracker must not stop the training
                 warn(f"train.log_to: {name} failed ({error!r}); continuing without it")
                 del self._trackers[name]
 

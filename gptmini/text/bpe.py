@@ -12,7 +12,7 @@ from itertools import pairwise
 import regex
 
 # Words as in GPT-4: letters after at most one other character; up to three digits; punctuation
-# after at most one space; line ends; spaces. No part exceeds 16, so that no text makes it slow.
+# after at most one space; line ends; spaces. Runs end at 16 characters, so that no text is slow.
 PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}{1,16}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,16}[\r\n]{0,16}"
     r"|\s{0,16}?[\r\n]|\s{1,16}(?!\S)|\s"

@@ -61,7 +61,7 @@ def _cached(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
 
 
 def _sweep(cache: Path) -> None:
-    """Delete what killed processes left behind a day ago or more."""
+    """Delete temporary files that killed processes left at least a day ago."""
     for left in cache.glob(".tmp-*"):
         if left.stat().st_mtime < time.time() - 86_400:
             shutil.rmtree(left) if left.is_dir() else left.unlink()

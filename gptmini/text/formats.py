@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini.errors import DataError, not_utf8, os_reason
-from gptmini.text.tokenizer import BLOCK, Piece, boundary
+from gptmini.text.tokenizer import BLOCK, Piece, boundary, split
 
 CONVERT = "convert it, or pass --errors replace"
 
@@ -38,11 +38,11 @@ class File:
 def read(file: File, text_key: str, separator: str) -> Iterator[Piece]:
     """The documents of a file; `separator` splits only plain text."""
     with opened(file) as raw, _damage(file):
+        stream = _unpacked(file, raw)
         if file.kind == "text":
-            blocks = _blocks(file, _unpacked(file, raw))
-            yield from _documents(blocks, separator)
+            yield from _documents(_blocks(file, stream), separator)
         else:
-            for text in READERS[file.kind](file, _unpacked(file, raw), text_key):
+            for text in READERS[file.kind](file, stream, text_key):
                 yield from _pieces(text, True)
 
 
@@ -68,7 +68,7 @@ def _damage(file: File) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, OSError, csv.Error, ValueError) as error:
-        raise DataError(f"{file.path}: damaged ({error}); get or make the file again") from None
+        raise DataError(f"{file.path}: damaged ({error}); replace it with an intact copy") from None
 
 
 def _unpacked(file: File, raw: BinaryIO) -> BinaryIO:
@@ -136,12 +136,9 @@ def _documents(blocks: Iterable[str], separator: str) -> Iterator[Piece]:
 
 def _pieces(text: str, first: bool) -> Iterator[Piece]:
     """A text in pieces of at most BLOCK characters; none if it is empty."""
-    start = 0
-    while start < len(text):
-        part = text[start : start + BLOCK]
-        cut = boundary(part, BLOCK) if start + BLOCK < len(text) else len(part)
-        yield Piece(part[:cut], first and start == 0)
-        start += cut
+    for part in split(text):
+        yield Piece(part, first)
+        first = False
 
 
 def _json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
@@ -178,11 +175,10 @@ def _parquet_rows(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
     table = _pyarrow(file).parquet.ParquetFile(stream)
     if key not in table.schema_arrow.names:
         _field(str(file.path), dict.fromkeys(table.schema_arrow.names), key, file.errors)
-    number = 0
-    for batch in table.iter_batches(1000, columns=[key]):
-        for value in batch.column(0).to_pylist():
-            number += 1
-            yield _field(f"{file.path}: row {number}", {key: value}, key, file.errors)
+    batches = table.iter_batches(1000, columns=[key])
+    values = (value for batch in batches for value in batch.column(0).to_pylist())
+    for number, value in enumerate(values, 1):
+        yield _field(f"{file.path}: row {number}", {key: value}, key, file.errors)
 
 
 def _field(place: str, record: dict[str, Any], key: str, errors: str) -> str:

@@ -49,7 +49,7 @@ class Source:
         return replace(self, part=part, share=share)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of all that determines the text: bytes, formats and options."""
+        """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
         settings = self.settings
         options: list[object] = [settings.text_key, settings.separator]
         if self.part != "all":
@@ -111,15 +111,18 @@ def _files(path: str, errors: str) -> list[File]:
     if path == "builtin:python-docs":
         return [replace(_file(Path(pydoc_data.__path__[0]) / "topics.py", errors), kind="topics")]
     if path == "builtin:python-code":
-        return [_file(source, "replace") for source in _standard_library()]
+        skipped = {"site-packages", "test", "tests"}
+        modules = sorted(CODE.rglob("*.py"))
+        modules = [file for file in modules if skipped.isdisjoint(file.relative_to(CODE).parts)]
+        return [_file(file, "replace") for file in modules]
     if path.startswith("builtin:"):
         raise DataError(f"{path}: no such corpus; choose {' or '.join(BUILTIN)}")
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
     if place.is_dir():
         paths = list(_walk(place))
     elif not place.exists() and any(character in path for character in "*?["):
-        matches = sorted(glob.glob(str(place), recursive=True))
-        paths = [match for name in matches if not (match := Path(name)).is_dir()]
+        matches = map(Path, sorted(glob.glob(str(place), recursive=True)))
+        paths = [match for match in matches if not match.is_dir()]
     else:
         return [_file(place, errors)]
     if not paths:
@@ -137,18 +140,14 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
 
 
-def _standard_library() -> Iterator[Path]:
-    for path in sorted(CODE.rglob("*.py")):
-        if not {"site-packages", "test", "tests"} & set(path.relative_to(CODE).parts):
-            yield path
-
-
 def _file(path: Path, errors: str) -> File:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
-        if name := _fetchable(path):
-            refuse(error, path, f"get it with: gptmini data fetch {name}")
+        from gptmini.text.fetch import KNOWN  # noqa: PLC0415 - loads urllib
+
+        if path in [Path("data", f"{name}.txt") for name in KNOWN]:
+            refuse(error, path, f"get it with: gptmini data fetch {path.stem}")
         refuse(error, path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
@@ -156,10 +155,3 @@ def _file(path: Path, errors: str) -> File:
     packing = suffixes.pop() if suffixes and suffixes[-1] in (".gz", ".zst") else ""
     kind = KINDS.get(suffixes[-1] if suffixes else "", "text")
     return File(path, kind, packing, status.st_size, status.st_mtime_ns, errors)
-
-
-def _fetchable(path: Path) -> str | None:
-    """The known corpus that `gptmini data fetch` would put at this path."""
-    from gptmini.text.fetch import KNOWN  # noqa: PLC0415 - loads urllib
-
-    return next((name for name in KNOWN if path == Path("data", f"{name}.txt")), None)

@@ -5,12 +5,11 @@ document token, which stands before every document and is never the encoding of 
 """
 
 import base64
-import codecs
 import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,19 +129,15 @@ class BpeTokenizer(Tokenizer):
         self.document_token = encoding.eot_token
 
     def encode(self, text: str) -> Tokens:
-        parts: list[Tokens] = []
-        start = 0
-        while start < len(text):  # tiktoken is slow on very long texts without a word boundary
-            part = text[start : start + BLOCK]
-            cut = boundary(part, BLOCK) if start + BLOCK < len(text) else len(part)
-            try:
-                parts.append(self.encoding.encode_to_numpy(part[:cut], disallowed_special=()))
-            except UnicodeEncodeError:
-                raise
-            except ValueError as error:  # only with somebody else's pattern
-                raise DataError(f"tokenizer {self.kind}: {error}; choose another") from None
-            start += cut
-        return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+        tokens = [np.empty(0, np.uint32)]
+        try:
+            for part in split(text):  # tiktoken is slow on long texts without a word boundary
+                tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
+        except UnicodeEncodeError:
+            raise
+        except ValueError as error:  # only with somebody else's pattern
+            raise DataError(f"tokenizer {self.kind}: {error}; choose another") from None
+        return np.concatenate(tokens)
 
     def token_bytes(self, token: int) -> bytes:
         if token == self.document_token:
@@ -174,6 +169,17 @@ def boundary(text: str, limit: int) -> int:
     return space if space > 0 else text.rfind("\n", 0, limit) + 1 or limit
 
 
+def split(text: str) -> Iterator[str]:
+    """A text in parts of at most BLOCK characters, which encode as the whole does."""
+    start = 0
+    while len(text) - start > BLOCK:
+        end = start + boundary(text[start : start + BLOCK], BLOCK)
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
 def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer of a kind; only `char` and `bpe` read `texts`.
 
@@ -182,7 +188,7 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
-        characters: set[str] = set()
+        characters = set[str]()
         for text in texts:
             characters.update(text)
         return CharTokenizer("".join(characters))
@@ -273,27 +279,10 @@ def _bpe_tokenizer(
         raise ValueError("two tokens have the same rank")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"byte {missing[0]} has no rank")
-    return BpeTokenizer(
-        tiktoken.Encoding(
-            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
-        )
+    encoding = tiktoken.Encoding(
+        name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
     )
-
-
-class StreamDecoder:
-    """Decodes one token at a time, holding back the bytes of an incomplete character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        """The characters completed by this token."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
-
-    def flush(self) -> str:
-        """U+FFFD for leftover bytes."""
-        return self._decoder.decode(b"", final=True)
+    return BpeTokenizer(encoding)
 
 
 def _code_points(text: str) -> Tokens:

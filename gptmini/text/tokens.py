@@ -1,4 +1,4 @@
-"""Token files: written once, checked, read by position; and the corpus that they make up.
+"""Token files, written once, verified and read by position; and the corpus made of them.
 
 A token file has three parts:
 
@@ -47,8 +47,7 @@ def write(
 
     def encoded() -> Iterator[bytes]:
         nonlocal text_bytes
-        for batch, tokens in _encoded(tokenizer, pieces):
-            size = sum(len(piece.text.encode()) for piece in batch)
+        for size, tokens in _encoded(tokenizer, pieces):
             text_bytes += size
             advance(size)
             yield tokens.astype(dtype).tobytes()
@@ -61,18 +60,9 @@ def write(
             table += hashlib.sha256(block).digest()
         file.write(table)
         file.seek(0)
-        file.write(
-            HEADER.pack(
-                MAGIC,
-                VERSION,
-                dtype.itemsize,
-                token_bytes // dtype.itemsize,
-                text_bytes,
-                bytes.fromhex(tokenizer.fingerprint),
-                bytes.fromhex(digest),
-                hashlib.sha256(table).digest(),
-            )
-        )
+        sizes = (dtype.itemsize, token_bytes // dtype.itemsize, text_bytes)
+        digests = (tokenizer.fingerprint, digest, hashlib.sha256(table).hexdigest())
+        file.write(HEADER.pack(MAGIC, VERSION, *sizes, *map(bytes.fromhex, digests)))
 
 
 def blocks_of(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -87,18 +77,17 @@ def blocks_of(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(rest)
 
 
-def _encoded(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[list[Piece], Tokens]]:
+def _encoded(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[int, Tokens]]:
     """Encode pieces on all cores, in order (tiktoken releases the interpreter lock)."""
     workers = os.cpu_count() or 1
-    waiting: deque[tuple[list[Piece], Future[Tokens]]] = deque()
+    waiting: deque[Future[tuple[int, Tokens]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in _batches(pieces):
-            waiting.append((batch, pool.submit(_encode, tokenizer, batch)))
+            waiting.append(pool.submit(_encode, tokenizer, batch))
             if len(waiting) > 2 * workers:
-                done, future = waiting.popleft()
-                yield done, future.result()
-        for done, future in waiting:
-            yield done, future.result()
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -115,14 +104,13 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, pieces: list[Piece]) -> Tokens:
+def _encode(tokenizer: Tokenizer, pieces: list[Piece]) -> tuple[int, Tokens]:
+    """The bytes of text and the tokens of some pieces."""
     document = np.array([tokenizer.document_token], np.uint32)
     parts = []
-    for piece in pieces:
-        if piece.starts_document:
-            parts.append(document)
-        parts.append(tokenizer.encode(piece.text))
-    return np.concatenate(parts)
+    for text, starts_document in pieces:
+        parts += [document] * starts_document + [tokenizer.encode(text)]
+    return sum(len(piece.text.encode()) for piece in pieces), np.concatenate(parts)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
@@ -161,23 +149,22 @@ class TokenFile:
             raise self._unusable("its table is damaged")
         self._unchecked = set(range(blocks))
         if self._length <= CHECKED_AT_ONCE:
-            for block in range(blocks):
-                self._check(block)
+            self._check(range(blocks))
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens (count,) from position start; DataError if the file was damaged meanwhile."""
         size = self.dtype.itemsize
-        if self._unchecked:
-            for block in range(start * size // BLOCK, ((start + count) * size - 1) // BLOCK + 1):
-                self._check(block)
+        self._check(range(start * size // BLOCK, ((start + count) * size - 1) // BLOCK + 1))
         tokens = np.frombuffer(self._bytes(start * size, count * size), self.dtype)
         if count and (largest := int(tokens.max())) >= self.vocab_size:
             at = start + int(tokens.argmax())
             raise self._unusable(f"token {at} is {largest}, not below {self.vocab_size}")
         return tokens.astype(np.uint32)
 
-    def _check(self, block: int) -> None:
-        if block in self._unchecked:
+    def _check(self, blocks: range) -> None:
+        for block in blocks:
+            if block not in self._unchecked:
+                continue
             start = block * BLOCK
             data = self._bytes(start, min(BLOCK, self._length - start))
             if hashlib.sha256(data).digest() != self._table[32 * block : 32 * block + 32]:

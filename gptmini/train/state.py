@@ -1,4 +1,4 @@
-"""One training: what the loop holds, made at step 0 or from a checkpoint, and saved as one.
+"""The state of a training: made at step 0, restored from a checkpoint, saved as one.
 
 Everything random is a function of (seed, step, micro-batch), so nothing random is saved.
 """
@@ -13,7 +13,7 @@ import torch
 
 from gptmini.config.load import differences
 from gptmini.config.settings import Config
-from gptmini.console import say, warn
+from gptmini.console import duration, say, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
@@ -29,21 +29,10 @@ if TYPE_CHECKING:  # plan.decide imports the text formats, which training must n
 
 # Settings that may change when a run is resumed; any other change would make it another run.
 CHANGEABLE = {
-    "data.path",  # the content is compared instead
-    "data.validation_path",
-    "train.steps",
-    "train.warmup_steps",
-    "train.eval_every",
-    "train.save_every",
-    "train.keep",
-    "train.log_every",
-    "train.log_to",
-    "train.device",
-    "train.gradient_checkpointing",
-    "train.on_divergence",
-    "train.patience",
-    "train.micro_batch_size",
-    "train.compile",
+    *("data.path", "data.validation_path"),  # the content is compared instead
+    *("train.steps", "train.warmup_steps", "train.patience", "train.on_divergence"),
+    *("train.eval_every", "train.save_every", "train.keep", "train.log_every", "train.log_to"),
+    *("train.device", "train.compile", "train.micro_batch_size", "train.gradient_checkpointing"),
 }
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile")
@@ -55,8 +44,8 @@ MANY_EPOCHS = 20  # after which a small model learns little more about unseen te
 class Progress:
     """How far a training has come, and on what: the content of state.json.
 
-    `seconds` counts the updates, `elapsed` the whole commands; `lr_scale` is halved at each rewind;
-    `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests.
+    `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
+    each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests.
     """
 
     corpus: str
@@ -80,7 +69,7 @@ class Progress:
 
 @dataclass
 class Training:
-    """What the loop holds."""
+    """Everything that the loop works on."""
 
     config: Config
     run: RunDirectory
@@ -155,7 +144,7 @@ def begin(training: Training) -> None:
     run.checkpoints.mkdir(exist_ok=True)
     _check_same(config, run.config(), run)
     if run.tokenizer().fingerprint != tokenizer.fingerprint:
-        raise DataError(_other_text(config, run))
+        raise _other_text(config, run)
     if (checkpoint := run.newest()) is not None:
         restore(training, checkpoint)
         training.started -= training.progress.elapsed
@@ -177,14 +166,14 @@ def save(training: Training) -> None:
 
 
 def restore(training: Training, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights, optimizer state and progress in place."""
+    """Load a checkpoint's weights, optimizer state and progress."""
     run, model, now = training.run, training.model, training.progress
     names = {entry.name for entry in fields(Progress)}
     if missing := names - checkpoint.state.keys():
         raise CheckpointError(f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}")
     then = Progress(**{name: checkpoint.state[name] for name in names})
     if then.corpus != now.corpus:
-        raise DataError(_other_text(training.config, run))
+        raise _other_text(training.config, run)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
     if checkpoint.step:  # before its first update an optimizer has no state
         fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
@@ -205,36 +194,36 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
 
 
 def introduce(training: Training, decision: "Decision") -> None:
-    """Show what is trained, by which means, and for how long."""
+    """Show the model, the machine and the length of the run."""
     model, train, progress = training.config.model, training.config.train, training.progress
     count, seq_len = cost.parameter_count(model), training.config.seq_len
+    size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
     cache = cost.cache_bytes(model, model.context_length)
     say(
-        f"  model     {count / 1e6:,.1f} M parameters: {model.n_layer} layers, width "
-        f"{model.d_model}, {model.n_head} heads / {model.n_kv_head} KV heads "
-        f"({model.attention.variant.upper()}), context {model.context_length}, dropout "
-        f"{model.dropout:g}; KV cache {cache / 2**20:,.1f} MiB"
+        f"  model     {size} parameters: {_counted(model.n_layer, 'layer')}, "
+        f"width {model.d_model}, {_counted(model.n_head, 'head')} / "
+        f"{_counted(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}), "
+        f"context {model.context_length}, dropout {model.dropout:g}; "
+        f"KV cache {cache / 2**20:,.1f} MiB"
     )
-    outcome = f"compile {train.compile}" if train.compile == "on" else ""
-    outcome = ": ".join(filter(None, [outcome, decision.compiling]))
-    say(
-        f"  machine   {progress.device}, {progress.threads} "
-        f"{'thread' if progress.threads == 1 else 'threads'}, {progress.dtype}; "
+    line = (
+        f"  machine   {progress.device}, {_counted(progress.threads, 'thread')}, {progress.dtype}; "
         f"{train.optimizer}; micro-batch {train.micro_batch_size}"
-        + (f"; {outcome}" if outcome else "")
     )
+    outcome = ["compile on" if train.compile == "on" else "", decision.compiling]
+    say("; ".join(filter(None, [line, ": ".join(filter(None, outcome))])))
     epochs = training.corpus.epochs(
         seq_len, train.batch_size, train.steps, training.config.data.weights
     )
     line = (
-        f"  run       {training.run.path}: {train.steps:,} steps x "
+        f"  run       {training.run.path}: {_counted(train.steps, 'step')} x "
         f"{train.batch_size * seq_len:,} tokens = {epochs:.1f} epochs"
     )
-    left = train.steps - training.step
     if training.step:
         line += f"; resuming after step {training.step:,}"
-    if decision.seconds_per_step is not None and left:
-        line += f"; {_duration(left * decision.seconds_per_step)}"
+    if decision.seconds_per_step is not None and training.step < train.steps:
+        left = (train.steps - training.step) * decision.seconds_per_step
+        line += f"; about {duration(left)} left"
     say(line)
     if epochs > MANY_EPOCHS:
         warn(
@@ -243,10 +232,8 @@ def introduce(training: Training, decision: "Decision") -> None:
         )
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"about {max(1, round(seconds))} seconds"
-    return f"about {round(seconds / 60)} minutes"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
@@ -263,7 +250,7 @@ def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
 
 
 def diverged(training: Training, what: str) -> str:
-    """The message for a run that has left the finite numbers."""
+    """The message for a run whose numbers are no longer finite."""
     return (
         f"{training.run.path}: {what} after step {training.step}, in {windows(training)}; nothing "
         f"of it was saved; lower train.lr and choose another --out, or set "
@@ -272,14 +259,14 @@ def diverged(training: Training, what: str) -> str:
 
 
 def windows(training: Training, step: int | None = None) -> str:
-    """Where the windows of a step begin, so that the text can be looked up."""
+    """Where the windows of a step begin, so that a user can find the text."""
     starts = training.batches.starts(training.step if step is None else step)
     shown = ", ".join(str(start) for _, start in starts[:4]) + ", ..." * (len(starts) > 4)
     return f"the windows at tokens {shown}"
 
 
-def _other_text(config: Config, run: RunDirectory) -> str:
-    return (
+def _other_text(config: Config, run: RunDirectory) -> DataError:
+    return DataError(
         f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
         f"choose another --out"
     )
