@@ -3,8 +3,10 @@
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,23 @@ def gpt2() -> Tokenizer:
             pytest.skip("no folder with the gpt2 files; name one in TIKTOKEN_CACHE_DIR")
         os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
     return create("gpt2", None, ())
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Signals do what they do in a foreground shell, in this process and its children.
+
+    nohup and background shells start the tests with SIGHUP or SIGINT ignored.
+    """
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

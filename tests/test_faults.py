@@ -260,6 +260,7 @@ def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatc
         train(config)
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("where", ["update", "evaluate", "save"])
 def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
@@ -283,6 +284,7 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
     assert result(train(config)) == whole
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     update = trainer.update

@@ -85,6 +85,7 @@ def test_a_killed_run_ends_in_the_same_bits(train, config, monkeypatch, updates)
     assert [line["step"] for line in metrics(killed)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch, number, code):
     whole = train(config, "whole")
@@ -97,6 +98,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch,
     assert same(weights(whole, 6), weights(RunDirectory(stopped_path), 6))
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_second_ctrl_c_stops_at_once():
     with pytest.raises(KeyboardInterrupt), signals() as received:
         os.kill(os.getpid(), signal.SIGINT)
