@@ -90,6 +90,14 @@ def test_epochs_differ_in_order_and_in_where_their_windows_begin():
         assert len({min(starts) for _, starts in several}) > len(several) // 2
 
 
+def test_texts_take_turns_in_another_order_for_another_seed():
+    turns = [
+        [which for which, _ in Batches([span(900)] * 2, [1.0, 1.0], 20, 50, seed).starts(0)]
+        for seed in range(3)
+    ]
+    assert len(set(map(tuple, turns))) == 3
+
+
 def test_the_first_window_may_begin_at_every_place_of_a_window():
     data = Batches([span(45)], None, 20, 1, 0)  # one window, and the token after it
     starts = [start for step in range(2000) for _, start in data.starts(step)]

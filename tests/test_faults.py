@@ -323,6 +323,23 @@ def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkey
     assert 5 in saved
 
 
+def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
+    config = config.with_train(save_every=6, eval_every=6)
+    save, update, saved = trainer.save, trainer.update, []
+
+    def ask(training: Any) -> Any:
+        if training.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return update(training)
+
+    monkeypatch.setattr(
+        trainer, "save", lambda training: (saved.append(training.step), save(training))
+    )
+    monkeypatch.setattr(trainer, "update", ask)
+    train(config)
+    assert saved == [3, 6]
+
+
 def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Let step 5 diverge unless the rate is at most `limit` times the planned one."""
     loss = trainer.loss

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +152,28 @@ def test_accumulated_gradients_train_as_the_large_batch(train, text_file):
     whole, part = [weights(run, 6) for run in runs]
     for name, tensor in whole.items():
         torch.testing.assert_close(part[name], tensor, atol=2e-5, rtol=1e-3)
+
+
+def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before(
+    train, text_file, monkeypatch
+):
+    """On a clock by which step n takes n seconds."""
+    update, now = trainer.update, 0.0
+
+    def timed(training: Any) -> Any:
+        nonlocal now
+        now += training.step + 1
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", timed)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
+    intervals = {"steps": 10, "log_every": 4, "eval_every": 100, "save_every": 100}
+    run = train(tiny(data={"path": str(text_file)}, train=intervals))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 4, 8, 10]
+    assert [line["seconds"] for line in lines] == [1, 10, 36, 55]
+    speeds = [64 / 1, 3 * 64 / (2 + 3 + 4), 4 * 64 / (5 + 6 + 7 + 8), 2 * 64 / (9 + 10)]
+    assert [line["tokens_per_second"] for line in lines] == [round(speed, 1) for speed in speeds]
 
 
 def test_the_rate_is_scaled_after_a_rewind(text_file, tmp_path):
