@@ -17,7 +17,7 @@ atexit.register(shutil.rmtree, os.environ["HOME"])
 
 import pytest
 import tiktoken
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from gptmini.cli import app
 from gptmini.config.settings import Config
@@ -29,6 +29,7 @@ from gptmini.train import trainer
 from gptmini.train.state import Training, prepare
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is not a failure
+settings.register_profile("first failure", deadline=None, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("any machine")
 
 SHARED = Path(__file__).parents[2] / "shared"
