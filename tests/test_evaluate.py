@@ -51,12 +51,25 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
         assert one.tokens.sum() == sum(len(span) - 1 for span in corpus.validation)
         assert one.loss == pytest.approx(found[0].loss, rel=1e-7)
         assert one.accuracy == found[0].accuracy
-        assert one.bytes.tolist() == found[0].bytes.tolist()
+        assert one.bytes.tolist() == found[0].bytes.tolist() == one.tokens.tolist()
         assert one.loss_error == pytest.approx(found[0].loss_error, rel=1e-6)
     assert model.training
     evaluate(model.eval(), windows_of_one(corpus), corpus.tokenizer.byte_lengths(), EXACT)
     assert not model.training
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_targets_that_do_not_count_are_never_correct(text, tmp_path):
+    """A model that always expects token 0, on overlapping windows of a text that has none."""
+    shape = {"norm": "layernorm", "bias": True, "tie_embeddings": False}
+    settings = tiny(model=shape, data={"path": str(text)}).with_tokenizer("byte", 257)
+    corpus, model = prepare_corpus(settings, tmp_path / "cache"), GPT(settings.model)
+    with torch.no_grad():
+        model.final_norm.weight.zero_()
+        model.final_norm.bias.fill_(1)
+        model.head.weight.zero_()[0] = 1
+    windows = batches.validation_batches(corpus.validation, 16, 4, 5)
+    assert evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT).correct == 0
 
 
 @pytest.mark.parametrize("stride", [16, 7, 1])
