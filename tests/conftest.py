@@ -3,8 +3,10 @@
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ atexit.register(shutil.rmtree, os.environ["HOME"])
 
 import pytest
 import tiktoken
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from gptmini.cli import app
 from gptmini.config.settings import Config
@@ -27,6 +29,7 @@ from gptmini.train import trainer
 from gptmini.train.state import Training, prepare
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is not a failure
+settings.register_profile("first failure", deadline=None, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("any machine")
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -93,6 +96,23 @@ def gpt2() -> Tokenizer:
             pytest.skip("no folder with the gpt2 files; name one in TIKTOKEN_CACHE_DIR")
         os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
     return create("gpt2", None, ())
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Signals do what they do in a foreground shell, in this process and its children.
+
+    nohup and background shells start the tests with SIGHUP or SIGINT ignored.
+    """
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

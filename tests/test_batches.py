@@ -66,6 +66,49 @@ def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
     assert windows * seq_len >= train - 2 * seq_len  # little is left over
 
 
+def test_epochs_differ_in_order_and_in_where_their_windows_begin():
+    """So do spans of one length, and seeds."""
+
+    def epochs(weights: list[float] | None, seed: int) -> list[tuple[int, list[int]]]:
+        """The span of each epoch, and where its windows begin, in order."""
+        data = Batches([span(1000 + 7)] * len(weights or [1]), weights, 20, 1, seed)
+        (count,) = set(data.windows)
+        found: list[list[int]] = [[] for _ in data.spans]
+        for step in range(500):
+            ((which, start),) = data.starts(step)
+            found[which].append(start)
+        return [
+            (which, starts[first : first + count])
+            for which, starts in enumerate(found)
+            for first in range(0, len(starts) - count, count)
+        ]
+
+    for several in (epochs(None, 1), epochs([1.0, 1.0], 1), epochs(None, 1) + epochs(None, 2)):
+        assert len(several) >= 8
+        orders = [tuple(start - min(starts) for start in starts) for _, starts in several]
+        assert len(set(orders)) == len(orders)
+        assert len({min(starts) for _, starts in several}) > len(several) // 2
+
+
+def test_texts_take_turns_in_another_order_for_another_seed():
+    turns = [
+        [which for which, _ in Batches([span(900)] * 2, [1.0, 1.0], 20, 50, seed).starts(0)]
+        for seed in range(3)
+    ]
+    assert len(set(map(tuple, turns))) == 3
+
+
+def test_the_first_window_may_begin_at_every_place_of_a_window():
+    data = Batches([span(45)], None, 20, 1, 0)  # one window, and the token after it
+    starts = [start for step in range(2000) for _, start in data.starts(step)]
+    assert data.windows == [1]
+    assert set(starts) == set(range(20))
+    counts = np.bincount(starts)
+    assert ((counts - 100) ** 2 / 100).sum() < 43.8  # 1 in 1000 with 19 degrees of freedom
+    data = Batches([span(24, 2)], None, 20, 1, 0)  # one token to spare: two places
+    assert {start for step in range(99) for _, start in data.starts(step)} == {2, 3}
+
+
 def test_windows_are_a_function_of_seed_and_step():
     def make(seed: int) -> Batches:
         return Batches([span(5000)], None, 16, 8, seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer.core
-from conftest import SHARED, SMALL
+from conftest import SMALL
 
 from gptmini import __version__, console
 from gptmini.cli import app, generate
@@ -280,11 +280,9 @@ def test_a_killed_run_resumes_to_the_same_weights(gptmini, text_file: Path, tmp_
 
 
 @pytest.mark.slow
-def test_shakespeare_by_character_learns(gptmini):
-    path = SHARED / "data" / "tinyshakespeare.txt"
-    if not path.exists():
-        pytest.skip("no Tiny Shakespeare beside the project")
-    words = ["train", "shakespeare-char-small", "--data", str(path), "--steps", "150"]
+def test_a_real_training_learns(gptmini):
+    """The documentation of Python, by characters; 3.25 nats is guessing by frequency alone."""
+    words = ["train", "shakespeare-char-small", "--data", "builtin:python-docs", "--steps", "150"]
     assert gptmini(*words)[0] == 0
     best = json.loads(Path("runs/shakespeare-char-small/best.json").read_text())
-    assert best["val_loss"] < 2.2
+    assert best["val_loss"] < 1.6

@@ -214,6 +214,7 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
     assert len(calls) == 3  # a text, the end of its line, and the text of the second prompt
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_in_a_terminal(run, tmp_path):
     """In a real terminal, a text of a million tokens stops and the prompt comes back."""
     pid, terminal = pty.fork()

@@ -136,6 +136,7 @@ def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: 
     assert "resuming after step 2" in err
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, number, code):
     command = [sys.executable, "-m", "gptmini", "data", "prepare", "--data", "-"]
@@ -145,7 +146,7 @@ def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, number, code):
         while not list(tmp_path.glob("cache/.tmp-*")):
             time.sleep(0.01)
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == code
     assert err.decode().startswith("gptmini: stopped by ")
     assert list((tmp_path / "cache").iterdir()) == []

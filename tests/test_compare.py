@@ -141,6 +141,7 @@ def test_a_failed_training_ends_the_comparison_with_its_message_and_exit_code(gp
     assert "training stopped early" in err
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_training_and_says_how_to_resume(gptmini, text_file, tmp_path, number):
     long = [*WORDS, "--set", "train.steps=3000", "--set", "train.save_every=3000"]

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.text.corpus import prepare_corpus
+from gptmini.text.tokens import Corpus
 from gptmini.train import batches
 from gptmini.train.evaluate import Evaluation, evaluate
 
@@ -28,6 +30,10 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
     return path
+
+
+def windows_of_one(corpus: Corpus) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return batches.validation_batches(corpus.validation, 16, 1)
 
 
 @pytest.mark.parametrize("stride", [None, 16, 5, 1])
@@ -45,10 +51,25 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
         assert one.tokens.sum() == sum(len(span) - 1 for span in corpus.validation)
         assert one.loss == pytest.approx(found[0].loss, rel=1e-7)
         assert one.accuracy == found[0].accuracy
-        assert one.bytes.tolist() == found[0].bytes.tolist()
+        assert one.bytes.tolist() == found[0].bytes.tolist() == one.tokens.tolist()
         assert one.loss_error == pytest.approx(found[0].loss_error, rel=1e-6)
     assert model.training
+    evaluate(model.eval(), windows_of_one(corpus), corpus.tokenizer.byte_lengths(), EXACT)
+    assert not model.training
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_targets_that_do_not_count_are_never_correct(text, tmp_path):
+    """A model that always expects token 0, on overlapping windows of a text that has none."""
+    shape = {"norm": "layernorm", "bias": True, "tie_embeddings": False}
+    settings = tiny(model=shape, data={"path": str(text)}).with_tokenizer("byte", 257)
+    corpus, model = prepare_corpus(settings, tmp_path / "cache"), GPT(settings.model)
+    with torch.no_grad():
+        model.final_norm.weight.zero_()
+        model.final_norm.bias.fill_(1)
+        model.head.weight.zero_()[0] = 1
+    windows = batches.validation_batches(corpus.validation, 16, 4, 5)
+    assert evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT).correct == 0
 
 
 @pytest.mark.parametrize("stride", [16, 7, 1])
@@ -84,6 +105,17 @@ def test_the_standard_error_is_that_of_the_mean_of_blocks(count, seed):
     elif count % 100 == 0:
         blocks = nats.reshape(100, -1).mean(axis=1) / 8
         assert found.loss_error == pytest.approx(statistics.stdev(blocks) / 10)
+
+
+def test_the_standard_error_of_windows_of_unequal_sizes_is_that_of_resampling():
+    """Long windows that cost more in all must not count as spread: the loss is a ratio of sums."""
+    chance = np.random.default_rng(0)
+    sizes = chance.integers(1, 50, 80).astype(float)
+    nats = sizes * chance.normal(3, 0.2, 80)
+    found = Evaluation(nats, sizes, sizes, 0)
+    drawn = chance.integers(0, 80, (20_000, 80))
+    losses = nats[drawn].sum(1) / sizes[drawn].sum(1)
+    assert found.loss_error == pytest.approx(losses.std(), rel=0.05)
 
 
 def test_neighbours_that_go_together_widen_the_error():

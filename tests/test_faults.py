@@ -260,6 +260,7 @@ def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatc
         train(config)
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("where", ["update", "evaluate", "save"])
 def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
@@ -283,6 +284,7 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
     assert result(train(config)) == whole
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     update = trainer.update
@@ -319,6 +321,23 @@ def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkey
     monkeypatch.setattr(trainer, "update", ask)
     assert result(train(config)) == whole
     assert 5 in saved
+
+
+def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
+    config = config.with_train(save_every=6, eval_every=6)
+    save, update, saved = trainer.save, trainer.update, []
+
+    def ask(training: Any) -> Any:
+        if training.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return update(training)
+
+    monkeypatch.setattr(
+        trainer, "save", lambda training: (saved.append(training.step), save(training))
+    )
+    monkeypatch.setattr(trainer, "update", ask)
+    train(config)
+    assert saved == [3, 6]
 
 
 def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:

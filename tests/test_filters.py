@@ -42,6 +42,12 @@ def test_each_filter_keeps_the_tokens_it_documents():
     assert kept(temperature=0.5, min_p=0.39) == [0, 1, 0, 0, 0]
 
 
+def test_a_tie_at_the_edge_of_a_filter_keeps_what_is_enough():
+    assert sorted(weights_of(torch.zeros(4), top_p=0.5)) == [0, 0, 0.5, 0.5]
+    found = weights_of(torch.tensor([0.0, -1.0, -2.0]), min_p=float(np.exp(-1.0)))
+    assert (found > 0).tolist() == [True, True, False]  # at least that fraction
+
+
 @given(
     st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20, unique=True),
     st.none() | st.integers(1, 25),

@@ -4,7 +4,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
@@ -12,9 +14,9 @@ from gptmini.model.attention import KVCache, left_padding
 from gptmini.model.gpt import GPT, Block, loss
 
 
-def make(**settings) -> GPT:
+def make(**given) -> GPT:
     base = {"vocab_size": 11, "n_layer": 2, "n_head": 4, "d_model": 32, "context_length": 12}
-    return GPT(ModelConfig.model_validate(base | settings))
+    return GPT(ModelConfig.model_validate(base | given))
 
 
 def parameters(model: nn.Module) -> int:
@@ -68,6 +70,141 @@ def test_every_combination_learns_is_causal_and_caches(variant, position, norm, 
         steps = [5, 1, 1, 3, 2]  # prefill, tokens one by one, chunks
         pieces = [model(piece, cache) for piece in inputs.split(steps, dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-5, rtol=1e-4)
+
+
+def by_hand(weights: dict[str, Tensor], config: ModelConfig, tokens: list[int]) -> Tensor:
+    """Logits (T, V) of one row in float64, one position and one head at a time."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    K, group = config.head_dim, config.n_head // config.n_kv_head
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
+
+    def normed(name: str, x: Tensor, kind: str = config.norm) -> Tensor:
+        x = x - x.mean() if kind == "layernorm" else x
+        x = x / (x.square().mean() + config.norm_eps).sqrt()
+        return x * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+    def head(name: str, norm: str, x: Tensor, number: int, place: int | None) -> Tensor:
+        part = linear(name, x)[number * K : number * K + K]
+        if norm and config.attention.qk_norm:
+            part = normed(norm, part, "rmsnorm")
+        if place is None or config.position != "rope":
+            return part
+        angles = place * config.rope_theta ** (-torch.arange(0, K, 2, dtype=torch.float64) / K)
+        turned = torch.complex(part[: K // 2], part[K // 2 :]) * torch.exp(1j * angles)
+        return torch.cat([turned.real, turned.imag])
+
+    def activated(name: str, x: Tensor) -> Tensor:
+        up = linear(f"{name}.up_proj", x)
+        if config.activation == "relu2":
+            return up.clamp(min=0) ** 2
+        if config.activation == "swiglu":
+            gate = linear(f"{name}.gate_proj", x)
+            return up * gate / (1 + torch.exp(-gate))
+        return up / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+
+    stream = [w["embed.weight"][token] for token in tokens]
+    if config.position == "learned":
+        stream = [x + w["positions.weight"][t] for t, x in enumerate(stream)]
+    for n in range(config.n_layer):
+        at, window = f"blocks.{n}", config.window(n) or len(tokens)
+        xs, stream = [normed(f"{at}.attn_norm", x) for x in stream], list(stream)
+        for t in range(len(tokens)):
+            sees, mixed = range(max(0, t + 1 - window), t + 1), []
+            for h in range(config.n_head):
+                q = head(f"{at}.attn.q_proj", f"{at}.attn.q_norm", xs[t], h, t)
+                keys = [
+                    head(f"{at}.attn.k_proj", f"{at}.attn.k_norm", xs[s], h // group, s)
+                    for s in sees
+                ]
+                exps = [math.exp(q @ k / math.sqrt(K)) for k in keys]
+                values = [head(f"{at}.attn.v_proj", "", xs[s], h // group, None) for s in sees]
+                mixed.append(sum(e / sum(exps) * v for e, v in zip(exps, values, strict=True)))
+            stream[t] = stream[t] + linear(f"{at}.attn.o_proj", torch.cat(mixed))
+        for t, x in enumerate(stream):
+            hidden = activated(f"{at}.mlp", normed(f"{at}.mlp_norm", x))
+            stream[t] = x + linear(f"{at}.mlp.down_proj", hidden)
+    out = w.get("head.weight", w["embed.weight"])
+    return torch.stack([out @ normed("final_norm", x) for x in stream])
+
+
+@settings(max_examples=60)
+@given(
+    n_layer=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 2),
+    half_head=st.integers(1, 3),
+    d_model=st.integers(2, 9),
+    d_ff=st.integers(1, 9),
+    position=st.sampled_from(["learned", "rope", "none"]),
+    norm=st.sampled_from(["layernorm", "rmsnorm"]),
+    activation=st.sampled_from(["gelu", "swiglu", "relu2"]),
+    flags=st.tuples(*[st.booleans()] * 4),
+    window=st.sampled_from([None, 1, 2, 4]),
+    norm_eps=st.sampled_from([1e-5, 0.3]),
+    rope_theta=st.sampled_from([3.0, 10_000.0]),
+    length=st.integers(1, 6),
+    seed=st.integers(0, 2**32),
+)
+def test_the_model_is_its_formulas(
+    n_layer, kv_heads, group, half_head, length, window, flags, seed, **shape
+):
+    bias, qkv_bias, qk_norm, tied = flags
+    attention = {"variant": "gqa", "n_kv_head": kv_heads, "qk_norm": qk_norm, "window": window}
+    attention |= {"qkv_bias": qkv_bias, "full_every": 2 if window else None}
+    model = make(
+        **shape,
+        n_layer=n_layer,
+        n_head=kv_heads * group,
+        head_dim=2 * half_head,
+        attention=attention,
+        bias=bias,
+        tie_embeddings=tied,
+        dropout=0.5,
+    ).eval()
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():  # norms, too: no weight is 1, no bias 0
+        spread = 1 if "norm" in name or parameter.ndim == 1 else parameter.shape[1] ** -0.5
+        nn.init.normal_(parameter, std=spread)
+    tokens = torch.randint(11, (2, length))
+    with torch.no_grad():
+        found = model(tokens)
+        for row in range(2):
+            expected = by_hand(model.state_dict(), model.config, tokens[row].tolist())
+            torch.testing.assert_close(found[row].double(), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_plain_block_adds_attention_and_feed_forward_to_its_input():
+    """Even where a branch gives nothing, its input passes."""
+    block, x = make(norm="rmsnorm").blocks[0], torch.randn(2, 5, 32)
+    for module in (block.attn.o_proj, block.mlp.down_proj):
+        nn.init.zeros_(module.weight)
+    assert torch.equal(block(x, None, None, None), x)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "weights"])
+def test_dropout_acts_in_training_only(kind):
+    """Of embeddings and residual branches, and of attention weights."""
+    plain = make(dropout=0.0)
+    dropping = {"dropout": 0.5} if kind == "dropout" else {"attention": {"weight_dropout": 0.5}}
+    model = make(**dropping)
+    model.load_state_dict(plain.state_dict())
+    tokens = torch.randint(11, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens), plain(tokens))
+        assert torch.equal(model(tokens), model(tokens))
+        assert not torch.equal(model.train()(tokens), model(tokens))
+
+
+def test_dropout_acts_on_the_embeddings_and_on_both_branches():
+    block_dropout = {"dropout": 0.5, "n_layer": 1}
+    model = make(**block_dropout).train()
+    seen: list[tuple[int, ...]] = []
+    for module in (model.dropout, model.blocks[0].dropout):
+        module.register_forward_hook(lambda *call: seen.append(tuple(call[2].shape)))
+    model(torch.randint(11, (2, 7)))
+    assert seen == [(2, 7, 32)] * 3
 
 
 WINDOWS = [{}, {"window": 3}, {"window": 3, "full_every": 2}, {"window": 1}, {"window": 99}]

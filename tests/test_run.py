@@ -56,7 +56,10 @@ def test_prompts_together_are_what_they_are_alone(run: Run):
     assert [sample.text for sample in generation.samples] == list(pieces.values())
     for number, prompt in enumerate(prompts):
         alone = run.start([prompt], [number], max_new_tokens=40, temperature=1.5, logprobs=True)
-        assert facts(alone.finish()) == facts([generation.samples[number]])
+        ((found,), (expected,)) = facts(alone.finish()), facts([generation.samples[number]])
+        # Without the compiled steps, logits differ by about 1e-6 between batches.
+        assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-5)
+        assert found == expected
     assert generation.n_tokens == sum(len(sample.tokens) for sample in generation.samples)
     assert 0 < generation.first_token < generation.seconds
 

@@ -150,6 +150,43 @@ def test_stop_and_error_past_the_context():
     assert len(drawn(model, [[3, 1]], "torch", max_new_tokens=15, overflow="error")[0]) == 15
 
 
+def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
+    """Against a loop over the whole model: penalties see the prompt and the text, slid or not."""
+    model, prompt = model_of(), [3, 1, 4, 1, 5]
+    given = {"repetition_penalty": 1.7, "frequency_penalty": 0.5, "presence_penalty": 0.9}
+    sample = SampleConfig.model_validate({"max_new_tokens": 30, "temperature": 0, **given})
+    bias = torch.randn(50)
+    text = Text(0, prompt, LIMIT)
+    drawn: list[int] = []
+    for _, token, logits in decode(TorchEngine(model), [text], sample, LIMIT, bias):
+        context = prompt + drawn
+        # A context that is full keeps its newer half, 8 tokens, and grows again to 16.
+        start = 0 if len(context) <= LIMIT else (len(context) - LIMIT - 1) // 9 * 9 + 9
+        with torch.no_grad():
+            own = model(torch.tensor([context[start:]]))[0, -1]
+        torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
+        scores = own + bias
+        for seen in set(context):
+            scores[seen] *= 1.7 if scores[seen] < 0 else 1 / 1.7
+        for seen in set(drawn):
+            scores[seen] -= 0.9 + 0.5 * drawn.count(seen)
+        assert token == int(scores.argmax())
+        drawn.append(token)
+        assert text.context == (prompt + drawn)[text.start :]
+    assert len(drawn) == 30
+
+
+def test_the_first_token_may_be_limited_and_no_other():
+    model, allowed = model_of(), torch.zeros(50, dtype=torch.bool)
+    allowed[7] = True
+    text = Text(0, [3, 1, 4], LIMIT, allowed_first=allowed)
+    sample = SampleConfig(max_new_tokens=20, temperature=1.0)
+    for _ in decode(TorchEngine(model), [text], sample, LIMIT):
+        pass
+    assert text.tokens[0] == 7
+    assert len(set(text.tokens)) > 3
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_greedy_is_the_argmax_of_the_whole_model(engine):
     model = model_of()

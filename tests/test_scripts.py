@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -37,6 +39,20 @@ def test_gradient_checkpointing_saves_memory():
     rows = [line.strip("| ").split(" | ") for line in output("bench_memory.py").splitlines()[2:]]
     peaks = {row[0]: float(row[1]) for row in rows}
     assert peaks["on"] < 0.7 * peaks["off"]
+
+
+def test_every_bug_to_plant_is_still_in_its_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import mutate
+
+    assert list(mutate.misplaced()) == []
+    names = [(bug.file, bug.name) for bug in mutate.BUGS]
+    assert len(set(names)) == len(names) > 77
+    tests = {name for line in mutate.TESTS.values() for name in line.split()}
+    assert all((SCRIPTS.parent / "tests" / name).is_file() for name in tests)
+    monkeypatch.setattr(mutate, "BUGS", [mutate.BUGS[0]._replace(old="no such text")])
+    with pytest.raises(SystemExit, match="found 0 times, not once: 'no such text'"):
+        mutate.check()
 
 
 def test_torture_loses_no_run():

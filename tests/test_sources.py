@@ -1,9 +1,16 @@
+import gc
+import inspect
 import io
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
 from gptmini.text import sources
@@ -151,3 +158,54 @@ def test_standard_input_becomes_a_temporary_file(tmp_path: Path, monkeypatch):
         assert paths[0] == "a"
         assert texts(paths[1]) == ["typed in"]
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+class Stop(BaseException):
+    """A signal that ends the program, wherever it arrives."""
+
+
+def interrupted(work: Callable[[], None], at: int) -> bool:
+    """Raise Stop before the at-th line, call or return of Python code; whether that came."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        # A tracer that raises where a generator yields ends it past its `finally`. No signal does.
+        if event != "return" or not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            count += 1
+            if count == at:
+                raise Stop
+        return trace
+
+    gc.disable()  # or Stop could end a generator of somebody else
+    sys.settrace(trace)
+    try:
+        work()
+    except Stop:
+        pass
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return count >= at
+
+
+@pytest.mark.filterwarnings("ignore")  # of a file that was about to be closed
+@pytest.mark.parametrize("way", ["standard input", "atomic write"])
+def test_a_signal_at_any_moment_leaves_no_temporary_file(tmp_path: Path, monkeypatch, way):
+    def from_stdin() -> None:
+        with sources.stdin_as_file(["-"], tmp_path) as (path,):
+            assert Path(path).read_text() == "typed in"
+
+    def written() -> None:
+        with files.atomic_write(tmp_path / "whole") as file:
+            file.write(b"text")
+
+    work, at, more = {"standard input": from_stdin, "atomic write": written}[way], 0, True
+    while more:
+        at += 1
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
+        more = interrupted(work, at)
+        assert [path.name for path in tmp_path.iterdir() if path.name != "whole"] == [], at
+        if (tmp_path / "whole").exists():
+            assert (tmp_path / "whole").read_bytes() == b"text"
+    assert at > 20

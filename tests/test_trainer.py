@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def test_a_killed_run_ends_in_the_same_bits(train, config, monkeypatch, updates)
     assert [line["step"] for line in metrics(killed)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch, number, code):
     whole = train(config, "whole")
@@ -97,6 +99,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch,
     assert same(weights(whole, 6), weights(RunDirectory(stopped_path), 6))
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_second_ctrl_c_stops_at_once():
     with pytest.raises(KeyboardInterrupt), signals() as received:
         os.kill(os.getpid(), signal.SIGINT)
@@ -111,16 +114,74 @@ def test_the_same_command_twice_gives_the_same_bits(train, config):
     assert not same(weights(first, 6), weights(other_seed, 6))
 
 
-def test_accumulated_gradients_are_those_of_the_large_batch(train, text_file):
+@pytest.mark.parametrize("grad_clip", [1e9, 0.01])
+@pytest.mark.parametrize("micro_batch_size", [4, 2, 1])
+def test_an_update_is_that_of_the_large_batch(text_file, tmp_path, micro_batch_size, grad_clip):
+    """Loss, gradients, their norm, clipping and rate, against one plain pass over all rows."""
+    settings = {"micro_batch_size": micro_batch_size, "grad_clip": grad_clip, "warmup_steps": 5}
+    config = tiny(data={"path": str(text_file)}, train=settings | {"dtype": "float32"})
+    training = prepared(config, tmp_path / "run", tmp_path / "cache")
+    model, optimizer, given = training.model, training.optimizer, []
+    for step in (2, 5):
+        training.progress.step = step
+        tokens, targets = training.batches.batch(step)
+        scores = model(tokens).log_softmax(-1)
+        expected_loss = -scores.gather(-1, targets[..., None]).mean()
+        gradients = torch.autograd.grad(expected_loss, list(model.parameters()))
+        norm = sum(gradient.square().sum() for gradient in gradients).sqrt().item()
+        assert 0.01 < norm < 1e9
+        optimizer.step = given.append  # type: ignore[method-assign]
+        metrics = trainer.update(training)
+        rate = config.train.lr * {2: 3 / 5, 5: 1}[step]
+        assert given.pop() == metrics["lr"] == pytest.approx(rate)
+        assert metrics["train_loss"] == pytest.approx(expected_loss.item(), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            clipped = gradient * min(1, grad_clip / norm)
+            bound = clipped.abs().max().item()
+            torch.testing.assert_close(parameter.grad, clipped, atol=1e-4 * bound, rtol=1e-3)
+            parameter.grad = None
+
+
+def test_accumulated_gradients_train_as_the_large_batch(train, text_file):
     data = {"path": str(text_file)}
     runs = [
         train(tiny(data=data, train={"dtype": "float32", "micro_batch_size": size}), f"m{size}")
-        for size in (4, 2, 1)
+        for size in (4, 1)
     ]
-    whole, *parts = [weights(run, 6) for run in runs]
-    for part in parts:
-        for name, tensor in whole.items():
-            torch.testing.assert_close(part[name], tensor, atol=2e-5, rtol=1e-3)
+    whole, part = [weights(run, 6) for run in runs]
+    for name, tensor in whole.items():
+        torch.testing.assert_close(part[name], tensor, atol=2e-5, rtol=1e-3)
+
+
+def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before(
+    train, text_file, monkeypatch
+):
+    """On a clock by which step n takes n seconds."""
+    update, now = trainer.update, 0.0
+
+    def timed(training: Any) -> Any:
+        nonlocal now
+        now += training.step + 1
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", timed)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
+    intervals = {"steps": 10, "log_every": 4, "eval_every": 100, "save_every": 100}
+    run = train(tiny(data={"path": str(text_file)}, train=intervals))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 4, 8, 10]
+    assert [line["seconds"] for line in lines] == [1, 10, 36, 55]
+    speeds = [64 / 1, 3 * 64 / (2 + 3 + 4), 4 * 64 / (5 + 6 + 7 + 8), 2 * 64 / (9 + 10)]
+    assert [line["tokens_per_second"] for line in lines] == [round(speed, 1) for speed in speeds]
+
+
+def test_the_rate_is_scaled_after_a_rewind(text_file, tmp_path):
+    training = prepared(tiny(data={"path": str(text_file)}), tmp_path / "run", tmp_path / "cache")
+    training.progress.lr_scale = 0.25
+    rates: list[float] = []
+    training.optimizer.step = rates.append  # type: ignore[method-assign]
+    assert trainer.update(training)["lr"] == rates[0] == training.config.train.lr / 4
 
 
 def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
@@ -245,16 +306,38 @@ def test_the_run_directory_holds_what_it_promises(train, config):
     assert best["val_loss"] == min(line["val_loss"] for line in lines if "val_loss" in line)
 
 
-def test_dropout_differs_by_step_and_micro_batch(text_file, tmp_path):
-    config = tiny(data={"path": str(text_file)}, model={"dropout": 0.5})
-    training = prepared(config, tmp_path / "run", tmp_path / "cache")
-    losses = []
-    for step in (0, 0, 1):
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monkeypatch, dropout):
+    """The same rows again and again, through the same weights: only noise can differ."""
+    loss, losses = trainer.loss, []
+
+    def note(*arguments: Any) -> Any:
+        losses.append(loss(*arguments))
+        return losses[-1]
+
+    def update(seed: int, step: int) -> list[float]:
+        config = tiny(
+            data={"path": str(text_file)},
+            model={"dropout": dropout},
+            train={"micro_batch_size": 1, "seed": seed, "dtype": "float32"},
+        )
+        training = prepared(config, tmp_path / "run", tmp_path / "cache")
+        torch.manual_seed(0)
+        for parameter in training.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        training.model.eval()  # as an evaluation would leave it, if it forgot
+        row = torch.arange(17).expand(4, 17)
+        monkeypatch.setattr(training.batches, "batch", lambda _: (row[:, :-1], row[:, 1:]))
         training.progress.step = step
-        before = {k: v.clone() for k, v in training.model.state_dict().items()}
-        losses.append(trainer.update(training)["train_loss"])
-        training.model.load_state_dict(before)
-    assert losses[0] == losses[1] != losses[2]
+        losses.clear()
+        trainer.update(training)
+        return [value.item() for value in losses]
+
+    monkeypatch.setattr(trainer, "loss", note)
+    found = [update(1, 0), update(1, 1), update(2, 0)]
+    different = {value for values in found for value in values}
+    assert len(different) == (12 if dropout else 1)
+    assert update(1, 0) == found[0]
 
 
 def test_auto_device_is_there():

@@ -88,6 +88,9 @@ _WORDS = {  # of typer's help and errors, in ours
     r"\. Did you mean": "; did you mean",
 }
 
+# Windows has no SIGHUP.
+_STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 for _command in (train, generate, score, evaluate, inspect, compare, size, convert, plot):
     app.command()(_command)
 data_app.command()(prepare)
@@ -104,9 +107,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed one is None
             stream.reconfigure(errors="replace")
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+    for number in _STOPPING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
             signal.signal(number, _stop)
     try:
         # not standalone: wrong usage and Ctrl-C are answered here
@@ -122,6 +124,8 @@ def main() -> None:
 
 def _stop(number: int, _: object) -> NoReturn:
     """End tidily, as Ctrl-C does; the training loop has a handler of its own."""
+    for later in _STOPPING:  # a closed terminal may send both; the second must not end cleaning up
+        signal.signal(later, signal.SIG_IGN)
     raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
 

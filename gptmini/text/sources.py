@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 import pydoc_data
+import secrets
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,14 +88,26 @@ def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
     if "-" not in paths:
         yield paths
         return
-    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder) as temporary:
-        file = Path(temporary) / "standard input"
-        with file.open("wb") as copy:
-            shutil.copyfileobj(sys.stdin.buffer, copy, BLOCK)
+    # Named before it exists and deleted twice, so that nothing stays wherever a signal comes, even
+    # in the first `finally`. One inside tempfile.mkdtemp would leave a folder nobody knows of.
+    file = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
         try:
+            with open(file, "xb", opener=_private) as copy:
+                shutil.copyfileobj(sys.stdin.buffer, copy, BLOCK)
             yield [str(file) if path == "-" else path for path in paths]
-        except DataError as error:
-            raise DataError(*(line.replace(str(file), file.name) for line in error.lines)) from None
+        finally:
+            file.unlink(missing_ok=True)
+    except DataError as error:
+        lines = (line.replace(str(file), "standard input") for line in error.lines)
+        raise DataError(*lines) from None
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read."""
+    return os.open(path, flags, 0o600)
 
 
 # -- finding files ---------------------------------------------------------------------------------
