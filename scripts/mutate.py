@@ -212,8 +212,8 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("Muon's rate not relative", "config.muon_lr / config.lr", "config.muon_lr"),
         (
             "embeddings decay",
-            '"params": constant, "weight_decay": 0.0',
-            '"params": constant, "weight_decay": config.weight_decay',
+            '"params": undecayed, "weight_decay": 0.0',
+            '"params": undecayed, "weight_decay": config.weight_decay',
         ),
         ("gradients not cleared", "            part.zero_grad()\n", ""),
         (
@@ -440,7 +440,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("metrics outlive a rewind", "    log.back_to(training.step)\n", ""),
         (
             "a signal does not save",
-            "_save_is_due(training) or stop or",
+            "_save_is_due(training) or stop is not None or",
             "_save_is_due(training) or",
         ),
         ("saves for ever after SIGUSR1", "        received.save = False\n", ""),
