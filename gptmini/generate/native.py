@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
 from ctypes import POINTER, Structure, c_float, c_int, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -103,7 +104,7 @@ def _processor() -> str:
 
 def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = library.with_suffix(f".{os.getpid()}")
+    partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
     try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
         subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
@@ -299,11 +300,16 @@ class NativeEngine:
         return prefill(self._model, [text.context[text.cached :]], cache, text.wanted)[0]
 
 
+def library_for(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
+    """The compiled step, if it can compute this model."""
+    return build(cache) if use_cache and model.device.type == "cpu" else None
+
+
 def open_engine(
     model: GPT, weights: str, n_texts: int, cache: Path, use_cache: bool = True
 ) -> Engine:
     """The fastest engine on this machine for up to `n_texts` texts at a time."""
-    library = build(cache) if use_cache and model.device.type == "cpu" else None
+    library = library_for(model, cache, use_cache)
     if library is None:
         return TorchEngine(model, use_cache)
     return NativeEngine(library, model, weights, n_texts)
