@@ -116,6 +116,16 @@ def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
     assert len(opened) <= 3
 
 
+def test_engines_of_one_run_share_its_weights(run: Run):
+    with run.engine(1) as first, run.engine(1) as second:
+        if not isinstance(first, native.NativeEngine):
+            pytest.skip("needs g++")
+        steps = [first._step._model, second._step._model]
+        assert len({step.layers[0].qkv.data for step in steps}) == 1
+        assert len({step.head.data for step in steps}) == 1
+        assert len({step.layers[0].keys for step in steps}) == 2
+
+
 def test_a_run_that_has_generated_can_be_copied(run: Run):
     text = run.generate("the ")
     assert copy.deepcopy(run).generate("the ") == text

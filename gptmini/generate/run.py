@@ -59,6 +59,7 @@ class Run:
         # Engines that no generation is using. A deque needs no lock, which the garbage collector
         # could ask for a second time: it may close a generation at any moment.
         self._idle: deque[Engine] = deque()
+        self._packed: native.Packed = {}  # the weights that all engines share
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())
@@ -70,7 +71,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no engines yet: they hold pointers into the memory of this run."""
-        return {**self.__dict__, "_idle": deque()}
+        return {**self.__dict__, "_idle": deque(), "_packed": {}}
 
     @property
     def step(self) -> int:
@@ -184,7 +185,9 @@ class Run:
         """An engine for up to `n_texts` texts, used by nobody else until the block ends."""
         engine = self._idle_engine(n_texts) if use_cache else None
         if engine is None:
-            engine = native.open_engine(self.model, self.weights, n_texts, self._cache, use_cache)
+            engine = native.open_engine(
+                self.model, self.weights, n_texts, self._cache, use_cache, self._packed
+            )
         try:
             yield engine
         finally:
