@@ -443,7 +443,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "_save_is_due(training) or stop is not None or",
             "_save_is_due(training) or",
         ),
-        ("saves for ever after SIGUSR1", "        received.save = False\n", ""),
+        ("saves for ever after SIGUSR1", "                received.save = False\n", ""),
         (
             "evaluates on what it trains on",
             "corpus.validation, training.config.seq_len",

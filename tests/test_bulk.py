@@ -1,5 +1,8 @@
+import io
 import json
 import shutil
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,11 @@ def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):
         ('"one', ":1: not valid JSON"),
         ("[" * 100_000, ":1: not valid JSON"),
         ('{"prompt": "a", "id": "\\ud800"}', ":1: not valid JSON"),
+        (
+            '"a"\n{"prompt": "a", "seed": 1, "stop": []}',
+            ":2: has seed, stop, but settings apply to",
+        ),
+        ('{"prompt": "a", "max_tokens": 4}', "has max_tokens, but settings apply to all prompts"),
         ('{"prompt": "a", "text": "b"}', ":1: key 'text' is reserved for the output; rename it"),
     ],
 )
@@ -106,3 +114,13 @@ def test_wrong_prompts_are_named(run: Run, tmp_path: Path, text: str, message: s
     with pytest.raises(DataError, match=message):
         bulk.generate(run, path, tmp_path / "out.jsonl", 1, 2, SETTINGS)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_prompts_may_come_from_standard_input(run: Run, prompts: Path, monkeypatch):
+    expected = written(run, prompts, "a.jsonl", 2)
+    out = prompts.with_name("b.jsonl")
+    for text, message in (("[1]", "standard input:1: no prompt"), (prompts.read_text(), "")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        with pytest.raises(DataError, match=message) if message else nullcontext():
+            bulk.generate(run, Path("-"), out, 2, 2, SETTINGS, logprobs=True)
+    assert out.read_bytes() == expected

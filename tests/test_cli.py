@@ -24,8 +24,9 @@ def test_train_then_generate(gptmini, text_file: Path):
     code, out, err = gptmini("generate", "--prompt", "The ", "--max-new-tokens", "5")
     assert code == 0, err
     assert out.startswith("The ")
-    assert err == ""
-    assert gptmini("generate", "runs/text", "--prompt", "The ", "--max-new-tokens", "5")[1] == out
+    assert err == "runs/text, step 4\n"
+    words = ["generate", "runs/text", "--prompt", "The ", "--max-new-tokens", "5"]
+    assert gptmini(*words) == (0, out, "")
     greedy = ["generate", "--prompt", "a", "--temperature", "0", "--max-new-tokens", "40"]
     assert gptmini(*greedy)[1] == gptmini(*greedy, "--no-cache")[1]
 
@@ -134,13 +135,13 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--set", "sample.bias={e: nan}"], "sample.bias.e: expected a number"),
         (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
         (["--samples", "0"], "--samples: must be at least 1"),
-        (["--weights", "int4"], "weights int4: not supported"),
+        (["--weights", "int4"], "--weights int4: not supported"),
         (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
         (["-i"], "--prompt: cannot be combined with --interactive"),
         (["--device", "mps"], "device mps: unknown; use auto, cpu or cuda"),
         (["--set", "sample.overflow=error", "--max-new-tokens", "99"], "do not fit the context of"),
     ]:
-        code, out, err = gptmini("generate", "--prompt", "The ", *words)
+        code, out, err = gptmini("generate", "runs/text", "--prompt", "The ", *words)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert line in err
 
@@ -176,7 +177,7 @@ def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(generate, "newest_run", broken)
+    monkeypatch.setattr(generate, "run_directory", broken)
     code, _, err = gptmini("generate")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("gptmini: internal error: ZeroDivisionError()")
@@ -237,7 +238,7 @@ def test_help_at_80_columns_is_whole_and_in_users_words(gptmini, monkeypatch):
 
 def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
-    command = f"'{sys.executable}' -m gptmini generate --max-new-tokens 4000 | head -c 5"
+    command = f"'{sys.executable}' -m gptmini generate runs/text --max-new-tokens 4000 | head -c 5"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, check=False
     )

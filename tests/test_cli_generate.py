@@ -46,10 +46,14 @@ def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_a_prompt_from_anywhere_gives_the_same_text(gptmini, run, monkeypatch):
     code, expected, _ = gptmini("generate", "--prompt", "the é", *FEW)
     assert code == 0
-    Path("prompt.txt").write_text("the é")
-    assert gptmini("generate", "--prompt-file", "prompt.txt", *FEW)[1] == expected
-    give(monkeypatch, "the é".encode())
-    assert gptmini("generate", "--prompt-file", "-", *FEW)[1] == expected
+    for end in ("", "\n", "\r\n"):  # as an editor or `echo` ends a file
+        Path("prompt.txt").write_bytes(f"the é{end}".encode())
+        assert gptmini("generate", "--prompt-file", "prompt.txt", *FEW)[1] == expected
+        give(monkeypatch, f"the é{end}".encode())
+        assert gptmini("generate", "--prompt-file", "-", *FEW)[1] == expected
+    Path("prompt.txt").write_text("the é\n\n")
+    with_break = gptmini("generate", "--prompt", "the é\n", *FEW)[1]
+    assert gptmini("generate", "--prompt-file", "prompt.txt", *FEW)[1] == with_break
 
 
 def test_several_samples_are_the_same_in_any_batch(gptmini, run):
@@ -63,7 +67,7 @@ def test_several_samples_are_the_same_in_any_batch(gptmini, run):
 
 
 def test_json_holds_samples_speed_and_engine(gptmini, run):
-    words = ["generate", "--prompt", "the ", "--samples", "3", "--json", *FEW]
+    words = ["generate", run, "--prompt", "the ", "--samples", "3", "--json", *FEW]
     code, out, err = gptmini(*words)
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -99,7 +103,7 @@ def test_stop_texts_bans_and_penalties_reach_the_sampler(gptmini, run):
 
 def test_a_file_of_prompts(gptmini, run):
     Path("in.jsonl").write_text('"the "\n{"prompt": "a", "key": [1]}\n')
-    words = ["generate", "--prompts", "in.jsonl", "--out", "out.jsonl", *FEW]
+    words = ["generate", run, "--prompts", "in.jsonl", "--out", "out.jsonl", *FEW]
     code, out, err = gptmini(*words)
     assert (code, out, err) == (0, "", "")
     first, second = map(json.loads, Path("out.jsonl").read_text().splitlines())
@@ -122,7 +126,7 @@ def test_a_file_of_prompts(gptmini, run):
 )
 def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data, message):
     give(monkeypatch, data)
-    code, out, err = gptmini("generate", "--prompt-file", "-")
+    code, out, err = gptmini("generate", run, "--prompt-file", "-")
     assert (code, out, err.count("\n")) == (3, "", 1)
     assert message in err
     give(monkeypatch, data)
@@ -139,6 +143,7 @@ def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data,
         (["--set", "sample.temprature=1"], 2, "no such setting; did you mean"),
         (["--temperature", "-1"], 2, "--temperature: "),
         (["--draft", "nothere"], 4, "nothere: no run here"),
+        (["--prompts", "a", "--out", "-"], 2, "--out -: the output must be a file"),
         (["-i", "--json"], 2, "--json: cannot be combined with --interactive"),
         (["-i", "--samples", "2"], 2, "--samples: cannot be combined with --interactive"),
         (
@@ -149,9 +154,51 @@ def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data,
     ],
 )
 def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message):
-    found, out, err = gptmini("generate", *words)
+    found, out, err = gptmini("generate", run, *words)
     assert (found, out, err.count("\n")) == (code, "", 1)
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["The class"], 'The class: no run here; did you mean --prompt "The class"?'),
+        (["a\nb " + "c" * 5000], 'did you mean --prompt "a b ccc'),
+        (["tex"], "tex: no run here; did you mean runs/text?"),
+        (["runs/txt"], "runs/txt: no run here; did you mean runs/text?"),
+        (["runs/text/config.yaml"], "did you mean runs/text?"),
+        (["runs/text/checkpoints/step-00000004"], "did you mean runs/text?"),
+        (["note.txt"], "note.txt: no run here; did you mean --prompt-file note.txt?"),
+        (["Ada"], "Ada: no run here; the newest is runs/text; a text goes after --prompt"),
+        (["runs/text", "--draft", "tex"], "tex: no run here; did you mean runs/text?"),
+    ],
+)
+def test_what_is_not_a_run_is_answered_with_what_was_meant(gptmini, run, monkeypatch, words, hint):
+    Path("note.txt").write_text("the ")
+    monkeypatch.setitem(sys.modules, "gptmini.generate.run", None)  # torch would be loaded for it
+    code, out, err = gptmini("generate", *words)
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert hint in err
+    if "--draft" not in words:
+        code, _, err = gptmini("score", *words)
+        assert code == 4
+        assert hint.replace("--prompt-file", "--file").replace("--prompt", "--text") in err
+
+
+def test_a_line_break_typed_with_a_backslash_is_explained(gptmini, run):
+    hint = r"\n is taken as two characters; for a line break, type $'\n' in bash"
+    _, _, err = gptmini("generate", run, "--prompt", r"a\nb", "--stop", r"\n", *FEW)
+    assert err == f"--prompt: {hint}\n--stop: {hint}\n"
+    assert gptmini("generate", run, "--prompt", "a\nb", "--stop", "\n", *FEW)[2] == ""
+
+
+def test_text_piped_in_without_an_option_is_pointed_out(run):
+    words = [sys.executable, "-m", "gptmini", "generate", run, *FEW]
+    for given, hint in ((b"the", b"standard input is not read; to continue it, add "), (None, b"")):
+        stdin = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
+        done = subprocess.run(words, capture_output=True, check=True, **stdin)
+        assert done.stderr.startswith(hint)
+        assert done.stderr.count(b"\n") == (given is not None)
 
 
 def test_a_stdout_of_ascii_only_gets_question_marks(run, tmp_path):
@@ -173,23 +220,48 @@ def test_nul_and_special_text_in_a_prompt_are_text(gptmini, run):
 # -- a conversation --------------------------------------------------------------------------------
 
 
-def test_an_empty_line_continues_and_a_new_line_starts_over(gptmini, run, monkeypatch):
-    lines = iter(["the ", "", "a"])
+def converse(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Type these lines, then Ctrl-D."""
+    left = iter(lines)
 
     def typed(_: str) -> str:
         try:
-            return next(lines)
+            return next(left)
         except StopIteration:
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", typed)
-    code, out, err = gptmini("generate", "-i", *FEW)
+
+
+def test_an_empty_line_continues_and_a_new_line_starts_over(gptmini, run, monkeypatch):
+    greedy = [run, "--temperature", "0", *FEW]
+    converse(monkeypatch, "the ", "", "a")
+    code, out, err = gptmini("generate", "-i", *greedy)
     assert code == 0
     assert "Ctrl-C" in err
-    first = gptmini("generate", "--prompt", "the ", *FEW)[1]
-    third = gptmini("generate", "--prompt", "a", *FEW)[1]
-    assert out.startswith(first + first[:-1])  # the empty line continued the text
-    assert out.endswith(third)
+    first = gptmini("generate", "--prompt", "the ", *greedy)[1]
+    both = gptmini("generate", "--prompt", first[:-1], *greedy)[1]
+    third = gptmini("generate", "--prompt", "a", *greedy)[1]
+    assert out == first + both.removeprefix(first[:-1]) + third
+
+
+def test_a_prompt_typed_again_gives_another_text_unless_there_is_a_seed(gptmini, run, monkeypatch):
+    hot = [run, "--temperature", "3", "--max-new-tokens", "8"]
+    converse(monkeypatch, "a", "a")
+    talk = gptmini("generate", "-i", *hot)[1]
+    samples = gptmini("generate", "--prompt", "a", "--samples", "2", *hot)[1]
+    assert talk == samples.replace("--- 1\n", "").replace("--- 2\n", "")
+    assert samples.count("--- ") == 2
+    once = gptmini("generate", "--prompt", "a", "--seed", "7", *hot)[1]
+    converse(monkeypatch, "a", "a")
+    assert gptmini("generate", "-i", "--seed", "7", *hot)[1] == once * 2
+    assert talk != gptmini("generate", "--prompt", "a", *hot)[1] * 2
+
+
+@pytest.mark.parametrize("word", ["exit", "quit "])
+def test_exit_and_quit_end_a_conversation(gptmini, run, monkeypatch, word):
+    converse(monkeypatch, word, "a")
+    assert gptmini("generate", run, "-i")[:2] == (0, "")
 
 
 def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch):
@@ -269,7 +341,8 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
 
 def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
     code, out, err = gptmini("score", "--text", "the fox")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "runs/text, step 4\n")
+    assert gptmini("score", run, "--text", "the fox") == (0, out, "")
     lines = out.splitlines()
     assert len(lines) == 1 + 7 + 1
     assert "7 tokens, 7 bytes: loss" in lines[-1]

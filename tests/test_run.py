@@ -1,5 +1,8 @@
+import copy
 import itertools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 from conftest import tiny, train
 
 from gptmini.errors import ConfigError, DataError
+from gptmini.generate import native
 from gptmini.generate.filters import log_probability
 from gptmini.generate.run import Run, load
 from gptmini.generate.texts import Text
@@ -73,6 +77,86 @@ def test_two_generations_may_take_turns(run: Run):
     assert facts(one.samples) == facts(other.samples) == expected
 
 
+def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
+    """Each thread draws its texts in small steps, so that all of them are under way together."""
+    prompts = ["the ", "a dog", "", "jumps over"] * 4
+    settings = {"max_new_tokens": 40, "temperature": 1.5, "guess": load(run.path)}
+    alone = [run.generate(prompt, seed=seed, **settings) for seed, prompt in enumerate(prompts)]
+    together = threading.Barrier(8)
+
+    def draw(number: int) -> str:
+        pieces = run.stream(prompts[number], seed=number, **settings)
+        first = next(pieces)
+        together.wait(60)
+        return first + "".join(pieces)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(draw, range(16))) == alone
+
+
+def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
+    opened, open_engine = [], native.open_engine
+
+    def counted(*arguments):
+        opened.append(open_engine(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(native, "open_engine", counted)
+    for prompt in ("a", "the", ""):
+        run.generate(prompt)
+    assert len(opened) == 1
+    next(run.stream("a"))  # an abandoned stream gives its engine back
+    run.generate("b")
+    assert len(opened) == 1
+    first, second = run.stream("a"), run.stream("a")
+    assert len(opened) == 1  # none until the first token is asked for
+    assert next(first) == next(second)
+    assert len(opened) == 2
+    first.close()
+    second.close()
+    run.start(["a", "b", "c"]).finish()
+    run.generate("a")
+    assert len(opened) <= 3
+
+
+def test_engines_of_one_run_share_its_weights(run: Run):
+    with run.engine(1) as first, run.engine(1) as second:
+        if not isinstance(first, native.NativeEngine):
+            pytest.skip("needs g++")
+        steps = [first._step._model, second._step._model]
+        assert len({step.layers[0].qkv.data for step in steps}) == 1
+        assert len({step.head.data for step in steps}) == 1
+        assert len({step.layers[0].keys for step in steps}) == 2
+
+
+def test_a_run_that_has_generated_can_be_copied(run: Run):
+    text = run.generate("the ")
+    assert copy.deepcopy(run).generate("the ") == text
+
+
+def test_a_run_says_what_it_is_and_feeds_its_model(run: Run):
+    assert repr(run).startswith(f"<Run {run.path}: step 3, ")
+    assert run.encode("The") == [84, 104, 101]
+    with torch.no_grad():
+        assert run.model(torch.tensor([run.encode("The")])).shape == (1, 3, 257)
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], None, b"a", 7])
+def test_a_prompt_that_is_not_a_text_is_refused(run: Run, prompt):
+    kind = type(prompt).__name__
+    with pytest.raises(ConfigError, match=f"prompt: must be a text, not {kind}"):
+        run.generate(prompt)
+    with pytest.raises(ConfigError, match="prompts: must be a list of texts, not str"):
+        run.start("abc")
+
+
+def test_a_single_stop_text_needs_no_list(run: Run):
+    settings = {"max_new_tokens": 40, "temperature": 0}
+    text = run.generate("the ", **settings)
+    assert run.generate("the ", stop=text[3], **settings) == text[: text.index(text[3])]
+    assert text[0] not in run.generate("the ", ban=text[0], **settings)
+
+
 def test_log_probabilities_are_those_of_the_model(run: Run):
     generation = run.start(["the"], max_new_tokens=6, logprobs=True, temperature=1.5, top_k=3)
     (sample,) = generation.finish()
@@ -91,7 +175,7 @@ def test_the_cache_changes_no_text_in_any_precision(trained: Path, weights: str)
 
 
 def test_unknown_weights_are_refused(trained: Path):
-    with pytest.raises(ConfigError, match="weights int4: not supported; choose float32"):
+    with pytest.raises(ConfigError, match="--weights int4: not supported; choose float32"):
         load(trained, weights="int4")
 
 

@@ -1,8 +1,12 @@
 """`gptmini generate` and `gptmini score`."""
 
 import json
+import os
+import select
+import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +19,8 @@ from gptmini.cli.options import (
     Weights,
     assigned,
     flag,
-    newest_run,
     option,
+    run_directory,
 )
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE, decode_utf8
@@ -34,10 +38,15 @@ def generate(
     run: RunName = None,
     prompt: str | None = option(None, "TEXT", "The text to continue."),
     prompt_file: Path | None = option(
-        None, "FILE", "Read the prompt from a file; - is standard input."
+        None,
+        "FILE",
+        "Read the prompt from a file, without its last line break; - is standard input.",
     ),
     prompts: Path | None = option(
-        None, "FILE", 'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; needs --out.'
+        None,
+        "FILE",
+        'Read prompts from JSON lines, "TEXT" or {"prompt": "TEXT"}; - is standard input. '
+        "Needs --out.",
     ),
     out: Path | None = option(
         None, "FILE", "Where --prompts writes JSON lines; resumes if interrupted."
@@ -93,11 +102,22 @@ def generate(
         raise ConfigError("--samples: cannot be combined with --interactive; leave one out")
     if (prompts is None) != (out is None):
         raise ConfigError("--prompts, --out: one needs the other; give both")
-    path = run or newest_run()
+    if str(out) == "-":
+        raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
+    path = run_directory(run, "--prompt", "--prompt-file")
+    draft = run_directory(draft) if draft else None
+    from gptmini.console import say
     from gptmini.generate import bulk
     from gptmini.generate.run import load
 
     trained = load(path, device, weights, cache)
+    if run is None:
+        say(f"{path}, step {trained.step}")
+    for label, text in [("--prompt", prompt or ""), *(("--stop", text) for text in stop or [])]:
+        if "\\n" in text:
+            say(f"{label}: \\n is taken as two characters; for a line break, type $'\\n' in bash")
+    if not named and _piped():
+        say("standard input is not read; to continue it, add --prompt-file -")
     guess = load(draft, device, weights, cache) if draft else "lookup" if lookup else None
     how: Settings = {"use_cache": not no_cache, "special": special, "guess": guess}
     how["logprobs"] = as_json or prompts is not None
@@ -106,7 +126,7 @@ def generate(
     elif interactive:
         _converse(trained, settings | how, raw)
     else:
-        text = _text(prompt_file) if prompt is None else prompt
+        text = prompt or _text(prompt_file).removesuffix("\n").removesuffix("\r")
         _show(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
@@ -126,6 +146,16 @@ def _sampling(options: dict[str, Any], assignments: list[str] | None) -> Setting
         if options.get(key) is not None:
             overrides.append((f"--{key.replace('_', '-')}", ("sample", key), options[key]))
     return load.load(None, overrides).sample.model_dump(exclude_unset=True)
+
+
+def _piped() -> bool:
+    """Whether standard input is a pipe or a file that holds something."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        ready = select.select([sys.stdin], [], [], 0)[0]
+    except (OSError, ValueError, AttributeError):  # closed, replaced, or on Windows
+        return False
+    return bool(ready) and (stat.S_ISFIFO(mode) or stat.S_ISREG(mode))
 
 
 def _show(
@@ -191,8 +221,14 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
     """Prompts typed by a person; Ctrl-C stops the current text, not the program."""
     from gptmini.console import say, stream_to_stdout
 
-    say("Type a prompt; an empty line continues the last text. Ctrl-C stops a text, Ctrl-D quits.")
-    text = ""
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # Windows lacks it
+            import readline  # noqa: F401 - input() then edits lines and remembers them
+    say(
+        "Type a prompt; an empty line continues the last text. "
+        "Ctrl-C stops a text; exit or Ctrl-D quits."
+    )
+    text, turn = "", 0
     while True:
         try:
             line = input("> ")
@@ -202,14 +238,18 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
         except KeyboardInterrupt:
             say("")
             continue
+        if line.strip() in ("exit", "quit"):
+            return
         text = line or text
         generation = None
         try:
-            generation = run.start([text], **settings)
-            stream_to_stdout(chain([text], (piece for _, piece in generation), ["\n"]), raw)
+            # The same prompt gives another text each time, unless a seed asks for one text.
+            generation = run.start([text], [0 if "seed" in settings else turn], **settings)
+            stream_to_stdout(chain([line], (piece for _, piece in generation), ["\n"]), raw)
         except KeyboardInterrupt:
             stream_to_stdout(["\n"])
         text += generation.samples[0].text if generation else ""
+        turn += 1
 
 
 def score(
@@ -221,14 +261,17 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Show how well a trained model predicts a text, token by token."""
+    path = run_directory(run, "--text", "--file")
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
-    path = run or newest_run()
-    from gptmini.console import stream_to_stdout
+    from gptmini.console import say, stream_to_stdout
     from gptmini.evidence import evaluate as scoring
     from gptmini.generate.run import load
 
-    scored = scoring.score(load(path, device, weights), _text(file) if text is None else text)
+    trained = load(path, device, weights)
+    if run is None:
+        say(f"{path}, step {trained.step}")
+    scored = scoring.score(trained, _text(file) if text is None else text)
     if as_json:
         rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.ranks, strict=True)
         facts = {

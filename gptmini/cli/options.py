@@ -1,5 +1,7 @@
 """Options that several commands share, the default run, and the configuration they add up to."""
 
+import difflib
+import os.path
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,6 +107,37 @@ def attention_settings(text: str) -> dict[str, Any]:
     if name == "window":
         return {"window": int(number)}
     return {"variant": name, "n_kv_head": int(number) if number else None}
+
+
+def run_directory(run: Path | None, text: str = "", file: str = "") -> Path:
+    """RUN, or the newest run; CheckpointError suggests what was meant. Loads no torch.
+
+    `text` and `file` are the command's options for a text and for a file that holds one.
+    """
+    if run is None:
+        return newest_run()
+    if _is_run(run):
+        return run
+    name = " ".join(str(run).split())
+    name = name if len(name) <= 60 else f"{name[:57]}..."
+    runs = {config.parent.name: config.parent for config in RUNS.glob("*/config.yaml")}
+    exists = os.path.exists(run)  # unlike Path.exists, False for a name that is too long
+    meant: list[str | Path] = [folder for folder in run.parents if exists and _is_run(folder)]
+    if os.path.isfile(run) and file:
+        meant.append(f"{file} {run}")
+    if text and " " in name:
+        meant.append(f'{text} "{name}"')
+    meant += [runs[near] for near in difflib.get_close_matches(run.name, runs, 1)]
+    if meant:
+        hint = f"did you mean {meant[0]}?"
+    else:
+        hint = f"the newest is {newest_run()}" if runs else "train one with gptmini train"
+        hint += f"; a text goes after {text}" if text else ""
+    raise CheckpointError(f"{name}: no run here; {hint}")
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.yaml")
 
 
 def default_out(config: str | None, data: str, attention: str | None = None) -> Path:

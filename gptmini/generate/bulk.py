@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gptmini import files
+from gptmini.config.settings import SampleConfig
 from gptmini.console import counted
 from gptmini.errors import DataError
 from gptmini.generate.run import Run
@@ -25,9 +27,9 @@ def generate(
 ) -> None:
     """Write one JSON line per sample of each prompt, in order, with the other keys of its input.
 
-    Sample n is what the same prompt gives alone. `settings` are those of the section `sample`,
-    `how` the other arguments of Run.start. DataError if the prompts cannot be read, or if `out`
-    was made of other prompts, settings or weights.
+    Sample n is what the same prompt gives alone. `prompts` may be -, standard input. `settings` are
+    those of the section `sample`, `how` the other arguments of Run.start. DataError if the prompts
+    cannot be read, or if `out` was made of other prompts, settings or weights.
     """
     if not (inputs := list(_read(prompts))):
         raise DataError(f"{prompts}: is empty; write one prompt per line")
@@ -53,10 +55,13 @@ def generate(
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """The prompts, each as an object with `prompt`."""
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    stdin = str(path) == "-"
+    name = "standard input" if stdin else str(path)
+    data = sys.stdin.buffer.read() if stdin else path.read_bytes()
+    for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
             continue
-        where = f"{path}:{number}"
+        where = f"{name}:{number}"
         try:
             entry = json.loads(line)
             json.dumps(entry, ensure_ascii=False).encode()  # refuses lone surrogates
@@ -65,9 +70,18 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         entry = {"prompt": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise DataError(f'{where}: no prompt; write "TEXT" or {{"prompt": "TEXT"}}')
+        if settings := [key for key in entry if _is_setting(key)]:
+            raise DataError(
+                f"{where}: has {', '.join(settings)}, but settings apply to all prompts; "
+                "give them on the command line and rename or remove them here"
+            )
         if taken := entry.keys() & ADDED:
             raise DataError(f"{where}: key {min(taken)!r} is reserved for the output; rename it")
         yield entry
+
+
+def _is_setting(key: str) -> bool:
+    return key in SampleConfig.model_fields or key == "max_tokens"  # the latter is other programs'
 
 
 def _resume(out: Path, made_of: str) -> int:

@@ -14,6 +14,8 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -103,7 +105,7 @@ def _processor() -> str:
 
 def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = library.with_suffix(f".{os.getpid()}")
+    partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
     try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
         subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
@@ -131,6 +133,32 @@ def round_weights(model: GPT, precision: str) -> None:
                 module.weight.copy_(integers * scales[:, None])
 
 
+# The first module of each matrix: its words, scales and bias, and how many rows and columns.
+Packed = dict[nn.Module, tuple[list[Tensor | None], int, int]]
+
+
+def _pack(
+    modules: Sequence[nn.Linear | nn.Embedding], precision: str
+) -> tuple[list[Tensor | None], int, int]:
+    parts = [dict(module.named_parameters()) for module in modules]
+    matrices = [part["weight"].detach() for part in parts]
+    weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
+    bias = torch.cat([part["bias"].detach() for part in parts]) if "bias" in parts[0] else None
+    if missing := -weights.shape[1] % COLUMNS:
+        weights = functional.pad(weights, (0, missing))
+    rows, columns = weights.shape
+    scales = None
+    if precision == "bfloat16":
+        weights = weights.bfloat16()
+    elif precision == "int8":
+        weights, scales = quantize(weights)
+    # Interleave: a 32-bit word holds columns i, i + 16 (, i + 32, i + 48) of its block, so that
+    # one shift of a vector of words widens 16 neighbouring columns.
+    per_word = 4 // weights.element_size()
+    words = weights.view(rows, -1, per_word, LANES).transpose(2, 3).contiguous()
+    return [words, scales, bias], rows, columns
+
+
 class NativeStep:
     """The compiled forward pass of one model over one cache of B rows.
 
@@ -139,10 +167,19 @@ class NativeStep:
     be moved or reallocated while this lives.
     """
 
-    def __init__(self, library: ctypes.CDLL, model: GPT, precision: str, cache: KVCache) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: GPT,
+        precision: str,
+        cache: KVCache,
+        packed: "Packed | None" = None,
+    ) -> None:
+        """`packed` shares the weights in C's layout between the steps of one model."""
         self._function = library.gptmini_step
         self._function.restype = None
         self._precision = precision
+        self._packed = {} if packed is None else packed
         self._kept: list[Tensor] = []  # keeps alive what C has pointers to
         self._model = self._describe(model, cache)
         # Fixed buffers, so that a call allocates nothing.
@@ -219,24 +256,10 @@ class NativeStep:
 
     def _matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
         """Modules with the same input as one matrix, in the layout that decode.cpp reads."""
-        parts = [dict(module.named_parameters()) for module in modules]
-        matrices = [part["weight"].detach() for part in parts]
-        weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
-        bias = torch.cat([part["bias"] for part in parts]) if "bias" in parts[0] else None
-        if missing := -weights.shape[1] % COLUMNS:
-            weights = functional.pad(weights, (0, missing))
-        rows, columns = weights.shape
-        scales = None
-        if self._precision == "bfloat16":
-            weights = weights.bfloat16()
-        elif self._precision == "int8":
-            weights, scales = quantize(weights)
-        # Interleave: a 32-bit word holds columns i, i + 16 (, i + 32, i + 48) of its block, so that
-        # one shift of a vector of words widens 16 neighbouring columns.
-        per_word = 4 // weights.element_size()
-        words = weights.view(rows, -1, per_word, LANES).transpose(2, 3)
-        pointers = [self._pointer(tensor) for tensor in (words, scales, bias)]
-        return _Matrix(*pointers, rows, columns)
+        if modules[0] not in self._packed:
+            self._packed[modules[0]] = _pack(modules, self._precision)
+        tensors, rows, columns = self._packed[modules[0]]
+        return _Matrix(*map(self._pointer, tensors), rows, columns)
 
     def _buffer(self, rows: int, width: int) -> int:
         return self._pointer(torch.zeros(rows, -(-width // COLUMNS) * COLUMNS)) or 0
@@ -253,10 +276,17 @@ class NativeEngine:
 
     name, ragged = "compiled", True
 
-    def __init__(self, library: ctypes.CDLL, model: GPT, weights: str, n_slots: int) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: GPT,
+        weights: str,
+        n_slots: int,
+        packed: Packed | None = None,
+    ) -> None:
         self._model, self.n_slots = model, n_slots
         self._cache = KVCache(model.config, n_slots, torch.device("cpu"), torch.float32, SPARE)
-        self._step = NativeStep(library, model, weights, self._cache)
+        self._step = NativeStep(library, model, weights, self._cache, packed)
         self._slots: list[Text | None] = [None] * n_slots
 
     def __call__(self, texts: list[Text]) -> list[Tensor]:
@@ -299,11 +329,21 @@ class NativeEngine:
         return prefill(self._model, [text.context[text.cached :]], cache, text.wanted)[0]
 
 
+def library_for(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
+    """The compiled step, if it can compute this model."""
+    return build(cache) if use_cache and model.device.type == "cpu" else None
+
+
 def open_engine(
-    model: GPT, weights: str, n_texts: int, cache: Path, use_cache: bool = True
+    model: GPT,
+    weights: str,
+    n_texts: int,
+    cache: Path,
+    use_cache: bool = True,
+    packed: Packed | None = None,
 ) -> Engine:
     """The fastest engine on this machine for up to `n_texts` texts at a time."""
-    library = build(cache) if use_cache and model.device.type == "cpu" else None
+    library = library_for(model, cache, use_cache)
     if library is None:
         return TorchEngine(model, use_cache)
-    return NativeEngine(library, model, weights, n_texts)
+    return NativeEngine(library, model, weights, n_texts, packed)

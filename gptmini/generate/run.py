@@ -7,7 +7,9 @@ for piece in run.stream("The "):
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,9 @@ from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
 from gptmini.generate import native
-from gptmini.generate.engine import Engine
+from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
-from gptmini.generate.sampler import Guesser, check_overflow, decode
+from gptmini.generate.sampler import check_overflow, decode
 from gptmini.generate.texts import Generation, Text
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
@@ -34,7 +36,10 @@ DOCUMENT = "<|endoftext|>"  # stands for the document token if `special` is set
 
 
 class Run:
-    """A trained model, ready to generate; its parts may be used on their own."""
+    """A trained model, ready to generate, in several threads too.
+
+    Its parts may be used on their own.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,22 @@ class Run:
         self.state: dict[str, Any] = state or {"step": 0, "corpus": ""}
         self.tokenizer, self.model = tokenizer, model
         self.weights, self._cache = weights, cache
-        self._engine: Engine | None = None
+        # Engines that no generation is using. A deque needs no lock, which the garbage collector
+        # could ask for a second time: it may close a generation at any moment.
+        self._idle: deque[Engine] = deque()
+        self._packed: native.Packed = {}  # the weights that all engines share
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        kind, vocab_size = self.tokenizer.kind, self.tokenizer.vocab_size
+        return (
+            f"<Run {self.path}: step {self.step}, {size:,} parameters, {kind} tokenizer, "
+            f"vocabulary {vocab_size:,}>"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no engines yet: they hold pointers into the memory of this run."""
+        return {**self.__dict__, "_idle": deque(), "_packed": {}}
 
     @property
     def step(self) -> int:
@@ -94,19 +114,52 @@ class Run:
         bias = self._bias(sample)
         limit = self.model.config.context_length
         texts = []
+        if isinstance(prompts, str):  # each character would be a prompt
+            raise ConfigError(
+                "prompts: must be a list of texts, not str; use generate for one text"
+            )
         for number, prompt in zip(numbers or range(len(prompts)), prompts, strict=True):
+            if not isinstance(prompt, str):
+                kind = type(prompt).__name__
+                raise ConfigError(f"prompt: must be a text, not {kind}; use start for several")
             tokens, first = self._tokens(prompt, special)
             check_overflow(len(tokens), sample, limit)
             if len(tokens) > limit:
                 warn(f"prompt: {len(tokens):,} tokens; the model sees the last {limit:,}")
             texts.append(Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first))
-        engine = self.engine(len(texts), use_cache)
-        guesser = self._guesser(guess, len(texts), sample)
-        drawn = decode(engine, texts, sample, limit, bias, guesser)
-        return Generation(drawn, texts, logprobs, engine.name)
+        if isinstance(guess, Run) and guess.tokenizer.fingerprint != self.tokenizer.fingerprint:
+            raise ConfigError(
+                f"draft {guess.path}: its tokenizer differs from that of {self.path}; "
+                "use a draft with the same tokenizer"
+            )
+        drawn = self._draw(texts, sample, bias, guess, use_cache)
+        compiled = native.library_for(self.model, self._cache, use_cache)
+        name = native.NativeEngine.name if compiled else TorchEngine.name
+        return Generation(drawn, texts, logprobs, name)
 
-    def encode(self, text: str, name: str) -> list[int]:
-        """The tokens of a text; DataError, which begins with `name`, for lone surrogates."""
+    def _draw(
+        self,
+        texts: list[Text],
+        sample: SampleConfig,
+        bias: Tensor | None,
+        guess: "str | Run | None",
+        use_cache: bool,
+    ) -> Iterator[tuple[Text, int, Tensor]]:
+        """The tokens of `sampler.decode`, with engines that nobody else uses meanwhile."""
+        with ExitStack() as engines:
+            engine = engines.enter_context(self.engine(len(texts), use_cache))
+            guesser: Lookup | Draft | None = Lookup() if guess else None
+            if isinstance(guess, Run):
+                draft = engines.enter_context(guess.engine(len(texts)))
+                guesser = Draft(guess.model, draft, sample)
+            limit = self.model.config.context_length
+            yield from decode(engine, texts, sample, limit, bias, guesser)
+
+    def encode(self, text: str, name: str = "text") -> list[int]:
+        """The tokens of a text, as `model` takes them.
+
+        DataError, which begins with `name`, for lone surrogates.
+        """
         try:
             return self.tokenizer.encode(text).tolist()
         except UnicodeEncodeError as error:
@@ -115,7 +168,8 @@ class Run:
 
     def sampling(self, settings: dict[str, Any]) -> SampleConfig:
         """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
-        section = {**self.config.sample.model_dump(), **settings}
+        lists = {k: [v] for k, v in settings.items() if k in ("stop", "ban") and isinstance(v, str)}
+        section = {**self.config.sample.model_dump(), **settings, **lists}
         return validate({"sample": section}, {}).sample if settings else self.config.sample
 
     @cached_property
@@ -126,29 +180,28 @@ class Run:
             digest.update(name.encode() + tensor.cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def engine(self, n_texts: int, use_cache: bool = True) -> Engine:
-        """The engine for up to `n_texts` texts at a time, kept for the next call."""
-        if not use_cache:
-            return native.open_engine(self.model, self.weights, n_texts, self._cache, False)
-        kept = self._engine
-        if kept is None or (isinstance(kept, native.NativeEngine) and kept.n_slots < n_texts):
-            kept = native.open_engine(self.model, self.weights, n_texts, self._cache)
-        self._engine = kept
-        return kept
-
-    def _guesser(
-        self, guess: "str | Run | None", n_texts: int, sample: SampleConfig
-    ) -> Guesser | None:
-        if guess is None:
-            return None
-        if isinstance(guess, str):
-            return Lookup()
-        if guess.tokenizer.fingerprint != self.tokenizer.fingerprint:
-            raise ConfigError(
-                f"draft {guess.path}: its tokenizer differs from that of {self.path}; "
-                "use a draft with the same tokenizer"
+    @contextmanager
+    def engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
+        """An engine for up to `n_texts` texts, used by nobody else until the block ends."""
+        engine = self._idle_engine(n_texts) if use_cache else None
+        if engine is None:
+            engine = native.open_engine(
+                self.model, self.weights, n_texts, self._cache, use_cache, self._packed
             )
-        return Draft(guess.model, guess.engine(n_texts), sample)
+        try:
+            yield engine
+        finally:
+            if use_cache:
+                self._idle.append(engine)
+
+    def _idle_engine(self, n_texts: int) -> Engine | None:
+        """An engine kept from earlier; those too small are dropped, as a larger one follows."""
+        while self._idle:
+            with suppress(IndexError):  # another thread took the last one
+                engine = self._idle.pop()
+                if not isinstance(engine, native.NativeEngine) or engine.n_slots >= n_texts:
+                    return engine
+        return None
 
     def _tokens(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
         """The tokens of a prompt (at least one), and which may come first, (V,), if not all."""
@@ -196,7 +249,7 @@ def load(
     (default) or int8, which are faster on a CPU. `cache` holds the compiled step.
     """
     if weights not in native.PRECISIONS:
-        raise ConfigError(f"weights {weights}: not supported; choose float32, bfloat16 or int8")
+        raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
     directory = RunDirectory(Path(path))
     config, tokenizer = directory.config(), directory.tokenizer()
     checkpoint = directory.best()
