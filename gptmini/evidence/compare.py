@@ -118,9 +118,10 @@ def train_all(jobs: list[Job], cache: Path) -> dict[str, list[Path]]:
 
 def _length(config: Config) -> str:
     """How long a training is."""
-    if config.train.minutes is not None:
-        return f"{config.train.minutes:g} minutes per run"
-    return f"{config.train.steps:,} steps per run"
+    minutes, steps = config.train.minutes, config.train.steps
+    if minutes is not None:
+        return f"{minutes:g} minute{'s' * (minutes != 1)} per run"
+    return f"{steps:,} step{'s' * (steps != 1)} per run"
 
 
 def _train(out: Path, config: Config, cache: Path, title: str) -> None:
