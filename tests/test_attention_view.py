@@ -97,8 +97,14 @@ def test_masks_by_name():
     assert rows("causal") == ["x..", "xx.", "xxx"]
     assert rows("window:2") == ["x..", "xx.", ".xx"]
     assert rows("padding:1") == ["x..", ".x.", ".xx"]
+    assert rows("cross:2,3") == ["xxx", "xxx"]
+    assert rows("cross:2,1") == ["x..", "x.."]  # padded to the size
+    assert attention_view.named_mask("cross:4,20").shape == (4, 20)
     for wrong in ("window:0", "window", "padding:3", "x", "causal:3"):
         with pytest.raises(ConfigError, match="use causal, window:N"):
+            attention_view.named_mask(wrong, 3)
+    for wrong in ("cross", "cross:2", "cross:0,2", "cross:2,4", "cross:1,2,3", "cross:a,2"):
+        with pytest.raises(ConfigError, match="use cross:T,S"):
             attention_view.named_mask(wrong, 3)
 
 
@@ -116,7 +122,79 @@ def test_pictures_are_drawn(tmp_path: Path):
         plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.txt")
 
 
-def test_without_matplotlib_the_message_names_the_extra(monkeypatch, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("layers", "head", "n_kv_head"),
+    [([1], None, 4), ([1], 3, 4), ([0, 1], 3, 4), ([0, 1], None, 2)],
+)
+@pytest.mark.parametrize("labels", [["a"] * 8, ["␣remarkably_long"] * 8])
+def test_every_title_is_inside_and_no_panel_is_squeezed(layers, head, n_kv_head, labels):
+    pytest.importorskip("matplotlib")
+    weights = attention_view.attention_weights(model_of(variant="mha"), TOKENS).numpy()
+    figure = plots.attention(weights, labels, n_kv_head, layers, head)
+    figure.canvas.draw()
+    *panels, bar = figure.axes
+    frame = figure.bbox
+    for panel in panels:
+        title = panel.title.get_window_extent()
+        assert frame.x0 <= title.x0 < title.x1 <= frame.x1
+        assert frame.y0 <= title.y0 < title.y1 <= frame.y1
+        assert not title.overlaps(bar.get_window_extent())
+        assert panel.get_window_extent().width > 1.8 * figure.dpi  # inches
+        numbers = [text.get_text() for text in panel.texts]
+        assert len(numbers) == 36  # a number in each visible cell
+        assert numbers[0] == "1.00"
+        assert all(len(number) == 4 for number in numbers)
+
+
+def test_many_tokens_leave_no_room_for_numbers():
+    pytest.importorskip("matplotlib")
+    weights = torch.ones(1, 1, 13, 13).tril().numpy()
+    assert not plots.attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
+
+
+@pytest.mark.filterwarnings("error")
+def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    own = [font for font in font_manager.fontManager.ttflist if "matplotlib" in font.fname]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
+    texts, fonts = plots._drawable(["a", "\u23de"])  # a bracket that only STIX draws
+    assert texts == ["a", "\u23de"]
+    assert fonts[0] == plots.MONOSPACE
+    assert fonts[1:]
+    assert capfd.readouterr().err == ""
+    weights = torch.ones(1, 1, 3, 3).tril().numpy()
+    figure = plots.attention(weights, ["a", "示", "示例"], 1, [0])
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert labels == ["a", "\\u793a", "\\u793a\\u4f8b"]
+    err = capfd.readouterr().err
+    assert err.startswith("warning: no installed font has 例示;")
+    assert err.count("\n") == 1
+
+
+def test_one_head_is_shown_as_text():
+    weights = torch.tensor([[[[1.0, 0.0], [0.25, 0.75]]]])
+    lines = attention_view.View(weights, ["The", "␣cat"], 1, [0], 0).text().splitlines()
+    assert [line.split() for line in lines[-3:]] == [
+        ["query", "The", "␣cat"],
+        ["The", "1.000"],
+        ["␣cat", "0.250", "0.750"],
+    ]
+    T = 13
+    last_but_one = torch.eye(T).roll(-1, 1).tril()
+    last_but_one[0, 0] = 1
+    labels = [chr(97 + n) for n in range(T)]
+    lines = attention_view.View(last_but_one[None, None], labels, 1, [0], 0).text().splitlines()
+    assert lines[-1].split() == ["12", "m", "11", "l", "1.000"]
+    lines = attention_view.View(weights, ["The", "␣cat"], 1, [0], None).text().splitlines()
+    assert lines[-2] == "2 tokens: The ␣cat"
+    one = attention_view.View(torch.ones(1, 1, 1, 1), ["The"], 1, [0], None)
+    assert one.text() == "1 token: The; it sees only itself, so there is nothing to compare"
+
+
+def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MachineError, match=r"pip install 'gptmini\[plot\]'"):
+    with pytest.raises(MachineError, match="pip install matplotlib"):
         plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.png")

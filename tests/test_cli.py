@@ -149,8 +149,8 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
 def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Path, monkeypatch):
     assert gptmini("train", "--data", str(text_file), "--attention", "gqa:2", *SMALL)[0] == 0
     code, out, err = gptmini("inspect", "--prompt", "the fox")
-    assert (code, err) == (0, "")
-    assert [line.split()[:3] for line in out.splitlines()[1:]] == [
+    assert (code, err) == (0, "runs/text-gqa2: step 4\n")
+    assert [line.split()[:3] for line in out.splitlines()[1:5]] == [
         ["0", "0", "0"],
         ["0", "1", "0"],
         ["0", "2", "1"],
@@ -159,18 +159,24 @@ def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Pa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, picture_out, err = gptmini("inspect", "--prompt", "the fox", "--out", "a.png")
     assert (code, picture_out) == (5, out)
-    assert "gptmini[plot]" in err
+    assert "pip install matplotlib" in err
     for words, line in [
         ([], "--prompt: missing"),
         (["--prompt", "x" * 99], "--prompt: 99 tokens; give between 1 and 16"),
         (["--prompt", "x", "--layer", "1"], "--layer 1: this model has layers 0 to 0"),
         (["--prompt", "x", "--head", "-1"], "--head -1: this model has heads 0 to 3"),
         (["--mask", "window:0"], "--mask window:0: unknown mask"),
+        (["--mask", "causal", "--prompt", "x"], "--prompt: does not work with --mask"),
+        (["runs/text-gqa2", "--mask", "causal"], "RUN: does not work with --mask"),
+        (["--prompt", "x", "--size", "9"], "--size: works only with --mask"),
+        (["--mask", "causal", "--out", "a.txt"], "ends in .png"),
+        (["--prompt", "x" * 99, "--out", "a.txt"], "ends in .png"),  # before the work
     ]:
         code, _, err = gptmini("inspect", *words)
         assert (code, err.count("\n")) == (2, 1)
         assert line in err
     assert gptmini("inspect", "--mask", "window:2")[1].startswith("x . .")
+    assert gptmini("inspect", "--mask", "causal", "--size", "24")[1].count("\n") == 24 + 2
 
 
 def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):

@@ -11,7 +11,7 @@ from conftest import SMALL, tiny
 from test_variants import variant
 
 from gptmini.errors import ConfigError, GptminiError
-from gptmini.evidence import compare, plots
+from gptmini.evidence import compare, measure, plots
 from gptmini.runs.directory import RunDirectory
 
 
@@ -30,6 +30,11 @@ def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_pat
     assert len({job.out for job in jobs}) == 4
 
 
+@pytest.fixture(autouse=True)
+def _short_timings(monkeypatch):
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+
+
 WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4", "--seeds", "2"]
 
 
@@ -46,6 +51,9 @@ def weights(folder: Path) -> dict[str, bytes]:
 def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
     gptmini, (code, out, err) = compared
     assert code == 0, err
+    assert err.startswith(
+        "compare: training mha, window:4 in turn, 2 seeds each, 4 steps per run; Ctrl-C stops"
+    )
     folder = tmp_path / "runs" / "compare"
     runs = [folder / name / f"seed-{seed}" for name in ("mha", "window4") for seed in (1337, 1338)]
     assert [RunDirectory(run).steps()[0] for run in runs] == [4] * 4
@@ -182,4 +190,4 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     code, _, err = gptmini("compare", "--attention", "mha,window")
     assert (code, "window:64" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")
-    assert (code, "no such configuration" in err) == (2, True)
+    assert (code, "no-such-thing: no such configuration or run;" in err) == (2, True)

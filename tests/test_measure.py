@@ -64,3 +64,16 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
     RunDirectory(one).write_config(validate(narrow, {}))
     (fourth,) = measure.measure({"a": [one]}, None, cache, known)
     assert fourth.runs[0].loss != third.runs[0].loss
+
+
+def test_a_timing_lasts_long_enough_to_mean_something(monkeypatch):
+    """Ten steps of 1 ms by the clock are repeated until they add up to 50 ms."""
+    now = 0.0
+
+    def engine(texts):
+        nonlocal now
+        now += 0.001
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    assert measure._decode_speed(engine, 11) == pytest.approx(1000)
+    assert now == pytest.approx(0.055)  # five texts, each with a prompt of one token

@@ -117,8 +117,49 @@ def test_stacked_and_split_heads_are_equal():
     wide = [torch.randn(D, H * K) for _ in range(3)]
     heads = [w.view(D, H, K).transpose(0, 1) for w in wide]
     torch.testing.assert_close(
-        m.multi_head_by_stacking(x, *heads, w_o), m.multi_head_by_splitting(x, *wide, w_o, H)
+        m.multi_head_by_stacking(x, *heads, w_o), m.multi_head_by_splitting(x, (*wide, w_o), H)
     )
+
+
+def test_many_heads_with_biases_on_a_batch_are_torchs():
+    torch.manual_seed(0)
+    B, T, D, H = 2, 5, 12, 3
+    torchs, x = nn.MultiheadAttention(D, H, batch_first=True), torch.randn(B, T, D)
+    nn.init.normal_(torchs.in_proj_bias)
+    nn.init.normal_(torchs.out_proj.bias)
+    weights = (*torchs.in_proj_weight.view(3, D, D).mT, torchs.out_proj.weight.T)
+    biases = (*torchs.in_proj_bias.view(3, D), torchs.out_proj.bias)
+    expected, _ = torchs(x, x, x, attn_mask=~m.causal_mask(T))
+    torch.testing.assert_close(m.multi_head_by_splitting(x, weights, H, biases), expected)
+
+
+def test_cross_attention_is_torchs_and_sees_no_padding():
+    torch.manual_seed(0)
+    B, T, S, D = 2, 4, 6, 8
+    torchs = nn.MultiheadAttention(D, 1, bias=False, batch_first=True)
+    nn.init.eye_(torchs.out_proj.weight)
+    x, context, lengths = torch.randn(B, T, D), torch.randn(B, S, D), torch.tensor([6, 3])
+    weights = torchs.in_proj_weight.view(3, D, D).mT
+    visible = m.cross_mask(lengths, T, S)
+    expected, _ = torchs(x, context, context, key_padding_mask=~visible[:, 0])
+    mixed = m.cross_attention(x, context, *weights, visible)
+    torch.testing.assert_close(mixed, expected)
+    context[1, 3:] = 99.0
+    assert torch.equal(m.cross_attention(x, context, *weights, visible)[1], mixed[1])
+
+
+def test_a_batch_is_its_rows():
+    torch.manual_seed(0)
+    x, weights, biases = torch.randn(2, 5, 8), torch.randn(3, 8, 4), torch.randn(3, 4)
+    q, k, v = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 3)
+    for function, arguments in (
+        (m.self_attention_without_weights, (x,)),
+        (lambda x: m.self_attention(x, *weights, *biases), (x,)),
+        (m.causal_attention_by_renormalising, (q, q, q)),
+        (m.stepwise_attention, (q, k, v)),
+    ):
+        rows = [function(*row) for row in zip(*arguments, strict=True)]
+        torch.testing.assert_close(function(*arguments), torch.stack(rows))
 
 
 SIZES = {"T": st.integers(1, 9), "G": st.integers(1, 3), "share": st.integers(1, 3)}

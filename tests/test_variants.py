@@ -80,7 +80,7 @@ def test_verdicts_distinguish_a_difference_from_the_spread():
     (better,) = variants.verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 1.0, 1.1, 1.2)])
     assert better.endswith(": better")
     (unknown,) = variants.verdicts([variant("a", 2.0), variant("b", 3.0)])
-    assert unknown.endswith("one run each: spread unknown, train more seeds")
+    assert unknown.endswith("one run each, so the spread is unknown; try --seeds 3")
 
 
 def test_runs_measured_on_different_texts_get_a_warning():
@@ -96,16 +96,16 @@ def test_the_short_table_fits_80_columns_and_the_full_one_has_every_figure():
         each.parameters = 124_439_808
     lines = variants.table(many).splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[2].split()[1:] == "124,439,808 1.7002 ± 0.0001 512 700 10,000 ± 0".split()
+    assert lines[2].split()[1:] == "124,439,808 1.7002 ± 0.0001 32,768 700 10,000 ± 0".split()
     full = variants.table(many, full=True).splitlines()
     assert len({len(line) for line in full}) == 1
     cells = [cell.strip() for cell in full[2].strip("|").split("|")]
-    assert cells[7:] == ["32,768", "900, 800", "256 ± 0"]
+    assert cells[7:] == ["512", "900, 800", "256 ± 0"]
 
 
 def test_figures_that_are_missing_leave_their_cells_empty():
     bare = variant("a", 2.0)
     bare.runs[0] = replace(bare.runs[0], tokens_per_second=None, peak_memory=None)
     bare.decode_tokens_per_second = {}
-    assert variants.table([bare]).splitlines()[1].split() == ["a", "1,000", "2.0000", "512"]
+    assert variants.table([bare]).splitlines()[1].split() == ["a", "1,000", "2.0000", "32,768"]
     assert variants.table([bare], full=True).splitlines()[2].endswith(" |")

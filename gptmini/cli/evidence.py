@@ -112,6 +112,9 @@ def compare(
         configs = [None]
     named = {"--steps": steps, "--minutes": minutes}
     other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
+    for name in configs:
+        if name is not None and Path(name).suffix not in (".yaml", ".yml"):
+            _known(name)
     if not configs:
         for label, value in (named | other).items():
             if value is not None:
@@ -131,8 +134,19 @@ def compare(
     if as_json:
         print(json.dumps(figures.as_json(measured)))
         return
-    print(figures.table(measured), "", *figures.verdicts(measured), sep="\n")
+    print(figures.table(measured), figures.LEGEND, "", *figures.verdicts(measured), sep="\n")
     say(f"compare: all figures: {out / 'compare.md'}")
+
+
+def _known(name: str) -> None:
+    """ConfigError if this is neither a directory of a run nor the name of a configuration."""
+    from gptmini.config import load
+
+    try:
+        load.find(name)
+    except ConfigError as error:
+        problem = str(error).replace("no such configuration", "no such configuration or run", 1)
+        raise ConfigError(problem) from None
 
 
 def _variants(
@@ -155,7 +169,7 @@ def convert(
     out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
     cache: Cache = CACHE,
 ) -> None:
-    """Average the KV heads of a trained model into fewer, as the start of a new run."""
+    """Start a new run from a trained model, with its KV heads averaged into fewer."""
     if attention is None:
         raise ConfigError("--attention: missing; write for example --attention gqa:2")
     path = run or newest_run()
@@ -167,8 +181,12 @@ def convert(
 
     trained = load(path, weights="float32", cache=cache)
     config = pooling.convert(trained, attention_settings(attention), steps, out, cache)
+    old, new = trained.config.model, config.model
+    change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
+    if new.n_kv_head == old.n_kv_head:
+        change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
     say(
-        f"{out}: KV heads {trained.config.model.n_kv_head} -> {config.model.n_kv_head}, "
+        f"{out}: {change}, "
         f"from step {trained.step} of {path}; train it for {config.train.steps} steps with:\n"
         f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}"
     )
@@ -189,8 +207,7 @@ def plot(
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
     from gptmini.evidence import report
 
-    report.write(paths, files, cache)
-    print(*files, sep="\n")
+    print(*report.write(paths, files, cache), sep="\n")
 
 
 def inspect(
@@ -199,35 +216,57 @@ def inspect(
     layer: int | None = option(None, "N", "Only this layer, counted from 0."),
     head: int | None = option(None, "N", "Only this head, counted from 0."),
     mask: str | None = option(
-        None, "MASK", "Show a mask instead of a model: causal, window:N or padding:N."
+        None,
+        "MASK",
+        "Show a mask instead of a model: causal, window:N, padding:N (on the left) or cross:T,S "
+        "(T queries on S keys of another text).",
+    ),
+    size: int | None = option(
+        None, "N", "Positions of the mask.", min=1, max=256, show_default="12"
     ),
     out: Path | None = option(None, "FILE", "Also draw a picture: .png, .pdf or .svg."),
 ) -> None:
     """Show what the heads of a trained model attend to, or what a mask hides."""
-    if mask is not None:
-        _inspect_mask(mask, out)
-        return
-    if prompt is None:
+    other = {"RUN": run, "--prompt": prompt, "--layer": layer, "--head": head}
+    if mask is None:
+        other = {"--size": size}
+    for label, value in other.items():
+        if value is not None:
+            problem = "works only with --mask" if mask is None else "does not work with --mask"
+            raise ConfigError(f"{label}: {problem}; remove one of them")
+    if mask is None and prompt is None:
         raise ConfigError("--prompt: missing; give a text to read")
-    path = run or newest_run()
-    from gptmini.evidence import attention_view, plots
+    from gptmini.console import say
+    from gptmini.evidence import plots
+
+    if out is not None:
+        plots.check(out)
+    if mask is not None:
+        from gptmini.evidence import attention_view
+
+        cells = attention_view.named_mask(mask, size)
+        print(attention_view.mask_lines(cells))
+        print("\nx visible, . masked; a row is a query, a column a key")
+        figure = plots.mask(cells.numpy(), mask) if out else None
+    else:
+        figure = _inspect_run(run or newest_run(), str(prompt), layer, head, out is not None)
+    if out is not None:
+        plots.save(figure, out)
+        say(f"{out}: written")
+
+
+def _inspect_run(path: Path, prompt: str, layer: int | None, head: int | None, draw: bool) -> Any:
+    """Print what heads attend to; the figure if it is wanted."""
+    from gptmini.console import say
+    from gptmini.evidence import attention_view
     from gptmini.generate.run import load
 
     trained = load(path, "cpu", "float32")
     layers = None if layer is None else [layer]
     view = attention_view.view(trained, trained.encode(prompt, "--prompt"), layers, head)
-    print(view.table())
-    if out is not None:
-        plots.save(view.figure(), out)
-
-
-def _inspect_mask(name: str, out: Path | None) -> None:
-    from gptmini.evidence import attention_view, plots
-
-    mask = attention_view.named_mask(name, 12)
-    print(attention_view.mask_lines(mask))
-    if out is not None:
-        plots.save(plots.mask(mask.numpy(), name), out)
+    say(f"{path}: step {trained.step}")
+    print(view.text())
+    return view.figure() if draw else None
 
 
 def size(

@@ -14,9 +14,11 @@ from gptmini.errors import ConfigError
 from gptmini.evidence import plots
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
-from gptmini.model.attention import Attention, visible
+from gptmini.model.attention import Attention, cross_mask, visible
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import Tokenizer
+
+MORE = "for the weights of one head: --layer N --head N; for a picture: --out FILE.png"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,39 @@ class View:
     n_kv_head: int
     layers: list[int]
     head: int | None
+
+    def text(self) -> str:
+        """A table of the heads that are shown, its legend and the tokens; a head's own weights."""
+        T = len(self.labels)
+        if T == 1:
+            return f"1 token: {self.labels[0]}; it sees only itself, so there is nothing to compare"
+        parts = [
+            self.table(),
+            "previous, first, itself: mean weight on that token, from the second query on;\n"
+            "entropy: how widely a query spreads its weights, in nats",
+        ]
+        if len(self.layers) > 1 or self.head is None:
+            parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE}")
+        else:
+            parts.append(self._weights(self.weights[self.layers[0], self.head]))
+        return "\n\n".join(parts)
+
+    def _weights(self, weights: Tensor) -> str:
+        """One head (T, T) as a matrix or, if it is large, the strongest keys of each query."""
+        if len(self.labels) <= plots.MAX_NUMBERED:
+            rows = [["query", *self.labels]]
+            for n, label in enumerate(self.labels):
+                seen = [f"{weight:.3f}" if weight else "" for weight in weights[n].tolist()]
+                rows.append([label, *seen])
+            return console.table(rows)
+        rows = [["", "query", "strongest keys", "", ""]]
+        for n, label in enumerate(self.labels):
+            best = zip(*(tensor.tolist() for tensor in weights[n].topk(3)), strict=True)
+            keys = [
+                f"{key} {self.labels[key]} {weight:.3f}" if weight else "" for weight, key in best
+            ]
+            rows.append([str(n), label, *keys])
+        return console.table(rows)
 
     def table(self) -> str:
         """The summary of each head that is shown."""
@@ -132,9 +167,22 @@ def label(tokenizer: Tokenizer, token: int) -> str:
     return "".join("␣" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def named_mask(name: str, size: int) -> Tensor:
-    """The mask (size, size) called `causal`, `window:N` or `padding:N` (N hidden on the left)."""
+def named_mask(name: str, size: int | None = None) -> Tensor:
+    """A mask by its name, (size, size), by default of 12 positions.
+
+    `causal`, `window:N`, `padding:N` (N positions of padding on the left, as in the model), or
+    `cross:T,S`: T queries on S keys of another sequence, which is padded on the right to `size`.
+    """
     kind, _, number = name.partition(":")
+    if kind == "cross":
+        T, S = (int(n) if n.isdecimal() else 0 for n in (f"{number},".split(",", 2))[:2])
+        if not name == f"cross:{T},{S}" or not T or not 0 < S <= (size or S):
+            raise ConfigError(
+                f"--mask {name}: unknown mask; use cross:T,S with at least 1 query and 1 key, and "
+                f"a --size of at least S"
+            )
+        return cross_mask(torch.tensor([S]), T, size or S)[0, 0]  # (T, size)
+    size = size or 12
     positions = torch.arange(size)
     if name == "causal":
         return visible(positions, positions)
@@ -143,11 +191,11 @@ def named_mask(name: str, size: int) -> Tensor:
     if number.isdecimal() and kind == "padding" and int(number) < size:
         return visible(positions, positions, None, torch.tensor([int(number)]))[0, 0]
     raise ConfigError(
-        f"--mask {name}: unknown mask; use causal, window:N with N at least 1, or padding:N with N "
-        f"below {size}"
+        f"--mask {name}: unknown mask; use causal, window:N with N at least 1, padding:N with N "
+        f"below {size}, or cross:T,S"
     )
 
 
 def mask_lines(mask: Tensor) -> str:
-    """A mask as rows of x (visible) and . (hidden)."""
+    """A mask as rows of x (visible) and . (masked): queries down, keys across."""
     return "\n".join(" ".join("x" if visible else "." for visible in row) for row in mask.tolist())

@@ -25,7 +25,7 @@ from gptmini.console import say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.evidence import plots
 from gptmini.evidence.measure import measure
-from gptmini.evidence.variants import Variant, as_json, table, verdicts
+from gptmini.evidence.variants import LEGEND, Variant, as_json, table, verdicts
 from gptmini.plan.decide import with_choices
 from gptmini.runs.directory import RunDirectory
 
@@ -99,6 +99,13 @@ def train_all(jobs: list[Job], cache: Path) -> dict[str, list[Path]]:
     exit code.
     """
     paths: dict[str, list[Path]] = {}
+    first = jobs[0].config
+    seeds = len({job.config.train.seed for job in jobs})
+    say(
+        f"compare: training {', '.join(dict.fromkeys(job.variant for job in jobs))} in turn, "
+        f"{seeds} seed{'s' * (seeds > 1)} each, {_length(first)}; Ctrl-C stops, the same command "
+        f"resumes"
+    )
     for number, job in enumerate(jobs, 1):
         config = job.config
         if number > 1:
@@ -107,6 +114,14 @@ def train_all(jobs: list[Job], cache: Path) -> dict[str, list[Path]]:
         _train(job.out, config, cache, title)
         paths.setdefault(job.variant, []).append(job.out)
     return paths
+
+
+def _length(config: Config) -> str:
+    """How long a training is."""
+    minutes, steps = config.train.minutes, config.train.steps
+    if minutes is not None:
+        return f"{minutes:g} minute{'s' * (minutes != 1)} per run"
+    return f"{steps:,} step{'s' * (steps != 1)} per run"
 
 
 def _train(out: Path, config: Config, cache: Path, title: str) -> None:
@@ -186,7 +201,8 @@ def write_figures(variants: list[Variant], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     files.replace(out / "compare.json", json.dumps(as_json(variants), indent=1).encode())
     lines = "".join(f"- {line}\n" for line in verdicts(variants))
-    files.replace(out / "compare.md", f"{table(variants, full=True)}\n\n{lines}".encode())
+    markdown = f"{table(variants, full=True)}\n\n{LEGEND}\n\n{lines}"
+    files.replace(out / "compare.md", markdown.encode())
     try:
         plots.save(plots.comparison(variants), out / "compare.png")
     except MachineError as error:

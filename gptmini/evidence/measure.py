@@ -11,7 +11,7 @@ import torch
 
 from gptmini.console import say
 from gptmini.evidence.evaluate import evaluate_run, text_of
-from gptmini.evidence.variants import Measured, Variant
+from gptmini.evidence.variants import Measured, Variant, numbers
 from gptmini.generate.engine import Engine
 from gptmini.generate.native import open_engine
 from gptmini.generate.run import Run, load
@@ -22,8 +22,9 @@ from gptmini.runs.log import metrics
 from gptmini.text.tokens import Span
 
 EVALUATED = ("loss", "loss_error", "bits_per_byte", "bits_per_byte_error", "accuracy")
-STEPS = 32  # decoding steps per timing
-ROUNDS = 7
+STEPS = 32  # decoding steps per text
+SECONDS = 0.05  # that a timing takes at least: shorter ones measure the scheduler
+ROUNDS = 5
 
 
 def measure(
@@ -77,8 +78,9 @@ def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str,
         say(f"compare: evaluating {run.path}")
         evaluation = evaluate_run(run, text).facts()
     lines = list(metrics(RunDirectory(run.path).metrics))
-    speeds = [line["tokens_per_second"] for line in lines[1:] if "tokens_per_second" in line]
-    evaluations = [line for line in lines if "val_bpb" in line]
+    speeds = [speed for (speed,) in numbers(lines[1:], "tokens_per_second")]
+    seconds = [second for (second,) in numbers(lines, "seconds")]
+    peaks = [peak for (peak,) in numbers(lines, "peak_memory")]
     contents = sorted({span.tokens.path.name.split("-")[0] for span in text})
     return Measured(
         path=str(run.path),
@@ -88,9 +90,9 @@ def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str,
         step=run.step,
         **{key: evaluation[key] for key in EVALUATED},
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        seconds=lines[-1]["seconds"] if lines else 0.0,
-        peak_memory=max((line.get("peak_memory", 0) for line in lines), default=0) or None,
-        history=[(line["tokens"], line["seconds"], line["val_bpb"]) for line in evaluations],
+        seconds=seconds[-1] if seconds else 0.0,
+        peak_memory=max(peaks, default=0) or None,
+        history=numbers(lines, "tokens", "seconds", "val_bpb"),
     )
 
 
@@ -113,12 +115,19 @@ def _time_decoding(variants: list[Variant], engines: list[Engine]) -> None:
 
 @torch.inference_mode()
 def _decode_speed(engine: Engine, context: int) -> float:
-    """Tokens per second of single steps, the last of which sees `context` positions."""
+    """Tokens per second of single steps, the last of which sees `context` positions.
+
+    Short contexts are decoded several times, so that a hiccup of the machine does not decide.
+    """
     steps = min(STEPS, context - 1)
-    text = Text(0, [0] * (context - steps), context)
-    engine([text])
-    started = time.perf_counter()
-    for _ in range(steps):
-        text.context.append(0)
-        engine([text])
-    return steps / (time.perf_counter() - started)
+    texts, seconds = 0, 0.0
+    while texts == 0 or seconds < SECONDS:
+        text = Text(texts, [0] * (context - steps), context)
+        engine([text])  # reads the prompt; not timed
+        started = time.perf_counter()
+        for _ in range(steps):
+            text.context.append(0)
+            engine([text])
+        seconds += time.perf_counter() - started
+        texts += 1
+    return texts * steps / seconds

@@ -10,6 +10,8 @@ from gptmini import console
 # Half-widths of a 95 % interval in standard errors, for 1 to 10 degrees of freedom (Student 1908).
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
+LEGEND = "KV bytes and decode tok/s: at full context, one text"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -64,6 +66,12 @@ class Difference(NamedTuple):
         return None if self.half is None else abs(self.gap) <= self.half
 
 
+def numbers(lines: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
+    """The figures called `keys` from each line of metrics that has them all as finite numbers."""
+    rows = [tuple(line.get(key) for key in keys) for line in lines]
+    return [row for row in rows if all(isinstance(x, int | float) and abs(x) < 1e300 for x in row)]
+
+
 def spread(values: Sequence[float]) -> float | None:
     """Standard deviation; None for a single value."""
     return statistics.stdev(values) if len(values) > 1 else None
@@ -104,7 +112,10 @@ def as_json(variants: list[Variant]) -> dict[str, Any]:
 
 
 def table(variants: list[Variant], full: bool = False) -> str:
-    """The main figures for a terminal of 80 columns, or all of them as a Markdown table."""
+    """The main figures for a terminal of 80 columns, or all of them as a Markdown table.
+
+    The KV cache and the decoding speed are those at the full context.
+    """
     rows = []
     for variant in variants:
         decoding = [f"{speed:,.0f}" for speed in variant.decode_tokens_per_second.values()]
@@ -112,7 +123,7 @@ def table(variants: list[Variant], full: bool = False) -> str:
             "variant": variant.name,
             "params": f"{variant.parameters:,}",
             "bits/byte": _mean(variant.figures("bits_per_byte"), ".4f"),
-            "KV B/tok": f"{variant.cache_bytes_per_token:,}",
+            "KV bytes": f"{variant.cache_bytes:,}",
             "decode tok/s": "".join(decoding[-1:]),
             "train tok/s": _mean(variant.figures("tokens_per_second"), ",.0f"),
         }
@@ -120,7 +131,7 @@ def table(variants: list[Variant], full: bool = False) -> str:
             peaks = [peak / 2**20 for peak in variant.figures("peak_memory")]
             cells |= {
                 "loss (nats/token)": _mean(variant.figures("loss"), ".4f"),
-                "KV B at full context": f"{variant.cache_bytes:,}",
+                "KV bytes per token": f"{variant.cache_bytes_per_token:,}",
                 "decode tok/s at 1/4, 1/2 of context": ", ".join(decoding[:-1]),
                 "peak MiB": _mean(peaks, ",.0f"),
             }
@@ -146,7 +157,7 @@ def verdicts(variants: list[Variant]) -> list[str]:
         to_first = difference(variant.figures("bits_per_byte"), first.figures("bits_per_byte"))
         line = f"{variant.name} vs {first.name}: {to_first.gap:+.4f}"
         if to_first.half is None:
-            line += " bits/byte; one run each: spread unknown, train more seeds"
+            line += " bits/byte; one run each, so the spread is unknown; try --seeds 3"
         else:
             verdict = "worse" if to_first.gap > 0 else "better"
             verdict = "within spread" if to_first.within_spread else verdict

@@ -42,6 +42,10 @@ def convert(
             f"--attention: {run.path} has {old} KV heads, which do not pool into {new}; choose one "
             f"of {divisors}"
         )
+    if config.model == run.config.model:
+        raise ConfigError(
+            f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
+        )
     training = prepare(decide(config, None, cache, here=False), directory)
     corpus = training.corpus
     same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint

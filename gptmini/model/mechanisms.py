@@ -3,6 +3,8 @@
 Nothing here is fast, and the model uses none of it. Each function is a definition in plain tensor
 code, and tests check that the production attention in `attention.py` computes the same.
 
+Every function takes a batch as leading axes, written `...`, and no batch as well.
+
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size, V value size.
 """
 
@@ -15,18 +17,43 @@ from torch import Tensor
 
 
 def self_attention_without_weights(x: Tensor) -> Tensor:
-    """softmax(x xᵀ) x, (T, D) -> (T, D): each word becomes a mean of all, by similarity."""
-    scores = x @ x.T  # (T, T)
+    """softmax(x xᵀ) x, of the shape (..., T, D) of x: each word a mean of all, by similarity."""
+    scores = x @ x.transpose(-1, -2)  # (..., T, T)
     return scores.softmax(dim=-1) @ x
 
 
-def self_attention(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
-    """Learned projections of x (T, D): w_q and w_k (D, K), w_v (D, V) -> (T, V).
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W + b: (..., D) -> (..., K)."""
+    return x @ weight if bias is None else x @ weight + bias
+
+
+def self_attention(
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    b_q: Tensor | None = None,
+    b_k: Tensor | None = None,
+    b_v: Tensor | None = None,
+) -> Tensor:
+    """Learned projections of x (..., T, D): w_q and w_k (D, K), w_v (D, V) -> (..., T, V).
 
     A word can now look for one thing (query), be found by another (key) and pass on a third
     (value). V may differ from K.
     """
-    return scaled_dot_product_attention(x @ w_q, x @ w_k, x @ w_v)
+    q, k, v = project(x, w_q, b_q), project(x, w_k, b_k), project(x, w_v, b_v)
+    return scaled_dot_product_attention(q, k, v)
+
+
+def cross_attention(
+    x: Tensor, context: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, visible: Tensor | None = None
+) -> Tensor:
+    """Queries of x (..., T, D) on another sequence, context (..., S, D') -> (..., T, V).
+
+    w_q is (D, K), w_k (D', K), w_v (D', V). A decoder reads its encoder this way. There is no
+    future in another sequence, so only its padding is masked (`cross_mask`).
+    """
+    return scaled_dot_product_attention(x @ w_q, context @ w_k, context @ w_v, visible)
 
 
 def scaled_dot_product_attention(
@@ -64,7 +91,10 @@ def window_mask(T: int, window: int) -> Tensor:
 
 
 def padding_mask(lengths: Tensor, S: int) -> Tensor:
-    """(B, 1, S) for rows of lengths (B,), padded on the right: no query sees padding."""
+    """(B, 1, S) for rows of lengths (B,), padded on the right: no query sees padding.
+
+    The model pads on the left, so that rows of a batch end together and go on together.
+    """
     return (torch.arange(S) < lengths[:, None])[:, None, :]
 
 
@@ -79,12 +109,12 @@ def cross_mask(lengths: Tensor, T: int, S: int) -> Tensor:
 
 
 def causal_attention_by_renormalising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Another way to causal attention (T, V): zero the weights of the future, then renormalise.
+    """Another way to causal attention (..., T, V): zero the future's weights, then renormalise.
 
     The result equals masking with -∞, because a softmax over fewer terms is the same exponentials
     divided by their smaller sum.
     """
-    weights = attention_weights(q, k) * causal_mask(len(q))  # (T, T)
+    weights = attention_weights(q, k) * causal_mask(q.shape[-2])  # (..., T, T)
     return weights / weights.sum(dim=-1, keepdim=True) @ v
 
 
@@ -98,44 +128,59 @@ def drop(weights: Tensor, p: float) -> Tensor:
 
 
 def multi_head_by_stacking(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor) -> Tensor:
-    """Causal heads side by side: x (T, D); w_q, w_k, w_v (H, D, K); w_o (H·K, D) -> (T, D)."""
-    visible = causal_mask(len(x))
+    """Causal heads side by side: x (..., T, D); w_q, w_k, w_v (H, D, K); w_o (H·K, D)."""
+    visible = causal_mask(x.shape[-2])
     heads = [
         scaled_dot_product_attention(x @ q, x @ k, x @ v, visible)
         for q, k, v in zip(w_q, w_k, w_v, strict=True)
-    ]  # H times (T, K)
-    return torch.cat(heads, dim=-1) @ w_o
+    ]  # H times (..., T, K)
+    return torch.cat(heads, dim=-1) @ w_o  # (..., T, D)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(T, H·K) -> (H, T, K): head h gets the h-th slice of every row."""
-    return x.view(len(x), heads, -1).transpose(0, 1)
+    """(..., T, H·K) -> (..., H, T, K): head h gets the h-th slice of every row."""
+    return x.unflatten(-1, (heads, -1)).transpose(-2, -3)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(..., H, T, K) -> (..., T, H·K)."""
+    return x.transpose(-2, -3).flatten(-2)
 
 
 def multi_head_by_splitting(
-    x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor, n_head: int
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    n_head: int,
+    biases: tuple[Tensor | None, ...] = (None,) * 4,
 ) -> Tensor:
-    """One wide projection split into heads: w_q, w_k, w_v (D, H·K) -> (T, D).
+    """One wide projection split into heads: w_q, w_k, w_v (D, H·K), w_o (H·K, D) -> (..., T, D).
 
-    Equals stacking heads whose weights are slices of the wide ones.
+    Equals stacking heads whose weights are slices of the wide ones. The biases are those of q, k,
+    v (H·K) and of the output (D).
     """
-    q, k, v = (split_heads(x @ w, n_head) for w in (w_q, w_k, w_v))  # (H, T, K)
-    mixed = scaled_dot_product_attention(q, k, v, causal_mask(len(x)))  # (H, T, K)
-    return mixed.transpose(0, 1).reshape(len(x), -1) @ w_o
+    q, k, v = (
+        split_heads(project(x, weight, bias), n_head)
+        for weight, bias in zip(weights[:3], biases[:3], strict=True)
+    )  # (..., H, T, K)
+    mixed = scaled_dot_product_attention(q, k, v, causal_mask(x.shape[-2]))  # (..., H, T, K)
+    return project(merge_heads(mixed), weights[3], biases[3])
 
 
 def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """q (H, T, K) on k (G, S, K) and v (G, S, V) -> (H, T, V); query head h reads h // (H / G).
+    """q (..., H, T, K) on k (..., G, S, K) and v (..., G, S, V) -> (..., H, T, V).
 
-    G = H is multi-head attention, G = 1 is multi-query (Shazeer 2019), anything between is
-    grouped-query attention (Ainslie et al. 2023).
+    Query head h reads h // (H / G). G = H is multi-head attention, G = 1 is multi-query (Shazeer
+    2019), anything between is grouped-query attention (Ainslie et al. 2023).
     """
-    group = len(q) // len(k)  # query heads per KV head
+    H, G = q.shape[-3], k.shape[-3]
+    group = H // G  # query heads per KV head
     heads = [
-        scaled_dot_product_attention(q[h], k[h // group], v[h // group], visible)
-        for h in range(len(q))
-    ]  # H times (T, V)
-    return torch.stack(heads)
+        scaled_dot_product_attention(
+            q[..., h, :, :], k[..., h // group, :, :], v[..., h // group, :, :], visible
+        )
+        for h in range(H)
+    ]  # H times (..., T, V)
+    return torch.stack(heads, dim=-3)
 
 
 # -- one token at a time ---------------------------------------------------------------------------
@@ -144,15 +189,16 @@ def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) ->
 def stepwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Grouped causal attention with a KV cache: step t appends its key and value, then looks back.
 
-    q (H, T, K), k (G, T, K), v (G, T, V) -> (H, T, V), equal to masked attention over the whole
-    sequence. With a window, the cache keeps the last `window` keys and values.
+    q (..., H, T, K), k (..., G, T, K), v (..., G, T, V) -> (..., H, T, V), equal to masked
+    attention over the whole sequence. With a window, the cache keeps the last `window` of both.
     """
-    keys, values, steps = k[:, :0], v[:, :0], []
-    for t in range(q.shape[1]):
-        keys = torch.cat([keys, k[:, t : t + 1]], dim=1)
-        values = torch.cat([values, v[:, t : t + 1]], dim=1)
+    keys, values, steps = k[..., :0, :], v[..., :0, :], []
+    for t in range(q.shape[-2]):
+        now = slice(t, t + 1)
+        keys = torch.cat([keys, k[..., now, :]], dim=-2)
+        values = torch.cat([values, v[..., now, :]], dim=-2)
         if window is not None:
-            keys, values = keys[:, -window:], values[:, -window:]
-        visible = torch.ones(1, keys.shape[1], dtype=torch.bool)
-        steps.append(grouped_query_attention(q[:, t : t + 1], keys, values, visible))
-    return torch.cat(steps, dim=1)
+            keys, values = keys[..., -window:, :], values[..., -window:, :]
+        visible = torch.ones(1, keys.shape[-2], dtype=torch.bool)
+        steps.append(grouped_query_attention(q[..., now, :], keys, values, visible))
+    return torch.cat(steps, dim=-2)
