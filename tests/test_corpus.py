@@ -113,6 +113,18 @@ def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind)
     assert made.keys() == set(cache.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_a_fifo_in_the_cache_is_replaced(text_file: Path, tmp_path: Path, kind):
+    cache = tmp_path / "cache"
+    prepared(text_file, cache, kind)
+    made = {file: file.read_bytes() for file in cache.iterdir()}
+    for file in made:
+        file.unlink()
+        os.mkfifo(file)
+    prepared(text_file, cache, kind)
+    assert {file: file.read_bytes() for file in cache.iterdir()} == made
+
+
 def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_path: Path):
     first = prepared(text_file, tmp_path / "cache", "bpe")
     copy = tmp_path / "copy.txt"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from gptmini import files
 from gptmini.errors import DataError, not_utf8, os_reason
 from gptmini.text.tokenizer import BLOCK, Piece, boundary, split
 
@@ -50,7 +51,7 @@ def read(file: File, text_key: str, separator: str) -> Iterator[Piece]:
 def opened(file: File) -> Iterator[BinaryIO]:
     """The bytes of a file; DataError if it cannot be opened or has changed since it was found."""
     try:
-        raw = file.path.open("rb")
+        raw = files.open_regular(file.path)
     except OSError as error:
         refuse(error, file.path)
     with raw:
