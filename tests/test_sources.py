@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
 from gptmini.text import sources
@@ -34,6 +35,25 @@ def test_globs_select_files(folder: Path):
     assert texts(f"{folder}/*.md") == ["b"]
     (folder / "a[1].txt").write_text("not a pattern")
     assert texts(f"{folder}/a[1].txt") == ["not a pattern"]
+
+
+def test_links_to_folders_are_not_followed(folder: Path, capsys, monkeypatch):
+    (folder / "sub" / "one").symlink_to(folder)
+    (folder / "sub" / "two").symlink_to(folder)  # 2 ** 40 paths
+    for path, expected in [
+        ("", ["a", "b", "c", "d"]),
+        ("/**", ["a", "b", "c", "d"]),
+        ("/**/*.txt", ["a", "c", "d"]),
+        ("/**/sub/**/*.txt", ["c", "d"]),
+    ]:
+        assert texts(f"{folder}{path}") == expected
+        assert capsys.readouterr().err == (
+            f"warning: {folder}{path}: symbolic links to folders are skipped: "
+            f"{folder}/sub/one and 1 more\n"
+        )
+    assert texts(f"{folder}/sub/one/*.md") == ["b"]  # a link that is named is followed
+    monkeypatch.chdir(folder)
+    assert texts("**/*.txt") == texts("./**/*.txt") == ["a", "c", "d"]
 
 
 def test_a_loop_of_links_ends(folder: Path):
@@ -74,14 +94,14 @@ def test_a_missing_known_corpus_names_its_download(tmp_path: Path, monkeypatch):
 
 
 def test_an_unreadable_file_among_many_is_reported(folder: Path, monkeypatch):
-    opened = Path.open
+    opened = files.open_regular
 
-    def refuse(path: Path, mode: str) -> object:  # root could read what is only locked by its mode
+    def refuse(path: Path) -> object:  # root could read what is only locked by its mode
         if path.name == "c.txt":
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, mode)
+        return opened(path)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(files, "open_regular", refuse)
     with pytest.raises(DataError, match=r"sub/c.txt: permission denied"):
         texts(str(folder))
 

@@ -13,12 +13,13 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptmini.config.settings import DataConfig
+from gptmini.console import warn
 from gptmini.errors import DataError
 from gptmini.text.formats import KINDS, File, opened, read, refuse
 from gptmini.text.tokenizer import BLOCK, Piece
@@ -118,26 +119,54 @@ def _files(path: str, errors: str) -> list[File]:
     if path.startswith("builtin:"):
         raise DataError(f"{path}: no such corpus; choose {' or '.join(BUILTIN)}")
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
+    links: set[Path] = set()
     if place.is_dir():
-        paths = list(_walk(place))
+        found = [Path(root) / name for root, names in _walk(place, links) for name in names]
     elif not place.exists() and any(character in path for character in "*?["):
-        matches = map(Path, sorted(glob.glob(str(place), recursive=True)))
-        paths = [match for match in matches if not match.is_dir()]
+        found = sorted(_matches(place, links), key=str)
+        found = [match for match in found if not match.is_dir()]
     else:
         return [_file(place, errors)]
-    if not paths:
+    if links:
+        warn(f"{path}: symbolic links to folders are skipped: {_counted(links)}")
+    if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "
             f"'texts/**/*.md'"
         )
-    return [_file(file, errors) for file in paths]
+    return [_file(file, errors) for file in found]
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every file below a folder, sorted by name, without hidden ones."""
+def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Every folder below one, itself first, with its files, sorted, without hidden ones.
+
+    Symbolic links to folders are added to `links` instead of followed, as they may form loops.
+    """
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
+        links.update(
+            Path(root, name) for name in folders if os.path.islink(os.path.join(root, name))
+        )
+        yield root, sorted(name for name in names if not name.startswith("."))
+
+
+def _matches(pattern: Path, links: set[Path]) -> set[Path]:
+    """The paths that a pattern matches; `**` walks folders as above (glob.glob follows links)."""
+    if "**" not in pattern.parts:
+        return set(map(Path, glob.glob(str(pattern))))
+    at = pattern.parts.index("**")
+    rest = Path(*pattern.parts[at + 1 :] or "*")
+    return {
+        match
+        for start in glob.glob(str(Path(*pattern.parts[:at])))
+        for root, _ in _walk(Path(start), links)
+        for match in _matches(Path(glob.escape(root)) / rest, links)
+    }
+
+
+def _counted(paths: Iterable[Path]) -> str:
+    first, *others = sorted(paths)
+    return f"{first} and {len(others)} more" if others else f"{first}"
 
 
 def _file(path: Path, errors: str) -> File:
