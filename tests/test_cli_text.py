@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -100,6 +101,23 @@ def test_standard_input_is_a_text(gptmini, tmp_path: Path, monkeypatch):
     typed(monkeypatch, b"\xff")
     code, _, err = gptmini("train", "--data", "-", *SMALL)
     assert (code, err.startswith("gptmini: standard input: not UTF-8 at byte 0")) == (3, True)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are UTF-8")
+def test_file_names_need_not_be_utf8(gptmini):
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path(name).write_text(WORDS * 40)
+    code, _, err = gptmini("train", "--data", name, *SMALL)
+    assert code == 0, err
+    assert "  data      caf\\udce9.txt: " in err
+    code, _, err = gptmini("train", "--data", name, *SMALL, "--set", "train.steps=5")
+    assert code == 0, err
+    code, _, err = gptmini("evaluate")
+    assert code == 0, err
+    Path(name).write_bytes(b"\xff")
+    code, _, err = gptmini("train", "--data", name, *SMALL, "--out", "again")
+    assert code == 3
+    assert err.startswith("gptmini: caf\\udce9.txt: not UTF-8")
 
 
 def test_several_texts_and_documents(gptmini, tmp_path: Path):

@@ -93,6 +93,7 @@ def _prepare(config: Config, paths: list[str], cache: Path) -> Corpus:
         training_spans, validation_spans = _cut_tails(spans, held_out_shares)
     content = hashlib.sha256("".join(digests).encode()).hexdigest()
     name = ", ".join("standard input" if path == "-" else path for path in settings.path)
+    name = name.encode("utf-8", "backslashreplace").decode()
     corpus = Corpus(name, tokenizer, training_spans, validation_spans, content)
     _check_length(corpus, config.seq_len)
     return corpus
