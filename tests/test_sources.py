@@ -64,6 +64,50 @@ def test_a_loop_of_links_ends(folder: Path):
         texts(str(folder))
 
 
+def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
+    (folder / "cover.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    (folder / "sub" / "x.bin").write_bytes(b"a\0")
+    for path, expected in [("", ["a", "b", "c", "d"]), ("/*", ["a", "b"])]:
+        assert texts(f"{folder}{path}") == expected
+        more = "" if path else " and 1 more"
+        assert capsys.readouterr().err == (
+            f"warning: {folder}{path}: files that are not text are skipped: "
+            f"{folder}/cover.jpg (a JPEG picture){more}\n"
+        )
+    with pytest.raises(DataError, match=r"cover.jpg: a JPEG picture, not plain text; choose"):
+        texts(str(folder / "cover.jpg"))
+    with pytest.raises(
+        DataError, match=r"no text files found, only .*jpg \(a JPEG picture\); give"
+    ):
+        texts(f"{folder}/*.jpg")
+    (folder / "sub" / "utf16.txt").write_text("text", "utf-16")
+    with pytest.raises(DataError, match=r"utf16.txt: UTF-16, not UTF-8; .*iconv"):
+        texts(str(folder))
+
+
+def test_html_is_read_with_a_warning(folder: Path, capsys):
+    (folder / "sub" / "e.html").write_text("<p>e</p>")
+    assert texts(str(folder / "sub")) == ["c", "<p>e</p>", "d"]
+    assert capsys.readouterr().err == (
+        f"warning: {folder}/sub/e.html: HTML, trained on with its tags; extract the text to avoid "
+        f"that\n"
+    )
+
+
+def test_carriage_returns_change_the_digest_and_are_announced(folder: Path, capsys):
+    def digest(content: bytes) -> str:
+        (folder / "a.txt").write_bytes(content)
+        return sources.find([str(folder / "a.txt")], DataConfig()).digest()
+
+    # these two were the hashes when CR was kept: the first stays valid, the second must not
+    assert digest(b"one\ntwo\n").startswith("4ef6cb1ab957")
+    assert capsys.readouterr().err == ""
+    assert not digest(b"one\r\ntwo").startswith("4e5aa637a183")
+    assert capsys.readouterr().err == (
+        f"{folder}/a.txt: Windows line ends (CR LF) are read as LF\n"
+    )
+
+
 def test_unusable_paths_are_reported(tmp_path: Path, folder: Path):
     (tmp_path / "empty").mkdir()
     for path, words in [

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import warn
+from gptmini.console import say, warn
 from gptmini.errors import DataError
-from gptmini.text.formats import KINDS, File, opened, read, refuse
+from gptmini.text.formats import HEAD, KINDS, File, not_text, opened, read, refuse
 from gptmini.text.tokenizer import BLOCK, Piece
 
 CODE = Path(os.__file__).parent  # the standard library's sources
+HTML = (".html", ".htm", ".xhtml")
 BUILTIN = ("builtin:python-docs", "builtin:python-code")
 
 
@@ -52,15 +53,23 @@ class Source:
     def digest(self) -> str:
         """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
         settings = self.settings
-        options: list[object] = [settings.text_key, settings.separator]
+        options: list[object] = [settings.text_key, _line_feeds(settings.separator)]
         if self.part != "all":
             options += [self.part, self.share]
         hashed = hashlib.sha256(json.dumps(options).encode())
+        converted = []
         for file in self.files:
+            returns = False
             hashed.update(json.dumps([file.kind, file.packing, file.errors, file.bytes]).encode())
             with opened(file) as raw:
                 while block := raw.read(BLOCK):
                     hashed.update(block)
+                    returns = returns or b"\r" in block
+            if file.kind == "text" and (returns or file.packing):
+                hashed.update(b"line feeds")  # the same bytes gave other tokens when CR was kept
+                converted += [file.path] * (not file.packing)
+        if converted:
+            say(f"{_counted(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
@@ -68,7 +77,7 @@ class Source:
 
         Anything that is not valid text raises a DataError with the file and the position.
         """
-        key, separator = self.settings.text_key, self.settings.separator or ""
+        key, separator = self.settings.text_key, _line_feeds(self.settings.separator) or ""
         pieces = (piece for file in self.files for piece in read(file, key, separator))
         return pieces if self.part == "all" else self._our_side(pieces)
 
@@ -99,12 +108,20 @@ def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
             raise DataError(*(line.replace(str(file), file.name) for line in error.lines)) from None
 
 
+def _line_feeds(separator: str | None) -> str | None:
+    """A separator as it is in a text, where CR LF and CR have become LF."""
+    return separator and separator.replace("\r\n", "\n").replace("\r", "\n")
+
+
 # -- finding files ---------------------------------------------------------------------------------
 
 
 def find(paths: list[str], settings: DataConfig) -> Source:
     """Resolve paths; DataError if one is missing or is not a regular file."""
     files = [file for path in paths for file in _files(path, settings.errors)]
+    names = [(file.path, file.path.name.lower().removesuffix(file.packing)) for file in files]
+    if html := [path for path, name in names if name.endswith(HTML)]:
+        warn(f"{_counted(html)}: HTML, trained on with its tags; extract the text to avoid that")
     return Source(", ".join(paths), tuple(files), settings)
 
 
@@ -128,13 +145,31 @@ def _files(path: str, errors: str) -> list[File]:
     else:
         return [_file(place, errors)]
     if links:
-        warn(f"{path}: symbolic links to folders are skipped: {_counted(links)}")
+        warn(f"{path}: symbolic links to folders are skipped: {_counted(sorted(links))}")
     if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "
             f"'texts/**/*.md'"
         )
-    return [_file(file, errors) for file in found]
+    files = [_file(file, errors) for file in found]
+    others = {file: kind for file in files if (kind := _not_text(file))}
+    if others:
+        named = _counted(f"{file.path} ({kind})" for file, kind in others.items())
+        if len(others) == len(files):
+            raise DataError(
+                f"{path}: no text files found, only {named}; give a folder that has some"
+            )
+        warn(f"{path}: files that are not text are skipped: {named}")
+    return [file for file in files if file not in others]
+
+
+def _not_text(file: File) -> str | None:
+    """What a file is that would be read as plain text but is not."""
+    if file.kind != "text" or file.packing:
+        return None
+    with opened(file) as raw:
+        problem = not_text(file.path, raw.read(HEAD))
+    return problem and problem[0]
 
 
 def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
@@ -164,8 +199,9 @@ def _matches(pattern: Path, links: set[Path]) -> set[Path]:
     }
 
 
-def _counted(paths: Iterable[Path]) -> str:
-    first, *others = sorted(paths)
+def _counted(things: Iterable[object]) -> str:
+    """The first of some things, and how many more there are."""
+    first, *others = things
     return f"{first} and {len(others)} more" if others else f"{first}"
 
 
