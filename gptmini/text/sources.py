@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from gptmini.config.settings import DataConfig
@@ -25,6 +26,7 @@ from gptmini.text.formats import HEAD, KINDS, File, not_text, opened, read, refu
 from gptmini.text.tokenizer import BLOCK, Piece
 
 CODE = Path(os.__file__).parent  # the standard library's sources
+say_once, warn_once = cache(say), cache(warn)  # variants are compared on the same files
 HTML = (".html", ".htm", ".xhtml")
 BUILTIN = ("builtin:python-docs", "builtin:python-code")
 
@@ -69,7 +71,7 @@ class Source:
                 hashed.update(b"line feeds")  # the same bytes gave other tokens when CR was kept
                 converted += [file.path] * (not file.packing)
         if converted:
-            say(f"{_counted(converted)}: Windows line ends (CR LF) are read as LF")
+            say_once(f"{_counted(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
@@ -121,7 +123,9 @@ def find(paths: list[str], settings: DataConfig) -> Source:
     files = [file for path in paths for file in _files(path, settings.errors)]
     names = [(file.path, file.path.name.lower().removesuffix(file.packing)) for file in files]
     if html := [path for path, name in names if name.endswith(HTML)]:
-        warn(f"{_counted(html)}: HTML, trained on with its tags; extract the text to avoid that")
+        warn_once(
+            f"{_counted(html)}: HTML, trained on with its tags; extract the text to avoid that"
+        )
     return Source(", ".join(paths), tuple(files), settings)
 
 
@@ -145,7 +149,7 @@ def _files(path: str, errors: str) -> list[File]:
     else:
         return [_file(place, errors)]
     if links:
-        warn(f"{path}: symbolic links to folders are skipped: {_counted(sorted(links))}")
+        warn_once(f"{path}: symbolic links to folders are skipped: {_counted(sorted(links))}")
     if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "
@@ -159,7 +163,7 @@ def _files(path: str, errors: str) -> list[File]:
             raise DataError(
                 f"{path}: no text files found, only {named}; give a folder that has some"
             )
-        warn(f"{path}: files that are not text are skipped: {named}")
+        warn_once(f"{path}: files that are not text are skipped: {named}")
     return [file for file in files if file not in others]
 
 
