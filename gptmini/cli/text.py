@@ -40,7 +40,7 @@ def train(
     config = load.load(
         None,
         [
-            ("TEXT", ("data", "path"), data),
+            ("DATA", ("data", "path"), data),
             ("--text-key", ("data", "text_key"), text_key),
             ("--errors", ("data", "errors"), errors or "strict"),
             ("", ("tokenizer", "kind"), "bpe"),
