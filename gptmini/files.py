@@ -1,10 +1,13 @@
-"""Atomic, durable file writes: to a temporary file, fsync, rename, fsync of the directory.
+"""Atomic, durable file writes, and reads that cannot hang.
 
-Everything that must survive a crash or a power cut is written through these functions.
+Whatever must survive a crash or a power cut goes to a temporary file, fsync, rename, fsync of the
+directory. Whatever we expect in a run or a cache is opened only if it is a regular file.
 """
 
+import errno
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +64,24 @@ def remove_tree(path: Path) -> None:
         trash = path.with_name(f".trash-{path.name}")
         os.replace(path, trash)
         shutil.rmtree(trash)
+
+
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading; OSError for a device, or a FIFO, which would block a plain open."""
+    file = open(path, "rb", buffering, opener=_without_blocking)  # noqa: SIM115 - returned open
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _without_blocking(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has neither it nor FIFOs
+
+
+def read_regular(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
 
 
 def sync_directory(path: Path) -> None:

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 
 
 def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, monkeypatch):
-    words = ["tokenizer", "train", str(text_file), "--vocab-size", "300", "--out", "t.json"]
+    words = ["tokenizer", "train", str(text_file), "--vocab-size", "300", "--out", "t"]
     code, out, err = gptmini(*words)
     assert (code, out) == (0, "")
     assert "t.json: 300 tokens" in err
@@ -43,7 +44,14 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     assert facts["bytes_per_token"] == pytest.approx(size / count, abs=1e-3)
     assert 0 < facts["coverage"] < 0.5  # most bytes never occur
     assert " jumps" in facts["longest_tokens"]
-    assert "bytes per token" in gptmini("tokenizer", "info", "t.json", "--data", str(text_file))[1]
+    lines = gptmini("tokenizer", "info", "t.json", "--data", str(text_file))[1].splitlines()
+    assert lines[1] == "vocabulary       300 tokens"
+    assert lines[2].startswith('longest tokens   " ')
+    assert lines[3] == f"text             {size:,} bytes, {count:,} tokens"
+    assert lines[5] == (
+        f"vocabulary used  {facts['coverage']:.1%} of its tokens occur in this text"
+    )
+    assert "longest" not in gptmini("tokenizer", "info", "byte")[1]
     train = ["train", "--data", str(text_file), "--set", "tokenizer.kind=t.json", *SMALL]
     assert gptmini(*train)[0] == 0
     assert gptmini("tokenizer", "encode", "runs/text", "dog") == gptmini(
@@ -67,7 +75,6 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
         (["tokenizer", "decode", "byte", "-1"], 2, "no such option"),
         (["tokenizer", "info", "byte", "--data", "none.txt"], 3, "none.txt: no such file"),
         (["tokenizer", "train", "none.txt", "--out", "t.json"], 3, "none.txt: no such file"),
-        (["tokenizer", "train", "x", "--out", "t.txt"], 2, "--out t.txt: not a .json file"),
         (["tokenizer", "train", "x", "--out", "t.json", "--vocab-size", "9"], 2, "--vocab-size"),
         (["tokenizer"], 2, "missing command; see gptmini tokenizer --help"),
         (["data", "fetch", "x"], 3, "choose tinyshakespeare or"),
@@ -100,6 +107,23 @@ def test_standard_input_is_a_text(gptmini, tmp_path: Path, monkeypatch):
     typed(monkeypatch, b"\xff")
     code, _, err = gptmini("train", "--data", "-", *SMALL)
     assert (code, err.startswith("gptmini: standard input: not UTF-8 at byte 0")) == (3, True)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are UTF-8")
+def test_file_names_need_not_be_utf8(gptmini):
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path(name).write_text(WORDS * 40)
+    code, _, err = gptmini("train", "--data", name, *SMALL)
+    assert code == 0, err
+    assert "  data      caf\\udce9.txt: " in err
+    code, _, err = gptmini("train", "--data", name, *SMALL, "--set", "train.steps=5")
+    assert code == 0, err
+    code, _, err = gptmini("evaluate")
+    assert code == 0, err
+    Path(name).write_bytes(b"\xff")
+    code, _, err = gptmini("train", "--data", name, *SMALL, "--out", "again")
+    assert code == 3
+    assert err.startswith("gptmini: caf\\udce9.txt: not UTF-8")
 
 
 def test_several_texts_and_documents(gptmini, tmp_path: Path):

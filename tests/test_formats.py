@@ -27,6 +27,10 @@ def documents(path: Path, **options: str) -> list[str]:
     return texts
 
 
+def with_line_feeds(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 @IN_A_FOLDER
 @given(text=TEXTS, block=st.integers(1, 9))
 def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, text, block):
@@ -34,11 +38,11 @@ def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, t
     path.write_bytes(text.encode())
     monkeypatch.setattr(formats, "BLOCK", block)
     monkeypatch.setattr(tokenizer, "BLOCK", block)
-    assert documents(path) == [text] * bool(text)
+    assert documents(path) == [with_line_feeds(text)] * bool(text)
 
 
 @IN_A_FOLDER
-@given(text=st.text("ab-\n é", max_size=60), block=st.integers(1, 9))
+@given(text=st.text("ab-\r\n é", max_size=60), block=st.integers(1, 9))
 @pytest.mark.parametrize("separator", ["-", "\n\n", "-\n-", "ab"])
 def test_separators_split_documents_wherever_blocks_end(
     tmp_path: Path, monkeypatch, text, separator, block
@@ -47,7 +51,7 @@ def test_separators_split_documents_wherever_blocks_end(
     path.write_bytes(text.encode())
     monkeypatch.setattr(formats, "BLOCK", block)
     monkeypatch.setattr(tokenizer, "BLOCK", block)
-    expected = [document for document in text.split(separator) if document]
+    expected = [document for document in with_line_feeds(text).split(separator) if document]
     assert documents(path, separator=separator) == expected
 
 
@@ -102,8 +106,19 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
         ("a.txt", b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "not UTF-8 at byte 13;"),
         ("a.txt", b"x" * (formats.BLOCK + 5) + b"\xc3", f"not UTF-8 at byte {formats.BLOCK + 5};"),
         ("a.txt", "text".encode("utf-16"), "a.txt: UTF-16, not UTF-8; convert it with: iconv"),
-        ("a.txt", "text".encode("utf-16-le"), "NUL bytes, so it is not text"),
-        ("a.png", b"\x89PNG\r\n", "a.png: not UTF-8 at byte 0;"),
+        ("a.txt", "text".encode("utf-16-le"), "a.txt: binary data, not plain text; choose"),
+        ("a.txt", b"x" * 9999 + b"\0", "NUL bytes, so it is not text"),
+        ("a.png", b"\x89PNG\r\n", "a.png: a PNG picture, not plain text; choose a text file"),
+        ("a.gz", gzip.compress(b"\0", mtime=0), "a.gz: binary data"),
+        ("a.docx", b"PK\3\4...", "a.docx: a Word document, not plain text; save it as plain text"),
+        ("a.zip", b"PK\3\4...", "a.zip: a ZIP archive, not plain text; unpack it"),
+        ("a.PDF", b"%PDF-1.4\n", "a.PDF: a PDF document, .*pdftotext"),
+        ("a.rtf", b"{\\rtf1", "a.rtf: an RTF document"),
+        ("a.doc", b"\xd0\xcf\x11\xe0\xa1", "a.doc: a Word, Excel or PowerPoint document"),
+        ("a.txt", gzip.compress(b"text"), "a.txt: gzip data, .*; end its name in .gz"),
+        ("a.txt", "显示使用说明, 1\n".encode("gb18030"), "iconv -f GB18030 -t UTF-8, or pass"),
+        ("a.txt", "déjà vu".encode("latin-1"), "at byte 1; .*iconv -f WINDOWS-1252 -t UTF-8, or"),
+        ("a.txt", "déjà ".encode() + b"\xff", "at byte 7; convert it, or pass"),
         ("a.txt.gz", b"no gzip at all", r"a.txt.gz: damaged \(Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"x" * 99, mtime=0)[:-9], r"a.txt.gz: damaged \("),
         ("a.txt.zst", b"no zstd at all", r"a.txt.zst: damaged \("),
@@ -131,6 +146,19 @@ def test_invalid_text_is_reported_with_its_position(tmp_path: Path, name, conten
     with pytest.raises(DataError, match=words) as error:
         documents(path)
     assert len(error.value.lines) == 1
+
+
+def test_line_ends_become_line_feeds_in_plain_text(tmp_path: Path):
+    for name, content, expected in [
+        ("a.txt", b"one\r\ntwo\rthree\n\r\n", ["one\ntwo\nthree\n\n"]),
+        ("b.txt.gz", gzip.compress(b"one\r\ntwo"), ["one\ntwo"]),
+        ("a.jsonl", b'{"text": "one\\r\\ntwo"}\r\n', ["one\r\ntwo"]),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        assert documents(tmp_path / name) == expected
+    path = tmp_path / "a.txt"
+    assert documents(path, separator="\r\n") == documents(path, separator="\n")
+    assert documents(path, separator="\n") == ["one", "two", "three"]
 
 
 def test_bad_bytes_can_be_replaced(tmp_path: Path):

@@ -43,12 +43,76 @@ def test_globs_select_files(folder: Path):
     assert texts(f"{folder}/a[1].txt") == ["not a pattern"]
 
 
+def test_links_to_folders_are_not_followed(folder: Path, capsys, monkeypatch):
+    (folder / "sub" / "one").symlink_to(folder)
+    (folder / "sub" / "two").symlink_to(folder)  # 2 ** 40 paths
+    for path, expected in [
+        ("", ["a", "b", "c", "d"]),
+        ("/**", ["a", "b", "c", "d"]),
+        ("/**/*.txt", ["a", "c", "d"]),
+        ("/**/sub/**/*.txt", ["c", "d"]),
+    ]:
+        assert texts(f"{folder}{path}") == expected
+        assert capsys.readouterr().err == (
+            f"warning: {folder}{path}: symbolic links to folders are skipped: "
+            f"{folder}/sub/one and 1 more\n"
+        )
+    assert texts(f"{folder}/sub/one/*.md") == ["b"]  # a link that is named is followed
+    monkeypatch.chdir(folder)
+    assert texts("**/*.txt") == texts("./**/*.txt") == ["a", "c", "d"]
+
+
 def test_a_loop_of_links_ends(folder: Path):
     (folder / "sub" / "loop").symlink_to(folder)
     assert texts(str(folder)) == ["a", "b", "c", "d"]
     (folder / "self").symlink_to(folder / "self")
     with pytest.raises(DataError, match="self: too many levels of symbolic links"):
         texts(str(folder))
+
+
+def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
+    (folder / "cover.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    (folder / "sub" / "x.bin").write_bytes(b"a\0")
+    for path, expected in [("", ["a", "b", "c", "d"]), ("/*", ["a", "b"])]:
+        assert texts(f"{folder}{path}") == expected
+        more = "" if path else " and 1 more"
+        assert capsys.readouterr().err == (
+            f"warning: {folder}{path}: files that are not text are skipped: "
+            f"{folder}/cover.jpg (a JPEG picture){more}\n"
+        )
+    with pytest.raises(DataError, match=r"cover.jpg: a JPEG picture, not plain text; choose"):
+        texts(str(folder / "cover.jpg"))
+    with pytest.raises(
+        DataError, match=r"no text files found, only .*jpg \(a JPEG picture\); give"
+    ):
+        texts(f"{folder}/*.jpg")
+    (folder / "sub" / "utf16.txt").write_text("text", "utf-16")
+    with pytest.raises(DataError, match=r"utf16.txt: UTF-16, not UTF-8; .*iconv"):
+        texts(str(folder))
+
+
+def test_html_is_read_with_a_warning(folder: Path, capsys):
+    (folder / "sub" / "e.html").write_text("<p>e</p>")
+    for _ in range(2):  # and one warning
+        assert texts(str(folder / "sub")) == ["c", "<p>e</p>", "d"]
+    assert capsys.readouterr().err == (
+        f"warning: {folder}/sub/e.html: HTML, trained on with its tags; extract the text to avoid "
+        f"that\n"
+    )
+
+
+def test_carriage_returns_change_the_digest_and_are_announced(folder: Path, capsys):
+    def digest(content: bytes) -> str:
+        (folder / "a.txt").write_bytes(content)
+        return sources.find([str(folder / "a.txt")], DataConfig()).digest()
+
+    # these two were the hashes when CR was kept: the first stays valid, the second must not
+    assert digest(b"one\ntwo\n").startswith("4ef6cb1ab957")
+    assert capsys.readouterr().err == ""
+    assert not digest(b"one\r\ntwo").startswith("4e5aa637a183")
+    assert capsys.readouterr().err == (
+        f"{folder}/a.txt: Windows line ends (CR LF) are read as LF\n"
+    )
 
 
 def test_unusable_paths_are_reported(tmp_path: Path, folder: Path):
@@ -81,14 +145,14 @@ def test_a_missing_known_corpus_names_its_download(tmp_path: Path, monkeypatch):
 
 
 def test_an_unreadable_file_among_many_is_reported(folder: Path, monkeypatch):
-    opened = Path.open
+    opened = files.open_regular
 
-    def refuse(path: Path, mode: str) -> object:  # root could read what is only locked by its mode
+    def refuse(path: Path) -> object:  # root could read what is only locked by its mode
         if path.name == "c.txt":
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, mode)
+        return opened(path)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(files, "open_regular", refuse)
     with pytest.raises(DataError, match=r"sub/c.txt: permission denied"):
         texts(str(folder))
 

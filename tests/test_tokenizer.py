@@ -1,5 +1,6 @@
 import base64
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -185,6 +186,12 @@ def test_a_damaged_tokenizer_file_is_reported(tmp_path: Path, content):
     path.write_text(content)
     with pytest.raises(DataError, match=str(path)):
         tokenizers.read(path)
+
+
+def test_a_fifo_is_not_a_tokenizer_file(tmp_path: Path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer.json: not a regular file; give a run"):
+        tokenizers.read(tmp_path / "tokenizer.json")
 
 
 def test_tokenizer_json_is_json():

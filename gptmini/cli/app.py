@@ -104,9 +104,9 @@ for _info in chain(*(group.registered_commands for group in (app, data_app, toke
 def main() -> None:
     """Run the command line; a failure becomes one line for each problem and an exit code."""
     words = [word for word in sys.argv[1:] if word != "--debug"]
-    for stream in (sys.stdout, sys.stderr):
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):  # a closed one is None
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=errors)
     for number in _STOPPING:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
             signal.signal(number, _stop)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gptmini.cli.options import AsJson, Errors, argument, option
-from gptmini.errors import ConfigError, DataError
+from gptmini.errors import DataError
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 data_app = typer.Typer(help="Download and prepare texts.")
@@ -23,7 +23,7 @@ Name = Annotated[
 @tokenizer_app.command("train")
 def train(
     data: list[str] = argument(..., "DATA", "Texts, as for gptmini train --data."),
-    out: Path = option(..., "FILE", "The .json file to write."),
+    out: Path = option(..., "FILE", "The file to write; .json is added if missing."),
     vocab_size: int = option(4096, "N", "Number of tokens, including the 256 bytes."),
     text_key: str = option(
         "text", "NAME", "The field with the text in JSON lines, CSV and Parquet."
@@ -35,12 +35,12 @@ def train(
     from gptmini.config import load
     from gptmini.text import corpus, sources
 
-    if out.suffix != ".json":
-        raise ConfigError(f"--out {out}: not a .json file; end the name in .json")
+    if out.suffix != ".json":  # by which other commands know a tokenizer file
+        out = Path(f"{out}.json")
     config = load.load(
         None,
         [
-            ("TEXT", ("data", "path"), data),
+            ("DATA", ("data", "path"), data),
             ("--text-key", ("data", "text_key"), text_key),
             ("--errors", ("data", "errors"), errors or "strict"),
             ("", ("tokenizer", "kind"), "bpe"),
@@ -100,6 +100,7 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Show the vocabulary, the longest tokens and the compression of texts."""
+    from gptmini.console import shown
     from gptmini.text import corpus, tokenizer
 
     inspected = tokenizer.find(name)
@@ -115,9 +116,17 @@ def info(
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
         return
-    for key, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else value
-        print(f"{key.replace('_', ' '):18} {shown}")
+    rows = {"kind": inspected.kind, "vocabulary": f"{inspected.vocab_size:,} tokens"}
+    if lengths.max() > 1:
+        rows["longest tokens"] = ", ".join(
+            shown(json.dumps(token, ensure_ascii=False)) for token in facts["longest_tokens"]
+        )
+    if data:
+        rows["text"] = f"{facts['bytes']:,} bytes, {facts['tokens']:,} tokens"
+        rows["compression"] = f"{facts['bytes_per_token']} bytes per token"
+        rows["vocabulary used"] = f"{facts['coverage']:.1%} of its tokens occur in this text"
+    for label, value in rows.items():
+        print(f"{label:17}{value}")
 
 
 @data_app.command("fetch")

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic.functional_validators import BeforeValidator, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from gptmini.errors import ConfigError
@@ -164,8 +165,14 @@ class TokenizerConfig(Section):
             yield "vocab_size", f"only kind bpe has a choice, not {self.kind}; leave vocab_size out"
 
 
+# A path may hold surrogates, which stand for bytes that are not UTF-8; pydantic's str refuses them.
+PathText = Annotated[
+    str,
+    Field(min_length=1),
+    WrapValidator(lambda path, check: path if path and isinstance(path, str) else check(path)),
+]
 Paths = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
+    list[PathText],
     Field(min_length=1),
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}}),

@@ -93,6 +93,7 @@ def _prepare(config: Config, paths: list[str], cache: Path) -> Corpus:
         training_spans, validation_spans = _cut_tails(spans, held_out_shares)
     content = hashlib.sha256("".join(digests).encode()).hexdigest()
     name = ", ".join("standard input" if path == "-" else path for path in settings.path)
+    name = name.encode("utf-8", "backslashreplace").decode()
     corpus = Corpus(name, tokenizer, training_spans, validation_spans, content)
     _check_length(corpus, config.seq_len)
     return corpus
@@ -113,10 +114,12 @@ def _check_length(corpus: Corpus, seq_len: int) -> None:
     for side, spans in (("training", corpus.training), ("validation", corpus.validation)):
         shortest = min(spans, key=len)
         if len(shortest) < seq_len + 1:
+            enough = 1.1 * shortest.tokens.text_bytes * (seq_len + 1) / max(1, len(shortest))
             raise DataError(
-                f"{corpus.name}: {len(shortest)} of its {len(shortest.tokens)} tokens are for "
-                f"{side}, but one window needs {seq_len + 1}; use more text, or lower "
-                f"model.context_length or train.seq_len"
+                f"{corpus.name}: too short: {len(shortest):,} of its {len(shortest.tokens):,} "
+                f"tokens are for {side}, but one window needs {seq_len + 1:,}; use about "
+                f"{float(f'{enough:.1e}'):,.0f} bytes of text, or lower model.context_length or "
+                f"train.seq_len"
             )
 
 

@@ -47,7 +47,7 @@ def fetch(name: str, folder: Path) -> Path:
     known = KNOWN[name]
     target = folder / f"{name}.txt"
     if target.exists():
-        if hashlib.sha256(target.read_bytes()).hexdigest() == known.sha256:
+        if hashlib.sha256(files.read_regular(target)).hexdigest() == known.sha256:
             return target
         raise DataError(f"{target}: already exists with other content; move it away")
     folder.mkdir(parents=True, exist_ok=True)

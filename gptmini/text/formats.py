@@ -12,15 +12,42 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from gptmini import files
 from gptmini.errors import DataError, not_utf8, os_reason
 from gptmini.text.tokenizer import BLOCK, Piece, boundary, split
 
 CONVERT = "convert it, or pass --errors replace"
+SAVE, CHOOSE = "save it as plain text", "choose a text file"
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+HEAD = (
+    8192  # bytes in which a file that is not text shows it: a signature, or a NUL byte as for git
+)
+
+# The first bytes of files that people take for text, what they are, and what to do with them.
+SIGNATURES = {
+    b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
+    b"{\\rtf": ("an RTF document", SAVE),
+    b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", SAVE),
+    b"PK\3\4": ("a ZIP archive", "unpack it"),
+    b"\x1f\x8b": ("gzip data", "end its name in .gz"),
+    b"(\xb5/\xfd": ("zstd data", "end its name in .zst"),
+    b"\xfd7zXZ": ("xz data", "unpack it"),
+    b"\x89PNG": ("a PNG picture", CHOOSE),
+    b"\xff\xd8\xff": ("a JPEG picture", CHOOSE),
+    b"GIF8": ("a GIF picture", CHOOSE),
+}
+ZIPPED = {
+    ".docx": "a Word document",
+    ".xlsx": "an Excel document",
+    ".pptx": "a PowerPoint document",
+    ".odt": "an OpenDocument text",
+    ".epub": "an EPUB book",
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +77,7 @@ def read(file: File, text_key: str, separator: str) -> Iterator[Piece]:
 def opened(file: File) -> Iterator[BinaryIO]:
     """The bytes of a file; DataError if it cannot be opened or has changed since it was found."""
     try:
-        raw = file.path.open("rb")
+        raw = files.open_regular(file.path)
     except OSError as error:
         refuse(error, file.path)
     with raw:
@@ -60,6 +87,17 @@ def opened(file: File) -> Iterator[BinaryIO]:
             raise DataError(
                 f"{file.path}: changed while being read; run again when nothing writes to it"
             )
+
+
+def not_text(path: Path, head: bytes) -> tuple[str, str] | None:
+    """What a file is if it is not plain text, by its first bytes, and what to do; or None."""
+    for signature, (kind, remedy) in SIGNATURES.items():
+        if head.startswith(signature):
+            document = ZIPPED.get(path.suffix.lower()) if kind == "a ZIP archive" else None
+            return (document, SAVE) if document else (kind, remedy)
+    if b"\0" in head and not head.startswith(UTF16):
+        return "binary data", CHOOSE
+    return None
 
 
 @contextmanager
@@ -93,20 +131,26 @@ def _pyarrow(file: File) -> Any:
 
 
 def _blocks(file: File, stream: BinaryIO) -> Iterator[str]:
-    """The text of a stream in blocks, without a byte order mark."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")(file.errors)
+    """The text of a stream in blocks, without a byte order mark; CR LF and CR become LF."""
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")(file.errors)
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
     offset = 0
     while True:
         block = stream.read(BLOCK)
-        if offset == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if offset == 0 and block.startswith(UTF16):
             raise DataError(
                 f"{file.path}: UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8"
             )
+        if offset == 0 and (problem := not_text(file.path, block[:HEAD])):
+            kind, remedy = problem
+            raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             at = offset + len(block) - len(error.object) + error.start
-            raise DataError(not_utf8(file.path, f"at byte {at}", CONVERT)) from None
+            whole = offset == 0 and block[:at].isascii()  # not only a few bad bytes in UTF-8
+            remedy = _conversion(block) if whole else CONVERT
+            raise DataError(not_utf8(file.path, f"at byte {at}", remedy)) from None
         if "\0" in text:
             raise DataError(
                 f"{file.path}: contains NUL bytes, so it is not text; select only text files, "
@@ -116,6 +160,16 @@ def _blocks(file: File, stream: BinaryIO) -> Iterator[str]:
         if not block:
             return
         offset += len(block)
+
+
+def _conversion(block: bytes) -> str:
+    """The remedy for the beginning of a text in another encoding."""
+    encoding = "WINDOWS-1252"
+    if len(block.translate(None, bytes(range(128)))) > 0.3 * len(block):  # bytes above 127
+        with suppress(UnicodeDecodeError):
+            codecs.getincrementaldecoder("gb18030")().decode(block)
+            encoding = "GB18030"
+    return f"convert it, for example with: iconv -f {encoding} -t UTF-8, or pass --errors replace"
 
 
 def _documents(blocks: Iterable[str], separator: str) -> Iterator[Piece]:

@@ -13,17 +13,21 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from gptmini.config.settings import DataConfig
+from gptmini.console import say, warn
 from gptmini.errors import DataError
-from gptmini.text.formats import KINDS, File, opened, read, refuse
+from gptmini.text.formats import HEAD, KINDS, File, not_text, opened, read, refuse
 from gptmini.text.tokenizer import BLOCK, Piece
 
 CODE = Path(os.__file__).parent  # the standard library's sources
+say_once, warn_once = cache(say), cache(warn)  # variants are compared on the same files
+HTML = (".html", ".htm", ".xhtml")
 BUILTIN = ("builtin:python-docs", "builtin:python-code")
 
 
@@ -51,15 +55,23 @@ class Source:
     def digest(self) -> str:
         """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
         settings = self.settings
-        options: list[object] = [settings.text_key, settings.separator]
+        options: list[object] = [settings.text_key, _line_feeds(settings.separator)]
         if self.part != "all":
             options += [self.part, self.share]
         hashed = hashlib.sha256(json.dumps(options).encode())
+        converted = []
         for file in self.files:
+            returns = False
             hashed.update(json.dumps([file.kind, file.packing, file.errors, file.bytes]).encode())
             with opened(file) as raw:
                 while block := raw.read(BLOCK):
                     hashed.update(block)
+                    returns = returns or b"\r" in block
+            if file.kind == "text" and (returns or file.packing):
+                hashed.update(b"line feeds")  # the same bytes gave other tokens when CR was kept
+                converted += [file.path] * (not file.packing)
+        if converted:
+            say_once(f"{_counted(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
@@ -67,7 +79,7 @@ class Source:
 
         Anything that is not valid text raises a DataError with the file and the position.
         """
-        key, separator = self.settings.text_key, self.settings.separator or ""
+        key, separator = self.settings.text_key, _line_feeds(self.settings.separator) or ""
         pieces = (piece for file in self.files for piece in read(file, key, separator))
         return pieces if self.part == "all" else self._our_side(pieces)
 
@@ -110,12 +122,22 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def _line_feeds(separator: str | None) -> str | None:
+    """A separator as it is in a text, where CR LF and CR have become LF."""
+    return separator and separator.replace("\r\n", "\n").replace("\r", "\n")
+
+
 # -- finding files ---------------------------------------------------------------------------------
 
 
 def find(paths: list[str], settings: DataConfig) -> Source:
     """Resolve paths; DataError if one is missing or is not a regular file."""
     files = [file for path in paths for file in _files(path, settings.errors)]
+    names = [(file.path, file.path.name.lower().removesuffix(file.packing)) for file in files]
+    if html := [path for path, name in names if name.endswith(HTML)]:
+        warn_once(
+            f"{_counted(html)}: HTML, trained on with its tags; extract the text to avoid that"
+        )
     return Source(", ".join(paths), tuple(files), settings)
 
 
@@ -130,26 +152,73 @@ def _files(path: str, errors: str) -> list[File]:
     if path.startswith("builtin:"):
         raise DataError(f"{path}: no such corpus; choose {' or '.join(BUILTIN)}")
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
+    links: set[Path] = set()
     if place.is_dir():
-        paths = list(_walk(place))
+        found = [Path(root) / name for root, names in _walk(place, links) for name in names]
     elif not place.exists() and any(character in path for character in "*?["):
-        matches = map(Path, sorted(glob.glob(str(place), recursive=True)))
-        paths = [match for match in matches if not match.is_dir()]
+        found = sorted(_matches(place, links), key=str)
+        found = [match for match in found if not match.is_dir()]
     else:
         return [_file(place, errors)]
-    if not paths:
+    if links:
+        warn_once(f"{path}: symbolic links to folders are skipped: {_counted(sorted(links))}")
+    if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "
             f"'texts/**/*.md'"
         )
-    return [_file(file, errors) for file in paths]
+    files = [_file(file, errors) for file in found]
+    others = {file: kind for file in files if (kind := _not_text(file))}
+    if others:
+        named = _counted(f"{file.path} ({kind})" for file, kind in others.items())
+        if len(others) == len(files):
+            raise DataError(
+                f"{path}: no text files found, only {named}; give a folder that has some"
+            )
+        warn_once(f"{path}: files that are not text are skipped: {named}")
+    return [file for file in files if file not in others]
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every file below a folder, sorted by name, without hidden ones."""
+def _not_text(file: File) -> str | None:
+    """What a file is that would be read as plain text but is not."""
+    if file.kind != "text" or file.packing:
+        return None
+    with opened(file) as raw:
+        problem = not_text(file.path, raw.read(HEAD))
+    return problem and problem[0]
+
+
+def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Every folder below one, itself first, with its files, sorted, without hidden ones.
+
+    Symbolic links to folders are added to `links` instead of followed, as they may form loops.
+    """
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
+        links.update(
+            Path(root, name) for name in folders if os.path.islink(os.path.join(root, name))
+        )
+        yield root, sorted(name for name in names if not name.startswith("."))
+
+
+def _matches(pattern: Path, links: set[Path]) -> set[Path]:
+    """The paths that a pattern matches; `**` walks folders as above (glob.glob follows links)."""
+    if "**" not in pattern.parts:
+        return set(map(Path, glob.glob(str(pattern))))
+    at = pattern.parts.index("**")
+    rest = Path(*pattern.parts[at + 1 :] or "*")
+    return {
+        match
+        for start in glob.glob(str(Path(*pattern.parts[:at])))
+        for root, _ in _walk(Path(start), links)
+        for match in _matches(Path(glob.escape(root)) / rest, links)
+    }
+
+
+def _counted(things: Iterable[object]) -> str:
+    """The first of some things, and how many more there are."""
+    first, *others = things
+    return f"{first} and {len(others)} more" if others else f"{first}"
 
 
 def _file(path: Path, errors: str) -> File:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 
+from gptmini import files
 from gptmini.errors import DataError, os_reason
 from gptmini.text import bpe
 
@@ -244,7 +245,7 @@ def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
 def read(path: Path) -> Tokenizer:
     """Load a saved tokenizer; DataError if the file is missing, damaged or something else."""
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(files.read_regular(path).decode())
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         return _from_json(data)

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from gptmini import files
-from gptmini.errors import DataError
+from gptmini.errors import DataError, os_reason
 from gptmini.text import tokenizer as tokenizers
 from gptmini.text.tokenizer import Piece, Tokenizer, Tokens
 
@@ -127,7 +127,12 @@ class TokenFile:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         """Open and check; DataError if the file is damaged or belongs to another tokenizer."""
         self.path, self.vocab_size = path, tokenizer.vocab_size
-        self.file = path.open("rb", buffering=0)
+        try:
+            self.file = files.open_regular(path, buffering=0)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._unusable(os_reason(error)) from None
         weakref.finalize(self, self.file.close)
         have = os.fstat(self.file.fileno()).st_size
         header = self.file.read(HEADER.size)
