@@ -3,8 +3,10 @@
 Everything that must survive a crash or a power cut is written through these functions.
 """
 
+import errno
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +84,21 @@ def sync(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
         os.fsync(descriptor)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read; OSError for anything else, such as a FIFO, which could block forever."""
+    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix; Windows
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
 
 
 def decode_utf8(data: bytes, name: object) -> str:

@@ -6,6 +6,7 @@ runs: torch takes more than a second to load, and `--help` should be quick.
 
 import difflib
 import io
+import os
 import re
 import signal
 import sys
@@ -100,6 +101,8 @@ for _info in chain(*(group.registered_commands for group in (app, data_app, toke
 
 def main() -> None:
     """Run the command line; a failure becomes one line for each problem and an exit code."""
+    # Before torch is loaded: on a busy machine, OpenMP threads that spin wait for each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = [word for word in sys.argv[1:] if word != "--debug"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed one is None
