@@ -1,7 +1,9 @@
 """Terminal output: lines on stderr, texts on stdout, progress bars."""
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +20,22 @@ def say(line: str) -> None:
 
 def warn(line: str) -> None:
     say(f"warning: {line}")
+
+
+def say_fact(line: str) -> None:
+    """Print a line of a header, such as `  model     2.6 M parameters`; a terminal wraps it."""
+    if not sys.stderr.isatty():
+        say(line)
+        return
+    width = max(40, shutil.get_terminal_size().columns - 1)
+    indent = " " * 12
+    say(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def amount(number: float, noun: str) -> str:
+    """`1 step`, `1,200 steps`, `0.5 minutes`."""
+    digits = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{digits} {noun}{'s' * (number != 1)}"
 
 
 def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
@@ -53,9 +71,11 @@ class TrainingProgress:
 
     def __init__(self, step: int, steps: int) -> None:
         self._step, self._steps = step, steps
+        self._said = steps  # the number of steps that was printed last
         self._made = 0  # steps by this command
         self._started = time.perf_counter()
-        self._facts = ""  # loss, learning rate and speed, as last logged
+        self._loss = ""
+        self._facts = ""  # learning rate and speed, as last logged
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=steps,
@@ -66,11 +86,15 @@ class TrainingProgress:
             disable=not self._terminal,
         )
 
-    def plan(self, steps: int) -> None:
-        """Change the number of steps."""
+    def plan(self, steps: int, minutes: float) -> None:
+        """Change the number of steps, to fit the minutes; a change of more than 2 % gets a line."""
         self._steps = self._bar.total = steps
+        if abs(steps - self._said) > 0.02 * self._said:
+            self._said = steps
+            say(f"  now {amount(steps, 'step')}, to fit {amount(minutes, 'minute')}")
 
-    def advance(self) -> None:
+    def advance(self, loss: float) -> None:
+        self._loss = f"  loss {loss:.4f}"
         self._step += 1
         self._made += 1
         self._bar.set_description_str(self._line(), refresh=False)
@@ -84,7 +108,7 @@ class TrainingProgress:
         """Show the metrics of this step; those of an evaluation get a line on a terminal too."""
         if "train_loss" in metrics:
             speed = f"{metrics['tokens_per_second']:,.0f} tok/s"
-            self._facts = f"  loss {metrics['train_loss']:.4f}  lr {metrics['lr']:.1e}  {speed}"
+            self._facts = f"  lr {metrics['lr']:.1e}  {speed}"
             self._bar.set_description_str(self._line())
             if not self._terminal:
                 say(self._line())
@@ -100,7 +124,7 @@ class TrainingProgress:
         return f"step {self._step:{len(steps)}}/{steps} {self._step / self._steps:4.0%}"
 
     def _line(self) -> str:
-        line = self._position() + self._facts
+        line = self._position() + self._loss + self._facts
         if self._made == 0 or self._step >= self._steps:
             return line
         per_step = (time.perf_counter() - self._started) / self._made

@@ -28,7 +28,7 @@ def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsy
     progress = TrainingProgress(60, 600)
     for _ in range(20):
         clock.now += 0.1827
-        progress.advance()
+        progress.advance(1.81524)
     progress.show(TRAINED)
     progress.show(EVALUATED)
     progress.close()
@@ -42,15 +42,17 @@ def test_the_time_left_follows_the_plan_and_counts_steps_made_again(clock, capsy
     progress = TrainingProgress(0, 10)
     for _ in range(4):
         clock.now += 60
-        progress.advance()
+        progress.advance(1.81524)
     progress.back_to(2)
     clock.now += 60
-    progress.advance()
-    progress.plan(93)
+    progress.advance(1.81524)
+    progress.plan(93, 1.0)
     progress.show(TRAINED)  # 90 steps of a minute
-    progress.plan(3)
+    progress.plan(3, 1.0)
     progress.show(TRAINED)
-    first, last = capsys.readouterr().err.splitlines()
+    longer, first, shorter, last = capsys.readouterr().err.splitlines()
+    assert longer == "  now 93 steps, to fit 1 minute"
+    assert shorter == "  now 3 steps, to fit 1 minute"
     assert first.endswith("tok/s  1h30m left")
     assert last == "step 3/3 100%  loss 1.8152  lr 2.0e-03  22,346 tok/s"
 
@@ -58,7 +60,7 @@ def test_the_time_left_follows_the_plan_and_counts_steps_made_again(clock, capsy
 def test_a_line_fits_80_columns(clock, capsys):
     progress = TrainingProgress(0, 100_000)
     clock.now = 1.0
-    progress.advance()
+    progress.advance(1.81524)
     progress.show(TRAINED | {"train_loss": 10.5, "tokens_per_second": 1_234_567.0} | EVALUATED)
     assert all(len(line) <= 80 for line in capsys.readouterr().err.splitlines())
 
@@ -67,15 +69,51 @@ def test_training_on_a_terminal_shows_the_same_facts_in_a_bar(clock, monkeypatch
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     progress = TrainingProgress(60, 600)
     clock.now = 1.0
-    progress.advance()
+    progress.advance(1.81524)
     progress.show(TRAINED)
     assert re.search(
         r"\rstep  61/600  10%  loss 1.8152  lr 2.0e-03  22,346 tok/s  8:59 left \|.*\|",
         capsys.readouterr().err,
     )
-    progress.show(TRAINED | EVALUATED)
-    assert "step  61/600  10%  val 1.7421  2.513 bits/byte\n" in capsys.readouterr().err
+    progress.advance(1.7)  # between two lines of metrics
+    progress.show(EVALUATED)
+    err = capsys.readouterr().err
+    assert "step  62/600  10%  val 1.7421  2.513 bits/byte\n" in err
+    assert re.search(r"step  62/600  10%  loss 1.7000  lr 2.0e-03  22,346 tok/s", err)
     progress.close()
+
+
+def test_only_a_change_of_more_than_2_percent_gets_a_line(clock, capsys):
+    progress = TrainingProgress(0, 1000)
+    for steps in (1010, 1020, 1021, 1030, 1200):
+        progress.plan(steps, 0.5)
+    progress.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "  now 1,021 steps, to fit 0.5 minutes",
+        "  now 1,200 steps, to fit 0.5 minutes",
+    ]
+
+
+def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
+    line = "  model     " + "one-two three " * 10 + "end"
+    console.say_fact(line)
+    assert capsys.readouterr().err == f"{line}\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    console.say_fact(line)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("  model     one-two")
+    assert len(rest) == 2
+    assert all(re.match(" {12}(one-two|three|end)", each) for each in rest)
+    assert " ".join([first, *rest]).split() == line.split()
+    assert max(map(len, [first, *rest])) < 80
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "1 step"), (1.0, "1 step"), (0.5, "0.5 steps"), (1200, "1,200 steps")]
+)
+def test_amounts_agree_with_their_noun(number, text):
+    assert console.amount(number, "step") == text
 
 
 def test_control_characters_reach_a_terminal_only_if_raw(monkeypatch, capsys):

@@ -77,6 +77,15 @@ def test_compared_runs_share_how_they_compute_but_not_how_long():
     assert (by_steps.model.d_model, by_steps.train.compile) == (192, "on")
 
 
+def test_more_minutes_prolong_a_resumed_run():
+    first = validate({"train": {"minutes": 1.0, "steps": 60, "warmup_steps": 6}}, {})
+    steps = {
+        minutes: with_choices(validate({"train": {"minutes": minutes}}, {}), first).train.steps
+        for minutes in (0.01, 1.0, 3.0)
+    }
+    assert steps == {0.01: 6, 1.0: 60, 3.0: 180}
+
+
 def test_what_is_stated_stays_when_a_run_is_resumed():
     first = validate({"model": {"dropout": 0.1}, "train": {"micro_batch_size": 2}}, {})
     asked = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})

@@ -9,8 +9,8 @@ import torch
 from conftest import tiny
 
 from gptmini import files
-from gptmini.errors import CheckpointError, MachineError
-from gptmini.runs.directory import Checkpoint, RunDirectory, fitting
+from gptmini.errors import CheckpointError, ConfigError, MachineError
+from gptmini.runs.directory import Checkpoint, RunDirectory, fitting, newest_run
 from gptmini.text.tokenizer import ByteTokenizer
 
 
@@ -224,6 +224,48 @@ def test_tensors_must_fit_the_model():
         "tensor b: (3,) in the checkpoint, (4,)" in error.value.lines[0],
         "tensor c: missing in the checkpoint, (1,)" in error.value.lines[1],
     ] == [True, True]
+
+
+def test_pruning_leaves_the_best_and_the_newest(run: RunDirectory):
+    """A process that is killed after writing a checkpoint has deleted nothing yet."""
+    for step in range(1, 7):
+        run.save(checkpoint(step, best=2), keep=9)
+    run.prune({"step": 2}, 2)
+    assert run.steps() == [6, 5, 2]
+
+
+def test_the_newest_run_is_the_one_whose_last_checkpoint_is_newest(tmp_path: Path):
+    assert newest_run(tmp_path) is None
+    for name, step in {"finished": 7, "earlier": 9, "converted": 0, "begun": None}.items():
+        run = RunDirectory(tmp_path / name)
+        run.create(tiny(), ByteTokenizer())
+        if step is not None:
+            run.save(checkpoint(step))
+    for number, name in enumerate(("earlier", "finished", "converted")):
+        for manifest in (tmp_path / name).glob("checkpoints/*/manifest.json"):
+            os.utime(manifest, (number, number))
+    assert newest_run(tmp_path) == tmp_path / "finished"
+    for name in ("finished", "earlier"):
+        shutil.rmtree(tmp_path / name)
+    os.utime(tmp_path / "converted" / "config.yaml", (1, 1))
+    assert newest_run(tmp_path) == tmp_path / "begun"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+@pytest.mark.parametrize("name", ["config.yaml", "best.json", "manifest.json", "state.json"])
+def test_a_fifo_is_refused_and_not_waited_for(run: RunDirectory, name: str):
+    run.save(checkpoint(1, best=1))
+    (path,) = run.path.rglob(name)
+    path.unlink()
+    os.mkfifo(path)
+    if name == "config.yaml":
+        with pytest.raises(ConfigError, match=r"config.yaml: not a regular file"):
+            run.config()
+    elif name == "best.json":
+        assert run.best().step == 1
+    else:
+        with pytest.raises(CheckpointError, match=rf"{name}: damaged"):
+            run.newest()
 
 
 def test_a_missing_run_and_a_missing_checkpoint_are_reported(tmp_path: Path, run: RunDirectory):

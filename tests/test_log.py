@@ -10,6 +10,12 @@ from conftest import new_cache, tiny, train
 from gptmini.errors import MachineError
 from gptmini.runs import log
 
+EVALUATED = {"val_loss": 1.5, "val_bpb": 2.0, "sample": "a", "peak_memory": 1}
+
+
+def stamp(step: int) -> dict:
+    return {"step": step, "tokens": 64 * step, "seconds": 0.5}
+
 
 def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -88,13 +94,49 @@ def test_a_tracker_that_cannot_start_is_named(text_file, tmp_path, monkeypatch):
         train(config, tmp_path / "run", new_cache(tmp_path))
 
 
-def test_a_log_drops_later_steps_and_lines_cut_by_a_crash(tmp_path):
+def test_a_log_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnull\n{"st')
+    path.write_text("".join(f"{json.dumps(stamp(step))}\n" for step in (1, 2, 3)) + '{"st')
     written = log.RunLog(tmp_path, tiny(), 2)
-    written.write({"step": 3, "val_loss": 1.5})
-    assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "val_loss": 1.5}]
+    written.write(stamp(3) | EVALUATED)
+    assert lines(tmp_path) == [stamp(1), stamp(2), stamp(3) | EVALUATED]
     written.back_to(1)
-    written.write({"step": 2})
+    written.write(stamp(2))
     written.close()
-    assert list(log.metrics(path)) == lines(tmp_path) == [{"step": 1}, {"step": 2}]
+    assert log.metrics(path) == lines(tmp_path) == [stamp(1), stamp(2)]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null",
+        "[1]",
+        "{",
+        "[" * 100_000,
+        '{"step": 2}',
+        '{"step": Infinity, "tokens": 1, "seconds": 1}',
+        '{"step": 1e999, "tokens": 1, "seconds": 1}',
+        '{"step": "5", "tokens": 1, "seconds": 1}',
+        '{"step": 2.5, "tokens": 1, "seconds": 1}',
+        '{"step": true, "tokens": 1, "seconds": 1}',
+        '{"step": 2, "tokens": NaN, "seconds": 1}',
+        '{"step": 2, "tokens": -1, "seconds": 1}',
+        '{"step": 2, "tokens": 1' + "0" * 400 + ', "seconds": 1}',
+        '{"step": 2, "tokens": 1, "seconds": 1, "train_loss": 2.0}',
+        '{"step": 2, "tokens": 1, "seconds": 1, "val_loss": 2.0}',
+        json.dumps({"step": 2, "tokens": 1, "seconds": 1} | {**EVALUATED, "sample": 3}),
+        "\x00\xff",
+    ],
+    ids=range(17),
+)
+def test_a_line_that_training_did_not_write_is_skipped_with_a_warning(tmp_path, capsys, line):
+    path = tmp_path / "metrics.jsonl"
+    first, last = json.dumps(stamp(1)), json.dumps(stamp(3) | EVALUATED)
+    path.write_text("\n".join([first, line, line, last, ""]), encoding="latin-1")
+    assert log.metrics(path) == [stamp(1), stamp(3) | EVALUATED]
+    expected = f"warning: {path}: skipped 2 lines not written by training\n"
+    assert capsys.readouterr().err == expected
+    log.RunLog(tmp_path, tiny(), 3).close()  # as when the run is resumed
+    assert lines(tmp_path) == [stamp(1), stamp(3) | EVALUATED]
+    assert capsys.readouterr().err == expected

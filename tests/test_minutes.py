@@ -52,6 +52,36 @@ def test_what_is_stated_wins_over_the_plan(monkeypatch):
     assert (plan.train.steps, plan.train.batch_size, plan.train.eval_every) == (7, 3, 1)
 
 
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256, 320, 768])
+def test_a_stated_width_gets_heads_that_fit_it(monkeypatch, width):
+    model = planned(validate({"model": {"d_model": width}}, {}), 3e5, monkeypatch).model
+    assert model.d_model == width
+    assert width % (2 * model.n_head) == 0
+    assert 43 < model.head_dim < 100
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("seconds", [30, 300, 3000, 30_000, 300_000])
+def test_planned_heads_can_share_the_kv_heads(monkeypatch, kv_heads, seconds):
+    model = {"attention": {"variant": "gqa", "n_kv_head": kv_heads}}
+    plan = planned(validate({"model": model}, {}), seconds, monkeypatch).model
+    assert plan.n_head % kv_heads == 0
+    assert plan.d_model == plan.n_head * plan.head_dim
+
+
+def test_a_planned_width_fits_stated_heads(monkeypatch):
+    plan = planned(validate({"model": {"n_head": 6}}, {}), 30, monkeypatch).model
+    assert (plan.n_head, plan.d_model) == (6, 132)
+
+
+def test_minutes_that_are_too_short_are_said_to_be(monkeypatch, capsys):
+    assert planned(Config().with_train(minutes=0.01), 0.6, monkeypatch).train.steps == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "  timing models for the 0.01 minutes given ...",
+        "warning: train.minutes: too short for this machine; making a single step",
+    ]
+
+
 class Clock:
     """A time that passes only when steps are made."""
 

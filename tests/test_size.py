@@ -49,6 +49,15 @@ def test_variants_are_reckoned_side_by_side(gptmini, text_file):
     assert window["bytes"]["16"] == window["bytes"]["256"] == 4 * window["bytes_per_token"]
 
 
+def test_a_short_training_takes_seconds_and_windows_are_named(gptmini, text_file):
+    words = ["--attention", "window:4", "--accelerator", "h100", "--steps", "1"]
+    code, out, err = gptmini("size", *WORDS, *words)
+    assert code == 0, err
+    assert "  mqa, window 4 " in out
+    assert "seen in 1 step: " in out
+    assert "time        about a second on 1 x h100" in out
+
+
 def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
     found = planned(gptmini, "--accelerator", "h100", "--utilisation", "0.5", "--devices", "4")
     flops = found["flops_per_token"]["training"] * found["tokens"]["seen"]
@@ -109,7 +118,14 @@ def test_a_missing_text_is_named(gptmini):
 
 @pytest.mark.parametrize(
     ("number", "short"),
-    [(0, "0 "), (999, "999 "), (1234, "1.23 k"), (4.56e9, "4.56 G"), (7.8e15, "7.8e+03 T")],
+    [
+        (0, "0 "),
+        (999, "999 "),
+        (1234, "1.23 k"),
+        (4.56e9, "4.56 G"),
+        (7.8e15, "7.80e+03 T"),
+        (4.5e6, "4.50 M"),
+    ],
 )
 def test_numbers_are_short(number, short):
     assert size._short(number) == short

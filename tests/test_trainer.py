@@ -90,9 +90,10 @@ def test_a_killed_run_ends_in_the_same_bits(train, config, monkeypatch, updates)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch, number, code):
     whole = train(config, "whole")
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
     with monkeypatch.context() as patch:
         stop_after(patch, 2, lambda: os.kill(os.getpid(), number))
-        with pytest.raises(Stopped, match="after step 2, saved") as stopped:
+        with pytest.raises(Stopped, match=rf"by {name} after step 2, saved") as stopped:
             train(config)
     assert stopped.value.exit_code == code
     assert RunDirectory(stopped_path := train(config).path).steps()[0] == 6
@@ -188,7 +189,14 @@ def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
     train(config)
     shorter = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
     assert train(shorter).config().train.steps == 6
-    assert "already finished at step 6" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.endswith(
+        "run: already has 6 steps, more than --steps 2; pass a larger --steps to train longer\n"
+    )
+    train(config)
+    err = capsys.readouterr().err
+    assert "run: already finished at step 6; pass a larger --steps" in err
+    assert "resuming" not in err
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     run = train(longer)
     assert run.steps()[0] == 9
@@ -211,6 +219,32 @@ def test_another_configuration_is_refused_with_its_differences(train, config, te
     ]
     assert "--out" in error.value.lines[-1]
     assert before == {p: p.read_bytes() for p in before}
+
+
+def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, config):
+    train(config)
+    with pytest.raises(ConfigError, match=r"^train.minutes: not set in .*run, now 2\.0\n"):
+        train(config.with_train(minutes=2.0))
+
+
+def test_a_window_and_single_heads_are_in_the_header(train, text_file, capsys):
+    model = {"n_layer": 1, "n_head": 1, "attention": {"window": 4}}
+    train(tiny(data={"path": str(text_file)}, model=model, train={"steps": 1}))
+    err = capsys.readouterr().err
+    assert ": 1 layer, width 32, 1 head / 1 KV head (MHA, window 4), context 16" in err
+    assert "run: 1 step x " in err
+
+
+def test_a_resumed_run_deletes_what_a_kill_left(train, config, monkeypatch):
+    every = config.with_train(save_every=1, eval_every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "prune", lambda *_: None)
+        train(every)
+    run = RunDirectory(Path(config.data.path[0]).parent / "run")
+    assert len(run.steps()) == 6
+    train(every)  # finished, but still tidied
+    best = json.loads((run.path / "best.json").read_text())["step"]
+    assert run.steps() == sorted({6, 5, best}, reverse=True)
 
 
 def test_other_text_under_the_same_name_is_refused(train, config, text_file):

@@ -150,8 +150,11 @@ def default_out(config: str | None, data: str, attention: str | None = None) -> 
 
 def newest_run() -> Path:
     """The run that was trained last."""
-    configs = RUNS.glob("*/config.yaml")
-    newest = max(configs, key=lambda file: file.stat().st_mtime, default=None)
+    newest = None
+    if any(RUNS.glob("*/config.yaml")):  # else answer before torch is imported
+        from gptmini.runs import directory
+
+        newest = directory.newest_run(RUNS)
     if newest is None:
         raise CheckpointError(f"{RUNS}: no run here; train one with gptmini train, or name one")
-    return newest.parent
+    return newest

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from gptmini import files
 from gptmini.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -39,7 +40,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
             raise ConfigError(
                 f"{path}: larger than 1 MiB, so not a configuration; pass a text with --data"
             )
-        text = path.read_bytes().decode("utf-8-sig")
+        text = files.read_regular(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from gptmini import machine
 from gptmini.config.load import completed
 from gptmini.config.settings import Config
-from gptmini.console import say
+from gptmini.console import say_fact
 from gptmini.machine import Compute
 from gptmini.plan.cost import parameter_count
 from gptmini.plan.fit import choose_compile, micro_batch_size
@@ -64,7 +64,7 @@ def decide(
     config = asked if existing is None else with_choices(asked, existing)
     corpus = prepare_corpus(config, cache)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
-    say(corpus.summary(asked.tokenizer.kind))
+    say_fact(corpus.summary(asked.tokenizer.kind))
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if config.train.minutes is not None and existing is None:
         left = 60 * config.train.minutes - (time.perf_counter() - started)
@@ -91,8 +91,9 @@ def decide(
 def with_choices(asked: Config, first: Config, same_run: bool = True) -> Config:
     """What a configuration leaves open, as an earlier run chose it.
 
-    The same run when it is resumed keeps everything; other runs, to be compared with the first,
-    share how it computes and, under `train.minutes`, its sizes.
+    The same run when it is resumed keeps everything, but other minutes change its steps; other
+    runs, to be compared with the first, share how it computes and, under `train.minutes`, its
+    sizes.
     """
     planned = asked.train.minutes is not None and first.train.minutes is not None
     keys = {"model": ["dropout"], "train": ["compile"]}
@@ -107,6 +108,9 @@ def with_choices(asked: Config, first: Config, same_run: bool = True) -> Config:
     if (same_run or planned) and not asked.tokenizer.model_fields_set:
         keys["tokenizer"] = ["kind", "vocab_size"]
     chosen = first.model_dump()
+    if asked.train.minutes is not None and first.train.minutes is not None:
+        steps = round(first.train.steps * asked.train.minutes / first.train.minutes)
+        chosen["train"]["steps"] = max(1, first.train.warmup_steps, steps)
     wanted: dict[str, dict[str, Any]] = {
         section: {key: chosen[section][key] for key in names} for section, names in keys.items()
     }

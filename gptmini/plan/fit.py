@@ -136,7 +136,7 @@ def choose_compile(config: Config, compute: Compute) -> tuple[bool, StepTime | N
     eager = time_step(config, compute)
     if not worth_compiling(config, eager.passes * config.train.steps):
         return False, eager, ""
-    say("  compiling the model; this can take half a minute")
+    say("  timing a compiled model; this can take half a minute ...")
     try:
         compiled = time_step(config, compute, compiled=True)
     except GptminiError:  # a signal
@@ -146,7 +146,10 @@ def choose_compile(config: Config, compute: Compute) -> tuple[bool, StepTime | N
         if asked == "on":
             raise MachineError(f"train.compile: {reason}; use auto or off") from None
         return False, eager, f"compile failed ({reason})"
-    comparison = f"{compiled.passes:.3f} s/step instead of {eager.passes:.3f}"
     if asked == "auto" and compiled.passes > eager.passes:
-        return False, eager, f"compiling would give {comparison}"
-    return True, compiled, comparison
+        return (
+            False,
+            eager,
+            f"not compiled: {eager.passes:.3f} s/step, {compiled.passes:.3f} compiled",
+        )
+    return True, compiled, f"{compiled.passes:.3f} s/step instead of {eager.passes:.3f}"

@@ -1,15 +1,18 @@
 """Sizes and steps for a given number of minutes, and pacing to keep to them."""
 
 import math
+from typing import Any
 
 from gptmini.config.load import completed
-from gptmini.config.settings import Config, TrainConfig
+from gptmini.config.settings import Config, ModelConfig, TrainConfig
+from gptmini.console import amount, say, warn
 from gptmini.machine import Compute
 from gptmini.model.optim import cooldown_steps
 from gptmini.plan.cost import parameter_count
 from gptmini.plan.fit import COMPILE_GAIN, COMPILE_PAYS, has_compiler, time_step
 
 FINISH = 3  # seconds kept for the last checkpoint and the sample
+HEAD = 64  # width of a head, about
 
 # The ladder of models: layers, width, rows per batch.
 RUNGS = (
@@ -30,8 +33,10 @@ def plan(config: Config, seconds: float, compute: Compute) -> Config:
     """
     stated = "steps" in config.train.model_fields_set
     chosen: Config | None = None
+    given = amount(config.train.minutes or seconds / 60, "minute")
+    say(f"  timing models for the {given} given ...")
     for layers, width, rows in RUNGS:
-        sizes = {"n_layer": layers, "n_head": width // 64, "d_model": width}
+        sizes = {"n_layer": layers, **_width_and_heads(config.model, width)}
         candidate = completed(config, {"model": sizes, "train": {"batch_size": rows}})
         same = chosen and chosen.train.batch_size == candidate.train.batch_size
         if chosen and same and chosen.model == candidate.model:  # its sizes are stated
@@ -47,6 +52,8 @@ def plan(config: Config, seconds: float, compute: Compute) -> Config:
             tokens >= TOKENS_PER_PARAMETER * parameter_count(candidate.model)
             and steps * per_step <= seconds
         )
+        if chosen is None and not stated and seconds - FINISH < per_step:
+            warn("train.minutes: too short for this machine; making a single step")
         if chosen is None or fits:
             tenth, hundredth = max(1, steps // 10), max(1, steps // 100)
             intervals = {"eval_every": tenth, "save_every": tenth, "log_every": hundredth}
@@ -55,6 +62,24 @@ def plan(config: Config, seconds: float, compute: Compute) -> Config:
             break
     assert chosen is not None
     return chosen
+
+
+def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
+    """The nearest width to this one, or the stated one, and heads that fit it and the KV heads."""
+    pairs = 2 if model.position == "rope" else 1  # rope rotates pairs of a head's numbers
+    unit = model.attention.n_kv_head or 1
+    if "d_model" in model.model_fields_set:
+        width = model.d_model
+    fitting = [heads for heads in range(unit, width + 1, unit) if width % (pairs * heads) == 0]
+    heads = min(
+        fitting,
+        key=lambda heads: abs(math.log(width / heads / HEAD)),
+        default=unit * max(1, round(width / HEAD / unit)),
+    )
+    if "n_head" in model.model_fields_set:
+        heads = model.n_head
+    multiple = pairs * heads
+    return {"n_head": heads, "d_model": max(1, round(width / multiple)) * multiple}
 
 
 def paced_steps(train: TrainConfig, step: int, elapsed: float, per_step: float) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.console import table
+from gptmini.console import amount, table
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
 from gptmini.plan import cost
@@ -102,6 +102,8 @@ def _caches(model: ModelConfig) -> list[dict[str, Any]]:
     for n in range(model.n_head, 0, -1):
         if model.n_head % n == 0:
             name = {model.n_head: "mha", 1: "mqa"}.get(n, f"gqa:{n}")
+            if model.attention.window:
+                name += f", window {model.attention.window}"
             attention = model.attention.model_copy(update={"variant": "gqa", "n_kv_head": n})
             sizes = {}
             for context in (model.context_length * times for times in (1, 4, 16)):
@@ -169,7 +171,7 @@ memory      {mib["peak"]} MiB at the peak, micro-batch {facts["micro_batch_size"
             {other} gradient checkpointing {facts["memory_otherwise"] / 2**20:,.0f} MiB
 {table(caches)}
 data        {data["an_epoch"]:,} tokens per epoch, {data["held_out"]:,} held out
-            {facts["steps"]:,} steps see {data["seen"]:,}: {data["epochs"]:.1f} epochs
+            {data["seen"]:,} seen in {amount(facts["steps"], "step")}: {data["epochs"]:.1f} epochs
             compute-optimal: {data["compute_optimal"]:,}, 20 per parameter (Hoffmann 2022)
 time        {_time(facts["time"])}""".splitlines()
 
@@ -181,7 +183,9 @@ def _time(when: dict[str, Any]) -> str:
             f"does not fit in the memory of {when['on']};\n"
             f"{'':12}lower train.micro_batch_size or set train.gradient_checkpointing=true"
         )
-    first = f"{when['minutes']:,.1f} minutes on {when['on']}\n{'':12}"
+    seconds = 60 * when["minutes"]
+    time = f"{when['minutes']:,.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+    first = f"{time if seconds >= 1.5 else 'about a second'} on {when['on']}\n{'':12}"
     if "fits" in when:
         return f"{first}the training fits in its memory"
     return (
@@ -193,4 +197,5 @@ def _time(when: dict[str, Any]) -> str:
 def _short(number: float) -> str:
     """A number with three digits and an SI prefix."""
     power = min(4, max(0, int(math.log10(max(number, 1)) // 3)))
-    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}"
+    digits = f"{number / 1000**power:#.3g}".rstrip(".") if power else f"{number:.3g}"
+    return f"{digits} {['', 'k', 'M', 'G', 'T'][power]}"

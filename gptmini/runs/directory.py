@@ -145,7 +145,7 @@ class RunDirectory:
         try:
             self._write(checkpoint.step, contents)
             self.write_best(checkpoint.state["best"])
-            self._retain(checkpoint.state["best"], keep)
+            self.prune(checkpoint.state["best"], keep)
         except OSError as error:
             shutil.rmtree(self.checkpoints / ".tmp", ignore_errors=True)
             needed = sum(map(len, contents.values()))
@@ -171,8 +171,12 @@ class RunDirectory:
         if best is not None:
             files.replace(self.path / "best.json", json.dumps(best).encode())
 
-    def _retain(self, best: dict[str, Any] | None, keep: int) -> None:
-        intact = 1  # the newest, which was just written
+    def prune(self, best: dict[str, Any] | None, keep: int) -> None:
+        """Delete all checkpoints but the best and the newest `keep` intact ones.
+
+        The newest was just written or read, so it is not read again.
+        """
+        intact = 1
         for step in self.steps()[1:]:
             if intact < keep:
                 intact += self._is_intact(step)
@@ -264,9 +268,29 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:08d}"
 
 
+def newest_run(runs: Path) -> Path | None:
+    """The run in a folder that was trained last: the one with the newest checkpoint of a step.
+
+    A run that was only begun or converted counts if there is no other.
+    """
+    return max((file.parent for file in runs.glob("*/config.yaml")), key=_trained, default=None)
+
+
+def _trained(run: Path) -> tuple[float, float]:
+    """When a run was last trained, 0 if never, and when its configuration was written."""
+    directory = RunDirectory(run)
+    step = max(directory.steps(), default=0)
+    manifest = directory.checkpoints / f"step-{step:08d}" / "manifest.json"
+    try:
+        trained = manifest.stat().st_mtime if step else 0.0
+        return trained, directory.config_file.stat().st_mtime
+    except OSError:  # a running training may have deleted it
+        return 0.0, 0.0
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(files.read_regular(path))
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
         return data
@@ -280,7 +304,7 @@ def _read_verified(path: Path, manifest: dict[str, Any]) -> bytes:
         expected = manifest[path.name]
         if path.stat().st_size != expected["bytes"]:
             raise ValueError(f"{path.stat().st_size} bytes instead of {expected['bytes']}")
-        data = path.read_bytes()
+        data = files.read_regular(path)
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
             raise ValueError("its contents do not match the manifest")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -5,16 +5,21 @@ Trackers are optional packages. Once training runs, one that fails is dropped wi
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import Config
-from gptmini.console import warn
+from gptmini.console import amount, warn
 from gptmini.errors import MachineError
 
 Metrics = dict[str, Any]
+# Keys that a line has together or not at all.
+TOGETHER = (
+    {"train_loss", "lr", "grad_norm", "tokens_per_second"},
+    {"val_loss", "val_bpb", "sample", "peak_memory"},
+)
 Tracker = tuple[Callable[[Metrics], object], Callable[[], object]]  # write, close
 
 
@@ -70,17 +75,34 @@ class RunLog:
                 warn(f"train.log_to: {name} failed while closing ({error!r})")
 
 
-def metrics(path: Path) -> Iterator[Metrics]:
-    """The lines of a metrics file; skips lines cut by a crash."""
+def metrics(path: Path) -> list[Metrics]:
+    """The lines of a metrics file; warns of those that training did not write, and skips them.
+
+    The last one may be cut, by a crash or because it is being written.
+    """
     if not path.exists():
-        return
-    for text in path.read_text("utf-8", "replace").splitlines():
-        try:
-            line = json.loads(text)
-            int(line["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        yield line
+        return []
+    *texts, _ = files.read_regular(path).split(b"\n")
+    lines = [line for line in map(_parsed, texts) if line is not None]
+    if skipped := len(texts) - len(lines):
+        warn(f"{path}: skipped {amount(skipped, 'line')} not written by training")
+    return lines
+
+
+def _parsed(text: bytes) -> Metrics | None:
+    """A line if it is as `write` gets it, else None: finite numbers, and text for the sample."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not line.keys() >= {"step", "tokens", "seconds"}:
+        return None
+    if any(0 < len(line.keys() & group) < len(group) for group in TOGETHER):
+        return None
+    sample = line.get("sample", "")
+    numbers = [value for key, value in line.items() if key != "sample"]
+    plain = all(type(value) in (int, float) and 0 <= value < 1e300 for value in numbers)
+    return line if plain and isinstance(sample, str) and isinstance(line["step"], int) else None
 
 
 def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:

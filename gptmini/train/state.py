@@ -13,7 +13,7 @@ import torch
 
 from gptmini.config.load import differences
 from gptmini.config.settings import Config
-from gptmini.console import duration, say, warn
+from gptmini.console import amount, duration, say_fact, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
@@ -147,6 +147,7 @@ def begin(training: Training) -> None:
         raise _other_text(config, run)
     if (checkpoint := run.newest()) is not None:
         restore(training, checkpoint)
+        run.prune(training.progress.best, config.train.keep)  # a kill may have left more
         training.started -= training.progress.elapsed
     if training.step < config.train.steps:
         run.write_config(config)
@@ -199,24 +200,25 @@ def introduce(training: Training, decision: "Decision") -> None:
     count, seq_len = cost.parameter_count(model), training.config.seq_len
     size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
     cache = cost.cache_bytes(model, model.context_length)
-    say(
-        f"  model     {size} parameters: {_counted(model.n_layer, 'layer')}, "
-        f"width {model.d_model}, {_counted(model.n_head, 'head')} / "
-        f"{_counted(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}), "
+    window = f", window {model.attention.window}" if model.attention.window else ""
+    say_fact(
+        f"  model     {size} parameters: {amount(model.n_layer, 'layer')}, "
+        f"width {model.d_model}, {amount(model.n_head, 'head')} / "
+        f"{amount(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
         f"context {model.context_length}, dropout {model.dropout:g}; "
         f"KV cache {cache / 2**20:,.1f} MiB"
     )
     line = (
-        f"  machine   {progress.device}, {_counted(progress.threads, 'thread')}, {progress.dtype}; "
+        f"  machine   {progress.device}, {amount(progress.threads, 'thread')}, {progress.dtype}; "
         f"{train.optimizer}; micro-batch {train.micro_batch_size}"
     )
     outcome = ["compile on" if train.compile == "on" else "", decision.compiling]
-    say("; ".join(filter(None, [line, ": ".join(filter(None, outcome))])))
+    say_fact("; ".join(filter(None, [line, ": ".join(filter(None, outcome))])))
     epochs = training.corpus.epochs(
         seq_len, train.batch_size, train.steps, training.config.data.weights
     )
     line = (
-        f"  run       {training.run.path}: {_counted(train.steps, 'step')} x "
+        f"  run       {training.run.path}: {amount(train.steps, 'step')} x "
         f"{train.batch_size * seq_len:,} tokens = {epochs:.1f} epochs"
     )
     if training.step:
@@ -224,7 +226,7 @@ def introduce(training: Training, decision: "Decision") -> None:
     if decision.seconds_per_step is not None and training.step < train.steps:
         left = (train.steps - training.step) * decision.seconds_per_step
         line += f"; about {duration(left)} left"
-    say(line)
+    say_fact(line)
     if epochs > MANY_EPOCHS:
         warn(
             f"training reads the text {epochs:.0f} times and learns little after {MANY_EPOCHS}; "
@@ -232,21 +234,40 @@ def introduce(training: Training, decision: "Decision") -> None:
         )
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + "s" * (count != 1)
-
-
 def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
     """ConfigError listing the settings in which a run differs from the one asked for."""
     lines = [
-        f"{key}: {theirs} in {run.path}, now {ours}"
+        f"{key}: {_shown(theirs)} in {run.path}, now {_shown(ours)}"
         for key, ours, theirs in differences(asked, existing)
         if key not in CHANGEABLE and not key.startswith("sample.")
+        if key != "train.minutes" or None in (ours, theirs)  # other minutes make it longer
     ]
     if lines:
         raise ConfigError(
             *lines, f"{run.path}: holds a run with other settings; choose another --out"
         )
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def already(training: Training) -> str:
+    """What to say of a run that has nothing left to do."""
+    steps = training.config.train.steps
+    if training.step > steps and not training.paced:
+        return f"already has {training.step:,} steps, more than --steps {steps:,}"
+    return f"already finished at step {training.step:,}"
+
+
+def how_to_continue(training: Training) -> str:
+    settings, best = training.config.train, training.progress.best
+    if training.step >= settings.steps or best is None:
+        return f"pass a larger {'--minutes' if training.paced else '--steps'} to train longer"
+    return (
+        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
+        f"ago; pass --set train.patience=null to train on"
+    )
 
 
 def diverged(training: Training, what: str) -> str:

@@ -29,8 +29,10 @@ from gptmini.train.batches import draw, validation_batches
 from gptmini.train.evaluate import evaluate
 from gptmini.train.state import (
     Training,
+    already,
     begin,
     diverged,
+    how_to_continue,
     introduce,
     prepare,
     restore,
@@ -56,10 +58,10 @@ def train(decision: "Decision", out: Path) -> None:
     training = prepare(decision, run)
     with run.lock():
         begin(training)
-        introduce(training, decision)
         if _is_finished(training):
-            say(f"{out}: already finished at step {training.step}; {_how_to_continue(training)}")
+            say(f"{out}: {already(training)}; {how_to_continue(training)}")
             return
+        introduce(training, decision)
         weights = sum(p.nbytes for p in training.model.parameters())
         run.check_space(3 * weights)  # and up to two moments of the optimizer
         log = RunLog(run.path, training.config, training.step)
@@ -92,14 +94,14 @@ def _loop(
                 raise
             _rewind(training, log, bar, error)
         if stop is not None:
-            name = signal.Signals(stop).name
+            name = "Ctrl-C" if stop == signal.SIGINT else signal.Signals(stop).name
             raise Stopped(
                 stop,
                 f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
                 f"the same command to resume",
             )
     if training.step < training.config.train.steps:
-        say(f"ended at step {training.step}: {_how_to_continue(training)}")
+        say(f"ended at step {training.step}: {how_to_continue(training)}")
 
 
 def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
@@ -110,7 +112,7 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
     progress.step += 1
     progress.tokens += settings.batch_size * training.config.seq_len
     progress.seconds += time.perf_counter() - started
-    bar.advance()
+    bar.advance(metrics["train_loss"])
     _report_spike(training, metrics["train_loss"])
     last = training.step == settings.steps
     record: dict[str, Any] = {}
@@ -201,16 +203,6 @@ def _has_turned(training: Training) -> bool:
     return training.step >= since + settings.patience * settings.eval_every
 
 
-def _how_to_continue(training: Training) -> str:
-    settings, best = training.config.train, training.progress.best
-    if training.step >= settings.steps or best is None:
-        return "pass a larger --steps to train longer"
-    return (
-        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
-        f"ago; pass --set train.patience=null to train on"
-    )
-
-
 def _keep_pace(training: Training, bar: TrainingProgress) -> None:
     """Before the cool-down, fit the number of steps to the minutes at the speed so far.
 
@@ -222,10 +214,10 @@ def _keep_pace(training: Training, bar: TrainingProgress) -> None:
     elif training.step % settings.log_every == 0:
         per_step = (now[1] - training.first[1]) / (now[0] - training.first[0])
         steps = paced_steps(settings, *now, per_step)
-        if steps != settings.steps:
+        if settings.minutes and steps != settings.steps:
             training.config = training.config.with_train(steps=steps)
             training.run.write_config(training.config)
-            bar.plan(steps)
+            bar.plan(steps, settings.minutes)
 
 
 def _save_is_due(training: Training) -> bool:
