@@ -6,11 +6,13 @@ runs: torch takes more than a second to load, and `--help` should be quick.
 
 import difflib
 import io
+import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,11 +23,11 @@ from gptmini import __version__
 from gptmini.cli.evidence import compare, convert, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
 from gptmini.cli.text import data_app, tokenizer_app
-from gptmini.cli.train import prepare, train
+from gptmini.cli.train import list_settings, prepare, train
 from gptmini.errors import GptminiError, Stopped
 
 app = typer.Typer(
-    help="Turn any text into a GPT that its owner understands.",
+    help="Turn any text into a GPT that you understand.",
     epilog="Add --debug to any command to see the traceback of a failure.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -90,6 +92,7 @@ _WORDS = {  # of typer's help and errors, in ours
 
 for _command in (train, generate, score, evaluate, inspect, compare, size, convert, plot):
     app.command()(_command)
+app.command("settings")(list_settings)
 data_app.command()(prepare)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
@@ -100,9 +103,14 @@ for _info in chain(*(group.registered_commands for group in (app, data_app, toke
 
 def main() -> None:
     """Run the command line; a failure becomes one line for each problem and an exit code."""
-    words = [word for word in sys.argv[1:] if word != "--debug"]
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+    words = ["--help" if word == "-help" else word for word in sys.argv[1:] if word != "--debug"]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
@@ -147,12 +155,18 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "gptmini"
     option = getattr(error, "option_name", "")
+    known = [name for param in context.command.params for name in param.opts] if context else []
     if not hasattr(error, "possibilities"):
         text = _reworded(error.format_message().rstrip("."))
-        text = text[:1].lower() + text[1:]
+        text = text[:1].lower() + text[1:] + _typed(text)
+        if text.startswith("unexpected") and "--prompt" in known:
+            text += "; put the text after --prompt, in quotes"
+        elif text.startswith("unexpected") and "--data" in known and "--data" in sys.argv:
+            text += "; repeat --data before each text, or quote a pattern: --data '*.txt'"
         return f"{text}{'' if text.endswith('?') else ';'} see {command} --help"
-    known = [name for param in context.command.params for name in param.opts] if context else []
-    if near := difflib.get_close_matches(option, known, 1, 0.75):
+    if option in _MEANT and "--steps" in known:
+        hint = _MEANT[option]
+    elif near := difflib.get_close_matches(option, known, 1, 0.75):
         hint = f"did you mean {near[0]}? "
     elif "--set" in known:
         from gptmini.config.load import full_key
@@ -163,6 +177,25 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     else:
         hint = ""
     return f"no such option: {option}; {hint}see {command} --help"
+
+
+_MEANT = {  # options of other programs
+    "--epochs": "use --steps or --minutes, or ",
+    "--resume": "name the run: gptmini train RUN, or ",
+}
+
+
+def _typed(text: str) -> str:
+    """What was typed for the option that a complaint begins with: ", not 'x'"."""
+    option, colon, problem = text.partition(": ")
+    if not colon or not problem.startswith(("must be", "expected")):
+        return ""
+    words = [*sys.argv[1:], ""]
+    values = [value for word, value in pairwise(words) if word == option]
+    values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    if not values:
+        return ""
+    return f", not {values[-1] if re.fullmatch('-?[0-9.]+', values[-1]) else repr(values[-1])}"
 
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:
