@@ -1,4 +1,4 @@
-"""gptmini: turn any text into a GPT that its owner understands.
+"""gptmini: turn any text into a GPT that you understand.
 
 import gptmini
 run = gptmini.load("runs/python-docs")

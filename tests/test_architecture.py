@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gptmini"
 ROOMS = {
     "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
-    "config": ["settings", "load", "yamlfile"],
+    "config": ["settings", "load", "yamlfile", "listing"],
     "text": ["formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"],
     "model": ["attention", "layers", "gpt", "optim", "mechanisms"],
     "runs": ["directory", "log"],

@@ -11,6 +11,7 @@ from conftest import SMALL
 
 from gptmini import __version__, console
 from gptmini.cli import app, generate
+from gptmini.config.load import leaves
 from gptmini.config.settings import Config
 
 
@@ -62,9 +63,10 @@ ERRORS = [
         2,
         "train.stepz: no such setting; did you mean train.steps?",
     ),
-    (["train", "--set", "steps"], 2, "not an assignment"),
+    (["train", "--set", "train.lr"], 2, "not an assignment; write --set train.lr=VALUE"),
+    (["train", "--set", "foo.bar=1"], 2, "--set foo.bar: no such section; choose one of model, "),
     (["train", "--set", "train.n_embd=3"], 2, "did you mean model.d_model?"),
-    (["train", "--attention", "gqa:3"], 2, "3 does not divide n_head 4"),
+    (["train", "--attention", "gqa:3"], 2, "gqa:3: 4 heads (n_head) cannot share 3 KV heads; use"),
     (["train", "--attention", "gqa:x"], 2, "write gqa:2"),
     (["train", "--attention", "gqa"], 2, "write gqa:2"),
     (["train", "--attention", "window"], 2, "write window:64"),
@@ -86,7 +88,14 @@ ERRORS = [
     (["train", "--foo"], 2, "no such option: --foo"),
     (["train", "--lr", "1"], 2, "use --set train.lr=VALUE, or see gptmini train --help"),
     (["train", "--step", "1"], 2, "did you mean --steps? see gptmini train --help"),
-    (["train", "--steps", "x"], 2, "--steps: expected a whole number; see gptmini train --help"),
+    (["train", "--epochs", "3"], 2, "use --steps or --minutes, or see gptmini train --help"),
+    (["train", "--resume"], 2, "name the run: gptmini train RUN, or see gptmini train --help"),
+    (["train", "--steps", "x"], 2, "--steps: expected a whole number, not 'x'; see gptmini train"),
+    (["generate", "--samples=0"], 2, "--samples: must be at least 1, not 0; see gptmini generate"),
+    (["train", "--attention", "window:0"], 2, "--attention window:0: must be at least 1, not 0"),
+    (["train", "--data", "a.txt", "b.txt", "c.txt"], 2, "repeat --data before each text, or quote"),
+    (["generate", "--prompt", "It", "was", "so"], 4, "or put a text after --prompt"),
+    (["settings", "foo"], 2, "foo: no such setting; gptmini settings lists all"),
     (["train", "--steps"], 2, "--steps: needs a value; see gptmini train --help"),
     (["train", "a", "b"], 2, "unexpected arguments: b; see gptmini train --help"),
     (["trian"], 2, "did you mean 'train'? see gptmini --help"),
@@ -109,6 +118,76 @@ def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
     assert not Path("runs").exists()
 
 
+def test_a_text_may_stand_in_the_place_of_a_configuration(gptmini, text_file: Path):
+    assert gptmini("train", "text.txt", *SMALL)[0] == 0
+    assert gptmini("train", "--data", "text.txt", "--out", "other", *SMALL)[0] == 0
+    names = ("config.yaml", "checkpoints/step-00000004/model.safetensors")
+    for name in names:
+        assert Path("runs/text", name).read_bytes() == Path("other", name).read_bytes()
+    code, _, err = gptmini("train", "--data", "text.txt", "text.txt")
+    assert (code, "repeat --data before each text, or quote a pattern" in err) == (2, True)
+
+
+def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):
+    words = ["train", "text.txt", *SMALL, "--set", "train.patience=null"]
+    assert gptmini(*words, "--steps", "8", "--set", "train.warmup_steps=1")[0] == 0
+    assert gptmini(*words, "--set", "train.warmup_steps=1", "--out", "mine")[0] == 0
+    for name in ("mine", "mine/config.yaml"):
+        code, _, err = gptmini("train", name, "--steps", "8")
+        assert code == 0, err
+        assert sorted(path.name for path in Path("runs").iterdir()) == ["text"]
+        for file in ("config.yaml", "tokenizer.json"):
+            assert Path("runs/text", file).read_bytes() == Path("mine", file).read_bytes()
+        assert Path("mine/checkpoints/step-00000008").is_dir()
+
+
+def test_a_wrong_run_or_text_is_named_without_torch(tmp_path: Path):
+    for words in ("generate nothere", "evaluate nothere", "train nothere.txt --data nothere.txt"):
+        check = (
+            f"import sys; sys.argv = {['gptmini', *words.split()]}\n"
+            "from gptmini.cli.app import main\n"
+            "try: main()\n"
+            "finally: assert 'torch' not in sys.modules"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", check], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert done.returncode > 1, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_run_is_suggested_for_a_name_that_is_nearly_its(gptmini):
+    Path("runs/my").mkdir(parents=True)
+    Path("runs/my/config.yaml").touch()
+    for name in ("my", "runs/myy"):
+        code, _, err = gptmini("generate", name)
+        assert (code, f"{name}: no run here; did you mean runs/my?" in err) == (4, True)
+
+
+def test_out_must_not_be_a_file(gptmini, text_file: Path):
+    code, _, err = gptmini("train", "--data", "text.txt", "--out", "text.txt")
+    assert (code, "--out text.txt: a file, not a directory" in err) == (2, True)
+
+
+def test_help_is_a_command_too(gptmini):
+    assert gptmini("help") == gptmini("--help") == gptmini("-help")
+    assert gptmini("help", "data", "fetch") == gptmini("data", "fetch", "--help")
+
+
+def test_settings_lists_every_key_with_its_choices_default_and_meaning(gptmini):
+    code, out, _ = gptmini("settings")
+    assert code == 0
+    for key, _ in leaves(Config().model_dump()):
+        assert re.search(rf"^{key.replace('.', '[.]')}: .+ \(default: .+\)\n    \w", out, re.M), key
+    assert "model.norm: layernorm, rmsnorm (default: layernorm)" in out
+    one = gptmini("settings", "train.lr")
+    assert one[1].startswith("train.lr: number (default: 0.002)\n    Peak learning rate")
+    assert gptmini("settings", "lr") == gptmini("settings", "learning_rate") == one
+    keys = [line for line in gptmini("settings", "data")[1].splitlines() if line[0] != " "]
+    assert all(line.startswith("data.") for line in keys)
+    assert len(keys) > 5
+
+
 def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
     words = ["train", "--data", str(text_file), *SMALL]
     assert gptmini(*words)[0] == 0
@@ -122,7 +201,7 @@ def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
 def test_wrong_settings_when_generating(gptmini, text_file: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     for words, line in [
-        (["--temperature", "-1"], "--temperature: must be at least 0, not -1.0"),
+        (["--temperature", "-1"], "--temperature: must be at least 0, not -1"),
         (["--temperature", "nan"], "--temperature: must be a finite number"),
         (["--top-k", "0"], "--top-k: "),
         (["--top-p", "1.5"], "--top-p: "),
@@ -218,11 +297,12 @@ def test_the_version(gptmini):
 def test_help_lists_train_and_generate_first(gptmini):
     commands = re.findall(r"^  ([a-z]+)  ", gptmini("--help")[1].partition("Commands:")[2], re.M)
     assert commands[:2] == ["train", "generate"]
-    assert f"for {Config().train.steps} steps" in gptmini("train", "--help")[1]
+    described = " ".join(gptmini("train", "--help")[1].split())
+    assert f"for {Config().train.steps} steps" in described
     assert sorted(commands[2:9]) == sorted(
         ["score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
     )
-    assert commands[9:] == ["data", "tokenizer"]
+    assert commands[9:] == ["settings", "data", "tokenizer"]
 
 
 def test_help_at_80_columns_is_whole_and_in_users_words(gptmini, monkeypatch):
@@ -250,6 +330,17 @@ def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path)
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert len(done.stdout) == 5
+
+
+def test_a_closed_output_is_not_an_error(gptmini, text_file: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    command = f"'{sys.executable}' -m gptmini generate --prompt The"
+    expected = gptmini("generate", "--prompt", "The")[1]
+    for closed, out in (("2>&-", expected), (">&-", ""), (">&- 2>&-", "")):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {closed}"], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, out, ""), closed
 
 
 def test_a_killed_run_resumes_to_the_same_weights(gptmini, text_file: Path, tmp_path: Path):

@@ -4,7 +4,7 @@ import pytest
 from conftest import tiny
 from pydantic import BaseModel
 
-from gptmini.config.load import differences, find, full_key, load, named_configs, validate
+from gptmini.config.load import DEFAULT, differences, find, full_key, load, named_configs, validate
 from gptmini.config.settings import Config, ModelConfig, default_d_ff
 from gptmini.config.yamlfile import dump
 from gptmini.errors import ConfigError
@@ -28,11 +28,11 @@ def test_every_mistake_of_a_file_is_one_line_with_its_place(tmp_path: Path):
         ":2: model.n_layer: expected a whole number, not 'four'",
         ":3: model.n_embd: no such setting; did you mean model.d_model?",
         ":4: model.attention.n_kv_head: variant mqa has 1 KV head, not 4",
-        ":6: train.lr: must be greater than 0, not -1",
+        ":6: train.lr: must be at least 1e-08, not -1",
         ":7: train.stepz: no such setting; did you mean train.steps?",
         ":8: train.betas.1: must be less than 1, not 2",
         ":9: train.dropout: no such setting; did you mean model.dropout?",
-        ":10: modle: no such setting; did you mean model?",
+        ":10: modle: no such section; did you mean model?",
     ]
     lines = error.value.lines
     for words in expected:
@@ -64,6 +64,10 @@ def test_every_mistake_of_a_file_is_one_line_with_its_place(tmp_path: Path):
         ({"model": {"n_layer": True}}, "n_layer: expected a whole number, not true"),
         ({"model": {"n_layer": 2.5}}, "n_layer: expected a whole number, not 2.5"),
         ({"model": {"dropout": 1}}, "dropout: must be less than 1"),
+        ({"model": {"dropout": 1 / 512}}, "rounds to 0/256; use 0 or 0.0039"),
+        ({"model": {"dropout": 0.9981}}, "0.9981 rounds to 256/256; use 0 or 0.9961"),
+        ({"train": {"lr": 1e-320}}, "lr: must be at least 1e-08"),
+        ({"train": {"muon_lr": 1e-9}}, "muon_lr: must be at least 1e-08"),
         ({"model": {"norm": "batchnorm"}}, "norm: must be layernorm or rmsnorm, not 'batchnorm'"),
         ({"train": {"steps": 10**30}}, "steps: must be at most 1000000000"),
         ({"train": {"steps": 5, "warmup_steps": 9}}, "warmup_steps: 9 is more than steps (5)"),
@@ -155,7 +159,7 @@ def test_a_section_set_as_a_whole_is_named_with_the_key(tmp_path: Path):
     path.write_text("train:\n  lr: 1e-3\n")
     with pytest.raises(ConfigError) as error:
         load(path, [("--set train", ("train",), {"lr": -1})])
-    assert error.value.lines[0].startswith("--set train: train.lr: must be greater than 0")
+    assert error.value.lines[0].startswith("--set train: train.lr: must be at least 1e-08")
 
 
 def test_options_and_places_are_named_as_the_user_gave_them(tmp_path: Path):
@@ -184,3 +188,32 @@ def test_a_setting_is_known_by_its_own_and_other_projects_names():
         "model.d_model",
         None,
     ]
+
+
+def test_a_dropout_that_is_not_refused_drops_some_and_keeps_some():
+    for share in (0.0039, 0.1, 0.5, 0.9961):
+        dropout = ModelConfig(dropout=share).dropout
+        assert dropout == share
+        assert 0 < round(256 * dropout) < 256
+
+
+def test_minutes_on_the_command_line_win_over_the_steps_of_a_file(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    intervals = "warmup_steps: 9, eval_every: 50, save_every: 50, log_every: 5"
+    path.write_text(f"train: {{steps: 600, {intervals}, lr: 1e-3}}\n")
+    minutes = ("--minutes", ("train", "minutes"), 5.0)
+    assert load(path, [minutes]).train.model_fields_set == {"minutes", "lr"}
+    both = load(path, [("--steps", ("train", "steps"), 70), minutes]).train
+    assert (both.steps, both.eval_every, both.warmup_steps) == (70, 100, 7)
+    assert load(path, [("--set train.minutes", ("train", "minutes"), None)]).train.steps == 600
+    path.write_text("train: {steps: 600, minutes: 5}\n")
+    assert load(path, []).train.steps == 600
+
+
+def test_the_default_configuration_is_the_defaults_and_leaves_open_what_is_chosen():
+    default = load(DEFAULT, [])
+    assert default == Config()
+    planned = load(DEFAULT, [("--minutes", ("train", "minutes"), 5.0)])
+    assert not planned.tokenizer.model_fields_set
+    assert not {"n_layer", "n_head", "d_model", "dropout"} & planned.model.model_fields_set
+    assert not {"steps", "batch_size", "eval_every", "compile"} & planned.train.model_fields_set

@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -22,11 +23,11 @@ from gptmini import __version__
 from gptmini.cli.evidence import compare, convert, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
 from gptmini.cli.text import data_app, tokenizer_app
-from gptmini.cli.train import prepare, train
+from gptmini.cli.train import list_settings, prepare, train
 from gptmini.errors import GptminiError, Stopped
 
 app = typer.Typer(
-    help="Turn any text into a GPT that its owner understands.",
+    help="Turn any text into a GPT that you understand.",
     epilog="Add --debug to any command to see the traceback of a failure.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -94,6 +95,7 @@ _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(
 
 for _command in (train, generate, score, evaluate, inspect, compare, size, convert, plot):
     app.command()(_command)
+app.command("settings")(list_settings)
 data_app.command()(prepare)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
@@ -107,9 +109,14 @@ def main() -> None:
     # Before torch loads: OpenMP threads that spin while waiting took shakespeare-char-small from
     # 5,073 and 7,892 tokens/s to 1,150 and 1,122, at a load of 3 to 5 on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    words = [word for word in sys.argv[1:] if word != "--debug"]
-    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+    words = ["--help" if word == "-help" else word for word in sys.argv[1:] if word != "--debug"]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
     for number in _STOPPING:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
@@ -155,12 +162,18 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "gptmini"
     option = getattr(error, "option_name", "")
+    known = [name for param in context.command.params for name in param.opts] if context else []
     if not hasattr(error, "possibilities"):
         text = _reworded(error.format_message().rstrip("."))
-        text = text[:1].lower() + text[1:]
+        text = text[:1].lower() + text[1:] + _typed(text)
+        if text.startswith("unexpected") and "--prompt" in known:
+            text += "; put the text after --prompt, in quotes"
+        elif text.startswith("unexpected") and "--data" in known and "--data" in sys.argv:
+            text += "; repeat --data before each text, or quote a pattern: --data '*.txt'"
         return f"{text}{'' if text.endswith('?') else ';'} see {command} --help"
-    known = [name for param in context.command.params for name in param.opts] if context else []
-    if near := difflib.get_close_matches(option, known, 1, 0.75):
+    if option in _MEANT and "--steps" in known:
+        hint = _MEANT[option]
+    elif near := difflib.get_close_matches(option, known, 1, 0.75):
         hint = f"did you mean {near[0]}? "
     elif "--set" in known:
         from gptmini.config.load import full_key
@@ -171,6 +184,25 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     else:
         hint = ""
     return f"no such option: {option}; {hint}see {command} --help"
+
+
+_MEANT = {  # options of other programs
+    "--epochs": "use --steps or --minutes, or ",
+    "--resume": "name the run: gptmini train RUN, or ",
+}
+
+
+def _typed(text: str) -> str:
+    """What was typed for the option that a complaint begins with: ", not 'x'"."""
+    option, colon, problem = text.partition(": ")
+    if not colon or not problem.startswith(("must be", "expected")):
+        return ""
+    words = [*sys.argv[1:], ""]
+    values = [value for word, value in pairwise(words) if word == option]
+    values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    if not values:
+        return ""
+    return f", not {values[-1] if re.fullmatch('-?[0-9.]+', values[-1]) else repr(values[-1])}"
 
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:

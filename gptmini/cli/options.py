@@ -29,22 +29,41 @@ def argument(default: Any, metavar: str, text: str, **settings: Any) -> Any:
 
 
 NEWEST = "the newest directory in runs/"
-_FILE_OR_NAME = "A YAML file, or the name of one in configs/."
+_FILE_OR_NAME = (
+    "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
+)
 _TEXTS = (
     "Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs or "
     "builtin:python-code. Repeat to use several."
 )
 _NOT_UTF8 = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
 _SETTING = (
-    "Override a setting, such as train.lr=1e-3. Repeat to override several. configs/README.md "
+    "Override a setting, such as train.lr=1e-3. Repeat to override several. gptmini settings "
     "lists all keys."
 )
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
 _MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
 _CACHE = "Folder for prepared texts and compiled code."
 
+
+def _run(context: typer.Context, path: Path | None) -> Path | None:
+    """Check that a run is where the command line says, before torch is loaded."""
+    if path is not None and not (path / "config.yaml").exists():
+        runs = {file.parent.name: str(file.parent) for file in RUNS.glob("*/config.yaml")}
+        if near := difflib.get_close_matches(path.name, runs, 1):
+            hint = f"did you mean {runs[near[0]]}?"
+        elif any("--prompt" in parameter.opts for parameter in context.command.params):
+            hint = "name a run, or put a text after --prompt"
+        else:
+            hint = "create one with gptmini train"
+        raise CheckpointError(f"{path}: no run here; {hint}")
+    return path
+
+
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _FILE_OR_NAME)]
-RunName = Annotated[Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST)]
+RunName = Annotated[
+    Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST, callback=_run)
+]
 Data = Annotated[list[str] | None, option(..., "PATH", _TEXTS)]
 Errors = Annotated[str | None, option(..., "MODE", _NOT_UTF8, show_default="strict")]
 Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--set")]
@@ -77,9 +96,22 @@ def configured(
 ) -> "Config":
     """The configuration of a command line: file, then --set, then the named options.
 
-    `named` holds the options that set keys of the section train.
+    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default.
+    Instead, `name` may be a text. `named` holds the options that set keys of the section train.
     """
     from gptmini.config import load
+
+    file = load.DEFAULT
+    if name is not None and is_text(name):
+        if data:
+            raise ConfigError(
+                f"{name}: a text, but CONFIG is expected here; repeat --data before each text, or "
+                f"quote a pattern: --data '*.txt'"
+            )
+        data = [name]
+    elif name is not None:
+        run = run_of(name)
+        file = run / "config.yaml" if run else load.find(name)
 
     overrides = assigned(assignments)
     if data:
@@ -88,11 +120,32 @@ def configured(
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
         for key, value in attention_settings(attention).items():
-            overrides.append(("--attention", ("model", "attention", key), value))
+            label = f"--attention {attention}"
+            overrides.append((label, ("model", "attention", key), value))
     for label, value in (named or {}).items():
         if value is not None:
             overrides.append((label, ("train", label.removeprefix("--")), value))
-    return load.load(load.find(name) if name is not None else None, overrides)
+    return load.load(file, overrides)
+
+
+def run_of(name: str) -> Path | None:
+    """The run directory that is given by its path or that of its config.yaml."""
+    path = Path(name)
+    folder = path.parent if path.name == "config.yaml" else path
+    files = (folder / "config.yaml", folder / "tokenizer.json")
+    return folder if all(file.is_file() for file in files) else None
+
+
+def is_text(name: str) -> bool:
+    """Whether the word in the place of a configuration is a text, as --data takes it."""
+    from gptmini.config import load
+
+    if name == "-" or name.startswith("builtin:"):
+        return True
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or name in load.names() or run_of(name):
+        return False
+    return path.exists() or bool(set(name) & set("*?["))
 
 
 def attention_settings(text: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""`gptmini train`, and `gptmini data prepare`, which does only its first part."""
+"""`gptmini train`, `gptmini data prepare`, which does only its first part, and `settings`."""
 
 import shlex
+import shutil
+import textwrap
 import time
 from itertools import chain
 from pathlib import Path
@@ -17,10 +19,13 @@ from gptmini.cli.options import (
     Errors,
     Minutes,
     Steps,
+    argument,
     configured,
     default_out,
     option,
+    run_of,
 )
+from gptmini.errors import ConfigError
 from gptmini.files import CACHE
 
 
@@ -44,13 +49,23 @@ def train(
 ) -> None:
     """Train a model on a text, or resume a run.
 
-    Without CONFIG and --data, train a small model for 250 steps on the language reference that
-    comes with Python. Running the same command again resumes a stopped run.
+    Without CONFIG and --data, train configs/default.yaml: a small model for 250 steps on the
+    language reference that comes with Python. Running the same command again resumes a stopped
+    run; so does gptmini train with the run's directory.
     """
     started = time.perf_counter()
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
+    from gptmini.text import sources
+
     settings = configured(config, data, errors, attention, named, assignments)
+    if out is None and config is not None:
+        out = run_of(config)
     out = out or default_out(config, settings.data.path[0], attention)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
+    for paths in (settings.data.path, settings.data.validation_path or []):
+        if "-" not in paths:
+            sources.find(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
     from gptmini.generate.run import load
     from gptmini.plan.decide import decide
@@ -83,3 +98,33 @@ def prepare(
     settings = configured(config, data, errors, assignments=assignments)
     ready = corpus.prepare_corpus(settings, cache)
     print(ready.summary(settings.tokenizer.kind))
+
+
+def list_settings(
+    name: str | None = argument(None, "KEY", "A key such as train.lr or lr, or a section."),
+) -> None:
+    """List the settings that --set and YAML files take."""
+    from gptmini import console
+    from gptmini.config import listing, load
+    from gptmini.config.settings import Config
+
+    width = min(100, shutil.get_terminal_size().columns)
+    listed = {
+        f"{section}.{each.name}": each
+        for section, _, settings in listing.sections(Config.model_json_schema())
+        for each in settings
+    }
+    chosen = [
+        key for key in listed if name is None or f".{name}." in f".{key}." or name == f"{key}."
+    ]
+    if not chosen and name is not None:
+        known = load.full_key(name.rpartition(".")[2])
+        if known is None:
+            raise ConfigError(f"{name}: no such setting; gptmini settings lists all")
+        chosen = [known]
+    lines = []
+    for key in chosen:
+        each = listed[key]
+        lines += [f"{key}: {each.kind} (default: {each.default})".replace("`", "")]
+        lines += [f"    {line}" for line in textwrap.wrap(each.meaning, width - 4)]
+    console.stream_to_stdout(f"{line}\n" for line in lines)

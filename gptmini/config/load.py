@@ -17,6 +17,9 @@ from gptmini.config.settings import Config
 from gptmini.config.yamlfile import KeyPath
 from gptmini.errors import ConfigError
 
+# What the command line's --minutes decides anew, whatever the file says.
+SET_BY_MINUTES = ("steps", "warmup_steps", "eval_every", "save_every", "log_every")
+
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 
 # The names that other projects give to our settings.
@@ -67,6 +70,10 @@ def load(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Conf
     if file is not None:
         data, lines = yamlfile.read_file(file)
         origins = {key: f"{file}:{line}" for key, line in lines.items()}
+    for _, path, value in assignments:
+        if path == ("train", "minutes") and value is not None:  # wins over the file's steps
+            stated = data["train"] if isinstance(data.get("train"), dict) else {}
+            data["train"] = {k: v for k, v in stated.items() if k not in SET_BY_MINUTES}
     for label, path, value in assignments:
         section = data
         for depth, name in enumerate(path[:-1], 1):
@@ -148,12 +155,17 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def find(name: str) -> Path:
     """The file of a configuration given by path or by its name in `configs/`."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
+    if path.suffix in (".yaml", ".yml"):
         return path
-    known = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in named_configs()}
-    if name not in known:
-        raise ConfigError(f"{name}: no such configuration; {_nearest(name, known)}")
-    return known[name]
+    known = names()
+    if name in known:
+        return known[name]
+    raise ConfigError(f"{name}: no such configuration; {_nearest(name, known)}")
+
+
+def names() -> dict[str, Path]:
+    """The file of each name that stands for a configuration, such as `attention/mqa`."""
+    return {str(file.relative_to(CONFIGS).with_suffix("")): file for file in named_configs()}
 
 
 def named_configs() -> list[Path]:
@@ -164,6 +176,7 @@ def named_configs() -> list[Path]:
 # Beside the package in a checkout, inside it in a wheel.
 _PACKAGE = Path(__file__).parents[1]
 CONFIGS = next(p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir())
+DEFAULT = CONFIGS / "default.yaml"  # what a command uses when no configuration is named
 
 
 def full_key(name: str, section: str = "") -> str | None:
@@ -181,7 +194,8 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         for key, problem in mistake["ctx"]["found"]:
             yield f"{_where((*path, *key.split('.')), origins)}: {problem}"
     elif kind == "extra_forbidden":
-        yield f"{_where(path, origins)}: no such setting; {_suggestion(path)}"
+        kind = "setting" if len(path) > 1 or full_key(path[0]) else "section"
+        yield f"{_where(path, origins)}: no such {kind}; {_suggestion(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
         limits = mistake.get("ctx", {}).items()
         plain = {key: f"{at:.16g}" if isinstance(at, float) else at for key, at in limits}
@@ -189,6 +203,8 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         expected = EXPECTED[kind].format(**plain) if kind in EXPECTED else fallback
         value = mistake["input"]
         shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
+        if isinstance(value, float) and not kind.startswith("int"):
+            shown = f"{value:.16g}"  # -1, as it was typed, not -1.0
         expected = expected.replace("'", "")  # the quotes of pydantic's lists of choices
         yield f"{_where(path, origins)}: {expected}, not {shown[:80]}"
 
@@ -200,7 +216,8 @@ def _where(path: KeyPath, origins: Origins) -> str:
             key = ".".join(path)
             named = origin.startswith("--") and not origin.startswith("--set ")
             return origin if named or origin.endswith(f" {key}") else f"{origin}: {key}"
-    return ".".join(path)
+    inside = (origin for key, origin in origins.items() if key[: len(path)] == path)
+    return next(inside, ".".join(path))
 
 
 def _suggestion(path: KeyPath) -> str:
@@ -210,10 +227,11 @@ def _suggestion(path: KeyPath) -> str:
         return f"did you mean {key}?"
     prefix = "".join(f"{name}." for name in section)
     known = [key for key, _ in leaves(Config().model_dump()) if key.startswith(prefix)]
-    return _nearest(leaf, {key.removeprefix(prefix).split(".")[0] for key in known}, prefix)
+    return _nearest(leaf, [key.removeprefix(prefix).split(".")[0] for key in known], prefix)
 
 
 def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The nearest of the known names, or else all of them."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.6)
-    return f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+    known = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, known, 1, 0.6)
+    return f"did you mean {prefix}{near[0]}?" if near else f"choose one of {', '.join(known)}"

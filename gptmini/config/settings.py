@@ -13,6 +13,7 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
+Rate = Annotated[float, Field(ge=1e-8, le=1e9)]  # lower ones leave float32's normal numbers
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Contradiction = tuple[str, str]  # the key to change, and what is wrong with it
@@ -50,7 +51,7 @@ class AttentionConfig(Section):
     n_kv_head: Count | None = None
     """Number of key/value heads of gqa, a divisor of n_head; null for mha and mqa."""
     window: Count | None = None
-    """Positions a query sees, its own included; null: its own and all before it."""
+    """Positions a query sees, its own included: with 64, itself and the 63 before; null: all."""
     full_every: Count | None = None
     """With a window, every n-th layer still sees all positions; null: none does."""
     qkv_bias: bool | None = None
@@ -106,8 +107,8 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     """Share one matrix between the token embedding and the output head."""
     dropout: Fraction | None = None
-    """Dropout of embeddings and residual branches; null: by the number of epochs planned (0, 0.1
-    from 4 epochs, 0.2 from 12)."""
+    """Dropout of embeddings and residual branches, rounded to n/256 (0.1 is 26/256); null: by the
+    number of epochs planned (0, 0.1 from 4 epochs, 0.2 from 12)."""
 
     @property
     def n_kv_head(self) -> int:
@@ -145,10 +146,11 @@ class ModelConfig(Section):
             )
         if self.n_head % self.n_kv_head:
             legal = ", ".join(str(n) for n in range(1, self.n_head + 1) if self.n_head % n == 0)
-            yield (
-                "attention.n_kv_head",
-                f"{self.n_kv_head} does not divide n_head {self.n_head}; use one of {legal}",
-            )
+            problem = f"{self.n_head} heads (n_head) cannot share {self.n_kv_head} KV heads"
+            yield "attention.n_kv_head", f"{problem}; use one of {legal}"
+        if self.dropout and (n := round(256 * self.dropout)) in (0, 256):
+            near = "0.0039" if n == 0 else "0.9961"
+            yield "dropout", f"{self.dropout} rounds to {n}/256; use 0 or {near}"
 
 
 class TokenizerConfig(Section):
@@ -222,9 +224,9 @@ class TrainConfig(Section):
     """Tokens per row; null: the model's context_length."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of the matrices in the blocks; AdamW trains everything else."""
-    muon_lr: Positive = 0.02
+    muon_lr: Rate = 0.02
     """Peak learning rate of Muon; follows the same schedule as lr."""
-    lr: Positive = 2e-3
+    lr: Rate = 2e-3
     """Peak learning rate of AdamW."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the cool-down."""

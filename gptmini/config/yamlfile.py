@@ -133,5 +133,6 @@ def assignment(text: str) -> tuple[KeyPath, Any]:
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
-        raise ConfigError(f"--set {text}: not an assignment; write --set train.steps=100")
+        key = key.strip() if all(path) else "KEY"
+        raise ConfigError(f"--set {text}: not an assignment; write --set {key}=VALUE")
     return path, parse(value, f"--set {'.'.join(path)}")
