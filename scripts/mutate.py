@@ -42,7 +42,7 @@ TESTS = {
     "generate/sampler.py": "test_sampler.py test_run.py test_bulk.py",
     "train/batches.py": "test_batches.py test_evaluate.py test_trainer.py",
     "train/evaluate.py": "test_evaluate.py test_evidence_evaluate.py",
-    "train/trainer.py": "test_trainer.py test_faults.py",
+    "train/trainer.py": "test_trainer.py test_faults.py test_evidence_evaluate.py",
 }
 
 _QK_NORM = """\

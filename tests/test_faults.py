@@ -382,6 +382,16 @@ def test_a_run_that_diverges_rewinds_and_continues_at_a_lower_rate(
     assert result(train(config)) == result(whole)
 
 
+def test_a_rewind_takes_back_the_metrics_after_the_checkpoint(train, config, monkeypatch):
+    settings = TRAIN | {"on_divergence": "rewind", "save_every": 3}
+    diverging(monkeypatch, 0.5)  # at step 5, after the checkpoint of step 3
+    run = train(tiny(data={"path": config.data.path}, train=settings))
+    lines = result(run)[1]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    rates = [line["lr"] / config.train.lr for line in lines]
+    assert rates[3] <= 0.5  # of the second time
+
+
 def test_a_run_that_diverges_at_any_rate_ends(train, config, monkeypatch):
     config = tiny(data={"path": config.data.path}, train=TRAIN | {"on_divergence": "rewind"})
     diverging(monkeypatch, 0)

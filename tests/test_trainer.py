@@ -88,7 +88,9 @@ def test_a_killed_run_ends_in_the_same_bits(train, config, monkeypatch, updates)
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch, number, code):
+def test_a_signal_saves_the_step_and_the_run_goes_on(
+    train, config, text_file, monkeypatch, number, code
+):
     whole = train(config, "whole")
     name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
     with monkeypatch.context() as patch:
@@ -96,6 +98,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(train, config, monkeypatch,
         with pytest.raises(Stopped, match=rf"by {name} after step 2, saved") as stopped:
             train(config)
     assert stopped.value.exit_code == code
+    assert RunDirectory(text_file.parent / "run").steps() == [2]
     assert RunDirectory(stopped_path := train(config).path).steps()[0] == 6
     assert same(weights(whole, 6), weights(RunDirectory(stopped_path), 6))
 
