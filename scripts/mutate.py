@@ -226,7 +226,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("top-p keeps a tie too many", "before >= sample.top_p", "before > sample.top_p"),
         ("top-p drops the token that reaches it", "weights.cumsum() - weights", "weights.cumsum()"),
         (
-            "top-p of weights that are not normalised",
+            "top-p of weights that are not normalized",
             "sample.top_p * weights.sum()",
             "sample.top_p",
         ),

@@ -67,7 +67,7 @@ def test_summaries_of_simple_heads_are_exact():
     first[:, 0] = 1
     even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
     heads = torch.stack([torch.eye(T), previous, first, even])[None]
-    summaries = attention_view.summarise(heads)
+    summaries = attention_view.summarize(heads)
     assert [summary[:2] for summary in summaries] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     rows = [[round(number, 4) for number in summary[2:]] for summary in summaries]
     assert rows[0] == [0, 0, 1, 0]

@@ -41,7 +41,7 @@ def test_permutations_hit_every_number_once(size, key):
 def test_permutations_differ_by_key_and_stir():
     orders = [tuple(permute(i, 1000, key) for i in range(1000)) for key in range(50)]
     assert len(set(orders)) == 50
-    # neighbours stay neighbours about as rarely as in a shuffled list (2 in 1000)
+    # neighbors stay neighbors about as rarely as in a shuffled list (2 in 1000)
     near = np.mean([np.mean(np.abs(np.diff(order)) == 1) for order in orders])
     assert near < 0.01
 

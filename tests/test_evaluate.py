@@ -118,7 +118,7 @@ def test_the_standard_error_of_windows_of_unequal_sizes_is_that_of_resampling():
     assert found.loss_error == pytest.approx(losses.std(), rel=0.05)
 
 
-def test_neighbours_that_go_together_widen_the_error():
+def test_neighbors_that_go_together_widen_the_error():
     """Ten windows in a row that share their luck count as one, not as ten."""
     luck = np.random.default_rng(0).normal(3, 1, 100)
     apart = Evaluation(np.tile(luck, 10), np.ones(1000), np.ones(1000), 0)

@@ -265,7 +265,7 @@ def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatc
 @pytest.mark.parametrize("where", ["update", "evaluate", "save"])
 def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
     whole = result(train(config, "whole"))
-    number = getattr(signal, name)
+    number, said = getattr(signal, name), name.replace("SIGINT", "Ctrl-C")
     function = getattr(trainer, where)
     calls = 0
 
@@ -278,7 +278,7 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, where, interrupted)
-        with pytest.raises(GptminiError, match=f"stopped by {name} after step .*saved") as stopped:
+        with pytest.raises(GptminiError, match=f"stopped by {said} after step .*saved") as stopped:
             train(config)
     assert stopped.value.exit_code == 128 + number
     assert result(train(config)) == whole

@@ -59,7 +59,7 @@ def test_a_short_training_takes_seconds_and_windows_are_named(gptmini, text_file
 
 
 def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
-    found = planned(gptmini, "--accelerator", "h100", "--utilisation", "0.5", "--devices", "4")
+    found = planned(gptmini, "--accelerator", "h100", "--utilization", "0.5", "--devices", "4")
     flops = found["flops_per_token"]["training"] * found["tokens"]["seen"]
     assert found["time"]["minutes"] == pytest.approx(flops / (4 * 0.5 * 989e12) / 60)
     assert found["time"]["fits"] is True

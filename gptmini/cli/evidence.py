@@ -26,6 +26,7 @@ from gptmini.cli.options import (
     configured,
     newest_run,
     option,
+    run_directory,
 )
 from gptmini.errors import ConfigError
 from gptmini.files import CACHE
@@ -46,7 +47,7 @@ def evaluate(
     cache: Cache = CACHE,
 ) -> None:
     """Measure a trained model on its held-out text, or on all of another text."""
-    path = run or newest_run()
+    path = run_directory(run)
     from gptmini.console import say
     from gptmini.evidence.evaluate import evaluate_run, text_of
     from gptmini.generate.run import load
@@ -172,7 +173,7 @@ def convert(
     """Start a new run from a trained model, with its KV heads averaged into fewer."""
     if attention is None:
         raise ConfigError("--attention: missing; write for example --attention gqa:2")
-    path = run or newest_run()
+    path = run_directory(run)
     path = path.resolve() if path.name == "" else path
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini.console import say
@@ -203,7 +204,7 @@ def plot(
     cache: Cache = CACHE,
 ) -> None:
     """Draw the training curves of runs; a report also has samples over time and attention."""
-    paths = runs or [newest_run()]
+    paths = [run_directory(run) for run in runs or [newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
     from gptmini.evidence import report
 
@@ -249,7 +250,8 @@ def inspect(
         print("\nx visible, . masked; a row is a query, a column a key")
         figure = plots.mask(cells.numpy(), mask) if out else None
     else:
-        figure = _inspect_run(run or newest_run(), str(prompt), layer, head, out is not None)
+        path = run_directory(run, "--prompt")
+        figure = _inspect_run(path, str(prompt), layer, head, out is not None)
     if out is not None:
         plots.save(figure, out)
         say(f"{out}: written")
@@ -279,7 +281,7 @@ def size(
     accelerator: str | None = option(
         None, "NAME", "Estimate minutes on this accelerator: l4, a100, h100 and others."
     ),
-    utilisation: float = option(
+    utilization: float = option(
         0.4, "X", "Fraction of the accelerator's peak FLOP/s that is reached.", min=0.01, max=1
     ),
     devices: int = option(1, "N", "Number of accelerators, assuming perfect scaling.", min=1),
@@ -296,5 +298,5 @@ def size(
     settings = configured(config, data, errors, attention, named, assignments)
     from gptmini.plan import size as sizing
 
-    facts = sizing.size(settings, cache, accelerator, utilisation, devices)
+    facts = sizing.size(settings, cache, accelerator, utilization, devices)
     print(json.dumps(facts) if as_json else "\n".join(sizing.lines(facts)))

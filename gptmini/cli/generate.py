@@ -301,11 +301,11 @@ def _coloured(scored: "Score") -> Iterator[str]:
     """The text on backgrounds from none to dark red, one step per two bits of surprise."""
     from gptmini.console import shown
 
-    colours = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
+    colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
     for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
-        colour = colours[min(len(colours) - 1, int(-logprob / 1.386))]  # 2 bits are 1.386 nats
+        color = colors[min(len(colors) - 1, int(-logprob / 1.386))]  # 2 bits are 1.386 nats
         yield "\n".join(
-            f"{colour}{shown(line)}\x1b[0m" if colour and line else shown(line)
+            f"{color}{shown(line)}\x1b[0m" if color and line else shown(line)
             for line in text.split("\n")
         )
     yield "\n"

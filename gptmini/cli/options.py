@@ -46,24 +46,8 @@ _MINUTES = "Minutes that training may take; sizes and steps that are not set are
 _CACHE = "Folder for prepared texts and compiled code."
 
 
-def _run(context: typer.Context, path: Path | None) -> Path | None:
-    """Check that a run is where the command line says, before torch is loaded."""
-    if path is not None and not (path / "config.yaml").exists():
-        runs = {file.parent.name: str(file.parent) for file in RUNS.glob("*/config.yaml")}
-        if near := difflib.get_close_matches(path.name, runs, 1):
-            hint = f"did you mean {runs[near[0]]}?"
-        elif any("--prompt" in parameter.opts for parameter in context.command.params):
-            hint = "name a run, or put a text after --prompt"
-        else:
-            hint = "create one with gptmini train"
-        raise CheckpointError(f"{path}: no run here; {hint}")
-    return path
-
-
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _FILE_OR_NAME)]
-RunName = Annotated[
-    Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST, callback=_run)
-]
+RunName = Annotated[Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST)]
 Data = Annotated[list[str] | None, option(..., "PATH", _TEXTS)]
 Errors = Annotated[str | None, option(..., "MODE", _NOT_UTF8, show_default="strict")]
 Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--set")]

@@ -325,7 +325,6 @@ class Config(Section):
 
     @property
     def seq_len(self) -> int:
-        """Tokens in a training row."""
         return self.train.seq_len or self.model.context_length
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -335,7 +334,6 @@ class Config(Section):
             yield "train.seq_len", f"{problem}; lower it"
 
     def with_train(self, **settings: Any) -> "Config":
-        """The same run with some settings of the section train changed."""
         return self.model_copy(update={"train": self.train.model_copy(update=settings)})
 
     def with_tokenizer(self, kind: str, vocab_size: int) -> "Config":

@@ -68,7 +68,7 @@ class View:
         """The summary of each head that is shown."""
         share = self.weights.shape[1] // self.n_kv_head
         rows = [["layer", "head", "KV head", "previous", "first", "itself", "entropy"]]
-        for layer, head, *means in summarise(self.weights):
+        for layer, head, *means in summarize(self.weights):
             if layer in self.layers and self.head in (None, head):
                 numbers = (layer, head, head // share)
                 rows.append([*map(str, numbers), *(f"{mean:.3f}" for mean in means)])
@@ -139,7 +139,7 @@ class HeadSummary(NamedTuple):
     entropy: float
 
 
-def summarise(weights: Tensor) -> list[HeadSummary]:
+def summarize(weights: Tensor) -> list[HeadSummary]:
     """Summaries of weights (L, H, T, T), without the first row, which can see only itself."""
     L, H, T, _ = weights.shape
     rows = weights[:, :, min(1, T - 1) :]

@@ -104,8 +104,8 @@ def mask(cells: Array, title: str) -> Figure:
     for axes in (axis.xaxis, axis.yaxis):
         axes.get_major_locator().set_params(integer=True)
     axis.set(title=title, xlabel="key", ylabel="query")
-    for name, colour in (("visible", "0.36"), ("masked", "white")):
-        axis.scatter([], [], marker="s", s=60, color=colour, edgecolor="0.6", label=name)
+    for name, color in (("visible", "0.36"), ("masked", "white")):
+        axis.scatter([], [], marker="s", s=60, color=color, edgecolor="0.6", label=name)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
@@ -116,7 +116,7 @@ def attention(
     """Weights (L, H, T, T) of some layers and one head or all: keys across, queries down.
 
     A single layer has one row of panels per KV head, with the query heads that share it; several
-    layers have one row each. Cells of weight zero, such as masked ones, are grey. Few tokens leave
+    layers have one row each. Cells of weight zero, such as masked ones, are gray. Few tokens leave
     room for the weights in their cells.
     """
     H, T = weights.shape[1], len(labels)
@@ -160,8 +160,8 @@ def _numbers(axis: Any, weights: Array) -> None:
     for (query, key), weight in np.ndenumerate(weights):
         if weight > 0:
             text = f"{weight:.3f}".lstrip("0")[:4]  # .123, or 1.00
-            colour = "white" if weight > 0.45 else "black"
-            axis.text(key, query, text, ha="center", va="center", fontsize=6, color=colour)
+            color = "white" if weight > 0.45 else "black"
+            axis.text(key, query, text, ha="center", va="center", fontsize=6, color=color)
 
 
 def training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) -> Figure:
@@ -181,14 +181,14 @@ def training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) -> Fi
         "grad_norm": (axes[1, 1], "gradient norm"),
     }
     for number, (name, lines) in enumerate(runs.items()):
-        colour = f"C{number % 10}"
+        color = f"C{number % 10}"
         for key, (axis, _) in panels.items():
             if in_bits and key == "train_loss":
                 continue
-            thin = {"color": colour, "linewidth": 1, "alpha": 0.7, "label": f"{name}, train"}
+            thin = {"color": color, "linewidth": 1, "alpha": 0.7, "label": f"{name}, train"}
             _line(axis, _logged(lines, key), "-", **thin)
         validation = _logged(lines, "val_bpb" if in_bits else "val_loss")
-        _line(axes[0, 0], validation, ".-", color=colour, label=f"{name}, validation")
+        _line(axes[0, 0], validation, ".-", color=color, label=f"{name}, validation")
     for axis, title in panels.values():
         axis.set_title(title, fontsize=10)
         _open(axis)
@@ -237,11 +237,11 @@ def comparison(variants: list[Variant]) -> Figure:
 
 def _quality_against_cache(axis: Any, variants: list[Variant]) -> None:
     for number, variant in enumerate(variants):
-        colour, on_left = f"C{number % 10}", number % 2 == 1
+        color, on_left = f"C{number % 10}", number % 2 == 1
         values = variant.figures("bits_per_byte")
         point = (variant.cache_bytes / 1024, sum(values) / len(values))
-        axis.scatter([point[0]] * len(values), values, s=12, color=colour, alpha=0.5)
-        axis.scatter(*point, s=160, marker="_", color=colour)
+        axis.scatter([point[0]] * len(values), values, s=12, color=color, alpha=0.5)
+        axis.scatter(*point, s=160, marker="_", color=color)
         axis.annotate(
             variant.name,
             point,
@@ -249,7 +249,7 @@ def _quality_against_cache(axis: Any, variants: list[Variant]) -> None:
             textcoords="offset points",
             ha="right" if on_left else "left",
             va="center",
-            color=colour,
+            color=color,
         )
     axis.set_xscale("log", base=2)
     axis.margins(x=0.4)

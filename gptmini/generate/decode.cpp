@@ -28,7 +28,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
 // How weights are packed into 32-bit words. Word i of a block holds columns i, i + 16, ... (one,
-// two or four of them), so shifting a vector of 16 words gives 16 neighbouring columns as float32,
+// two or four of them), so shifting a vector of 16 words gives 16 neighboring columns as float32,
 // with no shuffles. bfloat16 is the upper half of a float32; int8 is sign-extended by two shifts.
 struct Float32 {
   static constexpr int PARTS = 1;
@@ -150,7 +150,7 @@ void multiply(const Model& g, const Matrix& w, int from, int to, int M, const fl
 }
 
 // RMSNorm or LayerNorm of n numbers.
-void normalise(const float* x, float* y, int n, bool rms, float eps, Norm norm) {
+void normalize(const float* x, float* y, int n, bool rms, float eps, Norm norm) {
   float mean = 0, square = 0;
   if (!rms) {
 #pragma omp simd reduction(+ : mean)
@@ -180,7 +180,7 @@ float activate(float x, int kind) {
 // i + K/2) by the angles of the position.
 void place(const Model& g, float* head, Norm norm, int position) {
   int K = g.head_dim, half = K / 2;
-  if (norm.weight) normalise(head, head, K, true, g.norm_eps, norm);
+  if (norm.weight) normalize(head, head, K, true, g.norm_eps, norm);
   if (!g.cosines) return;
   const float *cosines = g.cosines + position * half, *sines = g.sines + position * half;
   for (int i = 0; i < half; i++) {
@@ -253,7 +253,7 @@ struct Call {
   void norm(Norm weights) const {
 #pragma omp for schedule(static)
     for (int m = 0; m < M; m++)
-      normalise(g.x + m * D, g.normed + m * D, g.d_model, g.rms, g.norm_eps, weights);
+      normalize(g.x + m * D, g.normed + m * D, g.d_model, g.rms, g.norm_eps, weights);
   }
 
   // x += w inputs, the end of both branches; `normed` is free by then and holds the product.

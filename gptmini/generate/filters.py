@@ -39,7 +39,7 @@ def choose(logits: Tensor, sample: SampleConfig, random: float) -> int:
 
 
 def probabilities(logits: Tensor, sample: SampleConfig) -> tuple[Tensor | None, Weights]:
-    """The tokens that may be drawn from logits (V,), and their weights (N,), not normalised.
+    """The tokens that may be drawn from logits (V,), and their weights (N,), not normalized.
 
     Tokens are ordered from most to least likely, or None if all V are there in order. Top-p keeps
     the smallest set of most likely tokens with at least that probability (Holtzman et al. 2020),

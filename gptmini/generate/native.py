@@ -153,7 +153,7 @@ def _pack(
     elif precision == "int8":
         weights, scales = quantize(weights)
     # Interleave: a 32-bit word holds columns i, i + 16 (, i + 32, i + 48) of its block, so that
-    # one shift of a vector of words widens 16 neighbouring columns.
+    # one shift of a vector of words widens 16 neighboring columns.
     per_word = 4 // weights.element_size()
     words = weights.view(rows, -1, per_word, LANES).transpose(2, 3).contiguous()
     return [words, scales, bias], rows, columns

@@ -1,6 +1,6 @@
 """Converts a trained model to fewer key/value heads, as the start of a shorter training.
 
-Each new head is the mean of the heads it replaces, the best of the initialisations that Ainslie et
+Each new head is the mean of the heads it replaces, the best of the initializations that Ainslie et
 al. (2023) tried. Training for another twentieth to tenth of the steps recovers most of the loss.
 """
 

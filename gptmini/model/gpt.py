@@ -53,7 +53,7 @@ class GPT(nn.Module):
         self.final_norm = norm(config)
         tied = config.tie_embeddings
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        initialise(self)
+        initialize(self)
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +106,7 @@ def loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(model: GPT) -> None:
+def initialize(model: GPT) -> None:
     """Draw the weights much as GPT-2 does (Radford et al. 2019; its positions have std 0.01).
 
     | role                                            | distribution              |

@@ -109,7 +109,7 @@ def cross_mask(lengths: Tensor, T: int, S: int) -> Tensor:
 
 
 def causal_attention_by_renormalising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Another way to causal attention (..., T, V): zero the future's weights, then renormalise.
+    """Another way to causal attention (..., T, V): zero the future's weights, then renormalize.
 
     The result equals masking with -∞, because a softmax over fewer terms is the same exponentials
     divided by their smaller sum.

@@ -33,9 +33,9 @@ def cooldown_steps(config: TrainConfig) -> int:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum: no direction of a matrix learns faster than another.
+    """Orthogonalized momentum: no direction of a matrix learns faster than another.
 
-    As torch.optim.Muon (Jordan et al. 2024), except that matrices of one shape are orthogonalised
+    As torch.optim.Muon (Jordan et al. 2024), except that matrices of one shape are orthogonalized
     in one batch, in half the time for small ones (24 matrices of width 256: 15 ms instead of 30 on
     two cores), and in `dtype`, because not every processor is fast at bfloat16.
     """
@@ -52,8 +52,8 @@ class Muon(torch.optim.Optimizer):
                 by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
             for matrices in by_shape.values():
                 momenta = torch.stack([self._momentum(m, group) for m in matrices])  # (N, R, C)
-                orthogonalised = orthogonal(momenta)  # (N, R, C)
-                for matrix, wide in zip(matrices, orthogonalised, strict=True):
+                orthogonalized = orthogonal(momenta)  # (N, R, C)
+                for matrix, wide in zip(matrices, orthogonalized, strict=True):
                     rows, columns = matrix.shape
                     update = wide.T if rows > columns else wide  # (rows, columns)
                     # An orthogonal matrix keeps the length of its input. Spread over more outputs,
@@ -97,7 +97,7 @@ class Optimizer:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
     AdamW (Loshchilov and Hutter 2019) always takes embeddings, norms, biases and the head. Only the
-    weight matrices of linear layers decay. `dtype` is the one Muon orthogonalises in.
+    weight matrices of linear layers decay. `dtype` is the one Muon orthogonalizes in.
     """
 
     def __init__(self, model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> None:

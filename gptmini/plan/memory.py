@@ -87,7 +87,7 @@ def dry_run(config: Config, compute: Compute) -> Memory:
             optimizer.step(train.lr)
         state = sum(tensor.nbytes for tensor in optimizer.state().values())
     lasting = 2 * weights + state
-    # Tensors are serialised to bytes, and those to a file's bytes: the optimizer's state exists
+    # Tensors are serialized to bytes, and those to a file's bytes: the optimizer's state exists
     # twice while the model's is still held.
     saving = weights + 2 * state if compute.device.type == "cpu" else 0
     return Memory(weights, weights, state, storages.peak - lasting, saving)

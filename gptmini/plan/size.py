@@ -36,7 +36,7 @@ EVALUATING = 0.5  # seconds after an evaluation: a sample, a checkpoint
 
 
 def size(
-    asked: Config, cache: Path, accelerator: str | None, utilisation: float, devices: int
+    asked: Config, cache: Path, accelerator: str | None, utilization: float, devices: int
 ) -> dict[str, Any]:
     """Everything as JSON data; times are for this machine or for the named accelerators."""
     if accelerator is not None and accelerator not in ACCELERATORS:
@@ -55,8 +55,8 @@ def size(
     if accelerator is not None:
         peak, gigabytes = ACCELERATORS[accelerator]
         when = {
-            "on": f"{devices} x {accelerator} at {utilisation:.0%} of {peak} TFLOP/s",
-            "minutes": flops * tokens / (peak * 1e12 * utilisation * devices) / 60,
+            "on": f"{devices} x {accelerator} at {utilization:.0%} of {peak} TFLOP/s",
+            "minutes": flops * tokens / (peak * 1e12 * utilization * devices) / 60,
             "fits": memory.peak < gigabytes * 1e9,
         }
     elif memory.peak > machine.total_memory(compute.device):

@@ -1,6 +1,6 @@
 """Learn a byte-pair encoding: merge the most frequent pair of tokens, again and again.
 
-Sennrich et al. 2016, on bytes and within words as in GPT-2. Only the neighbours of a merge are
+Sennrich et al. 2016, on bytes and within words as in GPT-2. Only the neighbors of a merge are
 counted again, so plain Python takes 2 seconds for 10 MB of code and 8192 tokens.
 """
 

@@ -107,8 +107,8 @@ class CharTokenizer(Tokenizer):
             return tokens
         lengths = 1 + unseen * (1 + (points > 0x7FF) + (points > 0xFFFF).astype(np.int64))
         tokens = np.repeat(tokens, lengths)
-        spelt = points[unseen].tobytes().decode("utf-32-le").encode()
-        tokens[np.repeat(unseen, lengths)] = np.frombuffer(spelt, np.uint8)
+        spelled = points[unseen].tobytes().decode("utf-32-le").encode()
+        tokens[np.repeat(unseen, lengths)] = np.frombuffer(spelled, np.uint8)
         return tokens
 
     def token_bytes(self, token: int) -> bytes:

@@ -80,7 +80,7 @@ class Evaluation:
 def _standard_error(sums: Numbers, sizes: Numbers) -> float | None:
     """The standard error of Σ sums / Σ sizes, by batch means.
 
-    Losses of neighbouring tokens are correlated, those of large blocks hardly: the spread of the
+    Losses of neighboring tokens are correlated, those of large blocks hardly: the spread of the
     blocks' means says how far off the total may be.
     """
     count = min(len(sums), BLOCKS)
