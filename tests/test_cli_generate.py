@@ -351,7 +351,7 @@ def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
     assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
     assert f"loss {found['loss']:.4f}" in lines[-1]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert list(generate._coloured(cli_generate_score(found)))[-1] == "\n"
+    assert list(generate._colored(cli_generate_score(found)))[-1] == "\n"
     code, _, err = gptmini("score")
     assert (code, err.count("\n")) == (2, 1)
 
@@ -364,9 +364,9 @@ def cli_generate_score(found: dict):
     return Score(*([row[name] for row in rows] for name in columns), found["bytes"])
 
 
-def test_surprise_is_a_colour():
+def test_surprise_is_a_color():
     from gptmini.evidence.evaluate import Score
 
     found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
-    text = "".join(generate._coloured(found))
+    text = "".join(generate._colored(found))
     assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"

@@ -284,7 +284,7 @@ def score(
         }
         stream_to_stdout([json.dumps(facts), "\n"])
         return
-    stream_to_stdout(_coloured(scored) if sys.stdout.isatty() else _table(scored), raw=True)
+    stream_to_stdout(_colored(scored) if sys.stdout.isatty() else _table(scored), raw=True)
     print(
         f"{len(scored.tokens):,} tokens, {scored.bytes:,} bytes: loss {scored.loss:.4f} nats per "
         f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
@@ -297,7 +297,7 @@ def _table(scored: "Score") -> Iterator[str]:
         yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
 
 
-def _coloured(scored: "Score") -> Iterator[str]:
+def _colored(scored: "Score") -> Iterator[str]:
     """The text on backgrounds from none to dark red, one step per two bits of surprise."""
     from gptmini.console import shown
 
