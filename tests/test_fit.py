@@ -22,7 +22,7 @@ CPU = Compute(torch.device("cpu"), torch.float32)
 
 def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
     config = tiny(train={"batch_size": 12}).with_tokenizer("byte", 257)
-    row = dry_run(config.with_train(micro_batch_size=1), CPU).activations
+    row = dry_run(config.with_train(batch_size=1, micro_batch_size=1), CPU).activations
     static = 16 * cost.parameter_count(config.model)
     for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
         memory = static + 2 * rows * row

@@ -37,7 +37,7 @@ class StepTime:
 
 def micro_batch_size(config: Config, compute: Compute) -> int:
     """The largest divisor of the batch that fits in half the memory and in a CPU's caches."""
-    one_row = dry_run(config.with_train(micro_batch_size=1), compute).activations
+    one_row = dry_run(config.with_train(batch_size=1, micro_batch_size=1), compute).activations
     free = machine.total_memory(compute.device) - 16 * parameter_count(config.model)
     rows = free // 2 // one_row
     if compute.device.type == "cpu":
