@@ -384,12 +384,3 @@ def test_a_real_training_learns(gptmini):
     assert gptmini(*words)[0] == 0
     best = json.loads(Path("runs/shakespeare-char-small/best.json").read_text())
     assert best["val_loss"] < 1.6
-
-
-def test_waiting_threads_sleep_unless_the_user_decides_otherwise(gptmini, monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    gptmini("--version")
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    gptmini("--version")
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"

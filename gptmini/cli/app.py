@@ -106,9 +106,6 @@ for _info in chain(*(group.registered_commands for group in (app, data_app, toke
 
 def main() -> None:
     """Run the command line; a failure becomes one line for each problem and an exit code."""
-    # Before torch loads: OpenMP threads that spin while waiting took shakespeare-char-small from
-    # 5,073 and 7,892 tokens/s to 1,150 and 1,122, at a load of 3 to 5 on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = ["--help" if word == "-help" else word for word in sys.argv[1:] if word != "--debug"]
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
