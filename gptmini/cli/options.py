@@ -16,7 +16,7 @@ RUNS = Path("runs")
 
 
 def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
-    """An option with a value; `...` is no default, or the one that follows `Annotated`."""
+    """An option with a value; `...` means no default, or the one that follows `Annotated`."""
     return typer.Option(default, *names, metavar=metavar, help=text, **settings)
 
 

@@ -106,7 +106,7 @@ def predict_step(config: Config, compute: Compute) -> StepTime:
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks; one kernel serves them all, so depth adds no time to compile.
 
-    MachineError where there is no compiler.
+    MachineError if a CPU has no C++ compiler to call.
     """
     if model.device.type == "cpu" and not has_compiler():
         raise MachineError("train.compile: no C++ compiler found; use auto or off")
