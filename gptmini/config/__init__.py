@@ -1,6 +1,6 @@
 """Settings and where they come from: defaults, a YAML file, the command line.
 
-Read settings.py (every key with its default, meaning and check), then load.py (files and overrides
+Read section.py (the checked types), settings.py (every key), then load.py (files and overrides
 to one checked configuration), yamlfile.py (strict YAML) and listing.py (every key in words). Knows
 no torch, text or model.
 """

@@ -1,46 +1,28 @@
 """Every setting of a run: its default, meaning and check. A configuration is frozen data."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic.functional_validators import BeforeValidator, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
+from gptmini.config.section import (
+    Contradiction,
+    Count,
+    Fraction,
+    Paths,
+    Penalty,
+    Positive,
+    Rate,
+    Section,
+    Seed,
+    Steps,
+)
 from gptmini.errors import ConfigError
-
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-Rate = Annotated[float, Field(ge=1e-8, le=1e9)]  # lower ones leave float32's normal numbers
-Penalty = Annotated[float, Field(ge=-100, le=100)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Contradiction = tuple[str, str]  # the key to change, and what is wrong with it
 
 
 def default_d_ff(d_model: int, activation: str) -> int:
     """Inner width for about 8 d_model² weights per MLP: swiglu has three matrices, not two."""
     return max(8, round(d_model / 3) * 8) if activation == "swiglu" else 4 * d_model
-
-
-class Section(BaseModel):
-    """A group of settings: frozen, strict about types, without unknown names."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """Settings that are valid one by one but not together."""
-        return iter(())
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if found := list(self.contradictions()):
-            text = "; ".join(f"{key}: {problem}" for key, problem in found)
-            raise PydanticCustomError("contradiction", "{text}", {"text": text, "found": found})
-        return self
 
 
 class AttentionConfig(Section):
@@ -165,20 +147,6 @@ class TokenizerConfig(Section):
     def contradictions(self) -> Iterator[Contradiction]:
         if self.vocab_size is not None and self.kind != "bpe":
             yield "vocab_size", f"only kind bpe has a choice, not {self.kind}; leave vocab_size out"
-
-
-# A path may hold surrogates, which stand for bytes that are not UTF-8; pydantic's str refuses them.
-PathText = Annotated[
-    str,
-    Field(min_length=1),
-    WrapValidator(lambda path, check: path if path and isinstance(path, str) else check(path)),
-]
-Paths = Annotated[
-    list[PathText],
-    Field(min_length=1),
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-    WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}}),
-]
 
 
 class DataConfig(Section):

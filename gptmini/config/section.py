@@ -1,0 +1,48 @@
+"""What every group of settings is made of: the base class and the checked types."""
+
+from collections.abc import Iterator
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic.functional_validators import BeforeValidator, WrapValidator
+from pydantic_core import PydanticCustomError
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Rate = Annotated[float, Field(ge=1e-8, le=1e9)]  # lower ones leave float32's normal numbers
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Contradiction = tuple[str, str]  # the key to change, and what is wrong with it
+# A path may hold surrogates, which stand for bytes that are not UTF-8; pydantic's str refuses them.
+PathText = Annotated[
+    str,
+    Field(min_length=1),
+    WrapValidator(lambda path, check: path if path and isinstance(path, str) else check(path)),
+]
+Paths = Annotated[
+    list[PathText],
+    Field(min_length=1),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}}),
+]
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, strict about types, without unknown names."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Settings that are valid one by one but not together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if found := list(self.contradictions()):
+            text = "; ".join(f"{key}: {problem}" for key, problem in found)
+            raise PydanticCustomError("contradiction", "{text}", {"text": text, "found": found})
+        return self
