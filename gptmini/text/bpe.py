@@ -1,7 +1,7 @@
 """Learn a byte-pair encoding: merge the most frequent pair of tokens, again and again.
 
 Sennrich et al. 2016, on bytes and within words as in GPT-2. Only the neighbors of a merge are
-counted again, so plain Python takes 2 seconds for 10 MB of code and 8192 tokens.
+counted again, so plain Python takes 5 seconds for 12 MB of code and 8192 tokens.
 """
 
 import heapq
@@ -11,12 +11,14 @@ from itertools import pairwise
 
 import regex
 
-# Words as in GPT-4: letters after at most one other character; up to three digits; punctuation
-# after at most one space; line ends; spaces. Runs end at 16 characters, so that no text is slow.
+# Words as in Qwen2: letters after at most one other character; single digits; punctuation after at
+# most one space; line ends; spaces. tiktoken, Hugging Face and llama.cpp all split this way. The
+# possessive quantifiers (?+ ++ *+) match the same and spare the regex engine backtracking.
 PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}{1,16}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,16}[\r\n]{0,16}"
-    r"|\s{0,16}?[\r\n]|\s{1,16}(?!\S)|\s"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LONG = 64  # characters; longer words are learned from in parts, or a single one could take hours
 SYMBOLS = 2_000_000  # bytes of distinct words kept in memory
 Pair = tuple[int, int]
 
@@ -31,6 +33,10 @@ def learn(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     find = regex.compile(PATTERN).findall
     for text in texts:
         words.update(find(text))
+    for word in [word for word in words if len(word) > LONG]:
+        count = words.pop(word)
+        for start in range(0, len(word), LONG):
+            words[word[start : start + LONG]] += count
     tokens = [bytes([byte]) for byte in range(256)]
     for left, right in _merges(words, vocab_size - 256):
         tokens.append(tokens[left] + tokens[right])

@@ -22,7 +22,7 @@ from gptmini.errors import DataError, os_reason
 from gptmini.text import bpe
 
 FORMAT = 1
-BLOCK = 1 << 20  # characters encoded at a time
+BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 

@@ -97,7 +97,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= tokenizers.BLOCK // 4:
+        if size >= tokenizers.BLOCK:
             yield batch
             batch, size = [], 0
     if batch:
