@@ -153,7 +153,7 @@ def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
             assert len(set(starts[epoch * windows : (epoch + 1) * windows])) == windows
     first = [sum(one == which for one, _ in visits[:100]) for which in range(3)]
     assert first == pytest.approx([10, 20, 70], abs=12)  # mixed from the start
-    corpus = Corpus("", ByteTokenizer(), data.spans, [], "")
+    corpus = Corpus("", ByteTokenizer(), data.spans, [], [], "")
     assert corpus.epochs(10, 20, 200, weights) == pytest.approx(4000 * 0.1 / 49, rel=0.02)
     tokens, _ = data.batch(3)
     assert tokens[:, 0].tolist() == [start for _, start in data.starts(3)]

@@ -62,7 +62,7 @@ def test_words_cover_the_text(text):
     assert "".join(regex.findall(bpe.PATTERN, text)) == text
 
 
-@given(st.text(st.sampled_from("ab S1'\n\r\t!é東\x1c\x85\u00a0\u2028ſ٣²"), max_size=30))
+@given(st.text(st.sampled_from("ab S1'\n\r\t!é東\x1c\x85\u00a0\u2028\u017f\u0663²"), max_size=30))
 def test_words_are_those_of_qwen2(text):
     published = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptmini import files
+from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError, MachineError
 from gptmini.text import corpus as corpora
-from gptmini.text import formats, tokenizer, tokens
+from gptmini.text import formats, sources, tokenizer, tokens
 from gptmini.text.tokens import Corpus, Span
 
 DOCUMENT = 256
@@ -35,12 +36,74 @@ def test_the_tail_is_held_out(tmp_path: Path):
     path.write_bytes("héllo\r\nwörld\n".encode())
     corpus = prepared(path, tmp_path / "cache", validation=0.34)
     expected = [DOCUMENT, *"héllo\nwörld\n".encode()]
-    assert tokens_of(*corpus.training) == expected[:-5]
-    assert tokens_of(*corpus.validation) == expected[-5:]
+    assert tokens_of(*corpus.training) == expected[:-6]  # no character is cut in two
+    assert tokens_of(*corpus.validation) == expected[-6:]
     assert corpus.summary("byte") == (
         f"  data      {path}: 14 bytes -> 15 tokens (byte, vocabulary 257); "
-        f"5 held out for validation"
+        f"6 held out for validation"
     )
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, kind):
+    path = tmp_path / "a.txt"
+    path.write_text("the cat sat on the mat " * 90 + "the zyzzyva 東 " * 10)
+    corpus = prepared(path, tmp_path / "cache", kind, validation=0.02, test=0.05)
+    known = {corpus.tokenizer.decode([token]) for token in range(corpus.tokenizer.vocab_size)}
+    assert not {"東", "zy", " zyzzyva"} & known
+    assert "東" in corpora.learn("char", None, [sources.find([str(path)], DataConfig())]).characters
+    if kind == "bpe":
+        assert {" the", " cat"} <= known
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(
+    lines=st.lists(st.text("ab é東", min_size=1, max_size=30), min_size=1, max_size=20),
+    validation=st.floats(1e-6, 0.49),
+    test=st.floats(1e-6, 0.49),
+    split=st.sampled_from(["tail", "documents"]),
+)
+def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, test, split):
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(lines))
+    whole = sources.find([str(path)], DataConfig(split=split, separator="\n"))
+    documents = [piece.text for piece in whole.pieces()]
+    sides = {}
+    for side in ("training", "validation", "test"):
+        try:
+            pieces = list(sources.Part(whole, side, validation, test).pieces())
+        except DataError:  # no document for it
+            pieces = []
+        sides[side] = [piece.text for piece in pieces]
+    parts = [*sides["training"], *sides["validation"], *sides["test"]]
+    if split == "tail":
+        assert "".join(parts) == "".join(documents)
+    else:
+        assert sorted(parts) == sorted(documents)
+
+
+def test_the_test_part_changes_nothing_but_is_left_out(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text(WORDS * 40)
+    corpus = prepared(path, tmp_path / "cache", validation=0.1, test=0.2)
+    assert corpus.test == []
+    config = tiny(data={"path": str(path), "validation": 0.1, "test": 0.2})
+    with_test = corpora.prepare_corpus(config, tmp_path / "cache", with_test=True)
+    assert with_test.content == corpus.content
+    sides = [with_test.training, with_test.validation, with_test.test]
+    whole = [token for side in sides for token in tokens_of(*side)]
+    assert whole == [DOCUMENT, *(WORDS * 40).encode()]
+    lengths = [sum(map(len, side)) / len(WORDS * 40) for side in sides]
+    assert lengths == pytest.approx([0.7, 0.1, 0.2], abs=0.01)
+    other = prepared(path, tmp_path / "cache", validation=0.2, test=0.1)
+    assert other.content != corpus.content
+
+
+def test_a_long_first_line_does_not_move_the_cut(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("title\n" + "x" * 20_000)
+    corpus = prepared(path, tmp_path / "cache", validation=0.1)
+    assert sum(map(len, corpus.validation)) == pytest.approx(2000, abs=10)
 
 
 def test_whole_documents_are_held_out(tmp_path: Path):
@@ -206,7 +269,8 @@ def test_texts_without_words_take_bounded_time(tmp_path: Path, kind, text):
     assert time.perf_counter() - started < 60  # a quadratic way takes hours
     tokens = tokens_of(*corpus.training, *corpus.validation)
     assert corpus.tokenizer.decode(tokens) == path.read_text()
-    assert corpus.training[0].tokens.text_bytes == path.stat().st_size
+    sides = corpus.training + corpus.validation
+    assert sum(span.tokens.text_bytes for span in sides) == path.stat().st_size
 
 
 def test_token_files_are_the_same_on_any_number_of_cores(
@@ -268,7 +332,7 @@ def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
         "large", pat_str=r" \d+|.", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000}
     )
     (tmp_path / "t.json").write_text(tokenizer.BpeTokenizer(encoding).to_json())
-    numbers = [256, 300, 65_535, 65_536, 69_999] * 3
+    numbers = [256, 300, 65_535, 65_536, 69_999] * 100
     (tmp_path / "a.txt").write_text("".join(f" {number}" for number in numbers))
     kind = str(tmp_path / "t.json")
     corpus = prepared(tmp_path / "a.txt", tmp_path / "cache", kind, validation=0.3)

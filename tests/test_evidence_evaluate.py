@@ -91,15 +91,36 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     train(tiny(data={"path": str(text_file)}), tmp_path / "run", cache)
     run = load(tmp_path / "run", "cpu", "float32", cache)
     (span,) = held_out(run, cache)
-    whole = span.tokens
-    assert (span.first, span.last) == (len(whole) - round(len(whole) / 10), len(whole))
+    text = text_file.read_text()
+    tail = run.tokenizer.decode(span.tokens.read(0, len(span)).tolist())
+    assert text.endswith(tail)
+    assert len(tail) == pytest.approx(len(text) / 10, abs=10)
     best = run.state["best"]
     found = evaluate_run(run, [span])
     assert found.loss == pytest.approx(best["val_loss"], abs=2e-3)  # that one is in bfloat16
-    assert evaluate_run(run, [Span(whole, 0, span.first)]).tokens.sum() == span.first - 1
+    part = Span(span.tokens, 0, 20)
+    assert evaluate_run(run, [part]).tokens.sum() == 19
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
         held_out(run, cache)
+
+
+def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
+    cache = new_cache(tmp_path)
+    train(tiny(data={"path": str(text_file), "test": 0.2}), tmp_path / "run", cache)
+    files = set(cache.glob("*.tokens"))
+    assert len(files) == 2
+    run = load(tmp_path / "run", "cpu", "float32", cache)
+    (span,) = held_out(run, cache, "test")
+    assert span.tokens.path not in files
+    text = text_file.read_text()
+    tail = run.tokenizer.decode(span.tokens.read(0, len(span)).tolist())
+    assert text.endswith(tail)
+    assert len(tail) == pytest.approx(len(text) / 5, abs=10)
+    train(tiny(data={"path": str(text_file)}), tmp_path / "other", cache)
+    other = load(tmp_path / "other", "cpu", "float32", cache)
+    with pytest.raises(DataError, match=r"other: has no test part; .*data.test"):
+        held_out(other, cache, "test")
 
 
 def test_windows_are_as_long_as_in_training(text, tmp_path):

@@ -14,6 +14,7 @@ from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
 from gptmini.text import sources
+from gptmini.text.sources import Part
 
 
 def texts(*paths: str, **options: object) -> list[str]:
@@ -104,7 +105,7 @@ def test_html_is_read_with_a_warning(folder: Path, capsys):
 def test_carriage_returns_change_the_digest_and_are_announced(folder: Path, capsys):
     def digest(content: bytes) -> str:
         (folder / "a.txt").write_bytes(content)
-        return sources.find([str(folder / "a.txt")], DataConfig()).digest()
+        return sources.find([str(folder / "a.txt")], DataConfig()).digest
 
     # these two were the hashes when CR was kept: the first stays valid, the second must not
     assert digest(b"one\ntwo\n").startswith("4ef6cb1ab957")
@@ -164,7 +165,7 @@ def test_a_file_that_vanishes_or_changes_is_reported(folder: Path):
         list(source.pieces())
     (folder / "a.txt").unlink()
     with pytest.raises(DataError, match=r"a.txt: no such file"):
-        source.digest()
+        _ = source.digest
 
 
 @pytest.mark.parametrize("name", sources.BUILTIN)
@@ -177,7 +178,7 @@ def test_builtin_corpora_have_many_documents(name):
 def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     def digest(*paths: Path, **options: object) -> str:
         settings = DataConfig.model_validate(options)
-        return sources.find([str(path) for path in paths], settings).digest()
+        return sources.find([str(path) for path in paths], settings).digest
 
     a, b = folder / "a.txt", folder / "b.md"
     first = digest(a, b)
@@ -191,7 +192,7 @@ def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
     source = sources.find([str(a), str(b)], DataConfig())
-    others += [source.only(part, 0.1).digest() for part in ("training", "validation")]
+    others += [Part(source, side, 0.1, 0.0).digest for side in ("training", "validation")]
     a.write_text("A")
     others.append(digest(a, b))
     assert len({first, *others}) == 10
@@ -203,8 +204,9 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
 
     def sides(documents: list[str]) -> list[list[str]]:
         path.write_text("|".join(documents))
-        source = sources.find([str(path)], DataConfig.model_validate({"separator": "|"}))
-        parts = [source.only(part, 0.2).pieces() for part in ("training", "validation")]
+        settings = {"separator": "|", "split": "documents"}
+        source = sources.find([str(path)], DataConfig.model_validate(settings))
+        parts = [Part(source, side, 0.2, 0.0).pieces() for side in ("training", "validation")]
         return [[piece.text for piece in part] for part in parts]
 
     training, validation = sides(words)

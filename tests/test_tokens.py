@@ -26,7 +26,7 @@ def token_file(text_file: Path, tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setattr(token_files, "BLOCK", 512)
     path = tmp_path / "a.tokens"
     source = sources.find([str(text_file)], DataConfig())
-    token_files.write(path, source.pieces(), source.digest(), BYTES, lambda count: None)
+    token_files.write(path, source.pieces(), source.digest, BYTES, lambda count: None)
     return path
 
 
@@ -166,10 +166,10 @@ def test_windows_fit_from_any_first_position(token_file: Path):
 def test_epochs_are_those_of_the_most_visited_span(token_file: Path):
     tokens = TokenFile(token_file, BYTES)
     spans = [Span(tokens, 0, 500), Span(tokens, 500, 1500)]
-    corpus = Corpus("a", BYTES, spans, [], "")
+    corpus = Corpus("a", BYTES, spans, [], [], "")
     assert corpus.epochs(10, 20, 200, [1.0, 1.0]) == pytest.approx(4000 * 0.5 / 49, rel=0.01)
     assert corpus.epochs(10, 20, 200, [1.0, 99.0]) == pytest.approx(4000 * 0.99 / 99, rel=0.01)
-    alone = Corpus("a", BYTES, spans[:1], [], "")
+    alone = Corpus("a", BYTES, spans[:1], [], [], "")
     assert alone.epochs(10, 20, 200, None) == 200 * 20 * CYCLE / CYCLE / 49
 
 

@@ -4,7 +4,7 @@ import json
 import shlex
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gptmini.cli.options import (
     NEWEST,
@@ -41,12 +41,17 @@ def evaluate(
         None, "N", "Tokens from one window to the next.", min=1, show_default="one window"
     ),
     batch_size: int = option(16, "N", "Windows per batch.", min=1),
+    split: Literal["validation", "test"] = option(
+        "validation", "PART", "Part of its own text: validation, or test if data.test is set."
+    ),
     weights: Weights = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
     """Measure a trained model on its held-out text, or on all of another text."""
+    if data and split == "test":
+        raise ConfigError("--split test: is a part of the run's own text; leave out --data")
     path = run_directory(run)
     from gptmini.console import say
     from gptmini.evidence.evaluate import evaluate_run, text_of
@@ -58,7 +63,7 @@ def evaluate(
         raise ConfigError(
             f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
         )
-    spans = text_of(trained, data, cache)
+    spans = text_of(trained, data, cache, split)
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
     facts = evaluate_run(trained, spans, batch_size, stride).facts()
     print(json.dumps(facts) if as_json else _lines(facts))

@@ -169,11 +169,16 @@ class DataConfig(Section):
     """What to hold out: tail, the end of the text; or documents, picked whole by their hash."""
     validation_path: Paths | None = None
     """Hold out this text instead of a fraction of path."""
+    test: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Fraction of the text to keep for evaluate --split test, and for nothing before; null: none.
+    For figures that no choice of settings has touched."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.weights is not None and len(self.weights) != len(self.path):
             counts = f"{len(self.weights)} weights for {len(self.path)} paths"
             yield "weights", f"{counts}; give one per path"
+        if (self.validation or 0.1) + (self.test or 0) >= 1:
+            yield "test", f"{self.test} and validation leave nothing to train on; lower one of them"
 
 
 class TrainConfig(Section):

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,30 +16,36 @@ from gptmini.text.tokens import Span
 from gptmini.train.batches import validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate, token_losses
 
+Split = Literal["validation", "test"]
 
-def text_of(run: Run, data: list[str] | None, cache: Path) -> list[Span]:
-    """The held-out text of a run, or all of the text in `data`, as the run's tokens."""
+
+def text_of(
+    run: Run, data: list[str] | None, cache: Path, split: Split = "validation"
+) -> list[Span]:
+    """A held-out part of a run's text, or all of the text in `data`, as the run's tokens."""
     if not data:
-        return held_out(run, cache)
+        return held_out(run, cache, split)
     settings = run.config.data.model_copy(update={"path": data})
     return [prepare_text(settings, run.tokenizer, cache)]
 
 
-def held_out(run: Run, cache: Path) -> list[Span]:
-    """The validation split of a run; DataError if its text has changed since the training."""
+def held_out(run: Run, cache: Path, split: Split = "validation") -> list[Span]:
+    """A held-out part of a run's text; DataError if the text has changed since the training."""
     if "-" in run.config.data.path:
         raise DataError(
             f"{run.path}: was trained on standard input, which is gone; give a text with --data"
         )
+    if split == "test" and run.config.data.test is None:
+        raise DataError(f"{run.path}: has no test part; train a new run with --set data.test=0.05")
     file = str(run.path / "tokenizer.json")
     same = run.config.model_copy(update={"tokenizer": TokenizerConfig(kind=file)})
-    corpus = prepare_corpus(same, cache)
+    corpus = prepare_corpus(same, cache, with_test=split == "test")
     if corpus.content != run.corpus:
         raise DataError(
             f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "
             f"another with --data"
         )
-    return corpus.validation
+    return corpus.test if split == "test" else corpus.validation
 
 
 def evaluate_run(

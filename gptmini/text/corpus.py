@@ -8,7 +8,7 @@ import hashlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -21,28 +21,29 @@ from gptmini.console import progress
 from gptmini.errors import DataError, MachineError, os_reason
 from gptmini.text import sources, tokens
 from gptmini.text import tokenizer as tokenizers
-from gptmini.text.sources import Source
-from gptmini.text.tokenizer import Piece, Tokenizer
+from gptmini.text.sources import Part, Source
+from gptmini.text.tokenizer import Tokenizer
 from gptmini.text.tokens import Corpus, Span, TokenFile
 
 HELD_OUT = 1_500_000  # bytes; evaluating on more takes time and adds little precision
 LEARNED_FROM = 10_000_000  # bytes of text that a vocabulary is learned from
+Text = Source | Part
 
 
-def prepare_corpus(config: Config, cache: Path) -> Corpus:
+def prepare_corpus(config: Config, cache: Path, with_test: bool = False) -> Corpus:
     """The tokens of a configuration's text, from the cache if they are there.
 
+    The test part is prepared only on request, so nothing can be chosen on it by accident.
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
     with _cached(config.data, cache) as paths:
-        return _prepare(config, paths, cache)
+        return _prepare(config, paths, cache, with_test)
 
 
 def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Span:
     """All of a text in tokens of an existing tokenizer; raises as prepare_corpus."""
     with _cached(settings, cache) as paths:
-        source = sources.find(paths, settings)
-        return _tokens(source, source.digest(), tokenizer, cache)
+        return _tokens(sources.find(paths, settings), tokenizer, cache)
 
 
 @contextmanager
@@ -67,73 +68,70 @@ def _sweep(cache: Path) -> None:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def _prepare(config: Config, paths: list[str], cache: Path) -> Corpus:
-    settings = config.data
-    groups = [[path] for path in paths] if settings.weights else [paths]
-    training = [sources.find(group, settings) for group in groups]
-    held_out_shares = [
-        settings.validation or min(0.1, HELD_OUT / (source.bytes + 1)) for source in training
-    ]
-    held_out: list[Source] = []
-    if settings.validation_path is not None:
-        held_out = [sources.find(settings.validation_path, settings)]
-    elif settings.split == "documents":
-        pairs = list(zip(training, held_out_shares, strict=True))
-        held_out = [source.only("validation", share) for source, share in pairs]
-        training = [source.only("training", share) for source, share in pairs]
-    digests = [source.digest() for source in training + held_out]
-    tokenizer = _tokenizer(config, training, digests, cache)
-    spans = [
-        _tokens(source, digest, tokenizer, cache)
-        for source, digest in zip(training + held_out, digests, strict=True)
-    ]
-    if held_out:
-        training_spans, validation_spans = spans[: len(training)], spans[len(training) :]
-    else:
-        training_spans, validation_spans = _cut_tails(spans, held_out_shares)
-    content = hashlib.sha256("".join(digests).encode()).hexdigest()
-    name = ", ".join("standard input" if path == "-" else path for path in settings.path)
-    name = name.encode("utf-8", "backslashreplace").decode()
-    corpus = Corpus(name, tokenizer, training_spans, validation_spans, content)
-    _check_length(corpus, config.seq_len)
+def _prepare(config: Config, paths: list[str], cache: Path, with_test: bool) -> Corpus:
+    training, validation, test = _split(config.data, paths)
+    tokenizer = _tokenizer(config, training, cache)
+    spans = (
+        [_tokens(text, tokenizer, cache) for text in training],
+        [_tokens(text, tokenizer, cache) for text in validation],
+        [_tokens(text, tokenizer, cache) for text in test if with_test],
+    )
+    digests = "".join(text.digest for text in training + validation)
+    content = hashlib.sha256(digests.encode()).hexdigest()
+    names = ("standard input" if path == "-" else path for path in config.data.path)
+    name = ", ".join(names).encode("utf-8", "backslashreplace").decode()
+    corpus = Corpus(name, tokenizer, *spans, content)
+    _check_length(corpus, config)
     return corpus
 
 
-def _cut_tails(spans: list[Span], tail_shares: list[float]) -> tuple[list[Span], list[Span]]:
-    """Split each span into what comes before its tail, and the tail."""
-    pairs = list(zip(spans, tail_shares, strict=True))
-    cuts = [(span, len(span) - max(round(len(span) * share), 1)) for span, share in pairs]
+def _split(settings: DataConfig, paths: list[str]) -> tuple[list[Text], list[Text], list[Text]]:
+    """What to train on, to validate on and to test on: one text each, or one for each weight."""
+    groups = [[path] for path in paths] if settings.weights else [paths]
+    given = [sources.find(group, settings) for group in groups]
+    test = settings.test or 0.0
+    if settings.validation_path is None:
+        shares = [settings.validation or min(0.1, HELD_OUT / (each.bytes + 1)) for each in given]
+        pairs = list(zip(given, shares, strict=True))
+        validation: list[Text] = [Part(each, "validation", share, test) for each, share in pairs]
+    else:
+        pairs = [(each, 0.0) for each in given]
+        validation = [sources.find(settings.validation_path, settings)]
     return (
-        [Span(span.tokens, 0, cut) for span, cut in cuts],
-        [Span(span.tokens, cut, span.last) for span, cut in cuts],
+        [Part(each, "training", share, test) for each, share in pairs],
+        validation,
+        [Part(each, "test", share, test) for each, share in pairs if test],
     )
 
 
-def _check_length(corpus: Corpus, seq_len: int) -> None:
-    """DataError if a span is shorter than one window and the token after it."""
-    for side, spans in (("training", corpus.training), ("validation", corpus.validation)):
-        shortest = min(spans, key=len)
-        if len(shortest) < seq_len + 1:
-            enough = 1.1 * shortest.tokens.text_bytes * (seq_len + 1) / max(1, len(shortest))
+def _check_length(corpus: Corpus, config: Config) -> None:
+    """DataError if a side of the split is shorter than one window and the token after it."""
+    need = config.seq_len + 1
+    for side in ("training", "validation", "test"):
+        for index, span in enumerate(getattr(corpus, side)):
+            if len(span) >= need:
+                continue
+            whole = [span]
+            if config.data.validation_path is None:
+                whole = [corpus.training[index], corpus.validation[index]]
+            size = sum(part.tokens.text_bytes for part in whole)
+            enough = float(f"{1.1 * size * need / max(1, len(span)):.1e}")
             raise DataError(
-                f"{corpus.name}: too short: {len(shortest):,} of its {len(shortest.tokens):,} "
-                f"tokens are for {side}, but one window needs {seq_len + 1:,}; use about "
-                f"{float(f'{enough:.1e}'):,.0f} bytes of text, or lower model.context_length or "
-                f"train.seq_len"
+                f"{corpus.name}: too short: {len(span):,} of its {sum(map(len, whole)):,} tokens "
+                f"are for {side}, but one window needs {need:,}; use about {enough:,.0f} bytes of "
+                f"text, or lower model.context_length or train.seq_len"
             )
 
 
-def _tokenizer(
-    config: Config, training: list[Source], digests: list[str], cache: Path
-) -> Tokenizer:
-    """The tokenizer asked for or chosen; one learned from the text is kept in the cache."""
+def _tokenizer(config: Config, training: list[Text], cache: Path) -> Tokenizer:
+    """The tokenizer asked for or chosen; the cache keeps one learned from the training text."""
     kind, vocab_size = config.tokenizer.kind, config.tokenizer.vocab_size
-    size = sum(source.bytes for source in training)
+    size = sum(text.bytes for text in training)
     if kind in ("auto", "bpe") and vocab_size is None:
         kind, vocab_size = tokenizers.choose(kind, size, config.model.d_model)
     if kind not in ("char", "bpe"):
         return tokenizers.create(kind)
-    digest = hashlib.sha256("".join(digests[: len(training)]).encode()).hexdigest()
+    digest = hashlib.sha256("".join(text.digest for text in training).encode()).hexdigest()
     path = cache / f"{digest[:20]}-{kind}-{vocab_size}.json"
     try:
         return tokenizers.read(path)
@@ -144,7 +142,7 @@ def _tokenizer(
     return tokenizer
 
 
-def learn(kind: str, vocab_size: int | None, training: list[Source]) -> Tokenizer:
+def learn(kind: str, vocab_size: int | None, training: Sequence[Text]) -> Tokenizer:
     """A tokenizer learned from texts: `char` reads all, `bpe` every n-th piece of large ones."""
     size = sum(source.bytes for source in training)
     every = 1 if kind == "char" else max(1, size // LEARNED_FROM)
@@ -176,27 +174,12 @@ def _reported(texts: Iterator[str], advance: Callable[[int], object]) -> Iterato
         advance(len(text.encode()))
 
 
-def _tokens(source: Source, digest: str, tokenizer: Tokenizer, cache: Path) -> Span:
-    path = cache / f"{digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"
+def _tokens(text: Text, tokenizer: Tokenizer, cache: Path) -> Span:
+    path = cache / f"{text.digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"
     try:
         file = TokenFile(path, tokenizer)
     except (FileNotFoundError, DataError):  # not there yet, or damaged
-        with progress("preparing the tokens", source.bytes) as advance:
-            tokens.write(path, _not_blank(source), digest, tokenizer, advance)
+        with progress("preparing the tokens", text.bytes) as advance:
+            tokens.write(path, text.not_blank(), text.digest, tokenizer, advance)
         file = TokenFile(path, tokenizer)
     return Span(file, 0, len(file))
-
-
-def _not_blank(source: Source) -> Iterator[Piece]:
-    """The pieces of a source; DataError at their end if they were all white space."""
-    blank = True
-    for piece in source.pieces():
-        blank = blank and not piece.text.strip()
-        yield piece
-    if blank and source.part != "all":
-        raise DataError(
-            f"{source.name}: its split leaves no document for {source.part}; use a text with more "
-            f"documents, or hold out the tail with --set data.split=tail"
-        )
-    if blank:
-        raise DataError(f"{source.name}: contains no text; choose a file that has some")

@@ -1,7 +1,8 @@
 """From paths to documents: files, folders, globs, standard input and built-in corpora.
 
-A source is a list of files and how to read them. It is read block by block, so it may be larger
-than memory. Reading it again gives the same text, or an error that names the file that changed.
+A source is a list of files and how to read them; a part is what its split leaves for training,
+validation or a test. Both are read block by block, so they may be larger than memory. Reading them
+again gives the same text, or an error that names the file that changed.
 """
 
 import glob
@@ -16,14 +17,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import say, warn
+from gptmini.console import progress, say, warn
 from gptmini.errors import DataError
 from gptmini.text.formats import HEAD, KINDS, File, not_text, opened, read, refuse
-from gptmini.text.tokenizer import BLOCK, Piece
+from gptmini.text.tokenizer import BLOCK, Piece, boundary
 
 CODE = Path(os.__file__).parent  # the standard library's sources
 say_once, warn_once = cache(say), cache(warn)  # variants are compared on the same files
@@ -33,31 +35,21 @@ BUILTIN = ("builtin:python-docs", "builtin:python-code")
 
 @dataclass(frozen=True)
 class Source:
-    """Files in reading order; `part` keeps one side of a split by documents.
-
-    The validation part is `share` of the documents, chosen by their hash.
-    """
+    """Files in reading order, and how to read them."""
 
     name: str
     files: tuple[File, ...]
     settings: DataConfig
-    part: str = "all"  # or training, validation
-    share: float = 0.0
 
     @property
     def bytes(self) -> int:
         """Size on disk, compressed where the files are."""
         return sum(file.bytes for file in self.files)
 
-    def only(self, part: str, share: float) -> "Source":
-        return replace(self, part=part, share=share)
-
+    @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
-        settings = self.settings
-        options: list[object] = [settings.text_key, _line_feeds(settings.separator)]
-        if self.part != "all":
-            options += [self.part, self.share]
+        options = [self.settings.text_key, _line_feeds(self.settings.separator)]
         hashed = hashlib.sha256(json.dumps(options).encode())
         converted = []
         for file in self.files:
@@ -74,24 +66,125 @@ class Source:
             say_once(f"{_counted(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()
 
+    @cached_property
+    def text_bytes(self) -> int:
+        """Size of the text in UTF-8; DataError if it is all white space."""
+        size = 0
+        with progress("reading the text", self.bytes) as advance:
+            for text, _ in self.not_blank():
+                length = len(text.encode())
+                size += length
+                advance(length)
+        return size
+
     def pieces(self) -> Iterator[Piece]:
         """The text, document by document, without empty ones.
 
         Anything that is not valid text raises a DataError with the file and the position.
         """
         key, separator = self.settings.text_key, _line_feeds(self.settings.separator) or ""
-        pieces = (piece for file in self.files for piece in read(file, key, separator))
-        return pieces if self.part == "all" else self._our_side(pieces)
+        return (piece for file in self.files for piece in read(file, key, separator))
 
-    def _our_side(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """The documents of `part`; the hash of a document's first piece decides, nothing else."""
+    def not_blank(self) -> Iterator[Piece]:
+        """The same; DataError at its end if it was all white space."""
+        return _not_blank(
+            self.pieces(), f"{self.name}: contains no text; choose a file that has some"
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One side of a source that is split in three, before any tokenizer sees it.
+
+    `validation` and `test` are fractions of the text, or of the documents.
+    """
+
+    source: Source
+    side: Literal["training", "validation", "test"]
+    validation: float
+    test: float
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole source on disk."""
+        return self.source.bytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of everything that determines this side of the text."""
+        rule = [self.source.settings.split, self.side, self.validation, self.test]
+        return hashlib.sha256(json.dumps([self.source.digest, *rule]).encode()).hexdigest()
+
+    def pieces(self) -> Iterator[Piece]:
+        """This side of the text, as Source.pieces."""
+        return self._stretch() if self.source.settings.split == "tail" else self._documents()
+
+    def not_blank(self) -> Iterator[Piece]:
+        """The same; DataError at its end if the split leaves no text for this side."""
+        if self.source.settings.split == "tail":
+            return self._stretch()  # it has checked the whole
+        return _not_blank(
+            self._documents(),
+            f"{self.name}: its split leaves no document for {self.side}; use a text with more "
+            f"documents, or hold out the tail with --set data.split=tail",
+        )
+
+    def _stretch(self) -> Iterator[Piece]:
+        """Training text first, then validation, then the test; cut between words where it can."""
+        size = self.source.text_bytes
+        test = max(1, round(size * self.test)) if self.test else 0
+        validation = max(1, round(size * self.validation)) if self.validation else 0
+        cuts = [0, size - test - validation, size - test, size]
+        place = ("training", "validation", "test").index(self.side)
+        first, last = cuts[place], cuts[place + 1]
+        at = 0  # bytes before this piece
+        for text, starts_document in self.source.pieces():
+            if at >= last:
+                return
+            encoded = text.encode()
+            reach = min(4096, size // 100)
+            start, end = (_cut(text, encoded, place - at, reach) for place in (first, last))
+            if start < end:
+                yield Piece(text[start:end], starts_document and start == 0)
+            at += len(encoded)
+
+    def _documents(self) -> Iterator[Piece]:
+        """The documents of this side; the hash of a document's first piece decides alone."""
         ours = False
-        for piece in pieces:
+        for piece in self.source.pieces():
             if piece.starts_document:
                 number = int.from_bytes(hashlib.sha256(piece.text.encode()).digest()[:8])
-                ours = (number < self.share * 2**64) == (self.part == "validation")
+                if number < self.validation * 2**64:
+                    ours = self.side == "validation"
+                elif number < (self.validation + self.test) * 2**64:
+                    ours = self.side == "test"
+                else:
+                    ours = self.side == "training"
             if ours:
                 yield piece
+
+
+def _not_blank(pieces: Iterator[Piece], problem: str) -> Iterator[Piece]:
+    """The same pieces; a DataError at their end if they were all white space."""
+    blank = True
+    for piece in pieces:
+        blank = blank and not piece.text.strip()
+        yield piece
+    if blank:
+        raise DataError(problem)
+
+
+def _cut(text: str, encoded: bytes, offset: int, reach: int) -> int:
+    """The character at which to cut a text about `offset` bytes after its beginning."""
+    if offset <= 0:
+        return 0
+    if offset >= len(encoded):
+        return len(text)
+    return boundary(text, len(encoded[:offset].decode("utf-8", "ignore")), reach)
 
 
 @contextmanager

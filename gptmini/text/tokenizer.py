@@ -157,17 +157,17 @@ class BpeTokenizer(Tokenizer):
         }
 
 
-def boundary(text: str, limit: int) -> int:
+def boundary(text: str, limit: int, reach: int = 4096) -> int:
     """Where to cut a text, at `limit` at most, so that both halves encode as the whole does.
 
     Cut between a letter or digit and the space after it: no word of a known pattern spans that. If
-    there is no such place near the limit, cut at a line end, or else at the limit.
+    there is no such place within `reach` characters, cut at a line end, or else at the limit.
     """
-    lowest = max(1, limit - 4096)
+    lowest = max(1, limit - reach)
     space = text.rfind(" ", lowest, limit)
     while space > 0 and not text[space - 1].isalnum():
         space = text.rfind(" ", lowest, space)
-    return space if space > 0 else text.rfind("\n", 0, limit) + 1 or limit
+    return space if space > 0 else text.rfind("\n", lowest - 1, limit) + 1 or limit
 
 
 def split(text: str) -> Iterator[str]:

@@ -206,15 +206,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text: its tokenizer, the spans to train on and those held out.
+    """A prepared text: its tokenizer, and the spans to train on, to validate on and to test on.
 
-    `training` has one span, or one for each weight; `content` is the SHA-256 of all texts.
+    Each side has one span, or one for each weight; `test` has none unless asked for. `content` is
+    the SHA-256 of the texts and their split.
     """
 
     name: str
     tokenizer: Tokenizer
     training: list[Span]
     validation: list[Span]
+    test: list[Span]
     content: str
 
     def epochs(
@@ -228,8 +230,7 @@ class Corpus:
     def summary(self, kind: str) -> str:
         """One line on the text and its tokens; `kind` is the tokenizer asked for."""
         spans = self.training + self.validation
-        token_files = {span.tokens.path: span.tokens for span in spans}.values()
-        size, count = sum(file.text_bytes for file in token_files), sum(map(len, token_files))
+        size, count = sum(span.tokens.text_bytes for span in spans), sum(map(len, spans))
         chosen = ", chosen for this text" if kind == "auto" else ""
         return (
             f"  data      {self.name}: {_in_bytes(size)} -> {count:,} tokens "
