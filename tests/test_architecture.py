@@ -23,7 +23,7 @@ ROOMS = {
     "train": ["batches", "evaluate", "trainer", "state"],
     "evidence": [
         *("evaluate", "measure", "variants", "compare"),
-        *("attention_view", "plots", "report"),
+        *("attention_view", "plots", "page", "reading", "report"),
     ],
     "interop": ["pooling"],
     "cli": ["app", "options", "train", "generate", "text", "evidence"],

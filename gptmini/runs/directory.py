@@ -216,6 +216,10 @@ class RunDirectory:
             raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
         return checkpoint
 
+    def checkpoint(self, step: int) -> Checkpoint:
+        """The checkpoint of a step, without the optimizer's state."""
+        return self._load(step, with_optimizer=False)
+
     def _best_first(self) -> list[int]:
         try:
             best = _read_json(self.path / "best.json").get("step")
