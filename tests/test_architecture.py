@@ -57,6 +57,7 @@ NEVER_LOADS = {  # importing the module on the left loads none of those on the r
         "gptmini.evidence",
     ],
     "gptmini.evidence.plots": ["gptmini.train", "torch"],
+    "gptmini.evidence.page": ["gptmini.train", "torch"],
     "gptmini": ["torch"],
     "gptmini.cli.app": ["torch"],
     "gptmini.plan.cost": ["torch"],

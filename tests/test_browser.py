@@ -53,6 +53,7 @@ def visit(browser, tmp_path: Path) -> Iterator[Any]:
         assert requests == [content.resolve().as_uri()]
         return tab
 
+    visit.wrong = wrong
     yield visit
     for context in contexts:
         context.close()
@@ -207,6 +208,7 @@ def test_hostile_texts_are_shown_and_run_nothing(visit):
     assert tab.evaluate("document.querySelector('pre').textContent") == HOSTILE
     # The policy also stops what somebody would write into the page later.
     assert tab.evaluate("(() => { try { document.body.innerHTML = 'x' } catch { return 1 } })()")
+    assert "requires 'TrustedHTML'" in visit.wrong.pop()
 
 
 @pytest.fixture
@@ -233,19 +235,19 @@ def test_a_plot_shows_the_heads_at_every_checkpoint(visit, plotted):
     assert "runs/a, validation" in tab.locator(".charts svg").first.get_attribute("aria-label")
 
 
-@pytest.mark.parametrize("width", [360, 2560])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_overflows(visit, plotted, width, scheme):
+def test_nothing_overflows(visit, plotted):
     run = run_of(variant="gqa", n_kv_head=2)
     pages = [
         reading.html(run, [*b"A long line. \n"], None, (0, 0)),
         plotted / "plot.html",
         plotted / "c" / "compare.html",
     ]
-    for content in pages:
-        tab = visit(content, width, scheme)
-        assert tab.evaluate("document.documentElement.scrollWidth") == width
-        # No text leaves its card, or is cut off by it.
-        script = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1)
-          .map(node => node.className)"""
-        assert tab.eval_on_selector_all(".card, .tile, .token, .measure, .row", script) == []
+    # Texts that are wider than what they are in.
+    script = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1)
+      .map(node => node.className)"""
+    for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
+        for content in pages:
+            tab = visit(content, width, scheme)
+            assert tab.evaluate("document.documentElement.scrollWidth") == width
+            inner = ".card, .tile, .token, .measure, .row"
+            assert tab.eval_on_selector_all(inner, script) == []

@@ -91,7 +91,8 @@ def html(run: Run, tokens: list[int], text: Text | None, start: tuple[int, int])
     window = f", window {attention.window}" if attention.window else ""
     lead = (
         f"Step {run.step:,}; {cost.parameter_count(model):,} parameters: {model.n_layer} layers, "
-        f"width {model.d_model}, {model.n_head} heads / {model.n_kv_head} KV heads "
+        f"width {model.d_model}, {console.amount(model.n_head, 'head')} / "
+        f"{console.amount(model.n_kv_head, 'KV head')} "
         f"({attention.variant.upper()}{window}), context {model.context_length}; "
         f"{run.tokenizer.kind} tokenizer, vocabulary {run.tokenizer.vocab_size:,}. "
         f"It reads {console.amount(len(tokens), 'token')}"
@@ -151,14 +152,15 @@ def notes(config: ModelConfig) -> dict[str, str]:
     kept = f" Layers with a window keep only the last {window} tokens." if window else ""
     return {
         "text": "Point at a token, tap it, or use the arrow keys: the tokens that it looks at "
-        "light up. It can look only back; what it cannot see is hatched.",
+        "light up. It can look only back; what it cannot see is hatched. The orange bar is a "
+        "token's surprise: how unexpected it was, one bit for each halving of its probability.",
         "heads": f"{kind} Bars under a map: the mean weight on the previous token, the first one "
         "and the token itself. Entropy says how widely a head spreads its weights, in nats. "
         "Choose a head to see it in the text and in the large map.",
         "map": "A row is a token that looks (query), a column a token it looks at (key). Hatched "
         "is hidden. Point at a cell to read it.",
-        "stages": "What the output head would say after each layer, the last of which decides. "
-        "Choose one.",
+        "stages": "What the output head would say after each layer (the logit lens); the last one "
+        "decides. Choose one to see its list.",
         "memory": "Keys and values of the tokens so far in float32, for this model and with other "
         f"numbers of KV heads.{kept}",
         "weights": "Weights show where a head reads from, not why the model answers as it does: "

@@ -126,7 +126,7 @@ def _curves(logged: Logged, in_bits: bool) -> page.Part:
     losses += [] if in_bits else lines("train_loss")
     panels = [
         page.chart("Loss", x, unit, losses, "y"),
-        page.chart("Learning rate", x, "AdamW's", list(lines("lr")), zero=True),
+        page.chart("Learning rate", x, "of AdamW", list(lines("lr")), zero=True),
         page.chart("Speed", x, "tokens per second", list(lines("tokens_per_second")), zero=True),
         page.chart("Gradient norm", x, "before clipping", list(lines("grad_norm")), "y"),
     ]
