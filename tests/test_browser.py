@@ -235,12 +235,24 @@ def test_a_plot_shows_the_heads_at_every_checkpoint(visit, plotted):
     assert "runs/a, validation" in tab.locator(".charts svg").first.get_attribute("aria-label")
 
 
+def of_long_words() -> bytes:
+    long = "x" * 300
+    part = reading.part([run_of()], TEXT, long)
+    part["spellings"] = [[long, "␣" * 300] for _ in part["spellings"]]
+    lines = [page.series(long, [(0, 1), (1, 2)])]
+    samples = {"type": "samples", "heading": long, "items": [[long, long]]}
+    parts = [page.table([long], [[long]], long, long), samples, part]
+    parts += [page.charts([page.chart(long, "x", long, lines)], long)]
+    return page.render(long, long, parts)
+
+
 def test_nothing_overflows(visit, plotted):
     run = run_of(variant="gqa", n_kv_head=2)
     pages = [
         reading.html(run, [*b"A long line. \n"], None, (0, 0)),
         plotted / "plot.html",
         plotted / "c" / "compare.html",
+        of_long_words(),
     ]
     # Texts that are wider than what they are in.
     script = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1)

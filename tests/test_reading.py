@@ -20,7 +20,7 @@ from gptmini.generate.filters import choose, uniform
 from gptmini.generate.run import Run
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
-from gptmini.text.tokenizer import ByteTokenizer, CharTokenizer
+from gptmini.text.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer
 from gptmini.train.evaluate import token_losses
 
 HOSTILE = (
@@ -28,11 +28,11 @@ HOSTILE = (
 )
 
 
-def run_of(sample=None, **attention) -> Run:
-    """A model of bytes with random weights."""
-    tokenizer = ByteTokenizer()
+def run_of(sample=None, tokenizer=None, **attention) -> Run:
+    """A model, of bytes if no tokenizer is given, with random weights."""
+    tokenizer = tokenizer or ByteTokenizer()
     config = tiny(model={"attention": attention}, sample=sample or {})
-    config = config.with_tokenizer("byte", tokenizer.vocab_size)
+    config = config.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
     torch.manual_seed(0)
     model = GPT(config.model).eval()
     with torch.no_grad():
@@ -172,6 +172,14 @@ def test_draws_are_those_of_the_sampler():
         assert after[place] == pytest.approx([left.get(n, 0) for n in listed], abs=1e-5)
         removed = 1 - expected.logits[at].double().softmax(dim=0)[list(left)].sum()
         assert drawn["removed"][place] == pytest.approx(removed.item(), abs=1e-5)
+
+
+def test_a_prompt_that_ends_with_a_space_leaves_only_tokens_that_begin_with_one(tiny_encoding):
+    run = run_of({"top_k": None}, tokenizer=BpeTokenizer(tiny_encoding))
+    text = reading.continued(run, "the ", 2)
+    assert text.prompt_tokens == [257]
+    part = reading.part([run], text.prompt_tokens + text.tokens, "", text)
+    assert part["readings"][0]["draws"]["kept"] == [2, 260]  # " " and " the", then any
 
 
 def test_greedy_draws_keep_one_token():

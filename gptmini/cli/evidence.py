@@ -293,10 +293,10 @@ def _inspect_run(
         reading.check_length(trained.config.model, len(tokens))
     view = attention_view.view(trained, tokens, layers, head)
     say(f"{path}: step {trained.step}")
-    print(view.text())
-    if out is not None and is_page:
+    if out is not None and is_page:  # first, as `| head` may close stdout
         files.replace(out, reading.html(trained, tokens, text, (layer or 0, head or 0)))
-    elif out is not None:
+    print(view.text())
+    if out is not None and not is_page:
         plots.save(view.figure(), out)
 
 

@@ -287,8 +287,8 @@ def page_bytes(config: ModelConfig, T: int, readings: int = 1) -> int:
 
 def check_length(config: ModelConfig, T: int, readings: int = 1) -> None:
     """ConfigError if the page would be too large for a browser, with the longest text that fits."""
-    if page_bytes(config, T, readings) <= page.LIMIT:
-        return
+    if config.context_length < T or page_bytes(config, T, readings) <= page.LIMIT:
+        return  # what exceeds the context is refused by `attention_weights`
     longest = max(n for n in range(T) if page_bytes(config, n, readings) <= page.LIMIT)
     raise ConfigError(
         f"--prompt: a page of {T} tokens and {config.n_layer * config.n_head} heads would be "
