@@ -204,12 +204,12 @@ def plot(
     out: Path | None = option(
         None,
         "FILE",
-        "A picture (.png, .pdf, .svg) or a report (.html).",
+        "A picture (.png, .pdf, .svg) or an interactive page (.html).",
         show_default="RUN/plot.png and RUN/plot.html",
     ),
     cache: Cache = CACHE,
 ) -> None:
-    """Draw the training curves of runs; a report also has samples over time and attention."""
+    """Draw the training curves of runs; a page also has samples and heads over time."""
     paths = [run_directory(run) for run in runs or [newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
     from gptmini.evidence import report

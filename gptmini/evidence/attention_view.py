@@ -18,7 +18,7 @@ from gptmini.model.attention import Attention, cross_mask, visible
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import Tokenizer
 
-MORE = "for the weights of one head: --layer N --head N; for a picture: --out FILE.png"
+MORE = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """A model reading a text, as data for a page: attention, expectations, memory, drawn tokens.
 
-Letters: R readings (checkpoints of one run), L layers, H query heads, T positions, V vocabulary,
-S = L + 1 stages (the embedding, then each layer), N tokens listed.
+Letters: L layers, H query heads, T positions, V vocabulary, S = L + 1 stages (the embedding, then
+each layer), N tokens listed.
 """
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from gptmini.plan import cost
 from gptmini.text.tokenizer import Tokenizer
 
 LISTED = 10  # N: the likeliest next tokens
-OVERHEAD = 120_000  # bytes of a page without weights and expectations, and of its spellings
+OVERHEAD = 50_000  # bytes of a page on no tokens
+PER_TOKEN = 200  # bytes for each token of the text besides weights and expectations
 
 
 class Lens(NamedTuple):
@@ -98,11 +99,12 @@ def html(run: Run, tokens: list[int], text: Text | None, start: tuple[int, int])
         f"It reads {console.amount(len(tokens), 'token')}"
         + (f", the last {len(text.tokens)} of which it drew itself." if text else ".")
     )
+    check_length(model, len(tokens))
     return page.render(str(run.path), lead, [part([run], tokens, "", text, start)])
 
 
 def part(
-    runs: Sequence[Run],
+    runs: Iterable[Run],
     tokens: list[int],
     heading: str,
     text: Text | None = None,
@@ -110,14 +112,15 @@ def part(
 ) -> page.Part:
     """The data of a page on a model reading these tokens, at each of several checkpoints (`runs`).
 
-    `text` is what the tokens were drawn as, `start` the layer and head to show first.
+    They may come one by one, as several may not fit in memory. `text` is what the tokens were
+    drawn as, `start` the layer and head to show first.
     """
-    run = runs[0]
+    spelled = _Spellings()
+    readings = []
+    for run in runs:
+        numbers = [spelled.number(run.tokenizer, token) for token in tokens]
+        readings.append(_reading(run, tokens, spelled, text))
     config = run.config.model
-    check_length(config, len(tokens), len(runs))
-    spelled = _Spellings(run.tokenizer)
-    numbers = [spelled.number(token) for token in tokens]
-    readings = [_reading(each, tokens, spelled, text) for each in runs]
     return {
         "type": "reading",
         "heading": heading,
@@ -137,8 +140,8 @@ def part(
     }
 
 
-def notes(config: ModelConfig) -> dict[str, str]:
-    """The sentences that explain each card."""
+def notes(config: ModelConfig) -> dict[str, Any]:
+    """The sentences that explain each card, and for each layer what it sees."""
     H, G = config.n_head, config.n_kv_head
     if G == H:
         kind = f"Multi-head attention (MHA): each of the {H} heads has keys and values of its own."
@@ -149,6 +152,7 @@ def notes(config: ModelConfig) -> dict[str, str]:
             f"read the same keys and values, each with queries of its own."
         )
     window = config.attention.window
+    layers = [_reach(config.window(layer)) for layer in range(config.n_layer)]
     kept = f" Layers with a window keep only the last {window} tokens." if window else ""
     return {
         "text": "Point at a token, tap it, or use the arrow keys: the tokens that it looks at "
@@ -157,6 +161,7 @@ def notes(config: ModelConfig) -> dict[str, str]:
         "heads": f"{kind} Bars under a map: the mean weight on the previous token, the first one "
         "and the token itself. Entropy says how widely a head spreads its weights, in nats. "
         "Choose a head to see it in the text and in the large map.",
+        "layers": layers,
         "map": "A row is a token that looks (query), a column a token it looks at (key). Hatched "
         "is hidden. Point at a cell to read it.",
         "stages": "What the output head would say after each layer (the logit lens); the last one "
@@ -169,18 +174,25 @@ def notes(config: ModelConfig) -> dict[str, str]:
     }
 
 
+def _reach(window: int | None) -> str:
+    """What the queries of a layer see."""
+    if window is None:
+        return "sees all tokens before"
+    before = "only itself" if window == 1 else f"itself and the {window - 1} before"
+    return f"window of {window}: sees {before}"
+
+
 class _Spellings:
     """The spellings of the tokens that a page shows, each once."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self.texts: list[list[str]] = []
 
-    def number(self, token: int) -> int:
+    def number(self, tokenizer: Tokenizer, token: int) -> int:
         if token not in self._numbers:
             self._numbers[token] = len(self.texts)
-            self.texts.append(spell(self._tokenizer, token))
+            self.texts.append(spell(tokenizer, token))
         return self._numbers[token]
 
 
@@ -192,7 +204,8 @@ def _reading(run: Run, tokens: list[int], spelled: _Spellings, text: Text | None
     if not math.isfinite(float(expected.logits.sum() + weights.sum())):
         raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
     seen = torch.ones(T, T, dtype=torch.bool).tril()
-    numbers = [spelled.number(token) for token in expected.tokens.flatten().tolist()]
+    listed = expected.tokens.flatten().tolist()
+    numbers = [spelled.number(run.tokenizer, token) for token in listed]
     return {
         "step": run.step,
         "measures": [[round(mean, 4) for mean in head[2:]] for head in summarize(weights)],
@@ -277,19 +290,19 @@ def _filters(sample: SampleConfig) -> str:
     return ", ".join(f"{name} {getattr(sample, name):g}" for name in given)
 
 
-def page_bytes(config: ModelConfig, T: int, readings: int = 1) -> int:
-    """About how large the page on T tokens becomes: the weights and expectations in base64."""
+def page_bytes(config: ModelConfig, T: int) -> int:
+    """About how large the page on T tokens becomes: weights and expectations in base64, texts."""
     weights = config.n_layer * config.n_head * T * (T + 1) // 2
     expected = (config.n_layer + 1) * T * (LISTED + 1) * 8
     spellings = 40 * min(config.vocab_size or 0, (config.n_layer + 1) * T * LISTED // 4)
-    return OVERHEAD + readings * (4 * (weights + expected) // 3 + spellings)
+    return OVERHEAD + PER_TOKEN * T + 4 * (weights + expected) // 3 + spellings
 
 
-def check_length(config: ModelConfig, T: int, readings: int = 1) -> None:
+def check_length(config: ModelConfig, T: int) -> None:
     """ConfigError if the page would be too large for a browser, with the longest text that fits."""
-    if config.context_length < T or page_bytes(config, T, readings) <= page.LIMIT:
+    if config.context_length < T or page_bytes(config, T) <= page.LIMIT:
         return  # what exceeds the context is refused by `attention_weights`
-    longest = max(n for n in range(T) if page_bytes(config, n, readings) <= page.LIMIT)
+    longest = max(n for n in range(T) if page_bytes(config, n) <= page.LIMIT)
     raise ConfigError(
         f"--prompt: a page of {T} tokens and {config.n_layer * config.n_head} heads would be "
         f"larger than {page.LIMIT // 10**6} MB; give at most {longest} tokens"

@@ -1,6 +1,7 @@
 """What training runs logged, as pictures or as a page: curves, samples over time, attention."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +59,34 @@ def _in_bits(logged: Logged) -> bool:
 
 def html(logged: Logged, cache: Path) -> bytes:
     """The page of some runs."""
-    runs = {name: checkpoints(Path(name), cache) for name in logged}
-    parts = [_table(logged, runs), _curves(logged, _in_bits(logged))]
+    parts = [_table(logged), _curves(logged, _in_bits(logged))]
     for name, lines in logged.items():
         samples = [line for line in reversed(lines) if isinstance(line.get("sample"), str)]
         shown = [[_summary(line), line["sample"]] for line in samples]
         if shown:
             parts.append({"type": "samples", "heading": f"{name}: samples", "items": shown})
-        run = runs[name][-1]
-        limit = min(MAX_TOKENS, run.config.model.context_length)
-        tokens = run.encode(samples[0]["sample"] if samples else "", "sample")[:limit]
-        tokens = tokens or [run.tokenizer.document_token]
-        parts.append(reading.part(runs[name], tokens, f"{name}: the heads at each kept checkpoint"))
+        runs = checkpoints(Path(name), cache)
+        first = next(runs)
+        limit = min(MAX_TOKENS, first.config.model.context_length)
+        tokens = first.encode(samples[0]["sample"] if samples else "", "sample")[:limit]
+        tokens = tokens or [first.tokenizer.document_token]
+        heading = f"{name}: the heads at each kept checkpoint"
+        parts.append(reading.part(chain([first], runs), tokens, heading))
     lead = "Training curves, samples, and what each attention head looks at."
     return page.render(", ".join(logged), lead, parts)
 
 
-def checkpoints(path: Path, cache: Path) -> list[Run]:
-    """The intact checkpoints of a run, the oldest first."""
-    runs = []
-    for step in sorted(RunDirectory(path).steps()):
+def checkpoints(path: Path, cache: Path) -> Iterator[Run]:
+    """The intact checkpoints of a run, the oldest first; CheckpointError if there is none."""
+    steps, intact = sorted(RunDirectory(path).steps()), 0
+    for step in steps:
         try:
-            runs.append(load(path, "cpu", "float32", cache, step))
+            yield load(path, "cpu", "float32", cache, step)
+            intact += 1
         except CheckpointError as error:  # damaged, or deleted by a running training
             warn(f"{error}; left out")
-    return runs or [load(path, "cpu", "float32", cache)]
+    if not intact:
+        yield load(path, "cpu", "float32", cache)
 
 
 def _summary(line: dict[str, Any]) -> str:
@@ -90,10 +94,10 @@ def _summary(line: dict[str, Any]) -> str:
     return f"step {line['step']:,}{bits}"
 
 
-def _table(logged: Logged, runs: dict[str, list[Run]]) -> page.Part:
+def _table(logged: Logged) -> page.Part:
     rows = []
     for name, lines in logged.items():
-        model = runs[name][-1].config.model
+        model = RunDirectory(Path(name)).config().model
         window = f", window {model.attention.window}" if model.attention.window else ""
         step, tokens, seconds = numbers(lines, *COLUMNS[:3])[-1]
         loss, bits = min(numbers(lines, *COLUMNS[3:]))
