@@ -1,5 +1,6 @@
 """The one place where a run's configuration is made."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,30 @@ def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
     assert config.model.dropout is not None
     assert config.train.micro_batch_size is not None
     assert config.train.compile in ("on", "off")
+
+
+@pytest.mark.parametrize(
+    ("documents", "steps", "text", "start"),
+    [
+        (1, 10_000, "the cat\nsat ", "\n"),  # its only document token is hardly ever read
+        (1, 1000, "a cat in a hat ", " "),
+        (1, 1000, "猫猫坐", "猫"),
+        (3, 10_000, "the cat\nsat ", None),
+        (3, 2, "the cat\nsat ", "\n"),
+        (300, 100, "the cat\nsat ", None),
+    ],
+)
+def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
+    documents: int, steps: int, text: str, start: str | None, tmp_path: Path
+):
+    each = json.dumps({"text": text * (600 // documents)}) + "\n"
+    (tmp_path / "text.jsonl").write_text(each * documents)
+    data = {"path": str(tmp_path / "text.jsonl")}
+    config = tiny(data=data, train={"steps": steps, "compile": "off"})
+    assert decide(config, None, tmp_path / "cache").config.sample.start == start
+    for stated in ("cat", None):
+        config = tiny(data=data, sample={"start": stated})
+        assert decide(config, None, tmp_path / "cache").config.sample.start == stated
 
 
 def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(

@@ -277,6 +277,9 @@ class SampleConfig(Section):
     """Tokens never to generate, by their text."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Stop before any of these texts, which are left out."""
+    start: Annotated[str, Field(min_length=1)] | None = None
+    """Stands in for an empty prompt; null: the document token. Default: the document token, or a
+    line break if training reads that token too rarely to know what follows it."""
     seed: Seed = 1337
     """Random seed for sampling."""
     overflow: Literal["slide", "stop", "error"] = "slide"

@@ -26,7 +26,7 @@ from gptmini.generate import native
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.texts import Generation, Text
+from gptmini.generate.texts import Generation, Text, opening
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory, fitting
@@ -123,6 +123,7 @@ class Run:
                 kind = type(prompt).__name__
                 raise ConfigError(f"prompt: must be a text, not {kind}; use start for several")
             tokens, first = self._tokens(prompt, special)
+            tokens = tokens or opening(self.tokenizer, sample)
             check_overflow(len(tokens), sample, limit)
             if len(tokens) > limit:
                 warn(f"prompt: {len(tokens):,} tokens; the model sees the last {limit:,}")
@@ -204,7 +205,7 @@ class Run:
         return None
 
     def _tokens(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
-        """The tokens of a prompt (at least one), and which may come first, (V,), if not all."""
+        """The tokens of a prompt, and which may come first, (V,), if not all."""
         first = None
         if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
             # Where words are tokens, the space belongs to the next one (" the"), and the model has
@@ -214,7 +215,7 @@ class Run:
         tokens: list[int] = []
         for place, part in enumerate(prompt.split(DOCUMENT) if special else [prompt]):
             tokens += [document] * (place > 0) + self.encode(part, "prompt")
-        return tokens or [document], first
+        return tokens, first
 
     @cached_property
     def _begins_with_space(self) -> Tensor:

@@ -19,7 +19,7 @@ from gptmini.console import TrainingProgress, say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import decode
-from gptmini.generate.texts import Text
+from gptmini.generate.texts import Text, opening
 from gptmini.model.gpt import loss
 from gptmini.model.optim import cooldown_steps, learning_rate
 from gptmini.plan.minutes import paced_steps
@@ -177,7 +177,7 @@ def sample(training: Training) -> str:
     )
     model, tokenizer = training.model, training.corpus.tokenizer
     limit = training.config.model.context_length
-    text = Text(0, [tokenizer.document_token], limit)
+    text = Text(0, opening(tokenizer, settings), limit)
     model.eval()
     with training.eagerly():
         for _, token, _ in decode(TorchEngine(model), [text], settings, limit):
