@@ -39,7 +39,8 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
         assert tokens.read(start, count).tolist() == expected[start : start + count]
 
 
-def test_documents_are_counted(tmp_path: Path):
+def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(token_files.tokenizers, "BLOCK", 4)  # several batches
     path = tmp_path / "a.tokens"
     texts = [("one", True), (" and more", False), ("two", True), ("", True)]
     pieces = (Piece(*each) for each in texts)
