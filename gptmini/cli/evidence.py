@@ -289,7 +289,12 @@ def size(
     utilization: float = option(
         0.4, "X", "Fraction of the accelerator's peak FLOP/s that is reached.", min=0.01, max=1
     ),
-    devices: int = option(1, "N", "Number of accelerators, assuming perfect scaling.", min=1),
+    devices: int = option(
+        1,
+        "N",
+        "Divide the time by N, as if N accelerators scaled perfectly; gptmini trains on one.",
+        min=1,
+    ),
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
@@ -299,6 +304,8 @@ def size(
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
+    if devices > 1 and accelerator is None:
+        raise ConfigError("--devices: needs --accelerator; name one, or remove --devices")
     named = {"--steps": steps, "--minutes": minutes}
     settings = configured(config, data, errors, attention, named, assignments)
     from gptmini.plan import size as sizing
