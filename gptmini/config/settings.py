@@ -16,6 +16,8 @@ from gptmini.config.section import (
     Section,
     Seed,
     Steps,
+    Texts,
+    Trackers,
 )
 from gptmini.errors import ConfigError
 
@@ -233,7 +235,7 @@ class TrainConfig(Section):
     """Newest checkpoints to keep; the best one is always kept too."""
     log_every: Steps = 20
     """Steps between lines of metrics."""
-    log_to: list[Literal["tensorboard", "wandb"]] = []
+    log_to: Trackers = []
     """Also send metrics there; needs pip install of the extra of that name."""
     seed: Seed = 1337
     """Random seed of initial weights, data order and dropout."""
@@ -273,9 +275,9 @@ class SampleConfig(Section):
     """Subtracted from a token's logit for each time it was generated."""
     bias: dict[str, Penalty] = {}
     """Added to the logit of a token, by its text: {the: -2}."""
-    ban: list[str] = []
+    ban: Texts = []
     """Tokens never to generate, by their text."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: Texts = []
     """Stop before any of these texts, which are left out."""
     start: Annotated[str, Field(min_length=1)] | None = None
     """Stands in for an empty prompt; null: the document token. Default: the document token, or a

@@ -169,8 +169,7 @@ class Run:
 
     def sampling(self, settings: dict[str, Any]) -> SampleConfig:
         """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
-        lists = {k: [v] for k, v in settings.items() if k in ("stop", "ban") and isinstance(v, str)}
-        section = {**self.config.sample.model_dump(), **settings, **lists}
+        section = {**self.config.sample.model_dump(), **settings}
         return validate({"sample": section}, {}).sample if settings else self.config.sample
 
     @cached_property
