@@ -52,9 +52,9 @@ def pick_compute(device: str, dtype: str) -> Compute:
 def pick_device(name: str) -> torch.device:
     """`auto` takes CUDA where there is a device; MachineError for `cuda` without one."""
     if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {name}: unknown; use auto, cpu or cuda")
+        raise ConfigError(f"--device {name}: unknown; use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise MachineError("device cuda: no CUDA device found; use auto or cpu")
+        raise MachineError("--device cuda: no CUDA device found; use auto or cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

@@ -95,7 +95,7 @@ def configured(
         data = [name]
     elif name is not None:
         run = run_of(name)
-        file = run / "config.yaml" if run else load.find(name)
+        file = run / "config.yaml" if run else _configuration(name)
 
     overrides = assigned(assignments)
     if data:
@@ -110,6 +110,21 @@ def configured(
         if value is not None:
             overrides.append((label, ("train", label.removeprefix("--")), value))
     return load.load(file, overrides)
+
+
+def _configuration(name: str) -> Path:
+    """The file of a configuration; what looks like a mistyped run is answered with the nearest."""
+    from gptmini.config import load
+
+    try:
+        return load.find(name)
+    except ConfigError as error:
+        runs = {config.parent.name: config.parent for config in RUNS.glob("*/config.yaml")}
+        near = difflib.get_close_matches(Path(name).name, runs, 1)
+        in_runs = Path(name).parent == RUNS
+        if not near or ("did you mean" in str(error) and not in_runs):
+            raise
+        raise ConfigError(f"{name}: no run here; did you mean {runs[near[0]]}?") from None
 
 
 def run_of(name: str) -> Path | None:

@@ -68,14 +68,18 @@ def train(
             sources.find(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
     from gptmini.generate.run import load
-    from gptmini.plan.decide import decide
+    from gptmini.plan.decide import decide, with_choices
+    from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
-    from gptmini.train import trainer
+    from gptmini.train import state, trainer
 
+    log.check_installed(settings.train.log_to)
     run_directory = RunDirectory(out)
     existing = run_directory.config() if run_directory.exists else None
-    trainer.train(decide(settings, existing, cache, started), out)
-    if no_sample:
+    if existing is not None:  # before the text is prepared
+        kept = with_choices(settings, existing)
+        state.check_same(kept, existing, run_directory, undecided=(None, "auto"))
+    if not trainer.train(decide(settings, existing, cache, started), out) or no_sample:
         return
     run = load(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")

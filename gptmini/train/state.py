@@ -142,7 +142,7 @@ def begin(training: Training) -> None:
         run.create(config, tokenizer)
         return
     run.checkpoints.mkdir(exist_ok=True)
-    _check_same(config, run.config(), run)
+    check_same(config, run.config(), run)
     if run.tokenizer().fingerprint != tokenizer.fingerprint:
         raise _other_text(config, run)
     if (checkpoint := run.newest()) is not None:
@@ -225,7 +225,7 @@ def introduce(training: Training, decision: "Decision") -> None:
         line += f"; resuming after step {training.step:,}"
     if decision.seconds_per_step is not None and training.step < train.steps:
         left = (train.steps - training.step) * decision.seconds_per_step
-        line += f"; about {duration(left)} left"
+        line += f"; about {duration(left)} left" if left >= 1 else "; about a second left"
     say_fact(line)
     if epochs > MANY_EPOCHS:
         warn(
@@ -234,12 +234,17 @@ def introduce(training: Training, decision: "Decision") -> None:
         )
 
 
-def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
-    """ConfigError listing the settings in which a run differs from the one asked for."""
+def check_same(
+    asked: Config, existing: Config, run: RunDirectory, undecided: tuple[Any, ...] = ()
+) -> None:
+    """ConfigError listing the settings in which a run differs from the one asked for.
+
+    Settings that still have one of the values `undecided` are not compared.
+    """
     lines = [
         f"{key}: {_shown(theirs)} in {run.path}, now {_shown(ours)}"
         for key, ours, theirs in differences(asked, existing)
-        if key not in CHANGEABLE and not key.startswith("sample.")
+        if key not in CHANGEABLE and not key.startswith("sample.") and ours not in undecided
         if key != "train.minutes" or None in (ours, theirs)  # other minutes make it longer
     ]
     if lines:

@@ -47,8 +47,8 @@ SAMPLE_TOKENS = 120  # drawn at each evaluation
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
-def train(decision: "Decision", out: Path) -> None:
-    """Train the run in a directory to its last step, from wherever it stands.
+def train(decision: "Decision", out: Path) -> bool:
+    """Train the run in a directory to its last step, from wherever it stands; False if it is there.
 
     Raises ConfigError if another run lives there, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
@@ -60,7 +60,7 @@ def train(decision: "Decision", out: Path) -> None:
         begin(training)
         if _is_finished(training):
             say(f"{out}: {already(training)}; {how_to_continue(training)}")
-            return
+            return False
         introduce(training, decision)
         weights = sum(p.nbytes for p in training.model.parameters())
         run.check_space(3 * weights)  # and up to two moments of the optimizer
@@ -72,6 +72,7 @@ def train(decision: "Decision", out: Path) -> None:
         finally:
             bar.close()
             log.close()
+    return True
 
 
 def _loop(
