@@ -215,6 +215,19 @@ def test_a_missing_tracker_is_named_before_the_text_is_prepared(
     )
 
 
+def test_threads_are_set_before_torch_is_loaded(tmp_path: Path):
+    check = (
+        "import os, sys\n"
+        "from gptmini.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)"
+    )
+    for words in ("train nothere", "generate nothere", "evaluate nothere"):
+        command = [sys.executable, "-c", check, *words.split(), "--threads", "3"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.stdout == "3 False\n", done.stderr
+
+
 def test_out_must_not_be_a_file(gptmini, text_file: Path):
     code, _, err = gptmini("train", "--data", "text.txt", "--out", "text.txt")
     assert (code, "--out text.txt: a file, not a directory" in err) == (2, True)

@@ -20,6 +20,7 @@ from gptmini.cli.options import (
     Minutes,
     RunName,
     Steps,
+    Threads,
     Weights,
     argument,
     attention_settings,
@@ -46,6 +47,7 @@ def evaluate(
     ),
     weights: Weights = "float32",
     device: Device = "auto",
+    threads: Threads = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:

@@ -1,7 +1,7 @@
 """Options that several commands share, the default run, and the configuration they add up to."""
 
 import difflib
-import os.path
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,13 @@ def argument(default: Any, metavar: str, text: str, **settings: Any) -> Any:
     return typer.Argument(default, metavar=metavar, help=text, **settings)
 
 
+def _set_threads(number: int | None) -> int | None:
+    """For OpenMP, which reads this once, when torch is loaded."""
+    if number is not None:
+        os.environ["OMP_NUM_THREADS"] = str(number)
+    return number
+
+
 NEWEST = "the newest directory in runs/"
 _FILE_OR_NAME = (
     "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
@@ -43,6 +50,7 @@ _SETTING = (
 )
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
 _MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
+_THREADS = "CPU threads to use. Beside other busy programs, fewer are often faster."
 _CACHE = "Folder for prepared texts and compiled code."
 
 
@@ -54,6 +62,10 @@ Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--
 AttentionName = Annotated[str | None, option(..., "KIND", _KIND)]
 Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
 Minutes = Annotated[float | None, option(..., "X", _MINUTES)]
+Threads = Annotated[
+    int | None,
+    option(..., "N", _THREADS, min=1, max=1024, show_default="all", callback=_set_threads),
+]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
 Weights = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
