@@ -55,12 +55,13 @@ def evaluate(
     if data and split == "test":
         raise ConfigError("--split test: is a part of the run's own text; leave out --data")
     path = run_directory(run)
-    from gptmini.config.settings import DataConfig
+    from gptmini.config import load as configuration
     from gptmini.console import say
     from gptmini.text import sources
 
     if data and "-" not in data:
-        sources.find(data, DataConfig())  # a wrong path is named before torch is loaded
+        own = configuration.load(path / "config.yaml", []).data
+        sources.find(data, own)  # a wrong path is named before torch is loaded
     from gptmini.evidence.evaluate import evaluate_run, text_of
     from gptmini.generate.run import load
 

@@ -85,7 +85,7 @@ class Score:
 
 @torch.inference_mode()
 def score(run: Run, text: str) -> Score:
-    """Score each token of a text, read as what a text without a prompt begins with.
+    """Score each token of a text, as what an empty prompt is continued with.
 
     A text longer than the context is read in windows of one context, half a context apart: every
     token has at least half a context before it, or all there is. DataError if the text is empty,

@@ -17,7 +17,7 @@ from gptmini.text.tokenizer import Tokenizer
 
 
 def opening(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
-    """The tokens that a text without a prompt continues."""
+    """The tokens that stand in for an empty prompt."""
     return tokenizer.encode(sample.start).tolist() if sample.start else [tokenizer.document_token]
 
 
