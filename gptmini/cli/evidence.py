@@ -12,6 +12,7 @@ from gptmini.cli.options import (
     AsJson,
     Assignments,
     AttentionName,
+    Base,
     Cache,
     ConfigName,
     Data,
@@ -279,6 +280,7 @@ def _inspect_run(path: Path, prompt: str, layer: int | None, head: int | None, d
 def size(
     config: ConfigName = None,
     data: Data = None,
+    base: Base = None,
     errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
@@ -300,7 +302,9 @@ def size(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
     named = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, named, assignments)
+    settings = configured(config, data, errors, attention, named, assignments, base)
+    if base is not None:
+        run_directory(base)  # a wrong name is answered with the nearest
     from gptmini.plan import size as sizing
 
     facts = sizing.size(settings, cache, accelerator, utilization, devices)

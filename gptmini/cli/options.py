@@ -43,6 +43,7 @@ _SETTING = (
 )
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
 _MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
+_BASE = "Fine-tune this run: begin with its best weights, its model and its tokenizer."
 _CACHE = "Folder for prepared texts and compiled code."
 
 
@@ -54,6 +55,7 @@ Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--
 AttentionName = Annotated[str | None, option(..., "KIND", _KIND)]
 Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
 Minutes = Annotated[float | None, option(..., "X", _MINUTES)]
+Base = Annotated[Path | None, option(..., "RUN", _BASE, "--from")]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
 Weights = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
@@ -77,15 +79,19 @@ def configured(
     attention: str | None = None,
     named: dict[str, Any] | None = None,
     assignments: list[str] | None = None,
+    base: Path | None = None,
 ) -> "Config":
     """The configuration of a command line: file, then --set, then the named options.
 
-    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default.
-    Instead, `name` may be a text. `named` holds the options that set keys of the section train.
+    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default,
+    which no run that begins from another (`base`) needs. Instead, `name` may be a text. `named`
+    holds the options that set keys of the section train.
     """
     from gptmini.config import load
 
-    file = load.DEFAULT
+    if base is not None and name is None and not data:
+        raise ConfigError(f"--from {base}: on which text? add --data PATH")
+    file = load.DEFAULT if base is None else None
     if name is not None and is_text(name):
         if data:
             raise ConfigError(
@@ -100,6 +106,8 @@ def configured(
     overrides = assigned(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
+    if base is not None:
+        overrides.append(("--from", ("base", "run"), str(base)))
     if errors is not None:
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
@@ -177,12 +185,18 @@ def _is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.yaml")
 
 
-def default_out(config: str | None, data: str, attention: str | None = None) -> Path:
-    """`runs/` and the name of the configuration or, without one, of the text."""
+def default_out(
+    config: str | None, data: str, attention: str | None = None, base: Path | None = None
+) -> Path:
+    """`runs/` and the name of the configuration or, without one, of the text; and of the base."""
     parts = Path(config or data.removeprefix("builtin:")).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
     name = Path(*plain).name.split(".")[0].strip("-") or "text"
-    return RUNS / (f"{name}-{attention.replace(':', '')}" if attention else name)
+    if attention:
+        name += f"-{attention.replace(':', '')}"
+    if base:
+        name += f"-from-{base.resolve().name}"
+    return RUNS / name
 
 
 def newest_run() -> Path:

@@ -13,6 +13,7 @@ import typer
 from gptmini.cli.options import (
     Assignments,
     AttentionName,
+    Base,
     Cache,
     ConfigName,
     Data,
@@ -23,6 +24,7 @@ from gptmini.cli.options import (
     configured,
     default_out,
     option,
+    run_directory,
     run_of,
 )
 from gptmini.errors import ConfigError
@@ -32,6 +34,7 @@ from gptmini.files import CACHE
 def train(
     config: ConfigName = None,
     data: Data = None,
+    base: Base = None,
     errors: Errors = None,
     out: Path | None = option(
         None,
@@ -57,12 +60,14 @@ def train(
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
     from gptmini.text import sources
 
-    settings = configured(config, data, errors, attention, named, assignments)
+    settings = configured(config, data, errors, attention, named, assignments, base)
     if out is None and config is not None:
         out = run_of(config)
-    out = out or default_out(config, settings.data.path[0], attention)
+    out = out or default_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
+    if base is not None and not (out / "config.yaml").exists():
+        run_directory(base)  # a wrong name is answered with the nearest
     for paths in (settings.data.path, settings.data.validation_path or []):
         if "-" not in paths:
             sources.find(paths, settings.data)  # a wrong path is named before torch is loaded
@@ -72,9 +77,7 @@ def train(
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import trainer
 
-    run_directory = RunDirectory(out)
-    existing = run_directory.config() if run_directory.exists else None
-    trainer.train(decide(settings, existing, cache, started), out)
+    trainer.train(decide(settings, RunDirectory(out), cache, started), out)
     if no_sample:
         return
     run = load(out, settings.train.device, cache=cache)

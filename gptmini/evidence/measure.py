@@ -78,7 +78,7 @@ def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str,
         say(f"compare: evaluating {run.path}")
         evaluation = evaluate_run(run, text).facts()
     lines = list(metrics(RunDirectory(run.path).metrics))
-    speeds = [speed for (speed,) in numbers(lines[1:], "tokens_per_second")]
+    speeds = [speed for (speed,) in numbers(lines, "tokens_per_second")[1:]]
     seconds = [second for (second,) in numbers(lines, "seconds")]
     peaks = [peak for (peak,) in numbers(lines, "peak_memory")]
     contents = sorted({span.tokens.path.name.split("-")[0] for span in text})
