@@ -69,9 +69,9 @@ def prepare(path: Path, kind: str) -> tuple[float, float]:
         started = time.perf_counter()
         corpus = prepare_corpus(config, Path(cache))
         seconds = time.perf_counter() - started
-    (training,) = corpus.training
-    size = training.tokens.text_bytes
-    return size / 1e6 / seconds, size / len(training.tokens)
+    texts = corpus.training + corpus.validation
+    size = sum(text.text_bytes for text in texts)
+    return size / 1e6 / seconds, size / sum(map(len, texts))
 
 
 def table(title: str, rows: Mapping[str, Callable[[], tuple[float, float]]], rounds: int) -> None:

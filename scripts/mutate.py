@@ -327,7 +327,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("steps overlap", "first = step * self.batch_size", "first = step"),
         (
             "windows past the end",
-            "min(self.seq_len, len(span) - count * self.seq_len)",
+            "min(self.seq_len, len(text) - count * self.seq_len)",
             "self.seq_len",
         ),
         (
@@ -335,7 +335,6 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "draw(self.seed, which, epoch, 1) % offsets",
             "draw(self.seed, which, epoch, 1) % max(1, offsets - 1)",
         ),
-        ("start of the span forgotten", "which, span.first + offset", "which, offset"),
         ("epochs one window late", "owners[:place] == owner", "owners[: place + 1] == owner"),
         ("targets not shifted", "both[:, :-1], both[:, 1:]", "both[:, :-1], both[:, :-1]"),
         (
@@ -348,11 +347,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "yield start, end, end - done",
             "yield start, end, end - start",
         ),
-        (
-            "the last token is no target",
-            "while done < span.last - 1:",
-            "while done < span.last - 2:",
-        ),
+        ("the last token is no target", "while done < length - 1:", "while done < length - 2:"),
         ("a permutation of one number more", "if index < size:", "if index <= size:"),
     ],
     "train/evaluate": [

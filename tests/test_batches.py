@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gptmini.text.corpus import prepare_corpus
 from gptmini.text.tokenizer import ByteTokenizer
-from gptmini.text.tokens import Corpus, Span
+from gptmini.text.tokens import Corpus, TokenFile
 from gptmini.train import batches
 from gptmini.train.batches import Batches, permute
 
@@ -28,9 +28,9 @@ class Counting:
         return np.arange(start, start + count, dtype=np.uint32)
 
 
-def span(count: int, first: int = 0) -> Span:
-    """The numbers from first up to count."""
-    return Span(Counting(count), first, count)  # type: ignore[arg-type]
+def text_of(count: int) -> TokenFile:
+    """A text whose tokens are their positions."""
+    return Counting(count)  # type: ignore[return-value]
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
@@ -54,7 +54,7 @@ def test_permutations_differ_by_key_and_stir():
 )
 def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
     train = seq_len + extra
-    data = Batches([span(train)], None, seq_len, batch_size, seed)
+    data = Batches([text_of(train)], None, seq_len, batch_size, seed)
     (windows,) = data.windows
     steps = -(-3 * windows // batch_size)
     starts = [start for step in range(steps) for _, start in data.starts(step)]
@@ -67,13 +67,13 @@ def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
 
 
 def test_epochs_differ_in_order_and_in_where_their_windows_begin():
-    """So do spans of one length, and seeds."""
+    """So do texts of one length, and seeds."""
 
     def epochs(weights: list[float] | None, seed: int) -> list[tuple[int, list[int]]]:
-        """The span of each epoch, and where its windows begin, in order."""
-        data = Batches([span(1000 + 7)] * len(weights or [1]), weights, 20, 1, seed)
+        """The text of each epoch, and where its windows begin, in order."""
+        data = Batches([text_of(1000 + 7)] * len(weights or [1]), weights, 20, 1, seed)
         (count,) = set(data.windows)
-        found: list[list[int]] = [[] for _ in data.spans]
+        found: list[list[int]] = [[] for _ in data.texts]
         for step in range(500):
             ((which, start),) = data.starts(step)
             found[which].append(start)
@@ -92,26 +92,26 @@ def test_epochs_differ_in_order_and_in_where_their_windows_begin():
 
 def test_texts_take_turns_in_another_order_for_another_seed():
     turns = [
-        [which for which, _ in Batches([span(900)] * 2, [1.0, 1.0], 20, 50, seed).starts(0)]
+        [which for which, _ in Batches([text_of(900)] * 2, [1.0, 1.0], 20, 50, seed).starts(0)]
         for seed in range(3)
     ]
     assert len(set(map(tuple, turns))) == 3
 
 
 def test_the_first_window_may_begin_at_every_place_of_a_window():
-    data = Batches([span(45)], None, 20, 1, 0)  # one window, and the token after it
+    data = Batches([text_of(45)], None, 20, 1, 0)  # one window, and the token after it
     starts = [start for step in range(2000) for _, start in data.starts(step)]
     assert data.windows == [1]
     assert set(starts) == set(range(20))
     counts = np.bincount(starts)
     assert ((counts - 100) ** 2 / 100).sum() < 43.8  # 1 in 1000 with 19 degrees of freedom
-    data = Batches([span(24, 2)], None, 20, 1, 0)  # one token to spare: two places
-    assert {start for step in range(99) for _, start in data.starts(step)} == {2, 3}
+    data = Batches([text_of(22)], None, 20, 1, 0)  # one token to spare: two places
+    assert {start for step in range(99) for _, start in data.starts(step)} == {0, 1}
 
 
 def test_windows_are_a_function_of_seed_and_step():
     def make(seed: int) -> Batches:
-        return Batches([span(5000)], None, 16, 8, seed)
+        return Batches([text_of(5000)], None, 16, 8, seed)
 
     assert make(1).starts(77) == make(1).starts(77)
     assert make(1).starts(77) != make(2).starts(77)
@@ -125,11 +125,10 @@ def test_windows_are_a_function_of_seed_and_step():
 def test_validation_sees_every_target_once_behind_enough_of_the_text(
     total, seq_len, batch_size, data
 ):
-    first = total // 2 - 1
     stride = data.draw(st.none() | st.integers(1, seq_len))
     seen = []
     for tokens, targets in batches.validation_batches(
-        [span(total, first)], seq_len, batch_size, stride
+        [text_of(total)], seq_len, batch_size, stride
     ):
         assert len(tokens) <= batch_size
         counted = targets != batches.IGNORE_INDEX
@@ -137,13 +136,13 @@ def test_validation_sees_every_target_once_behind_enough_of_the_text(
         seen += targets[counted].tolist()
         for row, new in zip(tokens, counted, strict=True):
             place = int(new.nonzero()[0])
-            assert place + 1 > seq_len - (stride or seq_len) or row[0] == first
-    assert sorted(seen) == list(range(first + 1, total))
+            assert place + 1 > seq_len - (stride or seq_len) or row[0] == 0
+    assert sorted(seen) == list(range(1, total))
 
 
 def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
     sizes, weights = [500, 3000, 10_000], [1.0, 2.0, 7.0]
-    data = Batches([span(size) for size in sizes], weights, 10, 20, 3)
+    data = Batches([text_of(size) for size in sizes], weights, 10, 20, 3)
     visits = [visit for step in range(200) for visit in data.starts(step)]
     for which in range(3):
         starts = [start for one, start in visits if one == which]
@@ -153,7 +152,7 @@ def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
             assert len(set(starts[epoch * windows : (epoch + 1) * windows])) == windows
     first = [sum(one == which for one, _ in visits[:100]) for which in range(3)]
     assert first == pytest.approx([10, 20, 70], abs=12)  # mixed from the start
-    corpus = Corpus("", ByteTokenizer(), data.spans, [], [], "")
+    corpus = Corpus("", ByteTokenizer(), data.texts, [], [], "")
     assert corpus.epochs(10, 20, 200, weights) == pytest.approx(4000 * 0.1 / 49, rel=0.02)
     tokens, _ = data.batch(3)
     assert tokens[:, 0].tolist() == [start for _, start in data.starts(3)]

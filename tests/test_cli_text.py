@@ -145,7 +145,7 @@ def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: 
 
     def cut(training: trainer.Training) -> dict[str, object]:
         if training.step == 3:
-            path = training.corpus.training[0].tokens.path
+            path = training.corpus.training[0].path
             with path.open("r+b") as file:
                 file.truncate(200)
         return update(training)

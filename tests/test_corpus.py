@@ -16,7 +16,7 @@ from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError, MachineError
 from gptmini.text import corpus as corpora
 from gptmini.text import formats, sources, tokenizer, tokens
-from gptmini.text.tokens import Corpus, Span
+from gptmini.text.tokens import Corpus, TokenFile
 
 DOCUMENT = 256
 
@@ -27,8 +27,8 @@ def prepared(path: object, cache: Path, kind: str = "byte", **data: Any) -> Corp
     return corpora.prepare_corpus(config, cache)
 
 
-def tokens_of(*spans: Span) -> list[int]:
-    return [token for span in spans for token in span.tokens.read(span.first, len(span)).tolist()]
+def tokens_of(*texts: TokenFile) -> list[int]:
+    return [token for text in texts for token in text.read(0, len(text)).tolist()]
 
 
 def test_the_tail_is_held_out(tmp_path: Path):
@@ -166,9 +166,9 @@ def test_blank_text_is_refused_and_leaves_nothing(tmp_path: Path, content):
 def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind):
     cache = tmp_path / "cache"
     first = prepared(text_file, cache, kind)
-    path = first.training[0].tokens.path
+    path = first.training[0].path
     made = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
-    assert prepared(text_file, cache, kind).training[0].tokens.path == path
+    assert prepared(text_file, cache, kind).training[0].path == path
     assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
     for file, (whole, _) in made.items():
         for damaged in (whole[: len(whole) // 2], b"", b"x" * 200):
@@ -195,7 +195,7 @@ def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_p
     copy = tmp_path / "copy.txt"
     copy.write_bytes(text_file.read_bytes())
     again = prepared(copy, tmp_path / "cache", "bpe")
-    assert again.training[0].tokens.path == first.training[0].tokens.path
+    assert again.training[0].path == first.training[0].path
     assert again.content == first.content
     copy.write_text(WORDS * 9)
     assert prepared(copy, tmp_path / "cache", "bpe").content != first.content
@@ -270,7 +270,7 @@ def test_texts_without_words_take_bounded_time(tmp_path: Path, kind, text):
     tokens = tokens_of(*corpus.training, *corpus.validation)
     assert corpus.tokenizer.decode(tokens) == path.read_text()
     sides = corpus.training + corpus.validation
-    assert sum(span.tokens.text_bytes for span in sides) == path.stat().st_size
+    assert sum(text.text_bytes for text in sides) == path.stat().st_size
 
 
 def test_token_files_are_the_same_on_any_number_of_cores(
@@ -281,7 +281,7 @@ def test_token_files_are_the_same_on_any_number_of_cores(
     for cores in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         corpus = prepared(text_file, tmp_path / f"cache{cores}", "bpe")
-        whole.append(corpus.training[0].tokens.path.read_bytes())
+        whole.append(corpus.training[0].path.read_bytes())
     assert whole[0] == whole[1] == whole[2]
     assert len(whole[0]) > tokens.HEADER.size
 
@@ -337,7 +337,7 @@ def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
     kind = str(tmp_path / "t.json")
     corpus = prepared(tmp_path / "a.txt", tmp_path / "cache", kind, validation=0.3)
     assert tokens_of(*corpus.training, *corpus.validation) == [70_000, *numbers]
-    assert corpus.training[0].tokens.dtype.itemsize == 4
+    assert corpus.training[0].dtype.itemsize == 4
 
 
 @pytest.mark.parametrize("split", ["tail", "documents"])

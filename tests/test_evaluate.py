@@ -48,7 +48,7 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
         windows = batches.validation_batches(corpus.validation, 16, size, stride)
         found.append(evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT))
     for one in found:
-        assert one.tokens.sum() == sum(len(span) - 1 for span in corpus.validation)
+        assert one.tokens.sum() == sum(len(text) - 1 for text in corpus.validation)
         assert one.loss == pytest.approx(found[0].loss, rel=1e-7)
         assert one.accuracy == found[0].accuracy
         assert one.bytes.tolist() == found[0].bytes.tolist() == one.tokens.tolist()
@@ -79,8 +79,8 @@ def test_each_token_is_read_behind_what_its_window_has_of_it(stride, text, tmp_p
     settings = tiny(data={"path": str(text)})
     corpus = prepare_corpus(settings, tmp_path / "cache")
     model = GPT(settings.with_tokenizer("byte", 257).model).eval()
-    (span,) = corpus.validation
-    tokens = torch.from_numpy(span.tokens.read(span.first, len(span)).astype(np.int64))
+    (held_out,) = corpus.validation
+    tokens = torch.from_numpy(held_out.read(0, len(held_out)).astype(np.int64))
     nats, start = 0.0, 0
     for place in range(1, len(tokens)):
         if place - start > 16:

@@ -12,7 +12,6 @@ from gptmini.evidence.evaluate import evaluate_run, held_out, score, text_of
 from gptmini.generate.run import Run, load
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import ByteTokenizer, Tokenizer, create
-from gptmini.text.tokens import Span
 
 TEXT = "héllo wörld, 東京! \n" * 60
 
@@ -90,16 +89,15 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     cache = new_cache(tmp_path)
     train(tiny(data={"path": str(text_file)}), tmp_path / "run", cache)
     run = load(tmp_path / "run", "cpu", "float32", cache)
-    (span,) = held_out(run, cache)
-    text = text_file.read_text()
-    tail = run.tokenizer.decode(span.tokens.read(0, len(span)).tolist())
-    assert text.endswith(tail)
-    assert len(tail) == pytest.approx(len(text) / 10, abs=10)
+    (text,) = held_out(run, cache)
+    whole = text_file.read_text()
+    tail = run.tokenizer.decode(text.read(0, len(text)).tolist())
+    assert whole.endswith(tail)
+    assert len(tail) == pytest.approx(len(whole) / 10, abs=10)
     best = run.state["best"]
-    found = evaluate_run(run, [span])
+    found = evaluate_run(run, [text])
     assert found.loss == pytest.approx(best["val_loss"], abs=2e-3)  # that one is in bfloat16
-    part = Span(span.tokens, 0, 20)
-    assert evaluate_run(run, [part]).tokens.sum() == 19
+    assert found.tokens.sum() == len(text) - 1
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
         held_out(run, cache)
@@ -111,12 +109,12 @@ def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
     files = set(cache.glob("*.tokens"))
     assert len(files) == 2
     run = load(tmp_path / "run", "cpu", "float32", cache)
-    (span,) = held_out(run, cache, "test")
-    assert span.tokens.path not in files
-    text = text_file.read_text()
-    tail = run.tokenizer.decode(span.tokens.read(0, len(span)).tolist())
-    assert text.endswith(tail)
-    assert len(tail) == pytest.approx(len(text) / 5, abs=10)
+    (text,) = held_out(run, cache, "test")
+    assert text.path not in files
+    whole = text_file.read_text()
+    tail = run.tokenizer.decode(text.read(0, len(text)).tolist())
+    assert whole.endswith(tail)
+    assert len(tail) == pytest.approx(len(whole) / 5, abs=10)
     train(tiny(data={"path": str(text_file)}), tmp_path / "other", cache)
     other = load(tmp_path / "other", "cpu", "float32", cache)
     with pytest.raises(DataError, match=r"other: has no test part; .*data.test"):
@@ -126,8 +124,8 @@ def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
 def test_windows_are_as_long_as_in_training(text, tmp_path):
     run = run_of(constant_model(torch.zeros(257)), create("byte", None, ()))
     run.config = run.config.with_train(seq_len=5)
-    spans = text_of(run, [str(text)], tmp_path / "cache")
-    assert len(evaluate_run(run, spans).nats) == math.ceil(len(TEXT.encode()) / 5)
+    texts = text_of(run, [str(text)], tmp_path / "cache")
+    assert len(evaluate_run(run, texts).nats) == math.ceil(len(TEXT.encode()) / 5)
 
 
 def test_a_run_trained_on_standard_input_has_no_held_out_text(tmp_path):

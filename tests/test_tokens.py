@@ -15,7 +15,7 @@ from gptmini.errors import DataError
 from gptmini.text import sources
 from gptmini.text import tokens as token_files
 from gptmini.text.tokenizer import ByteTokenizer, CharTokenizer
-from gptmini.text.tokens import CYCLE, Corpus, Span, TokenFile, shares, windows
+from gptmini.text.tokens import CYCLE, Corpus, TokenFile, shares, windows
 
 BYTES = ByteTokenizer()
 
@@ -153,23 +153,21 @@ def test_shares_are_whole_positive_and_near_the_weights(weights, total):
         assert abs(part - weight / sum(weights) * total) <= 1 + len(weights)
 
 
-def test_windows_fit_from_any_first_position(token_file: Path):
-    tokens = TokenFile(token_file, BYTES)
+def test_windows_fit_from_any_first_position():
     for length in range(2, 60):
         for seq_len in range(1, min(length, 20)):
-            count = windows(Span(tokens, 0, length), seq_len)
+            count = windows(range(length), seq_len)
             offsets = min(seq_len, length - count * seq_len)
             assert offsets >= 1
             assert offsets - 1 + count * seq_len + 1 <= length
 
 
-def test_epochs_are_those_of_the_most_visited_span(token_file: Path):
-    tokens = TokenFile(token_file, BYTES)
-    spans = [Span(tokens, 0, 500), Span(tokens, 500, 1500)]
-    corpus = Corpus("a", BYTES, spans, [], [], "")
+def test_epochs_are_those_of_the_most_visited_text():
+    texts = [range(500), range(1000)]
+    corpus = Corpus("a", BYTES, texts, [], [], "")
     assert corpus.epochs(10, 20, 200, [1.0, 1.0]) == pytest.approx(4000 * 0.5 / 49, rel=0.01)
     assert corpus.epochs(10, 20, 200, [1.0, 99.0]) == pytest.approx(4000 * 0.99 / 99, rel=0.01)
-    alone = Corpus("a", BYTES, spans[:1], [], [], "")
+    alone = Corpus("a", BYTES, texts[:1], [], [], "")
     assert alone.epochs(10, 20, 200, None) == 200 * 20 * CYCLE / CYCLE / 49
 
 

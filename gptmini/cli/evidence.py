@@ -64,9 +64,9 @@ def evaluate(
         raise ConfigError(
             f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
         )
-    spans = text_of(trained, data, cache, split)
+    texts = text_of(trained, data, cache, split)
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
-    facts = evaluate_run(trained, spans, batch_size, stride).facts()
+    facts = evaluate_run(trained, texts, batch_size, stride).facts()
     print(json.dumps(facts) if as_json else _lines(facts))
 
 

@@ -12,7 +12,7 @@ from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
 from gptmini.machine import Compute
 from gptmini.text.corpus import prepare_corpus, prepare_text
-from gptmini.text.tokens import Span
+from gptmini.text.tokens import TokenFile
 from gptmini.train.batches import validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate, token_losses
 
@@ -21,7 +21,7 @@ Split = Literal["validation", "test"]
 
 def text_of(
     run: Run, data: list[str] | None, cache: Path, split: Split = "validation"
-) -> list[Span]:
+) -> list[TokenFile]:
     """A held-out part of a run's text, or all of the text in `data`, as the run's tokens."""
     if not data:
         return held_out(run, cache, split)
@@ -29,7 +29,7 @@ def text_of(
     return [prepare_text(settings, run.tokenizer, cache)]
 
 
-def held_out(run: Run, cache: Path, split: Split = "validation") -> list[Span]:
+def held_out(run: Run, cache: Path, split: Split = "validation") -> list[TokenFile]:
     """A held-out part of a run's text; DataError if the text has changed since the training."""
     if "-" in run.config.data.path:
         raise DataError(
@@ -49,10 +49,10 @@ def held_out(run: Run, cache: Path, split: Split = "validation") -> list[Span]:
 
 
 def evaluate_run(
-    run: Run, spans: list[Span], batch_size: int = 16, stride: int | None = None
+    run: Run, texts: list[TokenFile], batch_size: int = 16, stride: int | None = None
 ) -> Evaluation:
     """Evaluate in float32, on windows as long as in training, `stride` tokens apart."""
-    windows = validation_batches(spans, run.config.seq_len, batch_size, stride)
+    windows = validation_batches(texts, run.config.seq_len, batch_size, stride)
     in_float32 = Compute(run.model.device, torch.float32)
     return evaluate(run.model, windows, run.tokenizer.byte_lengths(), in_float32)
 

@@ -19,7 +19,7 @@ from gptmini.generate.texts import Text
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import metrics
-from gptmini.text.tokens import Span
+from gptmini.text.tokens import TokenFile
 
 EVALUATED = ("loss", "loss_error", "bits_per_byte", "bits_per_byte_error", "accuracy")
 STEPS = 32  # decoding steps per text
@@ -41,9 +41,7 @@ def measure(
         runs = []
         for path in folders:
             run = load(path, cache=cache, weights="float32")
-            settings = run.config.data
-            split = "" if data else f" {settings.validation} {settings.split}"
-            runs.append(_measured(run, text_of(run, data, cache), split, known))
+            runs.append(_measured(run, text_of(run, data, cache), known))
         model = run.config.model
         engines.append(open_engine(run.model, "bfloat16", 1, cache))
         variants.append(
@@ -70,9 +68,9 @@ def _known(file: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str, Any]]) -> Measured:
-    """The figures of one run on a text; `split` says how it was split from its corpus."""
-    cut = ",".join(f"{span.tokens.path.stem}[{span.first}:{span.last}]" for span in text)
+def _measured(run: Run, text: list[TokenFile], known: dict[str, dict[str, Any]]) -> Measured:
+    """The figures of one run on a text."""
+    cut = ",".join(file.path.stem for file in text)
     made_of = hashlib.sha256(f"{run.fingerprint} {run.config.model} {cut}".encode()).hexdigest()
     if (evaluation := known.get(made_of)) is None:
         say(f"compare: evaluating {run.path}")
@@ -81,11 +79,11 @@ def _measured(run: Run, text: list[Span], split: str, known: dict[str, dict[str,
     speeds = [speed for (speed,) in numbers(lines, "tokens_per_second")[1:]]
     seconds = [second for (second,) in numbers(lines, "seconds")]
     peaks = [peak for (peak,) in numbers(lines, "peak_memory")]
-    contents = sorted({span.tokens.path.name.split("-")[0] for span in text})
+    contents = sorted({file.path.name.split("-")[0] for file in text})
     return Measured(
         path=str(run.path),
         made_of=made_of,
-        text=",".join(contents) + split,
+        text=",".join(contents),
         seed=run.config.train.seed,
         step=run.step,
         **{key: evaluation[key] for key in EVALUATED},

@@ -23,7 +23,7 @@ from gptmini.text import sources, tokens
 from gptmini.text import tokenizer as tokenizers
 from gptmini.text.sources import Part, Source
 from gptmini.text.tokenizer import Tokenizer
-from gptmini.text.tokens import Corpus, Span, TokenFile
+from gptmini.text.tokens import Corpus, TokenFile
 
 HELD_OUT = 1_500_000  # bytes; evaluating on more takes time and adds little precision
 LEARNED_FROM = 10_000_000  # bytes of text that a vocabulary is learned from
@@ -40,7 +40,7 @@ def prepare_corpus(config: Config, cache: Path, with_test: bool = False) -> Corp
         return _prepare(config, paths, cache, with_test)
 
 
-def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Span:
+def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     """All of a text in tokens of an existing tokenizer; raises as prepare_corpus."""
     with _cached(settings, cache) as paths:
         return _tokens(sources.find(paths, settings), tokenizer, cache)
@@ -71,7 +71,7 @@ def _sweep(cache: Path) -> None:
 def _prepare(config: Config, paths: list[str], cache: Path, with_test: bool) -> Corpus:
     training, validation, test = _split(config.data, paths)
     tokenizer = _tokenizer(config, training, cache)
-    spans = (
+    parts = (
         [_tokens(text, tokenizer, cache) for text in training],
         [_tokens(text, tokenizer, cache) for text in validation],
         [_tokens(text, tokenizer, cache) for text in test if with_test],
@@ -80,7 +80,7 @@ def _prepare(config: Config, paths: list[str], cache: Path, with_test: bool) -> 
     content = hashlib.sha256(digests.encode()).hexdigest()
     names = ("standard input" if path == "-" else path for path in config.data.path)
     name = ", ".join(names).encode("utf-8", "backslashreplace").decode()
-    corpus = Corpus(name, tokenizer, *spans, content)
+    corpus = Corpus(name, tokenizer, *parts, content)
     _check_length(corpus, config)
     return corpus
 
@@ -108,16 +108,16 @@ def _check_length(corpus: Corpus, config: Config) -> None:
     """DataError if a side of the split is shorter than one window and the token after it."""
     need = config.seq_len + 1
     for side in ("training", "validation", "test"):
-        for index, span in enumerate(getattr(corpus, side)):
-            if len(span) >= need:
+        for index, file in enumerate(getattr(corpus, side)):
+            if len(file) >= need:
                 continue
-            whole = [span]
+            whole = [file]
             if config.data.validation_path is None:
                 whole = [corpus.training[index], corpus.validation[index]]
-            size = sum(part.tokens.text_bytes for part in whole)
-            enough = float(f"{1.1 * size * need / max(1, len(span)):.1e}")
+            size = sum(part.text_bytes for part in whole)
+            enough = float(f"{1.1 * size * need / max(1, len(file)):.1e}")
             raise DataError(
-                f"{corpus.name}: too short: {len(span):,} of its {sum(map(len, whole)):,} tokens "
+                f"{corpus.name}: too short: {len(file):,} of its {sum(map(len, whole)):,} tokens "
                 f"are for {side}, but one window needs {need:,}; use about {enough:,.0f} bytes of "
                 f"text, or lower model.context_length or train.seq_len"
             )
@@ -174,12 +174,11 @@ def _reported(texts: Iterator[str], advance: Callable[[int], object]) -> Iterato
         advance(len(text.encode()))
 
 
-def _tokens(text: Text, tokenizer: Tokenizer, cache: Path) -> Span:
+def _tokens(text: Text, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     path = cache / f"{text.digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"
     try:
-        file = TokenFile(path, tokenizer)
+        return TokenFile(path, tokenizer)
     except (FileNotFoundError, DataError):  # not there yet, or damaged
         with progress("preparing the tokens", text.bytes) as advance:
             tokens.write(path, text.not_blank(), text.digest, tokenizer, advance)
-        file = TokenFile(path, tokenizer)
-    return Span(file, 0, len(file))
+        return TokenFile(path, tokenizer)

@@ -31,7 +31,7 @@ HEADER = struct.Struct("<8sIIQQ32s32s32s")
 MAGIC, VERSION = b"gptmini\n", 2
 BLOCK = 1 << 20  # bytes of tokens hashed together
 CHECKED_AT_ONCE = 1 << 30  # larger files are checked block by block as they are read
-CYCLE = 1000  # the pattern in which weighted spans take turns repeats after as many windows
+CYCLE = 1000  # the pattern in which weighted texts take turns repeats after as many windows
 
 
 def write(
@@ -193,44 +193,32 @@ class TokenFile:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens `first` up to but not including `last` of a file."""
-
-    tokens: TokenFile
-    first: int
-    last: int
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-
-@dataclass(frozen=True)
 class Corpus:
-    """A prepared text: its tokenizer, and the spans to train on, to validate on and to test on.
+    """A prepared text: its tokenizer, and the tokens to train on, to validate on and to test on.
 
-    Each side has one span, or one for each weight; `test` has none unless asked for. `content` is
+    Each part has one file, or one for each weight; `test` has none unless asked for. `content` is
     the SHA-256 of the texts and their split.
     """
 
     name: str
     tokenizer: Tokenizer
-    training: list[Span]
-    validation: list[Span]
-    test: list[Span]
+    training: list[TokenFile]
+    validation: list[TokenFile]
+    test: list[TokenFile]
     content: str
 
     def epochs(
         self, seq_len: int, batch_size: int, steps: int, weights: list[float] | None
     ) -> float:
-        """How often training visits its text, or the most visited span of a weighted one."""
+        """How often training visits its text, or the most visited one of weighted texts."""
         turns = zip(shares(weights or [1.0], CYCLE), self.training, strict=True)
         visited = steps * batch_size
-        return max(visited * share / CYCLE / windows(span, seq_len) for share, span in turns)
+        return max(visited * share / CYCLE / windows(file, seq_len) for share, file in turns)
 
     def summary(self, kind: str) -> str:
         """One line on the text and its tokens; `kind` is the tokenizer asked for."""
-        spans = self.training + self.validation
-        size, count = sum(span.tokens.text_bytes for span in spans), sum(map(len, spans))
+        files = self.training + self.validation
+        size, count = sum(file.text_bytes for file in files), sum(map(len, files))
         chosen = ", chosen for this text" if kind == "auto" else ""
         return (
             f"  data      {self.name}: {_in_bytes(size)} -> {count:,} tokens "
@@ -239,9 +227,9 @@ class Corpus:
         )
 
 
-def windows(span: Span, seq_len: int) -> int:
+def windows(file: TokenFile, seq_len: int) -> int:
     """Windows per epoch: as many as fit, with the token after each, wherever the first begins."""
-    return max(1, (len(span) - seq_len) // seq_len)
+    return max(1, (len(file) - seq_len) // seq_len)
 
 
 def shares(weights: list[float], total: int) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.text.tokens import CYCLE, Span, shares, windows
+from gptmini.text.tokens import CYCLE, TokenFile, shares, windows
 
 ROUNDS = 4  # of the Feistel network
 IGNORE_INDEX = -100  # a target that does not count, as in torch
@@ -27,21 +27,21 @@ def draw(*words: int) -> int:
 
 
 class Batches:
-    """The training windows of one or more spans, the latter in proportion to their weights."""
+    """The training windows of one or more texts, the latter in proportion to their weights."""
 
     def __init__(
         self,
-        spans: list[Span],
+        texts: list[TokenFile],
         weights: list[float] | None,
         seq_len: int,
         batch_size: int,
         seed: int,
     ) -> None:
-        self.spans, self.seq_len = spans, seq_len
+        self.texts, self.seq_len = texts, seq_len
         self.batch_size, self.seed = batch_size, seed
-        self.windows = [windows(span, seq_len) for span in spans]
-        self.shares = shares(weights or [1.0], CYCLE)  # places of each span in a cycle
-        # Which span owns each place of a cycle, and how many places it owns before that one.
+        self.windows = [windows(text, seq_len) for text in texts]
+        self.shares = shares(weights or [1.0], CYCLE)  # places of each text in a cycle
+        # Which text owns each place of a cycle, and how many places it owns before that one.
         key = draw(seed)
         order = sorted(range(CYCLE), key=lambda place: permute(place, CYCLE, key))
         owners = np.repeat(np.arange(len(self.shares)), self.shares)[order]
@@ -49,43 +49,42 @@ class Batches:
         self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
 
     def starts(self, step: int) -> list[tuple[int, int]]:
-        """The span, and the position in its file, of each of the batch_size windows of a step."""
+        """The text, and the position in it, of each of the batch_size windows of a step."""
         first = step * self.batch_size
         return [self._start(place) for place in range(first, first + self.batch_size)]
 
     def _start(self, place: int) -> tuple[int, int]:
         cycle, place = divmod(place, CYCLE)
         which = self.owners[place]
-        span, count = self.spans[which], self.windows[which]
+        text, count = self.texts[which], self.windows[which]
         epoch, index = divmod(cycle * self.shares[which] + self.before[place], count)
         window = permute(index, count, draw(self.seed, which, epoch))
         # Each epoch begins the first window elsewhere, as far as the last one still fits.
-        offsets = min(self.seq_len, len(span) - count * self.seq_len)
+        offsets = min(self.seq_len, len(text) - count * self.seq_len)
         offset = draw(self.seed, which, epoch, 1) % offsets
-        return which, span.first + offset + window * self.seq_len
+        return which, offset + window * self.seq_len
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens, and as targets the tokens one position later, both (B, T)."""
         return stack(
-            self.spans[which].tokens.read(start, self.seq_len + 1)
-            for which, start in self.starts(step)
+            self.texts[which].read(start, self.seq_len + 1) for which, start in self.starts(step)
         )
 
 
 def validation_batches(
-    spans: list[Span], seq_len: int, batch_size: int, stride: int | None = None
+    texts: list[TokenFile], seq_len: int, batch_size: int, stride: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and targets (B, T) in which each token of a span but its first is a target once.
+    """Tokens and targets (B, T) in which each token of a text but its first is a target once.
 
     All other targets are IGNORE_INDEX. Windows of seq_len lie side by side or begin `stride` apart;
     with a stride, each token after the first window has more than seq_len - stride before it. The
-    last window of a span may be shorter.
+    last window of a text may be shorter.
     """
-    for span in spans:
+    for text in texts:
         rows: list[np.ndarray] = []
         counts: list[int] = []
-        for start, end, count in _overlapping(span, seq_len, stride or seq_len):
-            row = span.tokens.read(start, end - start + 1)
+        for start, end, count in _overlapping(len(text), seq_len, stride or seq_len):
+            row = text.read(start, end - start + 1)
             if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
                 yield _counted(rows, counts)
                 rows, counts = [], []
@@ -95,11 +94,11 @@ def validation_batches(
             yield _counted(rows, counts)
 
 
-def _overlapping(span: Span, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def _overlapping(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """First and last position of each window, and how many targets at its end are new."""
-    start = done = span.first
-    while done < span.last - 1:
-        end = min(start + seq_len, span.last - 1)
+    start = done = 0
+    while done < length - 1:
+        end = min(start + seq_len, length - 1)
         yield start, end, end - done
         start, done = start + stride, end
 
