@@ -43,7 +43,7 @@ _SETTING = (
 )
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
 _MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
-_BASE = "Fine-tune this run: begin with its best weights, its model and its tokenizer."
+_BASE = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 _CACHE = "Folder for prepared texts and compiled code."
 
 
