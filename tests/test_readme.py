@@ -147,6 +147,7 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     assert run(["gptmini", "train", *SMALL_WORDS], monkeypatch) == 0
+    provide("my.txt", tmp_path)
     capfd.readouterr()
     exec(example, {})
     assert capfd.readouterr().out.strip()
