@@ -90,6 +90,7 @@ ERRORS = [
     (["train", "--step", "1"], 2, "did you mean --steps? see gptmini train --help"),
     (["train", "--epochs", "3"], 2, "use --steps or --minutes, or see gptmini train --help"),
     (["train", "--resume"], 2, "name the run: gptmini train RUN, or see gptmini train --help"),
+    (["train", "--finetune", "runs/a"], 2, "use --from RUN, or see gptmini train --help"),
     (["train", "--steps", "x"], 2, "--steps: expected a whole number, not 'x'; see gptmini train"),
     (["generate", "--samples=0"], 2, "--samples: must be at least 1, not 0; see gptmini generate"),
     (["train", "--attention", "window:0"], 2, "--attention window:0: must be at least 1, not 0"),

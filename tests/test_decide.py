@@ -12,6 +12,7 @@ from gptmini.errors import MachineError
 from gptmini.plan import decide as deciding
 from gptmini.plan.decide import decide, with_choices
 from gptmini.plan.fit import StepTime
+from gptmini.runs.directory import RunDirectory
 
 
 def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_path: Path):
@@ -59,11 +60,12 @@ def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
 def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = tiny(data={"path": str(text_file)})
-    first = decide(asked, None, tmp_path / "cache").config
+    asked, run = tiny(data={"path": str(text_file)}), RunDirectory(tmp_path / "run")
+    decision = decide(asked, run, tmp_path / "cache")
+    run.create(decision.config, decision.corpus.tokenizer)
     monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(deciding, "micro_batch_size", lambda *_: pytest.fail("measured"))
-    assert decide(asked, first, tmp_path / "cache").config == first
+    assert decide(asked, run, tmp_path / "cache").config == decision.config
 
 
 def test_what_compiling_brought_is_in_the_decision(

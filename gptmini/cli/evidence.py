@@ -12,6 +12,7 @@ from gptmini.cli.options import (
     AsJson,
     Assignments,
     AttentionName,
+    Base,
     Cache,
     ConfigName,
     Data,
@@ -287,6 +288,7 @@ def _inspect_run(path: Path, prompt: str, layer: int | None, head: int | None, d
 def size(
     config: ConfigName = None,
     data: Data = None,
+    base: Base = None,
     errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
@@ -315,7 +317,9 @@ def size(
     if devices > 1 and accelerator is None:
         raise ConfigError("--devices: needs --accelerator; name one, or remove --devices")
     named = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, named, assignments)
+    settings = configured(config, data, errors, attention, named, assignments, base)
+    if base is not None:
+        run_directory(base)  # a wrong name is answered with the nearest
     from gptmini.plan import size as sizing
 
     facts = sizing.size(settings, cache, accelerator, utilization, devices)

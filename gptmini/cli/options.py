@@ -51,6 +51,7 @@ _SETTING = (
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
 _MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
 _THREADS = "CPU threads to use. Beside other busy programs, fewer are often faster."
+_BASE = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 _CACHE = "Folder for prepared texts and compiled code."
 
 
@@ -66,6 +67,7 @@ Threads = Annotated[
     int | None,
     option(..., "N", _THREADS, min=1, max=1024, show_default="all", callback=_set_threads),
 ]
+Base = Annotated[Path | None, option(..., "RUN", _BASE, "--from")]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
 Weights = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
@@ -89,15 +91,19 @@ def configured(
     attention: str | None = None,
     named: dict[str, Any] | None = None,
     assignments: list[str] | None = None,
+    base: Path | None = None,
 ) -> "Config":
     """The configuration of a command line: file, then --set, then the named options.
 
-    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default.
-    Instead, `name` may be a text. `named` holds the options that set keys of the section train.
+    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default,
+    which no run that begins from another (`base`) needs. Instead, `name` may be a text. `named`
+    holds the options that set keys of the section train.
     """
     from gptmini.config import load
 
-    file = load.DEFAULT
+    if base is not None and name is None and not data:
+        raise ConfigError(f"--from {base}: on which text? add --data PATH")
+    file = load.DEFAULT if base is None else None
     if name is not None and is_text(name):
         if data:
             raise ConfigError(
@@ -112,6 +118,8 @@ def configured(
     overrides = assigned(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
+    if base is not None:
+        overrides.append(("--from", ("base", "run"), str(base)))
     if errors is not None:
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
@@ -204,12 +212,18 @@ def _is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.yaml")
 
 
-def default_out(config: str | None, data: str, attention: str | None = None) -> Path:
-    """`runs/` and the name of the configuration or, without one, of the text."""
+def default_out(
+    config: str | None, data: str, attention: str | None = None, base: Path | None = None
+) -> Path:
+    """`runs/` and the name of the configuration or, without one, of the text; and of the base."""
     parts = Path(config or data.removeprefix("builtin:")).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
     name = Path(*plain).name.split(".")[0].strip("-") or "text"
-    return RUNS / (f"{name}-{attention.replace(':', '')}" if attention else name)
+    if attention:
+        name += f"-{attention.replace(':', '')}"
+    if base:
+        name += f"-from-{base.resolve().name}"
+    return RUNS / name
 
 
 def newest_run() -> Path:

@@ -13,6 +13,7 @@ import typer
 from gptmini.cli.options import (
     Assignments,
     AttentionName,
+    Base,
     Cache,
     ConfigName,
     Data,
@@ -24,6 +25,7 @@ from gptmini.cli.options import (
     configured,
     default_out,
     option,
+    run_directory,
     run_of,
 )
 from gptmini.errors import ConfigError
@@ -33,6 +35,7 @@ from gptmini.files import CACHE
 def train(
     config: ConfigName = None,
     data: Data = None,
+    base: Base = None,
     errors: Errors = None,
     out: Path | None = option(
         None,
@@ -59,29 +62,32 @@ def train(
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
     from gptmini.text import sources
 
-    settings = configured(config, data, errors, attention, named, assignments)
+    settings = configured(config, data, errors, attention, named, assignments, base)
     if out is None and config is not None:
         out = run_of(config)
-    out = out or default_out(config, settings.data.path[0], attention)
+    out = out or default_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
+    if base is not None and not (out / "config.yaml").exists():
+        run_directory(base)  # a wrong name is answered with the nearest
     for paths in (settings.data.path, settings.data.validation_path or []):
         if "-" not in paths:
             sources.find(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
     from gptmini.generate.run import load
-    from gptmini.plan.decide import decide, with_choices
+    from gptmini.plan.decide import check_base, decide, with_choices
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import state, trainer
 
     log.check_installed(settings.train.log_to)
-    run_directory = RunDirectory(out)
-    existing = run_directory.config() if run_directory.exists else None
-    if existing is not None:  # before the text is prepared
+    directory = RunDirectory(out)
+    if directory.exists:  # before the text is prepared
+        existing = directory.config()
+        check_base(settings, existing, directory)
         kept = with_choices(settings, existing)
-        state.check_same(kept, existing, run_directory, undecided=(None, "auto"))
-    if not trainer.train(decide(settings, existing, cache, started), out) or no_sample:
+        state.check_same(kept, existing, directory, undecided=(None, "auto"))
+    if not trainer.train(decide(settings, directory, cache, started), out) or no_sample:
         return
     run = load(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")

@@ -10,6 +10,7 @@ from gptmini.config.section import (
     Count,
     Fraction,
     Paths,
+    PathText,
     Penalty,
     Positive,
     Rate,
@@ -254,6 +255,22 @@ class TrainConfig(Section):
             yield "micro_batch_size", f"{problem}; use a divisor"
 
 
+class BaseConfig(Section):
+    """The trained run that this one begins from (fine-tuning)."""
+
+    run: PathText | None = None
+    """Its directory (--from); weights and tokenizer are taken from it. null: begin untrained."""
+    step: Annotated[int, Field(ge=0)] | None = None
+    """The step of its best checkpoint, recorded when the run begins."""
+    sha256: str | None = None
+    """SHA-256 of the model.safetensors of that step, recorded when the run begins."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for name in ("step", "sha256"):
+            if self.run is None and getattr(self, name) is not None:
+                yield name, "has no effect without base.run; set base.run or leave it out"
+
+
 class SampleConfig(Section):
     """How tokens are sampled when generating, and where a text ends."""
 
@@ -299,6 +316,7 @@ class Config(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    base: BaseConfig = BaseConfig()
     sample: SampleConfig = SampleConfig()
 
     @property

@@ -93,7 +93,9 @@ def _image(draw: Callable[[], plots.Figure], kind: str, alt: str) -> str:
 
 def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
     rows = []
+    tuned = any(run.config.base.run for run, _ in runs.values())
     for name, (run, lines) in runs.items():
+        base = run.config.base
         model = run.config.model
         window = f", window {model.attention.window}" if model.attention.window else ""
         step, tokens, seconds = numbers(lines, *COLUMNS[:3])[-1]
@@ -108,6 +110,8 @@ def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
             "lowest loss": f"{loss:.4f}",
             "bits per byte": f"{bits:.4f}",
         }
+        if tuned:
+            cells["began from"] = f"{base.run}, step {base.step:,}" if base.run else ""
         rows.append(cells)
     head = _cells("th", rows[0])
     body = "".join(f"<tr>{_cells('td', row.values())}</tr>\n" for row in rows)

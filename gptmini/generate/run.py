@@ -251,13 +251,8 @@ def load(
     if weights not in native.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
     directory = RunDirectory(Path(path))
-    config, tokenizer = directory.config(), directory.tokenizer()
-    checkpoint = directory.best()
-    if checkpoint.state["tokenizer"] != tokenizer.fingerprint:
-        raise DataError(
-            f"{directory.tokenizer_file}: not the tokenizer of this run, but a {tokenizer.kind} "
-            f"tokenizer with {tokenizer.vocab_size:,} tokens; restore the original file"
-        )
+    config, checkpoint = directory.config(), directory.best()
+    tokenizer = directory.tokenizer(checkpoint)
     model = GPT(config.model)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), directory.checkpoints))
     native.round_weights(model, weights)

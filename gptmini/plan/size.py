@@ -135,7 +135,8 @@ def _here(config: Config, corpus: Corpus, compute: Compute) -> tuple[int, float,
     # A pass without gradients takes a quarter of both, and evaluation is not compiled.
     tokens = sum(map(len, corpus.validation))
     once = EVALUATING + step.passes / 4 * tokens / (train.batch_size * config.seq_len)
-    evaluations = math.ceil(train.steps / train.eval_every)
+    first = config.base.run is not None  # before the first step
+    evaluations = math.ceil(train.steps / train.eval_every) + first
     # The first step allocates for all the others and takes twice the time.
     seconds = START + (train.steps + 1) * per_step + evaluations * once + COMPILING * compiled
     when = {

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,6 +140,10 @@ def begin(training: Training) -> None:
     """Make the run directory, or resume the same run from its newest checkpoint."""
     config, run, tokenizer = training.config, training.run, training.corpus.tokenizer
     if not run.exists:
+        if config.base.run is not None:
+            _begin_from(training, RunDirectory(Path(config.base.run)))
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+            save(training)  # before `create`: resuming needs no base, and never begins untrained
         run.create(config, tokenizer)
         return
     run.checkpoints.mkdir(exist_ok=True)
@@ -149,8 +154,23 @@ def begin(training: Training) -> None:
         restore(training, checkpoint)
         run.prune(training.progress.best, config.train.keep)  # a kill may have left more
         training.started -= training.progress.elapsed
+    elif config.base.run is not None:
+        raise CheckpointError(
+            f"{run.checkpoints}: no checkpoint to resume from; delete {run.path} to begin again "
+            f"from {config.base.run}"
+        )
     if training.step < config.train.steps:
         run.write_config(config)
+
+
+def _begin_from(training: Training, base: RunDirectory) -> None:
+    """Load the weights that the configuration names; CheckpointError if they are gone."""
+    checkpoint, model = base.best(), training.model
+    if checkpoint.sha256 != training.config.base.sha256:
+        raise CheckpointError(
+            f"{base.path}: changed while this run was prepared; run the same command again"
+        )
+    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), base.checkpoints))
 
 
 def save(training: Training) -> None:

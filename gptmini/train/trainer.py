@@ -68,6 +68,11 @@ def train(decision: "Decision", out: Path) -> bool:
         bar = TrainingProgress(training.step, training.config.train.steps)
         try:
             with machine.signals() as received:
+                if training.step == 0 and training.config.base.run is not None:
+                    log.back_to(-1)  # a kill may have come after this line
+                    first = evaluation(training)
+                    log.write(training.progress.stamp() | first)
+                    bar.show(first)
                 _loop(training, log, bar, received)
         finally:
             bar.close()
@@ -123,9 +128,7 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
         record |= metrics | {"tokens_per_second": round(tokens / seconds, 1)}
         training.logged = (training.step, progress.seconds)
     if training.step % settings.eval_every == 0 or last:
-        record |= assess(training)
-        record["sample"] = sample(training)
-        record["peak_memory"] = machine.peak_memory(training.compute.device)
+        record |= evaluation(training)
     if record:
         log.write(progress.stamp() | record)
         bar.show(record)
@@ -151,6 +154,14 @@ def update(training: Training) -> dict[str, Any]:
         raise DivergedError(diverged(training, f"loss {total:.4g}, gradient norm {norm}"))
     training.optimizer.step(lr)
     return {"train_loss": total, "lr": lr, "grad_norm": norm}
+
+
+def evaluation(training: Training) -> dict[str, Any]:
+    """What is logged at each evaluation."""
+    return assess(training) | {
+        "sample": sample(training),
+        "peak_memory": machine.peak_memory(training.compute.device),
+    }
 
 
 def assess(training: Training) -> dict[str, Any]:
