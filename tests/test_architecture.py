@@ -18,9 +18,9 @@ ROOMS = {
     "text": ["formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"],
     "model": ["attention", "layers", "gpt", "optim", "mechanisms"],
     "runs": ["directory", "log"],
-    "plan": ["cost", "memory", "fit", "minutes", "decide", "size"],
+    "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "size"],
     "generate": ["filters", "sampler", "engine", "native", "guess", "texts", "run", "bulk"],
-    "train": ["batches", "evaluate", "trainer", "state"],
+    "train": ["batches", "evaluate", "trainer", "state", "fit"],
     "evidence": [
         *("evaluate", "measure", "variants", "compare"),
         *("attention_view", "plots", "page", "reading", "report"),

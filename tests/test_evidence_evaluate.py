@@ -145,14 +145,17 @@ def run() -> Run:
 
 def by_hand(run: Run, tokens: list[int], place: int, start: int) -> tuple[float, int]:
     """Log-probability and rank of a token, read from position `start` of the text."""
-    document = [run.tokenizer.document_token, *tokens]
+    before = run.config.sample.start
+    document = [ord(before) if before else run.tokenizer.document_token, *tokens]
     with torch.no_grad():
         logits = run.model(torch.tensor([document[start : place + 1]]))[0, -1]
     ranking = logits.sort(descending=True).indices.tolist()
     return logits.log_softmax(0)[tokens[place]].item(), 1 + ranking.index(tokens[place])
 
 
-def test_scores_of_a_short_text_are_the_models_own(run: Run):
+@pytest.mark.parametrize("start", [None, "\n"])
+def test_scores_of_a_short_text_are_the_models_own(run: Run, start: str | None):
+    run.config = tiny(sample={"start": start})
     text = "é quick one"
     found = score(run, text)
     tokens = list(text.encode())

@@ -95,7 +95,7 @@ def made_small(words: list[str]) -> list[str]:
     """A command with settings that make it take about a second."""
     if any(word.endswith("config.yaml") for word in words):  # a run, which is small already
         return words
-    less = {"--seeds": "1", "--minutes": "0.02"}
+    less = {"--seeds": "1", "--minutes": "0.02", "--steps": "2"}
     words = [less.get(option, word) for option, word in pairwise(["", *words])]
     words = [word.replace("mha,gqa:2,mqa,window:64", "mha,gqa:2") for word in words]
     if words[1] in ("train", "size") or (words[1] == "compare" and "runs/" not in words[2]):
@@ -147,6 +147,7 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     assert run(["gptmini", "train", *SMALL_WORDS], monkeypatch) == 0
+    provide("my.txt", tmp_path)
     capfd.readouterr()
     exec(example, {})
     assert capfd.readouterr().out.strip()

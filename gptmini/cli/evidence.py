@@ -13,6 +13,7 @@ from gptmini.cli.options import (
     AsJson,
     Assignments,
     AttentionName,
+    Base,
     Cache,
     ConfigName,
     Data,
@@ -21,6 +22,7 @@ from gptmini.cli.options import (
     Minutes,
     RunName,
     Steps,
+    Threads,
     Weights,
     argument,
     attention_settings,
@@ -47,6 +49,7 @@ def evaluate(
     ),
     weights: Weights = "float32",
     device: Device = "auto",
+    threads: Threads = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
@@ -54,7 +57,13 @@ def evaluate(
     if data and split == "test":
         raise ConfigError("--split test: is a part of the run's own text; leave out --data")
     path = run_directory(run)
+    from gptmini.config import load as configuration
     from gptmini.console import say
+    from gptmini.text import sources
+
+    if data and "-" not in data:
+        own = configuration.load(path / "config.yaml", []).data
+        sources.find(data, own)  # a wrong path is named before torch is loaded
     from gptmini.evidence.evaluate import evaluate_run, text_of
     from gptmini.generate.run import load
 
@@ -303,6 +312,7 @@ def _inspect_run(
 def size(
     config: ConfigName = None,
     data: Data = None,
+    base: Base = None,
     errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
@@ -313,7 +323,12 @@ def size(
     utilization: float = option(
         0.4, "X", "Fraction of the accelerator's peak FLOP/s that is reached.", min=0.01, max=1
     ),
-    devices: int = option(1, "N", "Number of accelerators, assuming perfect scaling.", min=1),
+    devices: int = option(
+        1,
+        "N",
+        "Divide the time by N, as if N accelerators scaled perfectly; gptmini trains on one.",
+        min=1,
+    ),
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
@@ -323,8 +338,12 @@ def size(
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
+    if devices > 1 and accelerator is None:
+        raise ConfigError("--devices: needs --accelerator; name one, or remove --devices")
     named = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, named, assignments)
+    settings = configured(config, data, errors, attention, named, assignments, base)
+    if base is not None:
+        run_directory(base)  # a wrong name is answered with the nearest
     from gptmini.plan import size as sizing
 
     facts = sizing.size(settings, cache, accelerator, utilization, devices)

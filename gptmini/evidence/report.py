@@ -96,23 +96,26 @@ def _summary(line: dict[str, Any]) -> str:
 
 def _table(logged: Logged) -> page.Part:
     rows = []
+    configs = {name: RunDirectory(Path(name)).config() for name in logged}
+    tuned = any(config.base.run for config in configs.values())
     for name, lines in logged.items():
-        model = RunDirectory(Path(name)).config().model
+        model, base = configs[name].model, configs[name].base
         window = f", window {model.attention.window}" if model.attention.window else ""
         step, tokens, seconds = numbers(lines, *COLUMNS[:3])[-1]
         loss, bits = min(numbers(lines, *COLUMNS[3:]))
-        rows.append(
-            {
-                "run": name,
-                "parameters": f"{cost.parameter_count(model):,}",
-                "attention": f"{model.attention.variant} {model.n_head}:{model.n_kv_head}{window}",
-                "steps": f"{step:,}",
-                "tokens": f"{tokens:,}",
-                "minutes": f"{seconds / 60:.1f}",
-                "lowest loss": f"{loss:.4f}",
-                "bits per byte": f"{bits:.4f}",
-            }
-        )
+        cells = {
+            "run": name,
+            "parameters": f"{cost.parameter_count(model):,}",
+            "attention": f"{model.attention.variant} {model.n_head}:{model.n_kv_head}{window}",
+            "steps": f"{step:,}",
+            "tokens": f"{tokens:,}",
+            "minutes": f"{seconds / 60:.1f}",
+            "lowest loss": f"{loss:.4f}",
+            "bits per byte": f"{bits:.4f}",
+        }
+        if tuned:
+            cells["began from"] = f"{base.run}, step {base.step:,}" if base.run else ""
+        rows.append(cells)
     return page.table(list(rows[0]), [list(row.values()) for row in rows])
 
 

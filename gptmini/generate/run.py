@@ -26,7 +26,7 @@ from gptmini.generate import native
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.texts import Generation, Text
+from gptmini.generate.texts import Generation, Text, opening
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory, fitting
@@ -123,6 +123,7 @@ class Run:
                 kind = type(prompt).__name__
                 raise ConfigError(f"prompt: must be a text, not {kind}; use start for several")
             tokens, first = self._tokens(prompt, special)
+            tokens = tokens or opening(self.tokenizer, sample)
             check_overflow(len(tokens), sample, limit)
             if len(tokens) > limit:
                 warn(f"prompt: {len(tokens):,} tokens; the model sees the last {limit:,}")
@@ -168,8 +169,7 @@ class Run:
 
     def sampling(self, settings: dict[str, Any]) -> SampleConfig:
         """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
-        lists = {k: [v] for k, v in settings.items() if k in ("stop", "ban") and isinstance(v, str)}
-        section = {**self.config.sample.model_dump(), **settings, **lists}
+        section = {**self.config.sample.model_dump(), **settings}
         return validate({"sample": section}, {}).sample if settings else self.config.sample
 
     def bias(self, sample: SampleConfig) -> Tensor | None:
@@ -221,7 +221,7 @@ class Run:
         return None
 
     def _tokens(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
-        """The tokens of a prompt (at least one), and which may come first, (V,), if not all."""
+        """The tokens of a prompt, and which may come first, (V,), if not all."""
         first = None
         if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
             # Where words are tokens, the space belongs to the next one (" the"), and the model has
@@ -231,7 +231,7 @@ class Run:
         tokens: list[int] = []
         for place, part in enumerate(prompt.split(DOCUMENT) if special else [prompt]):
             tokens += [document] * (place > 0) + self.encode(part, "prompt")
-        return tokens or [document], first
+        return tokens, first
 
     @cached_property
     def _begins_with_space(self) -> Tensor:
@@ -255,13 +255,9 @@ def load(
     if weights not in native.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
     directory = RunDirectory(Path(path))
-    config, tokenizer = directory.config(), directory.tokenizer()
-    checkpoint = directory.best() if step is None else directory.checkpoint(step)
-    if checkpoint.state["tokenizer"] != tokenizer.fingerprint:
-        raise DataError(
-            f"{directory.tokenizer_file}: not the tokenizer of this run, but a {tokenizer.kind} "
-            f"tokenizer with {tokenizer.vocab_size:,} tokens; restore the original file"
-        )
+    config = directory.config()
+    checkpoint = directory.best() if step is None else directory.load(step)
+    tokenizer = directory.tokenizer(checkpoint)
     model = GPT(config.model)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), directory.checkpoints))
     native.round_weights(model, weights)
