@@ -79,10 +79,11 @@ def decide(
     config = asked if existing is None else with_choices(asked, existing)
     if asked.base.run is None:
         corpus = prepare_corpus(config, cache)
+        config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
         say_fact(corpus.summary(asked.tokenizer.kind))
     else:
         config, corpus = _fine_tuning(config, run, cache, compute if here else None)
-    config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+        config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if config.train.minutes is not None and existing is None:
         left = 60 * config.train.minutes - (time.perf_counter() - started)
