@@ -95,7 +95,7 @@ def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(
     before = contents(base.path)
     run = tune(asked)
     assert contents(base.path) == before
-    start = run._load(0, with_optimizer=True)
+    start = run.load(0, with_optimizer=True)
     best = base.best()
     assert start.model.keys() == best.model.keys()
     assert all(torch.equal(start.model[name], best.model[name]) for name in best.model)

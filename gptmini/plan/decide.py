@@ -79,20 +79,12 @@ def decide(
     config = asked if existing is None else with_choices(asked, existing)
     if asked.base.run is None:
         corpus = prepare_corpus(config, cache)
-<<<<<<< HEAD
-        config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
-        say_fact(corpus.summary(asked.tokenizer.kind))
-    else:
-        config, corpus = _fine_tuning(config, run, cache, compute if here else None)
-        config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
-=======
     else:
         config, corpus = _fine_tuning(config, run, cache, compute if here else None)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     say_fact(corpus.summary("" if asked.base.run else asked.tokenizer.kind))
     if asked.base.run is not None:
         introduce(config, corpus)
->>>>>>> 6d68579de75d7cec64ce29aff509c5df6a7f2f63
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if config.train.minutes is not None and existing is None:
         left = 60 * config.train.minutes - (time.perf_counter() - started)
