@@ -14,7 +14,7 @@ from gptmini.errors import ConfigError
 from gptmini.evidence import plots
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
-from gptmini.model.attention import Attention, cross_mask, visible
+from gptmini.model.attention import Attention, visible
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import Tokenizer
 
@@ -196,7 +196,7 @@ def named_mask(name: str, size: int | None = None) -> Tensor:
                 f"--mask {name}: unknown mask; use cross:T,S with at least 1 query and 1 key, and "
                 f"a --size of at least S"
             )
-        return cross_mask(torch.tensor([S]), T, size or S)[0, 0]  # (T, size)
+        return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
     size = size or 12
     positions = torch.arange(size)
     if name == "causal":
