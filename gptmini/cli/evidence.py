@@ -200,10 +200,13 @@ def convert(
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
     if new.n_kv_head == old.n_kv_head:
         change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
+    name = shlex.quote(str(out))
+    further = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
+    if not trained.corpus:  # imported
+        further = f"gptmini train --from {name} --data TEXT"
     say(
-        f"{out}: {change}, "
-        f"from step {trained.step} of {path}; train it for {config.train.steps} steps with:\n"
-        f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}"
+        f"{out}: {change}, from step {trained.step} of {path}; train it for {config.train.steps} "
+        f"steps with:\n  {further}"
     )
 
 

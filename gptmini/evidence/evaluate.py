@@ -32,6 +32,8 @@ def text_of(
 
 def held_out(run: Run, cache: Path, split: Split = "validation") -> list[TokenFile]:
     """A held-out part of a run's text; DataError if the text has changed since the training."""
+    if not run.corpus:
+        raise DataError(f"{run.path}: was imported, with no text; give one with --data")
     if "-" in run.config.data.path:
         raise DataError(
             f"{run.path}: was trained on standard input, which is gone; give a text with --data"

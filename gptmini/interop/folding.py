@@ -18,7 +18,7 @@ def fold(config: ModelConfig, weights: Tensors) -> tuple[ModelConfig, Tensors]:
     else LayerNorm with biases, which are 0 where there were none (StarCoder2, GPT-2).
     """
     tree, attention = config.model_dump(), config.attention.model_dump()
-    weights = dict(weights)
+    weights = {name: tensor.cpu() for name, tensor in weights.items()}
     if (attention["window"] or 0) >= config.context_length:
         attention |= {"window": None, "full_every": None}
     gated = config.activation != "gelu" and (config.norm == "rmsnorm" or not config.bias)

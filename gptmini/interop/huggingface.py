@@ -20,9 +20,10 @@ from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, TokenizerConfig
 from gptmini.errors import CheckpointError, ConfigError, DataError, os_reason
 from gptmini.generate.run import Run, load
-from gptmini.interop import architectures, tokenizer_json
+from gptmini.interop import architectures
 from gptmini.interop.architectures import Tensors
 from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.text import tokenizer_json
 from gptmini.text.tokenizer import Tokenizer
 from gptmini.train.state import Progress
 
@@ -58,7 +59,10 @@ def _remove(path: Path) -> None:
 
 
 def import_model(
-    folder: str | Path, out: str | Path, context_length: int | None = None, cache: Path = files.CACHE
+    folder: str | Path,
+    out: str | Path,
+    context_length: int | None = None,
+    cache: Path = files.CACHE,
 ) -> Run:
     """Make a run of a folder in Hugging Face's format, at step 0; it appears whole or not at all.
 
@@ -93,12 +97,13 @@ def read(folder: Path, context_length: int | None = None) -> tuple[ModelConfig, 
             f"{tokenizer_file}: missing; write it with transformers' "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    ends = [theirs.get("bos_token_id"), theirs.get("eos_token_id")]
-    flat = [end for each in ends for end in (each if isinstance(each, list) else [each])]
+    ends: list[Any] = []
+    for end in (theirs.get("bos_token_id"), theirs.get("eos_token_id")):
+        ends += end if isinstance(end, list) else [end]
     data = _json(tokenizer_file, "restore it")
     try:
         vocab_size = config.vocab_size or 0
-        tokenizer = tokenizer_json.from_json(data, tokenizer_file, vocab_size, flat)
+        tokenizer = tokenizer_json.from_json(data, tokenizer_file, vocab_size, ends)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{tokenizer_file}: damaged ({error!r}); restore the file") from None
     config, weights = _weights(_tensors(folder), theirs, config, folder)

@@ -34,10 +34,7 @@ PATTERNS = {
         rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
         "llama-bpe",
     ),
-    GPT2: (
-        _WORDS + r"| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        "gpt-2",
-    ),
+    GPT2: (_WORDS + r"| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", "gpt-2"),
     r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s": (
         DIGITS,
         "smollm",
@@ -192,9 +189,9 @@ def _check(model: dict[str, Any], ranks: dict[bytes, int], where: Path) -> None:
 
 def _pattern(pre: dict[str, Any], where: Path) -> str:
     """Our pattern for a pre-tokenizer."""
-    steps = pre.get("pretokenizers") if pre.get("type") == "Sequence" else [pre]
+    steps: list[dict[str, Any]] = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
     level = steps[-1] if steps else {}
-    names = [step.get("type") for step in steps or []]
+    names = [step.get("type") for step in steps]
     split = ""
     if names == ["ByteLevel"] and level.get("use_regex", True):
         split = PATTERNS[GPT2][0]
