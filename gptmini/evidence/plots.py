@@ -276,4 +276,5 @@ def _quality_over_time(axis: Any, variants: list[Variant]) -> None:
     # The first quarter is steep and would flatten the rest.
     if late := [bits for history in histories for *_, bits in history[len(history) // 4 :]]:
         axis.set_ylim(top=max(late) + 0.1 * (max(late) - min(late)))
-    axis.legend(frameon=False)
+    if axis.get_legend_handles_labels()[1]:  # imported runs have no history
+        axis.legend(frameon=False)

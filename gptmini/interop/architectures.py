@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmini.config.load import leaves, validate
+from gptmini.config.load import Origins, leaves, validate
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.model.gpt import GPT
@@ -192,16 +192,20 @@ def from_json(theirs: dict[str, Any], where: Path, context_length: int | None) -
     try:
         tree = _tree(theirs, kind, where)
         limit = tree["context_length"]
-        if context_length is not None and context_length > limit:
-            key = KEYS[kind]["context_length"]
-            raise ConfigError(
-                f"--context-length {context_length}: {where} has {key} {limit}; use at most that"
-            )
-        tree["context_length"] = context_length or min(limit, 2048)
-        return validate({"model": tree}, {("model",): str(where)}).model
+        tree["context_length"] = min(context_length or 2048, limit)
+        origins: Origins = {("model",): str(where)}
+        origins |= {("model", name): f"{where}: {key}" for name, key in KEYS[kind].items()}
+        config = validate({"model": tree}, origins).model
+    except ConfigError as error:
+        problem = str(error.lines[0]).partition(";")[0]
+        raise CheckpointError(f"{problem}; choose another model") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{where}: {problem}; restore the original file") from None
+    if context_length is not None and context_length > limit:
+        key = KEYS[kind]["context_length"]
+        raise ConfigError(f"--context-length {context_length}: {key} is {limit}; use at most that")
+    return config
 
 
 def _refused(where: Path, key: str, value: object) -> CheckpointError:
@@ -220,7 +224,8 @@ def _tree(theirs: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
     if kind == "gpt2":
         given["n_inner"] = theirs.get("n_inner") or 4 * theirs["n_embd"]
     tree: dict[str, Any] = {name: given[key] for name, key in KEYS[kind].items()}
-    tree["activation"] = _ACTIVATIONS[theirs.get("hidden_act") or given["activation_function"]]
+    key, allowed = next(iter(_NEEDED[kind].items()))
+    tree["activation"] = _ACTIVATIONS[theirs.get(key, allowed[0])]
     if kind == "gpt2":
         return tree | {"position": "learned", "bias": True, "attention": {"qk_norm": False}}
     heads, kv_heads = tree["n_head"], theirs.get("num_key_value_heads") or tree["n_head"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptmini import files
 from gptmini.config.settings import ModelConfig
-from gptmini.errors import ConfigError, GptminiError
+from gptmini.errors import CheckpointError, ConfigError, GptminiError
 from gptmini.evidence.evaluate import held_out
 from gptmini.generate.run import Run, load
 from gptmini.interop import architectures, gguf, huggingface
@@ -92,6 +92,8 @@ def export_run(
     with huggingface.appearing(out) as partial:
         tokens = sample(run, cache)
         expected = logits(run.config.model, run.model.state_dict(), tokens)
+        if not expected.isfinite().all():
+            raise CheckpointError(f"{run.path}: logits are not finite; its weights are bad")
         if to == "hf":
             huggingface.write(partial, run, kind, config, folded)
             read = huggingface.read(partial, config.context_length)

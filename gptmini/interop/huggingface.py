@@ -163,8 +163,9 @@ def _weights(
     used = {*outputs, "lm_head.weight"}
     for name, like in architectures.shapes(config).items():
         their_name = architectures.their_name(kind, name)
-        if their_name not in tensors:  # a model that was saved without its head has no prefix
-            their_name = their_name.partition(".")[2]
+        bare = their_name.partition(".")[2]  # as in models that were saved without a head
+        if their_name not in tensors and bare in tensors:
+            their_name = bare
         if their_name in tensors:
             tensor = architectures.taken(kind, name, tensors[their_name])
             tensor = tensor[: len(like)] if name == "positions.weight" else tensor
