@@ -40,7 +40,7 @@ def library() -> Any:
     return gguf
 
 
-def check(config: ModelConfig, kind: str, tokenizer: Tokenizer, weights: str) -> None:
+def check(config: ModelConfig, tokenizer: Tokenizer, weights: str) -> None:
     """ConfigError for what llama.cpp does not have."""
     problem = ""
     if weights not in TYPES:
@@ -49,8 +49,8 @@ def check(config: ModelConfig, kind: str, tokenizer: Tokenizer, weights: str) ->
         problem = f"model.attention.window: {config.attention.window}, but must be none"
     elif config.activation == "relu2":
         problem = "model.activation: relu2, but must be gelu"
-    elif config.rope_scaling is not None and kind != "llama":
-        problem = f"model.rope_scaling: set, but must be none in {kind}"
+    elif config.rope_scaling is not None:
+        problem = "model.rope_scaling: set, but must be none"
     if problem:
         raise ConfigError(f"{problem} in llama.cpp; use --to hf, or change this and train again")
     pattern = tokenizer_json.vocabulary(tokenizer)[0]
@@ -101,7 +101,7 @@ def _interleaved(tensor: Tensor, heads: int, back: bool = False) -> Tensor:
 def write(path: Path, run: Run, kind: str, config: ModelConfig, weights: Tensors, to: str) -> None:
     """Write a folded model with its tokenizer; `to` is the type of its matrices."""
     gguf = library()
-    check(config, kind, run.tokenizer, to)
+    check(config, run.tokenizer, to)
     writer = gguf.GGUFWriter(path, kind)
     values = config.model_dump()
     for name, key in KEYS.items():
