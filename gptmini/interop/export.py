@@ -147,7 +147,8 @@ def sample(run: Run, cache: Path) -> Tensor:
     random = torch.randint(run.tokenizer.vocab_size, (2, length), generator=numbers)
     try:
         span = held_out(run, cache)[0]
-        text = torch.from_numpy(span.tokens.read(span.first, span.first + length).astype("int64"))
+        read = span.tokens.read(span.first, min(length, len(span)))
+        text = torch.from_numpy(read.astype("int64"))
     except GptminiError:  # an imported run has none, and other texts may have changed
         text = torch.tensor(run.encode("".join(HARD_TEXTS) * 20)[:length])
     random[0, : len(text)] = text
