@@ -146,9 +146,8 @@ def sample(run: Run, cache: Path) -> Tensor:
     numbers = torch.Generator().manual_seed(0)
     random = torch.randint(run.tokenizer.vocab_size, (2, length), generator=numbers)
     try:
-        span = held_out(run, cache)[0]
-        read = span.tokens.read(span.first, min(length, len(span)))
-        text = torch.from_numpy(read.astype("int64"))
+        held = held_out(run, cache)[0]
+        text = torch.from_numpy(held.read(0, min(length, len(held))).astype("int64"))
     except GptminiError:  # an imported run has none, and other texts may have changed
         text = torch.tensor(run.encode("".join(HARD_TEXTS) * 20)[:length])
     random[0, : len(text)] = text
