@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import new_cache
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
@@ -54,9 +56,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def written(name: str, folder: Path, **more: Any) -> Any:
     """A model of transformers with weights far from where they began, saved with a tokenizer."""
     transformers = pytest.importorskip("transformers", reason="needs the extra bench")
-    kind, settings = MODELS[name]
+    kind, options = MODELS[name]
     size = {"vocab_size": 310} if kind == "GPT2" else SIZE
-    config = getattr(transformers, f"{kind}Config")(**size | settings | more)
+    config = getattr(transformers, f"{kind}Config")(**size | options | more)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -229,7 +231,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "config.json").write_text("[1]"),
         "not a json object",
     ),
-    "unknown architecture": (config(model_type="gemma3"), "model_type: 'gemma3' is not supported"),
+    "unknown architecture": (config(model_type="gemma3"), "model_type: gemma3 is not supported"),
     "no architecture": (config(model_type=None), "model_type: None is not supported"),
     "code of its own": (config(auto_map={"AutoModel": "x.Y"}), "auto_map: "),
     "quantized": (config(quantization_config={"bits": 4}), "quantization_config: "),
@@ -286,6 +288,30 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(case, right, tmp_pa
     assert "; " in line
     assert error.value.exit_code in (3, 4)
     assert not list((tmp_path / "runs").iterdir())
+
+
+JUNK = st.sampled_from([None, True, -1, 0, 1, 3, 1.5, 1e99, "x", "", [], [1], {}, {"a": 1}, 2**70])
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_any_junk_in_the_files_ends_in_a_run_or_in_a_refusal(right, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("junk") / "bad"
+    shutil.copytree(right, folder)
+    path = folder / data.draw(st.sampled_from(["config.json", "tokenizer.json"]))
+    content = place = json.loads(path.read_text())
+    while isinstance(place, dict) and place:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or not place[key] or data.draw(st.booleans()):
+            place[key] = data.draw(JUNK)
+            break
+        place = place[key]
+    path.write_text(json.dumps(content))
+    try:
+        import_model(folder, folder.parent / "run", cache=folder.parent)
+    except GptminiError as refusal:
+        assert str(refusal).startswith(str(folder))
+        assert [each.name for each in folder.parent.iterdir()] == ["bad"]
 
 
 def test_windows_in_layers_that_we_do_not_have_are_refused(tmp_path):

@@ -41,13 +41,13 @@ def export(
         say(f"proof: rounding to {kind} changes logits by at most {made.rounding:.1e}")
     print(out)
     if to == "hf":
-        say(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
         return
-    file = shlex.quote(str(out))
+    file, name = shlex.quote(str(out)), shlex.quote(path.name)
     say(
-        f"run it with:\n  llama-cli -m {file} -no-cnv -p TEXT\n"
-        f"  echo 'FROM {out.resolve()}' > Modelfile && ollama create {path.name} && "
-        f"ollama run {path.name}"
+        f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT\n"
+        f"Ollama:     echo 'FROM ./{out.name}' > {shlex.quote(str(out.parent / 'Modelfile'))} && "
+        f"ollama create {name} -f {shlex.quote(str(out.parent / 'Modelfile'))} && ollama run {name}"
     )
 
 

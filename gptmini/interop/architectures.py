@@ -182,10 +182,10 @@ def from_json(theirs: dict[str, Any], where: Path, context_length: int | None) -
 
     CheckpointError names the key of whatever gptmini does not have.
     """
-    kind = theirs.get("model_type")
+    kind = str(theirs.get("model_type"))
     if kind not in KEYS:
         known = ", ".join(sorted(KEYS))
-        raise CheckpointError(f"{where}: model_type: {kind!r} is not supported; use one of {known}")
+        raise CheckpointError(f"{where}: model_type: {kind} is not supported; use one of {known}")
     for key, allowed in (_NEEDED_BY_ALL | _NEEDED[kind]).items():
         if theirs.get(key, allowed[0]) not in allowed:
             raise _refused(where, key, theirs[key])
