@@ -4,6 +4,7 @@ Nothing in them can run code: a pickle is refused, and no name in an index may l
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,9 +126,9 @@ def _tensors(folder: Path) -> Tensors:
     names = [WEIGHTS]
     if (folder / INDEX).exists():
         found = _json(folder / INDEX, "restore it").get("weight_map")
-        names = sorted(set(found.values())) if isinstance(found, dict) else []
+        names = list(found.values()) if isinstance(found, dict) else [found]
         for name in names:
-            if Path(str(name)).name != name or not name.endswith(".safetensors"):
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
                 raise CheckpointError(
                     f"{folder / INDEX}: weight_map: {name!r} is not a .safetensors file of this "
                     f"folder; restore the index"
@@ -138,7 +139,7 @@ def _tensors(folder: Path) -> Tensors:
             f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     tensors: Tensors = {}
-    for name in names:
+    for name in sorted(set(names)):
         try:
             files.open_regular(folder / name).close()
             tensors |= safetensors.torch.load_file(folder / name)
