@@ -19,7 +19,7 @@ ROOMS = {
         *("formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"),
         "tokenizer_json",
     ],
-    "model": ["attention", "layers", "gpt", "optim", "mechanisms"],
+    "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling"],
     "runs": ["directory", "log"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "size"],
     "generate": ["filters", "sampler", "engine", "native", "guess", "texts", "run", "bulk"],

@@ -80,8 +80,7 @@ class ModelConfig(Section):
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies; raise it for long contexts."""
     rope_scaling: Annotated[list[Positive], Field(min_length=4, max_length=4)] | None = None
-    """Slower rotation for longer contexts (Llama 3.1): factor, low_freq_factor, high_freq_factor
-    and original context, such as [8, 1, 4, 8192]; null: none."""
+    """Slower rotation, as of Llama 3.1: factor, low_freq_factor, high_freq_factor, old context."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization; on a CPU only layernorm has a fused kernel."""
     norm_eps: Positive = 1e-5

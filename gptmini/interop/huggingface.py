@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gptmini import files
-from gptmini.config.settings import Config, ModelConfig, TokenizerConfig
+from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
 from gptmini.errors import CheckpointError, ConfigError, DataError, os_reason
 from gptmini.generate.run import Run, load
 from gptmini.interop import architectures
@@ -30,6 +30,8 @@ from gptmini.train.state import Progress
 
 SHARD = 5_000_000_000  # bytes
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What fine-tuning starts from, at half the rate: pretrained models are trained by AdamW.
+TRAIN: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.1}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -73,7 +75,8 @@ def import_model(
     folder, out = Path(folder), Path(out)
     with appearing(out) as partial:
         model, weights, tokenizer = read(folder, context_length)
-        settings = Config(model=model, tokenizer=TokenizerConfig(kind=tokenizer.kind))
+        tokens = TokenizerConfig(kind=tokenizer.kind)
+        settings = Config(model=model, tokenizer=tokens, train=TrainConfig(**TRAIN))
         write_run(RunDirectory(partial), settings, weights, tokenizer)
     return load(out, weights="float32", cache=cache)
 
@@ -123,7 +126,7 @@ def _json(path: Path, remedy: str) -> dict[str, Any]:
 
 def _tensors(folder: Path) -> Tensors:
     """The tensors of all files, as they are stored."""
-    names = [WEIGHTS]
+    names: list[Any] = [WEIGHTS]
     if (folder / INDEX).exists():
         found = _json(folder / INDEX, "restore it").get("weight_map")
         names = list(found.values()) if isinstance(found, dict) else [found]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
+from gptmini.model.scaling import scaled
 
 
 def norm(config: ModelConfig) -> nn.Module:
@@ -72,9 +73,7 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        frequencies = config.rope_theta**-exponents  # (K/2,)
-        if config.rope_scaling is not None:
-            frequencies = stretched(frequencies, *config.rope_scaling)
+        frequencies = scaled(config.rope_theta**-exponents, config.rope_scaling)  # (K/2,)
         angles = torch.arange(config.context_length)[:, None] * frequencies  # (context, K/2)
         self.register_buffer("cosines", angles.cos().float(), persistent=False)
         self.register_buffer("sines", angles.sin().float(), persistent=False)
@@ -83,12 +82,6 @@ class Rotary(nn.Module):
         """Positions (T,) -> two tensors (T, K/2); positions (B, T) -> two (B, 1, T, K/2)."""
         cosines, sines = self.cosines[positions], self.sines[positions]
         return (cosines, sines) if positions.ndim == 1 else (cosines[:, None], sines[:, None])
-
-
-def stretched(frequencies: Tensor, factor: float, low: float, high: float, T: float) -> Tensor:
-    """Llama 3.1's: divided by `factor` below `low` turns in T positions, kept above `high`."""
-    kept = ((frequencies * T / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
