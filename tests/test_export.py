@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import prose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.text import bpe
 from gptmini.text.tokenizer import Tokenizer, bpe_tokenizer
 
-TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+TEXT = prose()
 NO_NORM = {"qk_norm": False}
 GQA, MQA = {"variant": "gqa", "n_kv_head": 2}, {"variant": "mqa"}
 WINDOW, SOME = {"window": 7}, {"window": 7, "full_every": 2}
@@ -94,7 +95,7 @@ def test_transformers_computes_the_same(case, tmp_path):
     expected = run.model(tokens)
     scale = float(expected.detach().abs().max())
     assert scale > 1
-    torch.testing.assert_close(theirs(tokens).logits, expected, rtol=0, atol=1e-5 * scale)
+    torch.testing.assert_close(theirs(tokens).logits, expected, rtol=0, atol=3e-5 * scale)
     prompt = tokens[:1, :10]
     settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     greedy = theirs.generate(prompt, **settings, suppress_tokens=None)

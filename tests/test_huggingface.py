@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import new_cache
+from conftest import new_cache, prose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -23,7 +23,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.text import bpe, tokenizer_json
 from gptmini.text.tokenizer import bpe_tokenizer
 
-TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+TEXT = prose()
 SIZE: dict[str, Any] = {
     **{"vocab_size": 310, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
@@ -64,6 +64,7 @@ def written(name: str, folder: Path, **more: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
+        model.get_output_embeddings().weight[299] = 0  # greedy texts do not end
     model.save_pretrained(folder)
     ranks = bpe.learn([TEXT], 299)
     tokenizer = bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": 299})
@@ -84,14 +85,14 @@ def test_an_import_gives_the_same_logits_and_the_same_greedy_text(name, tmp_path
         expected = theirs(tokens).logits
     scale = float(expected.abs().max())
     assert scale > 1
-    torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-5 * scale)
+    torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=3e-5 * scale)
     prompt = "It was the"
     ids = torch.tensor([run.encode(prompt)])
     greedy = theirs.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
     started = run.start([prompt], temperature=0, max_new_tokens=20)
     made = started.finish()[0].tokens
-    assert made[: greedy.shape[1] - ids.shape[1]] == greedy[0, ids.shape[1] :].tolist()[: len(made)]
-    assert len(made) >= 5
+    assert len(made) == 20
+    assert made == greedy[0, ids.shape[1] :].tolist()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import gpt2
+from conftest import gpt2, prose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from gptmini.text.tokenizer import BpeTokenizer, Tokenizer, bpe_tokenizer, creat
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+TEXT = prose()
 WHERE = Path("tokenizer.json")
 LEFT, RIGHT = "ab zé東\u00a0'1.\n", "\t\r!Z²٣\u017f👍\x1c\u2028\u0301"
 QWEN2 = tokenizer_json.PATTERNS[bpe.PATTERN][0]
