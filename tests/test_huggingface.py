@@ -128,6 +128,7 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
         "tokenizer info run",
         "convert run --attention mqa --out other",
         "export run",
+        "train --from run --data text.txt --steps 2 --set train.batch_size=2 --out tuned",
     ],
 )
 def test_every_command_works_on_an_imported_run(words, imported, tmp_path, monkeypatch, capfd):

@@ -25,29 +25,22 @@ from gptmini.text.tokenizer import Tokenizer
 # instead of 10000 3e-5.
 LIMIT = 1e-5
 HARD_TEXTS = [
+    *("", " ", "  \n \t\r\n\n x ", "\u00a0\u2003\u3000a", "don't I'LL we'Ve 's", "!?.,;:" * 9),
+    *("a1b22 1234567 ½²Ⅷ", "<|endoftext|> <s></s>[INST]", "\x00\x1b\x7f\ufeff", "a" * 300),
     *(
-        "",
-        " ",
-        "  \n \t\r\n\n x ",
-        "\u00a0\u2003\u3000a",
-        "don't I'LL we'Ve 's",
-        "a1b22 1234567 ½²Ⅷ",
-    ),
-    *(
-        "<|endoftext|> <s></s>[INST]",
-        "\x00\x1b\x7f\ufeff",
         "naïve café ﬁ İı ß Ǆ",
         "שלום עולם مرحبا",
+        "你好世界。日本語テキスト",
+        "नमस्ते ไทย 한국어",
+        "_▁Ġ ##x@@",
     ),
-    *("你好世界。日本語テキスト", "नमस्ते ไทย 한국어", "e\u0301 \u1e0b\u0323", "👩‍👩‍👧 🇩🇪 👍🏽"),
     *(
+        "e\u0301 \u1e0b\u0323",
+        "👩‍👩‍👧 🇩🇪 👍🏽",
         "if (x != y) {\n\treturn -x;  // ...\n}",
-        "a" * 300,
         " " * 70 + "b",
-        "\n" * 9,
-        "_▁Ġ\u2581 ##x@@",
     ),
-    *("http://a.b/c?d=e&f#g", "\U0010ffff\ue000", "MIXEDcase CamelCase snake_case", "!?.,;:" * 9),
+    *("\n" * 9, "http://a.b/c?d=e&f#g", "\U0010ffff\ue000", "MIXEDcase CamelCase snake_case"),
 ]
 LENGTH = 1024  # positions compared
 BUG = "this is a bug; report it"

@@ -22,6 +22,7 @@ from gptmini.errors import DataError, os_reason
 from gptmini.text import bpe
 
 FORMAT = 1
+IMPORTED = "imported"  # the kind of a tokenizer that came with somebody else's model
 BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -198,6 +199,11 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
         return bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": len(ranks)})
     if kind.endswith(".json"):
         return read(Path(kind))
+    if kind == IMPORTED:
+        raise DataError(
+            "tokenizer.kind: imported belongs to a pretrained model; fine-tune it with gptmini train "
+            "--from RUN --data PATH"
+        )
     if kind not in tiktoken.list_encoding_names():
         known = ", ".join(["auto", "byte", "char", "bpe", *tiktoken.list_encoding_names()])
         raise DataError(f"{kind}: no such tokenizer; choose one of {known}, or a .json file")

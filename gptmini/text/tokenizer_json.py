@@ -13,7 +13,7 @@ from typing import Any
 from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.text import bpe
-from gptmini.text.tokenizer import BpeTokenizer, Tokenizer, bpe_tokenizer
+from gptmini.text.tokenizer import IMPORTED, BpeTokenizer, Tokenizer, bpe_tokenizer
 
 DOCUMENT = "<|endoftext|>"
 _QUOTES, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -68,11 +68,13 @@ def unspelled(token: str) -> bytes:
 def parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     """What a token's bytes merge to by the ranks below its own; two parts are its last merge."""
     limit = ranks[token]
-    found = [bytes([byte]) for byte in token]
+    found = [token[place : place + 1] for place in range(len(token))]
     while len(found) > 1:
-        rank, place = min((ranks.get(a + b, limit), n) for n, (a, b) in enumerate(pairwise(found)))
+        joined = [ranks.get(left + right, limit) for left, right in pairwise(found)]
+        rank = min(joined)
         if rank >= limit:
             break
+        place = joined.index(rank)
         found[place : place + 2] = [found[place] + found[place + 1]]
     return found
 
@@ -167,7 +169,7 @@ def from_json(data: dict[str, Any], where: Path, vocab_size: int, ends: list[int
         if not known:
             raise DataError(f"{where}: no token ends a document; add {DOCUMENT} to added_tokens")
         special[DOCUMENT] = special.pop(known[0])
-    return bpe_tokenizer("imported", pattern, ranks, special)
+    return bpe_tokenizer(IMPORTED, pattern, ranks, special)
 
 
 def _check(model: dict[str, Any], ranks: dict[bytes, int], where: Path) -> None:
