@@ -26,7 +26,7 @@ ROOMS = {
     "train": ["batches", "evaluate", "trainer", "state", "fit"],
     "evidence": [
         *("evaluate", "measure", "variants", "compare"),
-        *("attention_view", "plots", "report"),
+        *("attention_view", "plots", "page", "reading", "report"),
     ],
     "interop": ["architectures", "folding", "huggingface", "gguf", "export", "pooling"],
     "cli": ["app", "options", "train", "generate", "text", "evidence", "interop"],
@@ -61,6 +61,7 @@ NEVER_LOADS = {  # importing the module on the left loads none of those on the r
         "gptmini.evidence",
     ],
     "gptmini.evidence.plots": ["gptmini.train", "torch"],
+    "gptmini.evidence.page": ["gptmini.train", "torch"],
     "gptmini": ["torch"],
     "gptmini.cli.app": ["torch"],
     "gptmini.plan.cost": ["torch"],

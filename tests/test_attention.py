@@ -15,7 +15,6 @@ from gptmini.model.attention import (
     LayerCache,
     attend,
     choose_backend,
-    cross_mask,
     left_padding,
     visible,
 )
@@ -354,9 +353,3 @@ def test_padding_on_the_left_is_visible_to_itself_only():
 def test_an_empty_row_cannot_be_padded():
     with pytest.raises(ConfigError, match="row 1 is empty; give each at least 1 token"):
         left_padding([3, 0])
-
-
-def test_cross_masks_equal_the_written_out_ones():
-    lengths = torch.tensor([3, 1])
-    found = cross_mask(lengths, 2, 4)
-    assert torch.equal(found[:, 0], mechanisms.cross_mask(lengths, 2, 4))

@@ -95,7 +95,7 @@ def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(
     before = contents(base.path)
     run = tune(asked)
     assert contents(base.path) == before
-    start = run._load(0, with_optimizer=True)
+    start = run.load(0, with_optimizer=True)
     best = base.best()
     assert start.model.keys() == best.model.keys()
     assert all(torch.equal(start.model[name], best.model[name]) for name in best.model)
@@ -272,7 +272,7 @@ def test_a_base_that_cannot_be_used_is_named_and_nothing_is_left(base, asked, tu
         assert not (tmp_path / "tuned").exists()
 
     refused(CheckpointError, "no run here", on(RunDirectory(tmp_path / "x"), tmp_path))
-    with pytest.raises(ConfigError, match=r"base: the run to begin from, .*; choose another"):
+    with pytest.raises(ConfigError, match=r"base: is the base itself, .*; choose another"):
         tune(asked, "base")
     tokenizer = base.tokenizer_file.read_bytes()
     base.tokenizer_file.write_text(json.dumps({"format": 1, "kind": "byte"}))
@@ -388,7 +388,7 @@ def test_mistakes_are_one_line(gptmini, text_file, other_text):
     for words, code, line in [
         (["--from", "runs/text"], 2, "--from runs/text: on which text? add --data PATH"),
         (["--from", "runs/txt", *data], 4, "runs/txt: no run here; did you mean runs/text?"),
-        (["--from", "runs/text", *data, "--out", "runs/text"], 2, "runs/text: the run to begin"),
+        (["--from", "runs/text", *data, "--out", "runs/text"], 2, "runs/text: is the base itself"),
         (["--from", "runs/text", *data, "--attention", "mqa"], 2, "model.attention.variant: mqa"),
         ([*data, "--set", "base.step=3"], 2, "--set base.step: has no effect without base.run"),
         (["--from", "runs/text", "--data", "missing.txt"], 3, "missing.txt"),

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import typer.core
 from conftest import SMALL
+from test_reading import data_of
 
 from gptmini import __version__, console
 from gptmini.cli import app, generate
 from gptmini.config.load import leaves
 from gptmini.config.settings import Config
+from gptmini.evidence.attention_view import spell
+from gptmini.text.tokenizer import ByteTokenizer
 
 
 def test_train_then_generate(gptmini, text_file: Path):
@@ -315,12 +318,41 @@ def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Pa
         (["--prompt", "x", "--size", "9"], "--size: works only with --mask"),
         (["--mask", "causal", "--out", "a.txt"], "ends in .png"),
         (["--prompt", "x" * 99, "--out", "a.txt"], "ends in .png"),  # before the work
+        (["--prompt", "x" * 99, "--out", "a.html"], "--prompt: 99 tokens; give between 1 and 16"),
+        (["--mask", "causal", "--out", "a.html"], "ends in .png, .pdf, .svg\n"),
+        (["--mask", "causal", "--generate", "3"], "--generate: does not work with --mask"),
+        (
+            ["--prompt", "x", "--generate", "3", "--out", "a.png"],
+            "works only with a page; add --out",
+        ),
+        (["--prompt", "x", "--generate", "16", "--out", "a.html"], "generate at most 15"),
     ]:
         code, _, err = gptmini("inspect", *words)
         assert (code, err.count("\n")) == (2, 1)
         assert line in err
     assert gptmini("inspect", "--mask", "window:2")[1].startswith("x . .")
     assert gptmini("inspect", "--mask", "causal", "--size", "24")[1].count("\n") == 24 + 2
+
+
+def test_inspect_writes_a_page_of_prompt_and_continuation(gptmini, text_file: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    words = ["inspect", "--prompt", "the <b>", "--out", "a.html"]
+    code, _, err = gptmini(*words, "--generate", "5", "--layer", "0", "--head", "2")
+    assert (code, err) == (0, "runs/text: step 4\na.html: written\n")
+    data = data_of(Path("a.html").read_bytes())
+    assert data["title"] == "runs/text"
+    assert data["lead"].endswith("It reads 12 tokens, the last 5 of which it drew itself.")
+    (part,) = data["parts"]
+    assert part["start"] == [0, 2]
+    drawn = gptmini(
+        *("generate", "--prompt", "the <b>", "--max-new-tokens", "5"),
+        *("--weights", "float32", "--json"),
+    )[1]
+    tokens = [*b"the <b>", *json.loads(drawn)["samples"][0]["tokens"]]
+    spelled = [part["spellings"][n] for n in part["tokens"]]
+    assert spelled == [spell(ByteTokenizer(), token) for token in tokens]
+    assert gptmini(*words)[0] == 0
+    assert data_of(Path("a.html").read_bytes())["parts"][0]["drawn"] == 0
 
 
 def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):

@@ -29,7 +29,7 @@ def test_a_run_goes_out_and_comes_back(gptmini, tmp_path):
     assert gptmini("evaluate", "runs/back")[0] == 3
     code, _, err = gptmini("train", "runs/back")
     assert code == 3
-    assert "fine-tune it with gptmini train --from RUN" in err
+    assert "fine-tune that with gptmini train --from RUN" in err
 
 
 def test_gguf_comes_with_the_lines_to_run_it(gptmini, tmp_path):

@@ -111,7 +111,7 @@ class Run:
         the same tokenizer: the text stays the same and comes sooner if the guesses are often right.
         """
         sample = self.sampling(settings)
-        bias = self._bias(sample)
+        bias = self.bias(sample)
         limit = self.model.config.context_length
         texts = []
         if isinstance(prompts, str):  # each character would be a prompt
@@ -172,6 +172,23 @@ class Run:
         section = {**self.config.sample.model_dump(), **settings}
         return validate({"sample": section}, {}).sample if settings else self.config.sample
 
+    def bias(self, sample: SampleConfig) -> Tensor | None:
+        """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
+        entries = [("bias", *item) for item in sample.bias.items()]
+        entries += [("ban", text, float("-inf")) for text in sample.ban]
+        if not entries:
+            return None
+        bias = torch.zeros(self.tokenizer.vocab_size)
+        for key, text, value in entries:
+            tokens = self.tokenizer.encode(text).tolist()
+            if len(tokens) != 1:
+                parts = ", ".join(repr(self.tokenizer.decode([token])) for token in tokens)
+                raise ConfigError(
+                    f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
+                )
+            bias[tokens[0]] += value
+        return bias
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the tokenizer and the rounded weights."""
@@ -222,28 +239,15 @@ class Run:
         spelling, size = self.tokenizer.token_bytes, self.tokenizer.vocab_size
         return torch.tensor([spelling(token).startswith(b" ") for token in range(size)])
 
-    def _bias(self, sample: SampleConfig) -> Tensor | None:
-        """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
-        entries = [("bias", *item) for item in sample.bias.items()]
-        entries += [("ban", text, float("-inf")) for text in sample.ban]
-        if not entries:
-            return None
-        bias = torch.zeros(self.tokenizer.vocab_size)
-        for key, text, value in entries:
-            tokens = self.tokenizer.encode(text).tolist()
-            if len(tokens) != 1:
-                parts = ", ".join(repr(self.tokenizer.decode([token])) for token in tokens)
-                raise ConfigError(
-                    f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
-                )
-            bias[tokens[0]] += value
-        return bias
-
 
 def load(
-    path: str | Path, device: str = "auto", weights: str = "bfloat16", cache: Path = CACHE
+    path: str | Path,
+    device: str = "auto",
+    weights: str = "bfloat16",
+    cache: Path = CACHE,
+    step: int | None = None,
 ) -> Run:
-    """The best checkpoint of a run directory.
+    """The best checkpoint of a run directory, or that of a step.
 
     Arithmetic is float32. `weights` says how matrices are stored: float32 as trained, or bfloat16
     (default) or int8, which are faster on a CPU. `cache` holds the compiled step.
@@ -251,7 +255,8 @@ def load(
     if weights not in native.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
     directory = RunDirectory(Path(path))
-    config, checkpoint = directory.config(), directory.best()
+    config = directory.config()
+    checkpoint = directory.best() if step is None else directory.load(step)
     tokenizer = directory.tokenizer(checkpoint)
     model = GPT(config.model)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), directory.checkpoints))

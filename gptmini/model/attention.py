@@ -196,11 +196,6 @@ def visible(
     return (mask & real[:, None] | (distance == 0))[:, None]  # (B, 1, T, S)
 
 
-def cross_mask(lengths: Tensor, queries: int, keys: int) -> Tensor:
-    """(B, 1, T, S): T queries on S keys of another sequence with rows of lengths (B,)."""
-    return (torch.arange(keys) < lengths[:, None])[:, None, None].expand(-1, 1, queries, -1)
-
-
 def left_padding(lengths: list[int]) -> Tensor:
     """How much padding (B,) makes rows of these lengths end together; ConfigError for length 0."""
     if 0 in lengths:

@@ -4,7 +4,7 @@ from typing import Any
 
 from gptmini.config.load import completed, leaves, validate
 from gptmini.config.settings import Config
-from gptmini.console import warn
+from gptmini.console import say_fact, warn
 from gptmini.errors import ConfigError
 from gptmini.runs.directory import RunDirectory
 from gptmini.text.tokens import Corpus
@@ -109,16 +109,19 @@ def identified(config: Config, base: RunDirectory) -> Config:
     return config.model_copy(update={"base": config.base.model_copy(update=recorded)})
 
 
-def note_poor_fit(corpus: Corpus, base: RunDirectory) -> None:
-    """Warn if the base's tokenizer compresses this text badly.
+def introduce(config: Config, corpus: Corpus) -> None:
+    """Show the base, and warn if its tokenizer compresses the text badly.
 
     GPT-2's makes 3.3 bytes per token of Shakespeare, 2.1 of Python and 1.5 of Chinese; the tokens
     of its vocabulary have 6.4 on average.
     """
+    base = config.base
+    step = "" if base.step is None else f", step {base.step:,}"
+    say_fact(f"  base      {base.run}{step}: its weights and tokenizer")
     size = sum(file.text_bytes for file in corpus.training)
     per_token = size / sum(map(len, corpus.training))
     if per_token < POOR * corpus.tokenizer.byte_lengths().mean():
         warn(
-            f"{corpus.name}: the tokenizer of {base.path} does not suit it, with {per_token:.2f} "
+            f"{corpus.name}: the tokenizer of {base.run} does not suit it, with {per_token:.2f} "
             f"bytes per token; training without --from may do better"
         )

@@ -16,7 +16,7 @@ from gptmini.config.settings import Config, TokenizerConfig
 from gptmini.console import say_fact
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
-from gptmini.plan.base import CHOSEN, begun_from, identified, note_poor_fit, shaped
+from gptmini.plan.base import CHOSEN, begun_from, identified, introduce, shaped
 from gptmini.plan.cost import parameter_count
 from gptmini.plan.fit import choose_compile, micro_batch_size
 from gptmini.plan.minutes import plan
@@ -79,10 +79,12 @@ def decide(
     config = asked if existing is None else with_choices(asked, existing)
     if asked.base.run is None:
         corpus = prepare_corpus(config, cache)
-        say_fact(corpus.summary(asked.tokenizer.kind))
     else:
         config, corpus = _fine_tuning(config, run, cache, compute if here else None)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    say_fact(corpus.summary("" if asked.base.run else asked.tokenizer.kind))
+    if asked.base.run is not None:
+        introduce(config, corpus)
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if config.train.minutes is not None and existing is None:
         left = 60 * config.train.minutes - (time.perf_counter() - started)
@@ -125,13 +127,12 @@ def _start(config: Config, corpus: Corpus) -> str | None:
 def check_base(asked: Config, existing: Config, run: RunDirectory) -> None:
     """ConfigError if a run is resumed from another base than its own, or is the base itself."""
     now, before = asked.base.run, existing.base.run
+    if now == before:
+        return
+    problem = f"base.run: {before or 'not set'} in {run.path}, now {now or 'not set'}"
     if now is not None and Path(now).resolve() == run.path.resolve():
-        raise ConfigError(f"{run.path}: the run to begin from, kept as it is; choose another --out")
-    if now != before:
-        raise ConfigError(
-            f"base.run: {before or 'not set'} in {run.path}, now {now or 'not set'}; choose "
-            f"another --out"
-        )
+        problem = f"{run.path}: is the base itself, which is never written to"
+    raise ConfigError(f"{problem}; choose another --out")
 
 
 def _fine_tuning(
@@ -139,7 +140,8 @@ def _fine_tuning(
 ) -> tuple[Config, Corpus]:
     """The configuration of a run that begins from another, and its text in the base's tokens.
 
-    A run that is resumed has all it needs: its base may have been deleted. `compute` as `here`.
+    A run that is resumed has all it needs: its base may have been deleted. Without `compute`
+    nothing is trained here, and the weights are not read.
     """
     base = RunDirectory(Path(config.base.run or ""))
     owner = run if run is not None and run.exists else base
@@ -149,13 +151,7 @@ def _fine_tuning(
             machine.check_memory(parameter_count(config.model), compute.device)
             config = identified(config, base)
     tokenizer = TokenizerConfig(kind=str(owner.tokenizer_file))
-    corpus = prepare_corpus(config.model_copy(update={"tokenizer": tokenizer}), cache)
-    say_fact(corpus.summary(tokenizer.kind))
-    step = "" if config.base.step is None else f", step {config.base.step:,}"
-    say_fact(f"  base      {base.path}{step}: its weights and tokenizer")
-    if owner is base:
-        note_poor_fit(corpus, base)
-    return config, corpus
+    return config, prepare_corpus(config.model_copy(update={"tokenizer": tokenizer}), cache)
 
 
 def with_choices(asked: Config, first: Config, same_run: bool = True) -> Config:

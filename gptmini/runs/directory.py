@@ -238,7 +238,7 @@ class RunDirectory:
         damages: list[str] = []
         for step in steps:
             try:
-                checkpoint = self._load(step, with_optimizer)
+                checkpoint = self.load(step, with_optimizer)
             except CheckpointError as damage:
                 damages += damage.lines
                 continue
@@ -259,7 +259,8 @@ class RunDirectory:
         except CheckpointError:
             return False
 
-    def _load(self, step: int, with_optimizer: bool) -> Checkpoint:
+    def load(self, step: int, with_optimizer: bool = False) -> Checkpoint:
+        """The checkpoint of a step; CheckpointError if it is damaged."""
         folder = self._folder(step)
         manifest = _read_json(folder / "manifest.json")
         _read_verified(folder / "state.json", manifest)

@@ -201,8 +201,8 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
         return read(Path(kind))
     if kind == IMPORTED:
         raise DataError(
-            "tokenizer.kind: imported belongs to a pretrained model; fine-tune it with gptmini train "
-            "--from RUN --data PATH"
+            "tokenizer.kind: imported belongs to a pretrained model; fine-tune that with gptmini "
+            "train --from RUN --data PATH"
         )
     if kind not in tiktoken.list_encoding_names():
         known = ", ".join(["auto", "byte", "char", "bpe", *tiktoken.list_encoding_names()])
