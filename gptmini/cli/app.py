@@ -20,9 +20,9 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__
-from gptmini.cli.evidence import compare, convert, evaluate, inspect, plot, size
+from gptmini.cli.evidence import compare, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
-from gptmini.cli.interop import export, import_
+from gptmini.cli.interop import convert, export, import_
 from gptmini.cli.text import data_app, tokenizer_app
 from gptmini.cli.train import list_settings, prepare, train
 from gptmini.errors import GptminiError, Stopped

@@ -1,9 +1,18 @@
-"""`gptmini export` and `import`."""
+"""`gptmini export`, `import` and `convert`."""
 
 import shlex
 from pathlib import Path
 
-from gptmini.cli.options import Cache, RunName, argument, option, run_directory
+from gptmini.cli.options import (
+    RUNS,
+    AttentionName,
+    Cache,
+    RunName,
+    argument,
+    attention_settings,
+    option,
+    run_directory,
+)
 from gptmini.errors import ConfigError
 from gptmini.files import CACHE
 
@@ -60,7 +69,6 @@ def import_(
     cache: Cache = CACHE,
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
-    from gptmini.cli.options import RUNS
 
     out = out or RUNS / folder.resolve().name
     from gptmini.console import say
@@ -73,4 +81,39 @@ def import_(
         f"{out}: {count / 1e6:,.1f} M parameters, context {run.config.model.context_length:,}, "
         f"vocabulary {run.tokenizer.vocab_size:,}; try it with:\n"
         f"  gptmini generate {name} --prompt TEXT"
+    )
+
+
+def convert(
+    run: RunName = None,
+    attention: AttentionName = None,
+    steps: int | None = option(
+        None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
+    ),
+    out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
+    cache: Cache = CACHE,
+) -> None:
+    """Start a new run from a trained model, with its KV heads averaged into fewer."""
+    if attention is None:
+        raise ConfigError("--attention: missing; write for example --attention gqa:2")
+    path = run_directory(run)
+    path = path.resolve() if path.name == "" else path
+    out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
+    from gptmini.console import say
+    from gptmini.generate.run import load
+    from gptmini.interop import pooling
+
+    trained = load(path, weights="float32", cache=cache)
+    config = pooling.convert(trained, attention_settings(attention), steps, out, cache)
+    old, new = trained.config.model, config.model
+    change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
+    if new.n_kv_head == old.n_kv_head:
+        change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
+    name = shlex.quote(str(out))
+    further = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
+    if not trained.corpus:  # imported
+        further = f"gptmini train --from {name} --data TEXT"
+    say(
+        f"{out}: {change}, from step {trained.step} of {path}; train it for {config.train.steps} "
+        f"steps with:\n  {further}"
     )
