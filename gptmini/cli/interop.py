@@ -69,7 +69,6 @@ def import_(
     cache: Cache = CACHE,
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
-
     out = out or RUNS / folder.resolve().name
     from gptmini.console import say
     from gptmini.interop.huggingface import import_model

@@ -51,10 +51,8 @@ KEYS = {
     | {"n_layer": "n_layer", "n_head": "n_head", "d_model": "n_embd", "d_ff": "n_inner"}
     | {"context_length": "n_positions", "norm_eps": "layer_norm_epsilon"},
 }
-_ACTIVATIONS = {
-    **{"silu": "swiglu", "relu2": "relu2", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
-}
 _GATED, _PLAIN = ("silu",), ("gelu_pytorch_tanh", "gelu_new", "relu2")
+_ACTIVATIONS = dict(zip(_GATED + _PLAIN, ("swiglu", "gelu", "gelu", "relu2"), strict=True))
 # What their settings must be, as we have nothing else; the first is their default.
 _NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     **{kind: {"hidden_act": _GATED} for kind in ("llama", "mistral", "qwen2", "qwen3")},
@@ -89,9 +87,8 @@ def choose(config: ModelConfig) -> str:
     misfits = {kind: list(_misfits(kind, config)) for kind in FITTING}
     kind = min(misfits, key=lambda kind: len(misfits[kind]))
     if misfits[kind]:
-        lines = [f"{line} in {kind}, the nearest architecture" for line in misfits[kind]]
-        lines[-1] += "; change this setting and train again"
-        raise ConfigError(*lines)
+        where = f"in {kind}, the nearest architecture; set it so and train again"
+        raise ConfigError(*(f"{line} {where}" for line in misfits[kind]))
     return kind
 
 
@@ -116,9 +113,8 @@ def taken(kind: str, name: str, tensor: Tensor) -> Tensor:
         return tensor
     tensor = tensor.mT if tensor.ndim == 2 else tensor
     part = name.split(".")[-2]
-    return (
-        tensor.chunk(3)["qkv".index(part[0])] if part in ("q_proj", "k_proj", "v_proj") else tensor
-    )
+    merged = part in ("q_proj", "k_proj", "v_proj")
+    return tensor.chunk(3)["qkv".index(part[0])] if merged else tensor
 
 
 def given(kind: str, config: ModelConfig, weights: Tensors) -> Tensors:
@@ -215,21 +211,18 @@ def _refused(where: Path, key: str, value: object) -> CheckpointError:
 def _tree(theirs: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
     """The section `model` in plain data."""
     tied = kind in ("gpt2", "starcoder2")
-    given: dict[str, Any] = {
-        "tie_word_embeddings": tied,
-        "layer_norm_epsilon": 1e-5,
-        "norm_epsilon": 1e-5,
-    }
-    given |= {"rms_norm_eps": 1e-6, **theirs}
+    full: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5, "rms_norm_eps": 1e-6}
+    full |= {"tie_word_embeddings": tied, **theirs}  # what is left out has these defaults
     if kind == "gpt2":
-        given["n_inner"] = theirs.get("n_inner") or 4 * theirs["n_embd"]
-    tree: dict[str, Any] = {name: given[key] for name, key in KEYS[kind].items()}
+        full["n_inner"] = theirs.get("n_inner") or 4 * theirs["n_embd"]
+    tree: dict[str, Any] = {name: full[key] for name, key in KEYS[kind].items()}
     key, allowed = next(iter(_NEEDED[kind].items()))
     tree["activation"] = _ACTIVATIONS[theirs.get(key, allowed[0])]
     if kind == "gpt2":
         return tree | {"position": "learned", "bias": True, "attention": {"qk_norm": False}}
     heads, kv_heads = tree["n_head"], theirs.get("num_key_value_heads") or tree["n_head"]
-    tree["head_dim"] = theirs.get("head_dim") or tree["d_model"] // heads
+    default = 128 if kind == "qwen3" else None
+    tree["head_dim"] = theirs.get("head_dim", default) or tree["d_model"] // heads
     variant = {heads: "mha", 1: "mqa"}.get(kv_heads, "gqa")
     attention = {"variant": variant, "n_kv_head": kv_heads, "qk_norm": kind == "qwen3"}
     attention |= _window(theirs, kind, where)

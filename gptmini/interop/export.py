@@ -82,6 +82,8 @@ def export_run(
     out = Path(out)
     config, folded = fold(run.config.model, run.model.state_dict())
     kind = architectures.choose(config)
+    if to == "gguf":
+        gguf.check(config, run.tokenizer, weights)
     with huggingface.appearing(out) as partial:
         tokens = sample(run, cache)
         expected = logits(run.config.model, run.model.state_dict(), tokens)

@@ -36,12 +36,15 @@ def library() -> Any:
     try:
         import gguf  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MachineError("gguf is not installed; pip install 'gptmini[gguf]'") from None
+        raise MachineError(
+            "--to gguf: needs the package gguf; pip install 'gptmini[gguf]'"
+        ) from None
     return gguf
 
 
 def check(config: ModelConfig, tokenizer: Tokenizer, weights: str) -> None:
-    """ConfigError for what llama.cpp does not have."""
+    """ConfigError for what llama.cpp does not have, MachineError if the package is missing."""
+    library()
     problem = ""
     if weights not in TYPES:
         raise ConfigError(f"--weights {weights}: unknown type; use {', '.join(TYPES)}")
@@ -101,7 +104,6 @@ def _interleaved(tensor: Tensor, heads: int, back: bool = False) -> Tensor:
 def write(path: Path, run: Run, kind: str, config: ModelConfig, weights: Tensors, to: str) -> None:
     """Write a folded model with its tokenizer; `to` is the type of its matrices."""
     gguf = library()
-    check(config, run.tokenizer, to)
     writer = gguf.GGUFWriter(path, kind)
     values = config.model_dump()
     for name, key in KEYS.items():

@@ -252,8 +252,9 @@ def _card(run: Run, kind: str) -> str:
         f"{sum(p.numel() for p in run.model.parameters()):,} parameters, as a {kind}",
         f"context of {run.config.model.context_length:,} tokens, "
         f"vocabulary of {run.tokenizer.vocab_size:,} ({run.tokenizer.kind})",
-        f"after {run.step:,} steps and {run.state.get('tokens', 0):,} tokens",
     ]
+    if run.step:
+        facts.append(f"after {run.step:,} steps and {run.state['tokens']:,} tokens")
     if run.corpus:
         facts.append(f"trained on the text with SHA-256 {run.corpus}")
     if "val_loss" in best:
