@@ -176,6 +176,24 @@ def refusals() -> dict[str, tuple[Any, str]]:
     }
 
 
+@pytest.mark.parametrize(
+    ("style", "step", "change"),
+    [
+        ("Qwen2", 0, {"invert": True}),
+        ("Qwen2", 0, {"behavior": "Removed"}),
+        ("Qwen2", 0, {"pattern": {"Regex": "a+"}}),
+        ("Qwen2", 1, {"use_regex": True}),
+        ("SmolLM2", 0, {"individual_digits": False}),
+        ("SmolLM2", 1, {"use_regex": False}),
+    ],
+)
+def test_a_split_that_we_do_not_know_is_refused(style, step, change):
+    data = json.loads(trained(style).to_str())
+    data["pre_tokenizer"]["pretokenizers"][step] |= change
+    with pytest.raises(DataError, match=r"pre_tokenizer: .* is not supported"):
+        tokenizer_json.from_json(data, WHERE, 800, [])
+
+
 @pytest.mark.parametrize("case", refusals())
 def test_what_we_would_split_otherwise_is_refused(case):
     data = json.loads(trained().to_str())

@@ -147,9 +147,9 @@ def from_json(data: dict[str, Any], where: Path, vocab_size: int, ends: list[int
         if model.get(key):
             raise _refused(where, f"model.{key}", repr(model[key]))
     special = {token["content"]: token["id"] for token in data.get("added_tokens") or []}
-    ranks: dict[bytes, int] = {}
+    added, ranks = set(special.values()), dict[bytes, int]()
     for token, number in model["vocab"].items():
-        if number in special.values():
+        if number in added:
             continue
         if set(token) <= BYTES.keys():
             ranks[unspelled(token)] = number
@@ -194,13 +194,15 @@ def _pattern(pre: dict[str, Any], where: Path) -> str:
     steps: list[dict[str, Any]] = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
     level = steps[-1] if steps else {}
     names = [step.get("type") for step in steps]
+    by_words = level.get("use_regex", True)  # the last step splits as GPT-2 does
     split = ""
-    if names == ["ByteLevel"] and level.get("use_regex", True):
+    if names == ["ByteLevel"] and by_words:
         split = PATTERNS[GPT2][0]
-    elif names == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+    elif names == ["Digits", "ByteLevel"] and by_words and steps[0].get("individual_digits"):
         split = DIGITS
-    elif names == ["Split", "ByteLevel"] and steps[0].get("behavior") == "Isolated":
-        split = steps[0]["pattern"].get("Regex", "")
+    elif names == ["Split", "ByteLevel"] and not by_words:
+        alone = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
+        split = steps[0]["pattern"].get("Regex", "") if alone else ""
     known = {theirs: pattern for pattern, (theirs, _) in PATTERNS.items()}
     if split not in known or level.get("add_prefix_space"):
         raise _refused(where, "pre_tokenizer", split or " + ".join(map(str, names)) or "none")
