@@ -89,7 +89,7 @@ def trained(style: str = "GPT-2", **model: Any) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"special_tokens": ["<|endoftext|>", "<pad>"], "initial_alphabet": alphabet}
     trainer = trainers.BpeTrainer(vocab_size=800, show_progress=False, **options)
-    there.train_from_iterator([TEXT, LEFT * 9, RIGHT * 9], trainer)
+    there.train_from_iterator([TEXT, LEFT * 9, RIGHT * 9, "a   1  \n" * 99], trainer)
     return there
 
 
