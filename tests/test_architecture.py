@@ -15,8 +15,11 @@ PACKAGE = Path(__file__).parents[1] / "gptmini"
 ROOMS = {
     "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
     "config": ["section", "settings", "load", "yamlfile", "listing"],
-    "text": ["formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"],
-    "model": ["attention", "layers", "gpt", "optim", "mechanisms"],
+    "text": [
+        *("formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"),
+        "tokenizer_json",
+    ],
+    "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling"],
     "runs": ["directory", "log"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "size"],
     "generate": ["filters", "sampler", "engine", "native", "guess", "texts", "run", "bulk"],
@@ -25,8 +28,8 @@ ROOMS = {
         *("evaluate", "measure", "variants", "compare"),
         *("attention_view", "plots", "page", "reading", "report"),
     ],
-    "interop": ["pooling"],
-    "cli": ["app", "options", "train", "generate", "text", "evidence"],
+    "interop": ["architectures", "folding", "huggingface", "gguf", "export", "pooling"],
+    "cli": ["app", "options", "train", "generate", "text", "evidence", "interop"],
 }
 CORE = [  # read in one sitting
     *("model.attention", "model.layers", "model.gpt", "model.optim"),
@@ -42,7 +45,8 @@ DOORS = {  # the only modules that import a library
     "pyarrow": {"text.formats"},
     "urllib": {"text.fetch"},
     "tqdm": {"console"},
-    "safetensors": {"runs.directory"},
+    "safetensors": {"runs.directory", "interop.huggingface"},
+    "gguf": {"interop.gguf"},
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"evidence.plots"},

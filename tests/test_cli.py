@@ -399,7 +399,7 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert sorted(commands[2:9]) == sorted(
         ["score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
     )
-    assert commands[9:] == ["settings", "data", "tokenizer"]
+    assert commands[9:] == ["export", "import", "settings", "data", "tokenizer"]
 
 
 def test_help_at_80_columns_is_whole_and_in_users_words(gptmini, monkeypatch):

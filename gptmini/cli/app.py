@@ -20,8 +20,9 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__
-from gptmini.cli.evidence import compare, convert, evaluate, inspect, plot, size
+from gptmini.cli.evidence import compare, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
+from gptmini.cli.interop import convert, export, import_
 from gptmini.cli.text import data_app, tokenizer_app
 from gptmini.cli.train import list_settings, prepare, train
 from gptmini.errors import GptminiError, Stopped
@@ -95,6 +96,8 @@ _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(
 
 for _command in (train, generate, score, evaluate, inspect, compare, size, convert, plot):
     app.command()(_command)
+app.command()(export)
+app.command("import")(import_)
 app.command("settings")(list_settings)
 data_app.command()(prepare)
 app.add_typer(data_app, name="data")
