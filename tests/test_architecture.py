@@ -19,7 +19,10 @@ ROOMS = {
     "model": ["attention", "layers", "gpt", "optim", "mechanisms"],
     "runs": ["directory", "log"],
     "plan": ["cost", "memory", "fit", "minutes", "decide", "size"],
-    "generate": ["filters", "sampler", "engine", "native", "guess", "texts", "run", "bulk"],
+    "generate": [
+        *("filters", "sampler", "engine", "build", "precision", "native"),
+        *("guess", "texts", "run", "bulk"),
+    ],
     "train": ["batches", "evaluate", "trainer", "state"],
     "evidence": [
         *("evaluate", "measure", "variants", "compare"),
@@ -46,7 +49,7 @@ DOORS = {  # the only modules that import a library
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"evidence.plots"},
-    "subprocess": {"generate.native", "evidence.compare"},
+    "subprocess": {"generate.build", "evidence.compare"},
     "typer": {"cli.app", "cli.options", "cli.text", "cli.train"},
 }
 NEVER_LOADS = {  # importing the module on the left loads none of those on the right

@@ -22,6 +22,7 @@ import typer.exceptions
 from gptmini import __version__
 from gptmini.cli.evidence import compare, convert, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
+from gptmini.cli.serve import serve
 from gptmini.cli.text import data_app, tokenizer_app
 from gptmini.cli.train import list_settings, prepare, train
 from gptmini.errors import GptminiError, Stopped
@@ -93,7 +94,10 @@ _WORDS = {  # of typer's help and errors, in ours
 # Windows has no SIGHUP.
 _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-for _command in (train, generate, score, evaluate, inspect, compare, size, convert, plot):
+for _command in (
+    *(train, generate, serve, score, evaluate, inspect, compare),
+    *(size, convert, plot),
+):
     app.command()(_command)
 app.command("settings")(list_settings)
 data_app.command()(prepare)
