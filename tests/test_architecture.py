@@ -21,7 +21,7 @@ ROOMS = {
     "plan": ["cost", "memory", "fit", "minutes", "decide", "size"],
     "generate": [
         *("filters", "sampler", "engine", "build", "precision", "native"),
-        *("guess", "texts", "run", "bulk"),
+        *("guess", "texts", "run", "bulk", "batch"),
     ],
     "train": ["batches", "evaluate", "trainer", "state"],
     "evidence": [
@@ -29,7 +29,8 @@ ROOMS = {
         *("attention_view", "plots", "report"),
     ],
     "interop": ["pooling"],
-    "cli": ["app", "options", "train", "generate", "text", "evidence"],
+    "serve": ["completions", "server"],
+    "cli": ["app", "options", "train", "generate", "serve", "text", "evidence"],
 }
 CORE = [  # read in one sitting
     *("model.attention", "model.layers", "model.gpt", "model.optim"),
@@ -50,6 +51,9 @@ DOORS = {  # the only modules that import a library
     "wandb": {"runs.log"},
     "matplotlib": {"evidence.plots"},
     "subprocess": {"generate.build", "evidence.compare"},
+    "starlette": {"serve.server"},
+    "uvicorn": {"serve.server"},
+    "prometheus_client": {"serve.server"},
     "typer": {"cli.app", "cli.options", "cli.text", "cli.train"},
 }
 NEVER_LOADS = {  # importing the module on the left loads none of those on the right
@@ -160,6 +164,11 @@ def test_each_library_has_its_doors(library):
         if library in dotted.split(".") and not dotted.startswith("gptmini")
     }
     assert users == DOORS[library]
+
+
+def test_the_server_stands_on_generating_alone():
+    rooms = {room_of(file) for name in ROOMS["serve"] for file in imported_files(f"serve.{name}")}
+    assert rooms <= {"", "config", "generate", "serve"}
 
 
 @pytest.mark.parametrize(("module", "others"), NEVER_LOADS.items(), ids=NEVER_LOADS)

@@ -23,9 +23,10 @@ from conftest import tiny, train
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.native import NativeEngine
 from gptmini.generate.run import Run, load
-from gptmini.serve.server import LOOPBACK, Limits, Server
+from gptmini.serve.server import LOOPBACK, Limits, Server, listen
 
 CONTEXT = 400
+HTTP = httpx.Client(timeout=60)
 JSON = {"content-type": "application/json"}
 
 
@@ -54,7 +55,7 @@ def serving(run: Run, key: str = "", **limits) -> Iterator[str]:
     """The address of a server in this process."""
     app = Server(run, Limits(**limits), key, LOOPBACK).app
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=[[listening]])
     thread.start()
     try:
@@ -85,7 +86,7 @@ def alone(run: Run, prompt: str, number: int = 0, **settings) -> str:
 def wait_for(url: str, line: str) -> None:
     """Until /metrics has this line."""
     for _ in range(6000):
-        if line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line in HTTP.get(f"{url}/metrics").text.splitlines():
             return
         time.sleep(0.01)
     raise AssertionError(line)
@@ -216,13 +217,12 @@ def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenA
         ({"stop": [""]}, 400, "stop.0: must have"),
         ({"stream_options": {"x": 1}}, 400, "stream_options: has only"),
         ({"model": "gpt-4"}, 404, "model: no 'gpt-4' here, only small"),
-        ({"ban": [chr(n) for n in range(128)], "bias": {}, "stream": True}, None, ""),
     ],
     ids=str,
 )
 def test_wrong_requests_are_refused_in_openai_s_shape(url: str, wrong, status, message):
     body = json.dumps({"prompt": "x"} | wrong)
-    answer = httpx.post(f"{url}/v1/completions", content=body, headers=JSON)
+    answer = HTTP.post(f"{url}/v1/completions", content=body, headers=JSON)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["message"].startswith(message)
@@ -243,7 +243,7 @@ def test_wrong_requests_are_refused_in_openai_s_shape(url: str, wrong, status, m
     ids=range(6),
 )
 def test_bodies_that_are_no_requests(url: str, body: bytes, status: int, message: str):
-    answer = httpx.post(f"{url}/v1/completions", content=body, headers=JSON)
+    answer = HTTP.post(f"{url}/v1/completions", content=body, headers=JSON)
     assert answer.status_code == status
     assert answer.json()["error"]["message"].startswith(message)
 
@@ -251,39 +251,37 @@ def test_bodies_that_are_no_requests(url: str, body: bytes, status: int, message
 def test_other_routes_and_methods(url: str, client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match="a base model has no chat format"):
         client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}])
-    assert httpx.get(f"{url}/v1/completions").status_code == 405
-    assert httpx.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert HTTP.get(f"{url}/v1/completions").status_code == 405
+    assert HTTP.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
+    assert HTTP.get(f"{url}/health").json() == {"status": "ok"}
     # Another site's page can reach this machine only with its own name or without JSON's type.
-    assert httpx.get(f"{url}/health", headers={"host": "evil.example"}).status_code == 400
-    form = httpx.post(
-        f"{url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"}
-    )
+    assert HTTP.get(f"{url}/health", headers={"host": "evil.example"}).status_code == 400
+    form = HTTP.post(f"{url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert form.status_code == 415
     assert "access-control-allow-origin" not in form.headers
 
 
 def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
-    page = httpx.get(url)
+    page = HTTP.get(url)
     policy = page.headers["content-security-policy"]
     nonce = policy.partition("'nonce-")[2].partition("'")[0]
     assert policy.startswith(f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-")
     assert page.text.count(f'nonce="{nonce}"') == 2
     assert "//" not in page.text
     assert "innerHTML" not in page.text
-    assert nonce not in httpx.get(url).text
+    assert nonce not in HTTP.get(url).text
 
 
 def test_a_key_is_asked_for(run: Run):
     with serving(run, "sésame") as url:
-        assert httpx.get(url).status_code == 200
+        assert HTTP.get(url).status_code == 200
         for path in ("metrics", "v1/models"):
-            assert httpx.get(f"{url}/{path}").status_code == 401
+            assert HTTP.get(f"{url}/{path}").status_code == 401
         wrong = {**JSON, "authorization": "Bearer sesame"}
-        answer = httpx.post(f"{url}/v1/completions", content=b"{}", headers=wrong)
+        answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=wrong)
         assert answer.json()["error"]["message"].startswith("api key: missing or wrong")
         right = {**JSON, "authorization": "Bearer sésame".encode()}
-        assert httpx.post(f"{url}/v1/completions", content=b"{}", headers=right).status_code == 200
+        assert HTTP.post(f"{url}/v1/completions", content=b"{}", headers=right).status_code == 200
 
 
 def test_texts_under_load_are_those_alone(run: Run):
@@ -301,7 +299,7 @@ def test_texts_under_load_are_those_alone(run: Run):
         prompt, length, seed, leaves = job
         body = {"prompt": prompt, "max_tokens": length, "seed": seed, "stream": True}
         found = ""
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=100) as answer:
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
@@ -329,37 +327,38 @@ def test_a_prefix_is_prefilled_once(run: Run):
             assert answer.choices[0].text == alone(run, prompt, max_new_tokens=16, seed=4)
 
 
-LONG = {"prompt": "x", "max_tokens": 100_000, "stream": True}
+# The model never ends it, as the document token is 256.
+LONG = {"prompt": "x", "max_tokens": 100_000, "stream": True, "logit_bias": {"256": -100}}
 
 
 def test_a_full_queue_refuses_and_clients_that_leave_make_room(run: Run):
     with serving(run, rows=1, waiting=2) as url:
-        with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=url, timeout=60) as client:
-            with client.stream("POST", "/v1/completions", json=LONG) as first:
-                next(first.iter_lines())
+        with ThreadPoolExecutor(3) as pool:
+            with HTTP.stream("POST", f"{url}/v1/completions", json=LONG) as first:
+                lines = first.iter_lines()
+                next(lines)
                 body = {"prompt": "x", "max_tokens": 2}
                 waiting = [
-                    pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-                    for _ in range(2)
+                    pool.submit(HTTP.post, f"{url}/v1/completions", json=body) for _ in range(2)
                 ]
                 wait_for(url, 'gptmini_texts{state="waiting"} 2.0')
-                refused = client.post("/v1/completions", json=body)
+                refused = HTTP.post(f"{url}/v1/completions", json=body)
                 assert refused.status_code == 429
                 assert refused.headers["retry-after"] == "1"
             assert [each.result().status_code for each in waiting] == [200, 200]
         # A client that waits for the whole answer frees its row too when it leaves.
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=0.5)
+            HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=0.5)
         wait_for(url, 'gptmini_texts{state="running"} 0.0')
-        assert 'gptmini_requests_total{status="429"} 1.0' in httpx.get(f"{url}/metrics").text
+        assert 'gptmini_requests_total{status="429"} 1.0' in HTTP.get(f"{url}/metrics").text
 
 
 def test_a_request_has_its_time(run: Run):
     with serving(run, rows=1, seconds=0.7) as url:
-        answer = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=60)
+        answer = HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False})
         assert answer.status_code == 504
         assert answer.json()["error"]["message"].startswith("not done in 0.7 seconds")
-        stream = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+        stream = HTTP.post(f"{url}/v1/completions", json=LONG)
         assert stream.status_code == 200
         assert "not done in 0.7 seconds" in stream.text.splitlines()[-2]
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 60) as half:
@@ -375,10 +374,10 @@ def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkey
         with monkeypatch.context() as broken:
             broken.setattr(NativeEngine, "__call__", lambda *_: 1 / 0)
             broken.setattr(TorchEngine, "__call__", lambda *_: 1 / 0)
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+            answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"})
             assert answer.status_code == 500
             assert answer.json()["error"]["type"] == "server_error"
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+        assert HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
 @contextmanager
@@ -405,10 +404,8 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, de
         secret = "the secret prompt"
         body = {"prompt": secret, "max_tokens": 300, "seed": 1, "stream": True}
         head = {"authorization": "Bearer k"}
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=body, headers=head, timeout=60
-        ) as s:
-            lines = s.iter_lines()
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body, headers=head) as answer:
+            lines = answer.iter_lines()
             found = [next(lines)]
             process.send_signal(signal.SIGTERM)
             found += list(lines)
@@ -420,7 +417,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, de
         assert '"POST /v1/completions HTTP/1.1" 200' in log
         assert "secret" not in log
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
+            HTTP.get(f"{url}/health")
 
 
 def test_a_port_in_use_is_one_line(gptmini, trained: Path):

@@ -1,10 +1,9 @@
 """`gptmini serve`."""
 
 import os
-import socket
 
 from gptmini.cli.options import Cache, Device, RunName, Weights, option, run_directory
-from gptmini.errors import ConfigError, MachineError, os_reason
+from gptmini.errors import ConfigError
 from gptmini.files import CACHE
 
 
@@ -30,12 +29,7 @@ def serve(
     from gptmini.console import say
     from gptmini.generate.run import load
 
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family)
-    except OSError as error:
-        reason = os_reason(error)
-        raise MachineError(f"{host}:{port}: {reason}; choose another --port or --host") from None
+    listening = server.listen(host, port)
     trained = load(path, device, weights, cache)
     limits = server.Limits(rows=max_rows, waiting=8 * max_rows)
     key = os.environ.get("GPTMINI_API_KEY", "")

@@ -4,6 +4,7 @@ One thread owns the engine. Each turn prefills at most one chunk of one prompt a
 for every other text, so a long prompt delays the others by one chunk at a time.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.console import warn
 from gptmini.errors import GptminiError
 from gptmini.generate.engine import SPARE, Engine
 from gptmini.generate.filters import Adjustment
@@ -90,7 +90,7 @@ class Batch(threading.Thread):
                     logits = engine([job.text for job in ready]) if ready else []
                     told = [(j, self._draw(j, x[-1])) for j, x in zip(ready, logits, strict=True)]
                 except Exception as error:  # later texts still need this thread
-                    warn(f"internal error: {error!r}")
+                    logging.getLogger(__name__).exception("internal error")
                     told = [(job, self._failed(job, error)) for job in self.running]
                 if told:
                     self._deliver([(job.tell, each) for job, each in told])

@@ -273,12 +273,12 @@ class NativeEngine:
 
     def _common(self, slot: int, text: Text) -> int:
         """How many tokens, in whole chunks, a slot has in common with a text's beginning."""
-        known, tokens = self._prefilled[slot], text.context
-        for start in range(0, min(len(known), len(tokens) - SPARE - 1), PREFILL):
-            end = start + PREFILL
-            if end + SPARE >= len(tokens) or known[start:end] != tokens[start:end]:
-                return start
-        return len(known)
+        known, tokens, length = self._prefilled[slot], text.context, 0
+        for end in range(PREFILL, min(len(known), len(tokens) - SPARE - 1) + 1, PREFILL):
+            if known[length:end] != tokens[length:end]:
+                break
+            length = end
+        return length
 
     def _prefill(self, slot: int, text: Text) -> Tensor:
         unseen = [text.context[text.cached :]]

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -25,13 +26,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gptmini.errors import ConfigError, DataError, GptminiError
+from gptmini.errors import ConfigError, DataError, GptminiError, MachineError
 from gptmini.generate.batch import Batch, News, Piece
 from gptmini.generate.run import Run
 from gptmini.serve.completions import Completion, TooLongError
 
 LOOPBACK = ["127.0.0.1", "localhost"]  # names of this machine
 PAGE = Path(__file__).with_name("page.html")
+INTERNAL = "internal error; see the server's log"
 Pieces = AsyncIterator[tuple[int, Piece]]  # each with the index of its text
 
 
@@ -180,7 +182,7 @@ class Server:
                 problem = f"not done in {self._limits.seconds:g} seconds; lower max_tokens"
                 raise HTTPException(504, problem, {"x-should-retry": "false"}) from None
             if isinstance(piece, Exception):
-                raise piece
+                raise piece if isinstance(piece, GptminiError) else HTTPException(500, INTERNAL)
             now = self._loop.time()
             times = self._between if index in last else self._first
             times.observe(now - last.get(index, began))
@@ -252,11 +254,26 @@ def _failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
         status, message = 413 if isinstance(error, TooLongError) else 400, "; ".join(error.lines)
         message = message.replace("sample.", "").replace("max_new_tokens", "max_tokens")
     else:
-        status, message = 500, "internal error; see the server's log"
+        status, message = 500, INTERNAL
     kind = "server_error" if status >= 500 else "invalid_request_error"
     name = message.partition(":")[0]
     facts = {"type": kind, "param": name if ":" in message and " " not in name else None}
     return status, {"error": {"message": message, "code": None} | facts}, headers
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can connect to; port 0 is any free one. MachineError if taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        # Not its own text, which repeats the address; a host that is no name has no such number.
+        reason = os.strerror(error.errno or 0) if (error.errno or 0) > 0 else str(error.strerror)
+        problem = f"{host}:{port}: {reason.lower()}; choose another --port or --host"
+        raise MachineError(problem) from None
+    # Every connection inherits this: tokens are sent at once, not gathered for up to 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def serve(server: Server, listening: socket.socket, drain: int) -> None:
