@@ -1,6 +1,7 @@
 """`gptmini serve`."""
 
 import os
+from contextlib import suppress
 
 from gptmini.cli.options import Cache, Device, RunName, Weights, option, run_directory
 from gptmini.errors import ConfigError
@@ -26,7 +27,7 @@ def serve(
         from gptmini.serve import server
     except ImportError as error:
         raise ConfigError(f"{error.name}: not installed; run pip install -e '.[serve]'") from None
-    from gptmini.console import say
+    from gptmini.console import say, warn
     from gptmini.generate.run import load
 
     listening = server.listen(host, port)
@@ -35,9 +36,10 @@ def serve(
     key = os.environ.get("GPTMINI_API_KEY", "")
     local = listening.getsockname()[0] in ("127.0.0.1", "::1")
     app = server.Server(trained, limits, key, server.LOOPBACK if local else None)
-    if not local and not key:
-        say(f"warning: anyone who can reach {host} can use this; set GPTMINI_API_KEY")
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listening.getsockname()[1]}"
-    say(f"{path}, step {trained.step}: {url}; the API is {url}/v1; Ctrl-C stops")
+    with suppress(OSError):  # a full disk stops no server
+        say(f"{path}, step {trained.step}: {url}; the API is {url}/v1; Ctrl-C stops")
+        if not local and not key:
+            warn(f"anyone who can reach {host} can use this; set GPTMINI_API_KEY")
     server.serve(app, listening, limits.drain)

@@ -21,7 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -68,7 +68,8 @@ class Server:
         ]
         # A site must not reach a server on the reader's machine under a name of its own.
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)] if hosts else []
-        refused: Any = dict.fromkeys((HTTPException, GptminiError, Exception), self._refuse)
+        failures = (HTTPException, GptminiError, ClientDisconnect, Exception)
+        refused: Any = dict.fromkeys(failures, self._refuse)
         self.app = Starlette(False, routes, middleware, refused, self._lifespan)
 
     def _count(self) -> None:
@@ -253,6 +254,8 @@ def _failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     elif isinstance(error, ConfigError | DataError):
         status, message = 413 if isinstance(error, TooLongError) else 400, "; ".join(error.lines)
         message = message.replace("sample.", "").replace("max_new_tokens", "max_tokens")
+    elif isinstance(error, ClientDisconnect):
+        status, message = 499, "the client left"
     else:
         status, message = 500, INTERNAL
     kind = "server_error" if status >= 500 else "invalid_request_error"
