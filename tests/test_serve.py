@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,12 +21,14 @@ import pytest
 import uvicorn
 from conftest import tiny, train
 
+from gptmini.generate import native
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.native import NativeEngine
 from gptmini.generate.run import Run, load
 from gptmini.serve.server import LOOPBACK, Limits, Server, listen
 
 CONTEXT = 400
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 HTTP = httpx.Client(timeout=60)
 JSON = {"content-type": "application/json"}
 
@@ -324,6 +327,20 @@ def test_texts_under_load_are_those_alone(run: Run):
         assert text in (None, alone(run, prompt, max_new_tokens=length, seed=seed))
 
 
+def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
+    monkeypatch.setattr(native, "library_for", lambda *_: None)
+    slow = load(trained)
+    ask = lambda seed: HTTP.post(
+        f"{url}/v1/completions", json={"prompt": "the dog" * seed, "max_tokens": 9, "seed": seed}
+    )
+    with serving(slow, rows=3) as url, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask, range(6)))
+    for seed, answer in enumerate(answers):
+        expected = alone(slow, "the dog" * seed, max_new_tokens=9, seed=seed)
+        assert answer.json()["choices"][0]["text"] == expected
+
+
+@needs_compiler
 def test_a_prefix_is_prefilled_once(run: Run):
     shared = "the quick brown fox " * 15  # 300 tokens: two chunks, and a rest
     with serving(run, rows=2) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:

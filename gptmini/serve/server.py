@@ -147,7 +147,6 @@ class Server:
         if not self._batch.submit(made.jobs):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._read.inc(made.prompt_tokens)
-        self._requests.labels(200).inc()
         return _Answer(made, self._pieces(made, deadline), deadline)
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -191,6 +190,7 @@ class Server:
             self._made.inc()
             live -= piece.finish_reason is not None
             yield index, piece
+        self._requests.labels(200).inc()
 
 
 class _Answer(StreamingResponse):
@@ -204,8 +204,9 @@ class _Answer(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout_at(self._deadline + 1):  # for a client that stops reading
-                await super().__call__(scope, receive, send)
+            with suppress(TimeoutError):  # of a client that does not read
+                async with asyncio.timeout_at(self._deadline + 1):
+                    await super().__call__(scope, receive, send)
         finally:
             for job in self._made.jobs:
                 job.text.finish_reason = job.text.finish_reason or "gone"
