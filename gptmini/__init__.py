@@ -9,17 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gptmini.config.settings import ModelConfig
+    from gptmini.config.settings import Config, ModelConfig
     from gptmini.generate.run import Run, load
     from gptmini.model.gpt import GPT
+    from gptmini.train.fit import fit
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "ModelConfig", "Run", "load"]
+__all__ = ["GPT", "Config", "ModelConfig", "Run", "fit", "load"]
 
 _HOMES = {
     "GPT": "model.gpt",
+    "Config": "config.settings",
     "ModelConfig": "config.settings",
     "Run": "generate.run",
+    "fit": "train.fit",
     "load": "generate.run",
 }
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,9 +53,9 @@ def pick_compute(device: str, dtype: str) -> Compute:
 def pick_device(name: str) -> torch.device:
     """`auto` takes CUDA where there is a device; MachineError for `cuda` without one."""
     if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {name}: unknown; use auto, cpu or cuda")
+        raise ConfigError(f"--device {name}: unknown; use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise MachineError("device cuda: no CUDA device found; use auto or cpu")
+        raise MachineError("--device cuda: no CUDA device found; use auto or cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -131,7 +132,8 @@ def signals() -> Iterator[Received]:
     """Collect signals, for the caller to act on between steps.
 
     SIGINT, SIGTERM and SIGHUP end the work; a second SIGINT ends it at once. SIGUSR1 asks for a
-    checkpoint. A signal that was ignored, as SIGHUP is under nohup, stays ignored.
+    checkpoint. A signal that was ignored, as SIGHUP is under nohup, stays ignored. Only the main
+    thread can collect any.
     """
     received = Received()
 
@@ -145,7 +147,8 @@ def signals() -> Iterator[Received]:
 
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows lacks the last two
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in numbers if main and signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in handled}
     try:
         yield received

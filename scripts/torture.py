@@ -61,8 +61,7 @@ def attempt(config: Config, folder: Path, name: str) -> int:
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, sys.stderr.fileno())
             run = RunDirectory(folder / name)
-            existing = run.config() if run.exists else None
-            trainer.train(decide(config, existing, folder / "cache"), folder / name)
+            trainer.train(decide(config, run, folder / "cache"), run.path)
             code = 0
         finally:
             os._exit(code)

@@ -64,9 +64,7 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
     """Decide and train, as the command does, without weighing each of a thousand small runs."""
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=config.train.batch_size)
-    run = RunDirectory(out)
-    existing = run.config() if run.exists else None
-    trainer.train(decide(config, existing, cache, started), out)
+    trainer.train(decide(config, RunDirectory(out), cache, started), out)
 
 
 def prepared(config: Config, out: Path, cache: Path) -> Training:

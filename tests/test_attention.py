@@ -15,7 +15,6 @@ from gptmini.model.attention import (
     LayerCache,
     attend,
     choose_backend,
-    cross_mask,
     left_padding,
     visible,
 )
@@ -61,6 +60,31 @@ def test_attend_is_the_definition(H, G, T, S, K, V, causal, backend):
     mask = mask if causal else torch.ones_like(mask)
     found = attend(q, k, v, mask, backend=backend)
     torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_query_that_sees_no_key_gets_zeros_and_gives_no_gradient(T, backend):
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 4, n, 8, requires_grad=True) for n in (T, 5, 5)]
+    mask = torch.rand(2, 1, T, 5) < 0.7
+    mask[1, 0, -1] = False
+    mixed = attend(*leaves, mask, backend=backend)
+    assert not mixed[1, :, -1].any()
+    expected = torch.stack([by_the_mask(*(leaf[b] for leaf in leaves), mask[b, 0]) for b in (0, 1)])
+    torch.testing.assert_close(mixed, expected, atol=1e-5, rtol=1e-5)
+    mixed.square().sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+    assert not leaves[0].grad[1, :, -1].any()
+
+
+def by_the_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of each query on the keys that it sees, and on no others; heads come first."""
+    rows = []
+    for t, seen in enumerate(mask):
+        scores = k[:, seen] @ q[:, t, :, None] / math.sqrt(q.shape[-1])  # (H, seen, 1)
+        rows.append((scores.softmax(1) * v[:, seen]).sum(1))
+    return torch.stack(rows, 1)
 
 
 @pytest.mark.parametrize("G", [1, 2, 4])
@@ -329,9 +353,3 @@ def test_padding_on_the_left_is_visible_to_itself_only():
 def test_an_empty_row_cannot_be_padded():
     with pytest.raises(ConfigError, match="row 1 is empty; give each at least 1 token"):
         left_padding([3, 0])
-
-
-def test_cross_masks_equal_the_written_out_ones():
-    lengths = torch.tensor([3, 1])
-    found = cross_mask(lengths, 2, 4)
-    assert torch.equal(found[:, 0], mechanisms.cross_mask(lengths, 2, 4))

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import typer.core
 from conftest import SMALL
+from test_reading import data_of
 
 from gptmini import __version__, console
 from gptmini.cli import app, generate
 from gptmini.config.load import leaves
 from gptmini.config.settings import Config
+from gptmini.evidence.attention_view import spell
+from gptmini.text.tokenizer import ByteTokenizer
 
 
 def test_train_then_generate(gptmini, text_file: Path):
@@ -90,6 +93,7 @@ ERRORS = [
     (["train", "--step", "1"], 2, "did you mean --steps? see gptmini train --help"),
     (["train", "--epochs", "3"], 2, "use --steps or --minutes, or see gptmini train --help"),
     (["train", "--resume"], 2, "name the run: gptmini train RUN, or see gptmini train --help"),
+    (["train", "--finetune", "runs/a"], 2, "use --from RUN, or see gptmini train --help"),
     (["train", "--steps", "x"], 2, "--steps: expected a whole number, not 'x'; see gptmini train"),
     (["generate", "--samples=0"], 2, "--samples: must be at least 1, not 0; see gptmini generate"),
     (["train", "--attention", "window:0"], 2, "--attention window:0: must be at least 1, not 0"),
@@ -142,7 +146,14 @@ def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):
 
 
 def test_a_wrong_run_or_text_is_named_without_torch(tmp_path: Path):
-    for words in ("generate nothere", "evaluate nothere", "train nothere.txt --data nothere.txt"):
+    Path(tmp_path, "run").mkdir()
+    Path(tmp_path, "run/config.yaml").touch()
+    for words in (
+        "generate nothere",
+        "evaluate nothere",
+        "evaluate run --data nothere.txt",
+        "train nothere.txt --data nothere.txt",
+    ):
         check = (
             f"import sys; sys.argv = {['gptmini', *words.split()]}\n"
             "from gptmini.cli.app import main\n"
@@ -162,6 +173,63 @@ def test_a_run_is_suggested_for_a_name_that_is_nearly_its(gptmini):
     for name in ("my", "runs/myy"):
         code, _, err = gptmini("generate", name)
         assert (code, f"{name}: no run here; did you mean runs/my?" in err) == (4, True)
+
+
+def test_a_mistyped_run_or_configuration_is_answered_with_the_nearest(gptmini):
+    for name in ("mine", "gpt2-mine"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").touch()
+    for name, meant in [
+        ("runs/mien", "runs/mine?"),
+        ("mien", "runs/mine?"),
+        ("gpt2-124", "gpt2-124m?"),
+        ("nothing-like-it", "choose one of "),
+    ]:
+        code, _, err = gptmini("train", name)
+        assert (code, f"{name}: no " in err, meant in err) == (2, True, True), err
+
+
+def test_other_settings_are_refused_before_the_text_is_prepared(
+    gptmini, text_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = ["train", "--data", str(text_file), *SMALL]
+    code, _, err = gptmini(*words)
+    assert (code, "sample from the best checkpoint" in err) == (0, True)
+    assert "0:00" not in next(line for line in err.splitlines() if line.startswith("  run "))
+    code, _, err = gptmini(*words)
+    assert (code, "already finished" in err) == (0, True)
+    assert "sample from" not in err
+    monkeypatch.setattr("gptmini.plan.decide.prepare_corpus", lambda *_: pytest.fail("prepared"))
+    code, _, err = gptmini(*words, "--set", "train.lr=1e-4", "--set", "model.n_layer=2")
+    assert code == 2
+    assert "model.n_layer: 1 in runs/text, now 2" in err
+    assert "train.lr: 0.002 in runs/text, now 0.0001" in err
+
+
+def test_a_missing_tracker_is_named_before_the_text_is_prepared(
+    gptmini, text_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = ["train", "--data", str(text_file), *SMALL, "--set", "train.log_to=wandb"]
+    code, _, err = gptmini(*words)
+    assert code == 5
+    assert err == (
+        "gptmini: train.log_to: wandb is not installed; run pip install wandb, or remove it from "
+        "train.log_to\n"
+    )
+
+
+def test_threads_are_set_before_torch_is_loaded(tmp_path: Path):
+    check = (
+        "import os, sys\n"
+        "from gptmini.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)"
+    )
+    for words in ("train nothere", "generate nothere", "evaluate nothere"):
+        command = [sys.executable, "-c", check, *words.split(), "--threads", "3"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.stdout == "3 False\n", done.stderr
 
 
 def test_out_must_not_be_a_file(gptmini, text_file: Path):
@@ -250,12 +318,41 @@ def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Pa
         (["--prompt", "x", "--size", "9"], "--size: works only with --mask"),
         (["--mask", "causal", "--out", "a.txt"], "ends in .png"),
         (["--prompt", "x" * 99, "--out", "a.txt"], "ends in .png"),  # before the work
+        (["--prompt", "x" * 99, "--out", "a.html"], "--prompt: 99 tokens; give between 1 and 16"),
+        (["--mask", "causal", "--out", "a.html"], "ends in .png, .pdf, .svg\n"),
+        (["--mask", "causal", "--generate", "3"], "--generate: does not work with --mask"),
+        (
+            ["--prompt", "x", "--generate", "3", "--out", "a.png"],
+            "works only with a page; add --out",
+        ),
+        (["--prompt", "x", "--generate", "16", "--out", "a.html"], "generate at most 15"),
     ]:
         code, _, err = gptmini("inspect", *words)
         assert (code, err.count("\n")) == (2, 1)
         assert line in err
     assert gptmini("inspect", "--mask", "window:2")[1].startswith("x . .")
     assert gptmini("inspect", "--mask", "causal", "--size", "24")[1].count("\n") == 24 + 2
+
+
+def test_inspect_writes_a_page_of_prompt_and_continuation(gptmini, text_file: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    words = ["inspect", "--prompt", "the <b>", "--out", "a.html"]
+    code, _, err = gptmini(*words, "--generate", "5", "--layer", "0", "--head", "2")
+    assert (code, err) == (0, "runs/text: step 4\na.html: written\n")
+    data = data_of(Path("a.html").read_bytes())
+    assert data["title"] == "runs/text"
+    assert data["lead"].endswith("It reads 12 tokens, the last 5 of which it drew itself.")
+    (part,) = data["parts"]
+    assert part["start"] == [0, 2]
+    drawn = gptmini(
+        *("generate", "--prompt", "the <b>", "--max-new-tokens", "5"),
+        *("--weights", "float32", "--json"),
+    )[1]
+    tokens = [*b"the <b>", *json.loads(drawn)["samples"][0]["tokens"]]
+    spelled = [part["spellings"][n] for n in part["tokens"]]
+    assert spelled == [spell(ByteTokenizer(), token) for token in tokens]
+    assert gptmini(*words)[0] == 0
+    assert data_of(Path("a.html").read_bytes())["parts"][0]["drawn"] == 0
 
 
 def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, tiny
+from test_reading import data_of
 from test_variants import variant
 
 from gptmini.errors import ConfigError, GptminiError
@@ -69,6 +70,18 @@ def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
     assert [v["runs"] for v in second["variants"]] == [v["runs"] for v in first["variants"]]
     assert "window:4 vs mha: " in out
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    table, differences, charts = data_of((folder / "compare.html").read_bytes())["parts"]
+    first_of, second_of = second["variants"]
+    assert [row[0] for row in table["rows"]] == ["mha", "window:4"]
+    ((name, *_, interval, verdict),) = differences["rows"]
+    assert name == "window:4 vs mha"
+    assert interval == [second_of["to_first"], second_of["to_first_95"]]
+    assert verdict in out
+    cache, _ = charts["items"]
+    assert [line["points"] for line in cache["series"]] == [
+        [[each["cache_bytes"] / 1024, run["bits_per_byte"]] for run in each["runs"]]
+        for each in (first_of, second_of)
+    ]
     text = (folder / "compare.md").read_text()
     assert out.splitlines()[0].split()[:2] == ["variant", "params"]
     assert max(map(len, out.splitlines())) <= 80

@@ -137,6 +137,14 @@ def test_configurations_are_found_by_name_and_path():
         find("shakespear-char")
 
 
+def test_a_single_text_will_do_for_a_list():
+    sections = {"sample": {"stop": ".", "ban": "x"}, "train": {"log_to": "wandb"}}
+    config = validate({**sections, "data": {"path": "a.txt"}}, {})
+    assert (config.sample.stop, config.sample.ban) == (["."], ["x"])
+    assert (config.train.log_to, config.data.path) == (["wandb"], ["a.txt"])
+    assert validate(config.model_dump(), {}) == config
+
+
 def test_a_value_is_not_a_section(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text("data: 3\n")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiktoken
 from conftest import WORDS, gpt2, tiny
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from gptmini import files
@@ -64,6 +64,7 @@ def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, ki
     split=st.sampled_from(["tail", "documents"]),
 )
 def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, test, split):
+    assume("".join(lines).strip())  # blank texts are refused
     path = tmp_path / "a.txt"
     path.write_text("\n".join(lines))
     whole = sources.find([str(path)], DataConfig(split=split, separator="\n"))
@@ -75,7 +76,7 @@ def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, te
         except DataError:  # no document for it
             pieces = []
         sides[side] = [piece.text for piece in pieces]
-    parts = [*sides["training"], *sides["validation"], *sides["test"]]
+    parts = [*sides["training"], *sides["test"], *sides["validation"]]
     if split == "tail":
         assert "".join(parts) == "".join(documents)
     else:
@@ -90,11 +91,11 @@ def test_the_test_part_changes_nothing_but_is_left_out(tmp_path: Path):
     config = tiny(data={"path": str(path), "validation": 0.1, "test": 0.2})
     with_test = corpora.prepare_corpus(config, tmp_path / "cache", with_test=True)
     assert with_test.content == corpus.content
-    sides = [with_test.training, with_test.validation, with_test.test]
+    sides = [with_test.training, with_test.test, with_test.validation]
     whole = [token for side in sides for token in tokens_of(*side)]
     assert whole == [DOCUMENT, *(WORDS * 40).encode()]
     lengths = [sum(map(len, side)) / len(WORDS * 40) for side in sides]
-    assert lengths == pytest.approx([0.7, 0.1, 0.2], abs=0.01)
+    assert lengths == pytest.approx([0.7, 0.2, 0.1], abs=0.01)
     other = prepared(path, tmp_path / "cache", validation=0.2, test=0.1)
     assert other.content != corpus.content
 

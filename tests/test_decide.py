@@ -1,5 +1,6 @@
 """The one place where a run's configuration is made."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from gptmini.errors import MachineError
 from gptmini.plan import decide as deciding
 from gptmini.plan.decide import decide, with_choices
 from gptmini.plan.fit import StepTime
+from gptmini.runs.directory import RunDirectory
 
 
 def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_path: Path):
@@ -31,14 +33,39 @@ def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
     assert config.train.compile in ("on", "off")
 
 
+@pytest.mark.parametrize(
+    ("documents", "steps", "text", "start"),
+    [
+        (1, 10_000, "the cat\nsat ", "\n"),  # its only document token is hardly ever read
+        (1, 1000, "a cat in a hat ", " "),
+        (1, 1000, "猫猫坐", "猫"),
+        (3, 10_000, "the cat\nsat ", None),
+        (3, 2, "the cat\nsat ", "\n"),
+        (300, 100, "the cat\nsat ", None),
+    ],
+)
+def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
+    documents: int, steps: int, text: str, start: str | None, tmp_path: Path
+):
+    each = json.dumps({"text": text * (600 // documents)}) + "\n"
+    (tmp_path / "text.jsonl").write_text(each * documents)
+    data = {"path": str(tmp_path / "text.jsonl")}
+    config = tiny(data=data, train={"steps": steps, "compile": "off"})
+    assert decide(config, None, tmp_path / "cache").config.sample.start == start
+    for stated in ("cat", None):
+        config = tiny(data=data, sample={"start": stated})
+        assert decide(config, None, tmp_path / "cache").config.sample.start == stated
+
+
 def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = tiny(data={"path": str(text_file)})
-    first = decide(asked, None, tmp_path / "cache").config
+    asked, run = tiny(data={"path": str(text_file)}), RunDirectory(tmp_path / "run")
+    decision = decide(asked, run, tmp_path / "cache")
+    run.create(decision.config, decision.corpus.tokenizer)
     monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(deciding, "micro_batch_size", lambda *_: pytest.fail("measured"))
-    assert decide(asked, first, tmp_path / "cache").config == first
+    assert decide(asked, run, tmp_path / "cache").config == decision.config
 
 
 def test_what_compiling_brought_is_in_the_decision(

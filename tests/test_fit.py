@@ -29,8 +29,24 @@ def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
         monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
         assert fit.micro_batch_size(config, CPU) == expected
     monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(fit, "dry_run", lambda *_: pytest.fail("weighed a row for nothing"))
+    assert fit.micro_batch_size(config, CPU) == 12
     monkeypatch.setattr(fit, "FAST_TOKENS", 4 * config.seq_len)
     assert fit.micro_batch_size(config, CPU) == 4
+
+
+@pytest.mark.parametrize("kind", ["relu2", "swiglu"])
+@pytest.mark.parametrize("seq_len", [8, 512])
+@pytest.mark.parametrize(("width", "heads", "vocab_size"), [(512, 2, 257), (32, 8, 5000)])
+def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, vocab_size):
+    shape = {"d_model": width, "n_head": heads, "head_dim": 64, "context_length": seq_len}
+    other = {"activation": kind, "vocab_size": vocab_size, "dropout": 0.2, "norm": "rmsnorm"}
+    attention = {"backend": "eager", "weight_dropout": 0.1}
+    model = {**shape, **other, "n_layer": 1, "attention": attention}
+    config = tiny(model=model, train={"batch_size": 1, "micro_batch_size": 1})
+    for dtype in (torch.float32, torch.bfloat16):
+        held = dry_run(config, Compute(torch.device("cpu"), dtype)).activations
+        assert held < fit._row_at_most(config) < 50 * held
 
 
 @pytest.mark.parametrize(

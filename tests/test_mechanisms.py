@@ -1,6 +1,10 @@
 """The written-out mechanisms: golden values, and the equalities between them."""
 
+import json
 import math
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -181,3 +185,18 @@ def test_production_attention_equals_the_written_out_one(T, G, share, seed):
     q, k, v = torch.randn(G * share, T, 4), torch.randn(G, T, 4), torch.randn(G, T, 4)
     expected = m.grouped_query_attention(q, k, v, m.causal_mask(T))
     torch.testing.assert_close(attend(q[None], k[None], v[None])[0], expected)
+
+
+def test_the_page_says_how_to_play_with_it():
+    """Each word of three is nearest to itself: weights e / (e + 2) and 1 / (e + 2)."""
+    command, expression = re.findall("`(python [^`]+|[^`]+[)])`", str(m.__doc__))
+    done = subprocess.run(
+        [sys.executable, *command.split()[1:]],
+        input=f"print({expression}.tolist())\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    near, far = math.e / (math.e + 2), 1 / (math.e + 2)
+    rows = torch.tensor(json.loads(done.stdout))
+    torch.testing.assert_close(rows, far + (near - far) * torch.eye(3))

@@ -1,42 +1,17 @@
 """Pictures and reports of runs."""
 
-import base64
 import json
-import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from conftest import SMALL
+from test_reading import data_of
 
 from gptmini.evidence import plots, report
 from gptmini.runs.log import metrics
 
 TRAIN = ["train", "--data", "text.txt", *SMALL]
-
-
-class Page(HTMLParser):
-    """Checks that tags close in order, and collects sources and texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.sources: list[str] = []
-        self.words: dict[str, list[str]] = {}
-
-    def handle_starttag(self, tag, attrs):
-        attributes = dict(attrs)
-        self.sources += [attributes[key] for key in ("src", "href") if key in attributes]
-        if tag not in ("img", "input", "meta"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open:
-            self.words.setdefault(self.open[-1], []).append(data)
 
 
 @pytest.fixture
@@ -49,32 +24,59 @@ def runs(gptmini, text_file: Path):
     return gptmini
 
 
-def test_a_report_is_one_file_without_scripts(runs, tmp_path):
+def parts_of(name: str) -> dict[str, list]:
+    """The parts of a page by their kinds."""
+    parts: dict[str, list] = {}
+    for part in data_of(Path(name).read_bytes())["parts"]:
+        parts.setdefault(part["type"], []).append(part)
+    return parts
+
+
+def test_a_page_has_the_runs_their_curves_and_their_heads(runs):
     code, out, err = runs("plot", "runs/a", "runs/b", "--out", "both.html")
     assert (code, out) == (0, "both.html\n"), err
-    text = (tmp_path / "both.html").read_text()
-    page = Page()
-    page.feed(text)
-    assert not page.open
-    assert len(page.sources) == 3  # the curves, and the attention of each
-    for source in page.sources:
-        kind, data = re.fullmatch(r"data:image/(svg\+xml|png);base64,(.*)", source).groups()
-        start = {"svg+xml": b"<?xml", "png": b"\x89PNG"}[kind]
-        assert base64.b64decode(data).startswith(start)
-    assert "<script" not in text
-    cells = page.words["td"]
-    assert cells[0] == "runs/a"
-    assert "mqa 4:1" in cells
+    parts = parts_of("both.html")
+    (table,), (charts,) = parts["table"], parts["charts"]
+    assert [dict(zip(table["head"], row, strict=True))["run"] for row in table["rows"]] == [
+        "runs/a",
+        "runs/b",
+    ]
+    assert "mqa 4:1" in table["rows"][1]
+    loss, lr, *_ = charts["items"]
+    logged = list(metrics(Path("runs/b/metrics.jsonl")))
+    lines = {line["name"]: line["points"] for line in loss["series"]}
+    assert lines["runs/b, validation"] == [
+        [line["tokens"] / 1e6, line["val_loss"]] for line in logged if "val_loss" in line
+    ]
+    assert [y for _, y in lr["series"][1]["points"]] == [
+        line["lr"] for line in logged if "lr" in line
+    ]
+    assert [part["heading"].split(":")[0] for part in parts["reading"]] == ["runs/a", "runs/b"]
+    assert [part["n_kv_head"] for part in parts["reading"]] == [4, 1]
 
 
-def test_a_report_shows_the_logged_samples(runs, tmp_path):
+def test_the_heads_are_those_of_each_kept_checkpoint(runs):
+    assert runs("plot", "runs/a", "--out", "a.html")[0] == 0
+    (part,) = parts_of("a.html")["reading"]
+    assert [reading["step"] for reading in part["readings"]] == [2, 4]
+    one, two = (reading["weights"] for reading in part["readings"])
+    assert one != two
+    victim = Path("runs/a/checkpoints/step-00000002/model.safetensors")
+    victim.write_bytes(victim.read_bytes()[:-1])
+    code, _, err = runs("plot", "runs/a", "--out", "a.html")
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith(f"warning: {victim}: damaged")
+    (part,) = parts_of("a.html")["reading"]
+    assert [reading["weights"] for reading in part["readings"]] == [two]
+
+
+def test_a_page_shows_the_logged_samples(runs):
     assert runs("plot", "runs/a", "--out", "a.html")[0] == 0
     lines = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
     samples = [line["sample"] for line in lines if "sample" in line]
     assert len(samples) == 2
-    page = Page()
-    page.feed((tmp_path / "a.html").read_text())
-    assert page.words["pre"] == [sample for sample in reversed(samples) if sample]
+    (shown,) = parts_of("a.html")["samples"]
+    assert [text for _, text in shown["items"]] == samples[::-1]
 
 
 def test_by_default_picture_and_report_go_into_the_newest_run(runs):
@@ -94,26 +96,24 @@ def test_runs_without_an_evaluation_are_refused(runs):
     assert err == "gptmini: runs/b: no evaluation logged yet; train it further with gptmini train\n"
 
 
-def test_without_matplotlib_the_report_has_no_pictures(runs, monkeypatch):
+def test_without_matplotlib_there_is_still_a_page(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = runs("plot")
     assert (code, out) == (0, "runs/b/plot.html\n")
     assert err.count("\n") == 1
     assert "runs/b/plot.png: not drawn; pictures: matplotlib is missing" in err
-    page = Page()
-    page.feed(Path("runs/b/plot.html").read_text())
-    assert not page.sources
-    assert page.words["pre"]
+    assert parts_of("runs/b/plot.html")["charts"]
     code, _, err = runs("plot", "--out", "a.png")
     assert (code, "pip install matplotlib" in err) == (5, True)
 
 
-def test_a_carriage_return_survives_the_page(runs):
+def test_any_character_survives_the_page(runs):
     last = json.loads(Path("runs/a/metrics.jsonl").read_text().splitlines()[-1])
     with Path("runs/a/metrics.jsonl").open("a") as file:
-        file.write(json.dumps(last | {"sample": "one\r\ntwo\r"}) + "\n")
+        file.write(json.dumps(last | {"sample": "one\r\ntwo\r</pre>\u2028\0"}) + "\n")
     assert runs("plot", "runs/a", "--out", "a.html")[0] == 0
-    assert "<pre>one&#13;\ntwo&#13;</pre>" in Path("a.html").read_text()
+    (shown,) = parts_of("a.html")["samples"]
+    assert shown["items"][0][1] == "one\r\ntwo\r</pre>\u2028\0"
 
 
 def test_lines_that_lack_figures_are_left_out(runs):
@@ -136,7 +136,7 @@ def test_losses_of_different_tokenizers_are_drawn_in_bits_per_byte(runs, text_fi
     drawn = []
     for names in (["runs/a", "runs/b"], ["runs/a", "runs/c"]):
         logged = {name: list(metrics(Path(name) / "metrics.jsonl")) for name in names}
-        drawn.append(report._curves(logged).axes[0])
+        drawn.append(plots.training(logged, report._in_bits(logged)).axes[0])
     nats, bits = drawn
     assert nats.get_title() == "loss (nats per token)"
     assert bits.get_title() == "loss (bits per byte)"

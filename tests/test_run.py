@@ -44,11 +44,21 @@ def test_a_run_streams_what_it_generates_and_repeats_itself(run: Run):
         run.generate("x", temperature=-1.0)
 
 
-def test_an_empty_prompt_starts_a_document(run: Run):
-    with torch.no_grad():
-        logits = run.model(torch.tensor([[run.tokenizer.document_token]]))[0, -1]
-    (sample,) = run.start([""], max_new_tokens=1, temperature=0).finish()
-    assert sample.tokens == [int(logits.argmax())]
+def test_an_empty_prompt_starts_where_the_run_says(run: Run):
+    document = run.tokenizer.document_token
+    settings = {"max_new_tokens": 1, "temperature": 0}
+    for start, token in [({}, 32), ({"start": "x"}, 120), ({"start": None}, document)]:
+        with torch.no_grad():
+            logits = run.model(torch.tensor([[token]]))[0, -1]
+        (sample,) = run.start([""], **settings, **start).finish()
+        assert sample.tokens == [int(logits.argmax())]
+
+
+def test_the_sample_of_training_is_what_the_run_generates(trained: Path):
+    run = load(trained, weights="float32")
+    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == run.step
+    assert last["sample"] == run.generate("", overflow="stop") != run.generate("", start=None)
 
 
 def test_prompts_together_are_what_they_are_alone(run: Run):
@@ -242,7 +252,7 @@ def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):
     spaced, plain = other.start(["the ", "the"], [0, 0], **settings).finish()
     assert (spaced.text, plain.text) == ("the" + " the" * 8, " the" * 9)
     generation = other.start([" "], max_new_tokens=1, seed=0)
-    assert generation.samples[0].prompt_tokens == [tokenizer.document_token]
+    assert generation.samples[0].prompt_tokens == tokenizer.encode(" ").tolist()
 
 
 def test_a_sample_is_json(run: Run):

@@ -67,6 +67,23 @@ def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
     assert (code, "use one of l4" in err) == (2, True)
 
 
+def test_several_devices_divide_nothing_but_the_time(gptmini, text_file):
+    for words, said in [([], False), (["--devices", "256"], True)]:
+        code, out, err = gptmini("size", *WORDS, "--accelerator", "H100", *words)
+        assert code == 0, err
+        assert "the training fits in the 80 GB of one h100" in out
+        assert ("only the time is divided by 256: gptmini trains on one device" in out) == said
+    code, _, err = gptmini("size", *WORDS, "--devices", "256")
+    assert (code, "--devices: needs --accelerator" in err) == (2, True)
+
+
+def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text_file):
+    words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 40}"]
+    code, out, err = gptmini("size", *WORDS, *words)
+    assert code == 0, err
+    assert "the training does not fit in the 24 GB of one l4;" in out
+
+
 def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
     monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 10)
     monkeypatch.setattr(size, "_here", lambda *_: pytest.fail("tried"))

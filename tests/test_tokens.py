@@ -14,7 +14,7 @@ from gptmini.config.settings import DataConfig
 from gptmini.errors import DataError
 from gptmini.text import sources
 from gptmini.text import tokens as token_files
-from gptmini.text.tokenizer import ByteTokenizer, CharTokenizer
+from gptmini.text.tokenizer import ByteTokenizer, CharTokenizer, Piece
 from gptmini.text.tokens import CYCLE, Corpus, TokenFile, shares, windows
 
 BYTES = ByteTokenizer()
@@ -37,6 +37,15 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
     assert tokens.text_bytes == text_file.stat().st_size
     for start, count in [(0, len(expected)), (0, 1), (250, 20), (len(expected) - 1, 1), (5, 0)]:
         assert tokens.read(start, count).tolist() == expected[start : start + count]
+
+
+def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(token_files.tokenizers, "BLOCK", 4)  # several batches
+    path = tmp_path / "a.tokens"
+    texts = [("one", True), (" and more", False), ("two", True), ("", True)]
+    pieces = (Piece(*each) for each in texts)
+    token_files.write(path, pieces, "00" * 32, BYTES, lambda count: None)
+    assert TokenFile(path, BYTES).documents == 3
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 30])
@@ -115,7 +124,8 @@ def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
     table = bytes(64)
     root = hashlib.sha256(table).digest()
     print_ = bytes.fromhex(BYTES.fingerprint)
-    header = token_files.HEADER.pack(token_files.MAGIC, 2, 2, count, count, print_, bytes(32), root)
+    sizes = (token_files.VERSION, 2, count, count, 1)
+    header = token_files.HEADER.pack(token_files.MAGIC, *sizes, print_, bytes(32), root)
     with path.open("wb") as file:
         file.write(header)
         file.seek(token_files.HEADER.size + 2 * count - 6)

@@ -123,6 +123,10 @@ def test_what_is_written_is_read_back(data):
     assert parse(dump(data), "x") == data
 
 
+def test_a_line_break_is_written_as_one_line():
+    assert dump({"start": "\n"}) == 'start: "\\n"\n'
+
+
 @given(st.text())
 def test_any_text_is_read_or_refused(text):
     try:

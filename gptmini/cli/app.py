@@ -190,6 +190,8 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
 _MEANT = {  # options of other programs
     "--epochs": "use --steps or --minutes, or ",
     "--resume": "name the run: gptmini train RUN, or ",
+    "--init-from": "use --from RUN, or ",
+    "--finetune": "use --from RUN, or ",
 }
 
 

@@ -6,12 +6,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from gptmini import files
 from gptmini.cli.options import (
     NEWEST,
     RUNS,
     AsJson,
     Assignments,
     AttentionName,
+    Base,
     Cache,
     ConfigName,
     Data,
@@ -20,6 +22,7 @@ from gptmini.cli.options import (
     Minutes,
     RunName,
     Steps,
+    Threads,
     Weights,
     argument,
     attention_settings,
@@ -46,6 +49,7 @@ def evaluate(
     ),
     weights: Weights = "float32",
     device: Device = "auto",
+    threads: Threads = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
@@ -53,7 +57,13 @@ def evaluate(
     if data and split == "test":
         raise ConfigError("--split test: is a part of the run's own text; leave out --data")
     path = run_directory(run)
+    from gptmini.config import load as configuration
     from gptmini.console import say
+    from gptmini.text import sources
+
+    if data and "-" not in data:
+        own = configuration.load(path / "config.yaml", []).data
+        sources.find(data, own)  # a wrong path is named before torch is loaded
     from gptmini.evidence.evaluate import evaluate_run, text_of
     from gptmini.generate.run import load
 
@@ -203,12 +213,12 @@ def plot(
     out: Path | None = option(
         None,
         "FILE",
-        "A picture (.png, .pdf, .svg) or a report (.html).",
+        "A picture (.png, .pdf, .svg) or an interactive page (.html).",
         show_default="RUN/plot.png and RUN/plot.html",
     ),
     cache: Cache = CACHE,
 ) -> None:
-    """Draw the training curves of runs; a report also has samples over time and attention."""
+    """Draw the training curves of runs; a page also has samples and heads over time."""
     paths = [run_directory(run) for run in runs or [newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
     from gptmini.evidence import report
@@ -230,10 +240,16 @@ def inspect(
     size: int | None = option(
         None, "N", "Positions of the mask.", min=1, max=256, show_default="12"
     ),
-    out: Path | None = option(None, "FILE", "Also draw a picture: .png, .pdf or .svg."),
+    out: Path | None = option(
+        None, "FILE", "Also write an interactive page (.html) or a picture (.png, .pdf, .svg)."
+    ),
+    generate: int | None = option(
+        None, "N", "Continue the prompt by N tokens; needs --out FILE.html.", min=1
+    ),
 ) -> None:
     """Show what the heads of a trained model attend to, or what a mask hides."""
     other = {"RUN": run, "--prompt": prompt, "--layer": layer, "--head": head}
+    other["--generate"] = generate
     if mask is None:
         other = {"--size": size}
     for label, value in other.items():
@@ -246,39 +262,57 @@ def inspect(
     from gptmini.evidence import plots
 
     if out is not None:
-        plots.check(out)
+        plots.check(out, plots.KINDS if mask else (*plots.KINDS, ".html"))
+    if generate is not None and (out is None or out.suffix.lower() != ".html"):
+        raise ConfigError("--generate: works only with a page; add --out FILE.html")
     if mask is not None:
         from gptmini.evidence import attention_view
 
         cells = attention_view.named_mask(mask, size)
         print(attention_view.mask_lines(cells))
         print("\nx visible, . masked; a row is a query, a column a key")
-        figure = plots.mask(cells.numpy(), mask) if out else None
+        if out is not None:
+            plots.save(plots.mask(cells.numpy(), mask), out)
     else:
         path = run_directory(run, "--prompt")
-        figure = _inspect_run(path, str(prompt), layer, head, out is not None)
+        _inspect_run(path, str(prompt), layer, head, generate, out)
     if out is not None:
-        plots.save(figure, out)
         say(f"{out}: written")
 
 
-def _inspect_run(path: Path, prompt: str, layer: int | None, head: int | None, draw: bool) -> Any:
-    """Print what heads attend to; the figure if it is wanted."""
+def _inspect_run(
+    path: Path,
+    prompt: str,
+    layer: int | None,
+    head: int | None,
+    generate: int | None,
+    out: Path | None,
+) -> None:
+    """Print what heads attend to; write a page or picture of it."""
     from gptmini.console import say
-    from gptmini.evidence import attention_view
+    from gptmini.evidence import attention_view, plots, reading
     from gptmini.generate.run import load
 
     trained = load(path, "cpu", "float32")
+    text = reading.continued(trained, prompt, generate) if generate else None
+    tokens = text.prompt_tokens + text.tokens if text else trained.encode(prompt, "--prompt")
     layers = None if layer is None else [layer]
-    view = attention_view.view(trained, trained.encode(prompt, "--prompt"), layers, head)
+    is_page = out is not None and out.suffix.lower() == ".html"
+    if is_page:
+        reading.check_length(trained.config.model, len(tokens))
+    view = attention_view.view(trained, tokens, layers, head)
     say(f"{path}: step {trained.step}")
+    if out is not None and is_page:  # first, as `| head` may close stdout
+        files.replace(out, reading.html(trained, tokens, text, (layer or 0, head or 0)))
     print(view.text())
-    return view.figure() if draw else None
+    if out is not None and not is_page:
+        plots.save(view.figure(), out)
 
 
 def size(
     config: ConfigName = None,
     data: Data = None,
+    base: Base = None,
     errors: Errors = None,
     attention: AttentionName = None,
     steps: Steps = None,
@@ -289,7 +323,12 @@ def size(
     utilization: float = option(
         0.4, "X", "Fraction of the accelerator's peak FLOP/s that is reached.", min=0.01, max=1
     ),
-    devices: int = option(1, "N", "Number of accelerators, assuming perfect scaling.", min=1),
+    devices: int = option(
+        1,
+        "N",
+        "Divide the time by N, as if N accelerators scaled perfectly; gptmini trains on one.",
+        min=1,
+    ),
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
@@ -299,8 +338,12 @@ def size(
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
+    if devices > 1 and accelerator is None:
+        raise ConfigError("--devices: needs --accelerator; name one, or remove --devices")
     named = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, named, assignments)
+    settings = configured(config, data, errors, attention, named, assignments, base)
+    if base is not None:
+        run_directory(base)  # a wrong name is answered with the nearest
     from gptmini.plan import size as sizing
 
     facts = sizing.size(settings, cache, accelerator, utilization, devices)

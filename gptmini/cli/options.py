@@ -1,7 +1,7 @@
 """Options that several commands share, the default run, and the configuration they add up to."""
 
 import difflib
-import os.path
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,13 @@ def argument(default: Any, metavar: str, text: str, **settings: Any) -> Any:
     return typer.Argument(default, metavar=metavar, help=text, **settings)
 
 
+def _set_threads(number: int | None) -> int | None:
+    """For OpenMP, which reads this once, when torch is loaded."""
+    if number is not None:
+        os.environ["OMP_NUM_THREADS"] = str(number)
+    return number
+
+
 NEWEST = "the newest directory in runs/"
 _FILE_OR_NAME = (
     "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
@@ -43,6 +50,8 @@ _SETTING = (
 )
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
 _MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
+_THREADS = "CPU threads to use. Beside other busy programs, fewer are often faster."
+_BASE = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 _CACHE = "Folder for prepared texts and compiled code."
 
 
@@ -54,6 +63,11 @@ Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--
 AttentionName = Annotated[str | None, option(..., "KIND", _KIND)]
 Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
 Minutes = Annotated[float | None, option(..., "X", _MINUTES)]
+Threads = Annotated[
+    int | None,
+    option(..., "N", _THREADS, min=1, max=1024, show_default="all", callback=_set_threads),
+]
+Base = Annotated[Path | None, option(..., "RUN", _BASE, "--from")]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
 Weights = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
@@ -77,15 +91,19 @@ def configured(
     attention: str | None = None,
     named: dict[str, Any] | None = None,
     assignments: list[str] | None = None,
+    base: Path | None = None,
 ) -> "Config":
     """The configuration of a command line: file, then --set, then the named options.
 
-    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default.
-    Instead, `name` may be a text. `named` holds the options that set keys of the section train.
+    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default,
+    which no run that begins from another (`base`) needs. Instead, `name` may be a text. `named`
+    holds the options that set keys of the section train.
     """
     from gptmini.config import load
 
-    file = load.DEFAULT
+    if base is not None and name is None and not data:
+        raise ConfigError(f"--from {base}: on which text? add --data PATH")
+    file = load.DEFAULT if base is None else None
     if name is not None and is_text(name):
         if data:
             raise ConfigError(
@@ -95,11 +113,13 @@ def configured(
         data = [name]
     elif name is not None:
         run = run_of(name)
-        file = run / "config.yaml" if run else load.find(name)
+        file = run / "config.yaml" if run else _configuration(name)
 
     overrides = assigned(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
+    if base is not None:
+        overrides.append(("--from", ("base", "run"), str(base)))
     if errors is not None:
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
@@ -110,6 +130,21 @@ def configured(
         if value is not None:
             overrides.append((label, ("train", label.removeprefix("--")), value))
     return load.load(file, overrides)
+
+
+def _configuration(name: str) -> Path:
+    """The file of a configuration; what looks like a mistyped run is answered with the nearest."""
+    from gptmini.config import load
+
+    try:
+        return load.find(name)
+    except ConfigError as error:
+        runs = {config.parent.name: config.parent for config in RUNS.glob("*/config.yaml")}
+        near = difflib.get_close_matches(Path(name).name, runs, 1)
+        in_runs = Path(name).parent == RUNS
+        if not near or ("did you mean" in str(error) and not in_runs):
+            raise
+        raise ConfigError(f"{name}: no run here; did you mean {runs[near[0]]}?") from None
 
 
 def run_of(name: str) -> Path | None:
@@ -177,12 +212,18 @@ def _is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.yaml")
 
 
-def default_out(config: str | None, data: str, attention: str | None = None) -> Path:
-    """`runs/` and the name of the configuration or, without one, of the text."""
+def default_out(
+    config: str | None, data: str, attention: str | None = None, base: Path | None = None
+) -> Path:
+    """`runs/` and the name of the configuration or, without one, of the text; and of the base."""
     parts = Path(config or data.removeprefix("builtin:")).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
     name = Path(*plain).name.split(".")[0].strip("-") or "text"
-    return RUNS / (f"{name}-{attention.replace(':', '')}" if attention else name)
+    if attention:
+        name += f"-{attention.replace(':', '')}"
+    if base:
+        name += f"-from-{base.resolve().name}"
+    return RUNS / name
 
 
 def newest_run() -> Path:

@@ -13,16 +13,19 @@ import typer
 from gptmini.cli.options import (
     Assignments,
     AttentionName,
+    Base,
     Cache,
     ConfigName,
     Data,
     Errors,
     Minutes,
     Steps,
+    Threads,
     argument,
     configured,
     default_out,
     option,
+    run_directory,
     run_of,
 )
 from gptmini.errors import ConfigError
@@ -32,6 +35,7 @@ from gptmini.files import CACHE
 def train(
     config: ConfigName = None,
     data: Data = None,
+    base: Base = None,
     errors: Errors = None,
     out: Path | None = option(
         None,
@@ -43,6 +47,7 @@ def train(
     steps: Steps = None,
     minutes: Minutes = None,
     device: str | None = option(None, "DEVICE", "auto, cpu or cuda.", show_default="auto"),
+    threads: Threads = None,
     assignments: Assignments = None,
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
     cache: Cache = CACHE,
@@ -57,25 +62,32 @@ def train(
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
     from gptmini.text import sources
 
-    settings = configured(config, data, errors, attention, named, assignments)
+    settings = configured(config, data, errors, attention, named, assignments, base)
     if out is None and config is not None:
         out = run_of(config)
-    out = out or default_out(config, settings.data.path[0], attention)
+    out = out or default_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
+    if base is not None and not (out / "config.yaml").exists():
+        run_directory(base)  # a wrong name is answered with the nearest
     for paths in (settings.data.path, settings.data.validation_path or []):
         if "-" not in paths:
             sources.find(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
     from gptmini.generate.run import load
-    from gptmini.plan.decide import decide
+    from gptmini.plan.decide import check_base, decide, with_choices
+    from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
-    from gptmini.train import trainer
+    from gptmini.train import state, trainer
 
-    run_directory = RunDirectory(out)
-    existing = run_directory.config() if run_directory.exists else None
-    trainer.train(decide(settings, existing, cache, started), out)
-    if no_sample:
+    log.check_installed(settings.train.log_to)
+    directory = RunDirectory(out)
+    if directory.exists:  # before the text is prepared
+        existing = directory.config()
+        check_base(settings, existing, directory)
+        kept = with_choices(settings, existing)
+        state.check_same(kept, existing, directory, undecided=(None, "auto"))
+    if not trainer.train(decide(settings, directory, cache, started), out) or no_sample:
         return
     run = load(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")

@@ -39,6 +39,7 @@ ALIASES = {
     "train.eval_every": ("eval_interval",),
     "train.grad_clip": ("max_norm",),
     "data.path": ("dataset",),
+    "base.run": ("init_from", "from"),
 }
 
 # Our words for those errors of pydantic whose own are not plain; braces name values of its context.

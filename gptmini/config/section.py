@@ -1,7 +1,7 @@
 """What every group of settings is made of: the base class and the checked types."""
 
 from collections.abc import Iterator
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.functional_validators import BeforeValidator, WrapValidator
@@ -21,12 +21,12 @@ PathText = Annotated[
     Field(min_length=1),
     WrapValidator(lambda path, check: path if path and isinstance(path, str) else check(path)),
 ]
-Paths = Annotated[
-    list[PathText],
-    Field(min_length=1),
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-    WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}}),
-]
+# A single text will do for a list of one.
+_listed = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+_text_or_list = WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}})
+Paths = Annotated[list[PathText], Field(min_length=1), _listed, _text_or_list]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _listed, _text_or_list]
+Trackers = Annotated[list[Literal["tensorboard", "wandb"]], _listed]
 
 
 class Section(BaseModel):

@@ -10,12 +10,15 @@ from gptmini.config.section import (
     Count,
     Fraction,
     Paths,
+    PathText,
     Penalty,
     Positive,
     Rate,
     Section,
     Seed,
     Steps,
+    Texts,
+    Trackers,
 )
 from gptmini.errors import ConfigError
 
@@ -233,7 +236,7 @@ class TrainConfig(Section):
     """Newest checkpoints to keep; the best one is always kept too."""
     log_every: Steps = 20
     """Steps between lines of metrics."""
-    log_to: list[Literal["tensorboard", "wandb"]] = []
+    log_to: Trackers = []
     """Also send metrics there; needs pip install of the extra of that name."""
     seed: Seed = 1337
     """Random seed of initial weights, data order and dropout."""
@@ -250,6 +253,22 @@ class TrainConfig(Section):
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             problem = f"{self.micro_batch_size} does not divide batch_size {self.batch_size}"
             yield "micro_batch_size", f"{problem}; use a divisor"
+
+
+class BaseConfig(Section):
+    """The trained run that this one begins from (fine-tuning)."""
+
+    run: PathText | None = None
+    """Its directory (--from); weights and tokenizer are taken from it. null: begin untrained."""
+    step: Annotated[int, Field(ge=0)] | None = None
+    """The step of its best checkpoint, recorded when the run begins."""
+    sha256: str | None = None
+    """SHA-256 of the model.safetensors of that step, recorded when the run begins."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for name in ("step", "sha256"):
+            if self.run is None and getattr(self, name) is not None:
+                yield name, "has no effect without base.run; set base.run or leave it out"
 
 
 class SampleConfig(Section):
@@ -273,10 +292,13 @@ class SampleConfig(Section):
     """Subtracted from a token's logit for each time it was generated."""
     bias: dict[str, Penalty] = {}
     """Added to the logit of a token, by its text: {the: -2}."""
-    ban: list[str] = []
+    ban: Texts = []
     """Tokens never to generate, by their text."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: Texts = []
     """Stop before any of these texts, which are left out."""
+    start: Annotated[str, Field(min_length=1)] | None = None
+    """Stands in for an empty prompt; null: the document token. Default: the document token, or a
+    line break if training reads that token too rarely to know what follows it."""
     seed: Seed = 1337
     """Random seed for sampling."""
     overflow: Literal["slide", "stop", "error"] = "slide"
@@ -294,6 +316,7 @@ class Config(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    base: BaseConfig = BaseConfig()
     sample: SampleConfig = SampleConfig()
 
     @property

@@ -115,12 +115,18 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, which quotes text that our loader would not read as text."""
+    """PyYAML's safe dumper, which quotes text that our loader would not read as text.
+
+    Line breaks are written as backslash n, not as empty lines.
+    """
 
     yaml_implicit_resolvers = RESOLVERS
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
+        return super().represent_scalar(tag, value, '"' if "\n" in value else style)
 
 
 def dump(data: dict[str, Any]) -> str:

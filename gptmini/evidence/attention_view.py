@@ -14,11 +14,11 @@ from gptmini.errors import ConfigError
 from gptmini.evidence import plots
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
-from gptmini.model.attention import Attention, cross_mask, visible
+from gptmini.model.attention import Attention, visible
 from gptmini.model.gpt import GPT
 from gptmini.text.tokenizer import Tokenizer
 
-MORE = "for the weights of one head: --layer N --head N; for a picture: --out FILE.png"
+MORE = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,28 @@ def summarize(weights: Tensor) -> list[HeadSummary]:
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a picture can show it: spaces and line ends visible, broken characters in hex."""
+    """A token as a picture can show it."""
+    return "".join(spell(tokenizer, token))
+
+
+def spell(tokenizer: Tokenizer, token: int) -> list[str]:
+    """A token as text and symbols in turn, text first; [] for an empty one.
+
+    Symbols stand for what could not be seen: spaces, line ends and other control characters, bytes
+    that are no character (in hex), and the document token.
+    """
     if token == tokenizer.document_token:
-        return "<doc>"
+        return ["", "<doc>"]
     text = tokenizer.decode([token])
     if "\ufffd" in text:
-        return tokenizer.token_bytes(token).hex()
-    return "".join("␣" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)
+        return ["", tokenizer.token_bytes(token).hex()]
+    parts: list[str] = [""] * bool(text)
+    for c in text:
+        plain = c.isprintable() and c != " "
+        if plain == (len(parts) % 2 == 0):
+            parts.append("")
+        parts[-1] += c if plain else "␣" if c == " " else repr(c)[1:-1]
+    return parts
 
 
 def named_mask(name: str, size: int | None = None) -> Tensor:
@@ -181,7 +196,7 @@ def named_mask(name: str, size: int | None = None) -> Tensor:
                 f"--mask {name}: unknown mask; use cross:T,S with at least 1 query and 1 key, and "
                 f"a --size of at least S"
             )
-        return cross_mask(torch.tensor([S]), T, size or S)[0, 0]  # (T, size)
+        return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
     size = size or 12
     positions = torch.arange(size)
     if name == "causal":

@@ -4,6 +4,7 @@
     OUT/NAME/seed-1337/       its directory
     OUT/compare.json          all figures
     OUT/compare.md, .png      tables and a picture of them
+    OUT/compare.html          both on one page
 
 Each run has a process of its own, so its memory and speed do not depend on those before it.
 """
@@ -23,9 +24,18 @@ from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
-from gptmini.evidence import plots
+from gptmini.evidence import page, plots
 from gptmini.evidence.measure import measure
-from gptmini.evidence.variants import LEGEND, Variant, as_json, table, verdicts
+from gptmini.evidence.variants import (
+    LEGEND,
+    Variant,
+    as_json,
+    difference,
+    over_time,
+    rows,
+    table,
+    verdicts,
+)
 from gptmini.plan.decide import with_choices
 from gptmini.runs.directory import RunDirectory
 
@@ -197,13 +207,58 @@ def grouped(paths: list[Path]) -> dict[str, list[Path]]:
 
 
 def write_figures(variants: list[Variant], out: Path) -> None:
-    """Write the figures as JSON and Markdown, and as a picture if matplotlib is installed."""
+    """Write the figures as JSON, Markdown, a page, and a picture if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     files.replace(out / "compare.json", json.dumps(as_json(variants), indent=1).encode())
     lines = "".join(f"- {line}\n" for line in verdicts(variants))
     markdown = f"{table(variants, full=True)}\n\n{LEGEND}\n\n{lines}"
     files.replace(out / "compare.md", markdown.encode())
+    files.replace(out / "compare.html", html(variants))
     try:
         plots.save(plots.comparison(variants), out / "compare.png")
     except MachineError as error:
         warn(f"{out / 'compare.png'}: not drawn; {error}")
+
+
+def html(variants: list[Variant]) -> bytes:
+    """The page of a comparison: the table, the differences with their intervals, the curves."""
+    first, *others = variants
+    head, *figures = rows(variants, full=True)
+    parts = [page.table(head, figures)]
+    if others:
+        baseline = first.figures("bits_per_byte")
+        gaps = [(each, difference(each.figures("bits_per_byte"), baseline)) for each in others]
+        against = []
+        for each, gap in gaps:
+            half = "" if gap.half is None else f"± {gap.half:.4f}"
+            name = f"{each.name} vs {first.name}"
+            against.append([name, f"{gap.gap:+.4f}", half, gap, gap.verdict])
+        note = (
+            "The bar is the 95 % interval. If it crosses 0, these runs do not tell the two apart."
+        )
+        head = ["", "bits per byte", "95 %", "", ""]
+        parts.append(page.table(head, against, "Differences", note))
+    colored = list(enumerate(variants))
+    cache = [
+        page.series(
+            each.name,
+            [(each.cache_bytes / 1024, bits) for bits in each.figures("bits_per_byte")],
+            "dots",
+            color,
+        )
+        for color, each in colored
+    ]
+    x, histories = over_time(variants)
+    curves = [
+        # The first quarter is steep and would flatten the rest.
+        page.series(each.name, points[len(points) // 4 :], "line", color)
+        for color, each in colored
+        for points in histories[each.name]
+    ]
+    panels = [
+        page.chart("Quality and KV cache", "KiB at full context", "bits per byte", cache, "x"),
+        page.chart("Quality while training", x, "bits per byte", curves),
+    ]
+    parts.append(page.charts(panels, "Curves (one dot or line per seed)"))
+    title = f"{', '.join(each.name for each in variants)} compared"
+    return page.render(title, LEGEND, parts)

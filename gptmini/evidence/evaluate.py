@@ -10,6 +10,7 @@ import torch
 from gptmini.config.settings import TokenizerConfig
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
+from gptmini.generate.texts import opening
 from gptmini.machine import Compute
 from gptmini.text.corpus import prepare_corpus, prepare_text
 from gptmini.text.tokens import TokenFile
@@ -84,7 +85,7 @@ class Score:
 
 @torch.inference_mode()
 def score(run: Run, text: str) -> Score:
-    """Score each token of a text, read as the beginning of a document.
+    """Score each token of a text, as what an empty prompt is continued with.
 
     A text longer than the context is read in windows of one context, half a context apart: every
     token has at least half a context before it, or all there is. DataError if the text is empty,
@@ -93,7 +94,8 @@ def score(run: Run, text: str) -> Score:
     tokens = run.encode(text, "text")
     if not tokens:
         raise DataError("text: empty; give at least one character")
-    document = torch.tensor([run.tokenizer.document_token, *tokens])
+    before = opening(run.tokenizer, run.config.sample)[-1:]
+    document = torch.tensor([*before, *tokens])
     limit = run.config.model.context_length
     logprobs: list[float] = []
     ranks: list[int] = []

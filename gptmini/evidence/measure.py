@@ -76,7 +76,7 @@ def _measured(run: Run, text: list[TokenFile], known: dict[str, dict[str, Any]])
         say(f"compare: evaluating {run.path}")
         evaluation = evaluate_run(run, text).facts()
     lines = list(metrics(RunDirectory(run.path).metrics))
-    speeds = [speed for (speed,) in numbers(lines[1:], "tokens_per_second")]
+    speeds = [speed for (speed,) in numbers(lines, "tokens_per_second")[1:]]
     seconds = [second for (second,) in numbers(lines, "seconds")]
     peaks = [peak for (peak,) in numbers(lines, "peak_memory")]
     contents = sorted({file.path.name.split("-")[0] for file in text})

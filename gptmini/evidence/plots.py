@@ -1,7 +1,5 @@
 """Figures from plain data, drawn with matplotlib (the extra `plot`); loads no model, no torch."""
 
-import base64
-import io
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from gptmini.console import warn
 from gptmini.errors import ConfigError, MachineError
-from gptmini.evidence.variants import Variant, numbers
+from gptmini.evidence.variants import Variant, numbers, over_time
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Figure = Any  # matplotlib is an extra
@@ -43,14 +41,6 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure; the file name decides the format."""
     check(path)
     figure.savefig(path, dpi=100, bbox_inches="tight")
-
-
-def as_data(figure: Figure, kind: str) -> str:
-    """A figure as a data URI, for a page in a single file."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind, dpi=100, bbox_inches="tight")
-    mime = {"svg": "image/svg+xml", "png": "image/png"}[kind]
-    return f"data:{mime};base64,{base64.b64encode(picture.getvalue()).decode()}"
 
 
 def _drawable(labels: list[str]) -> tuple[list[str], list[str]]:
@@ -259,21 +249,16 @@ def _quality_against_cache(axis: Any, variants: list[Variant]) -> None:
 
 
 def _quality_over_time(axis: Any, variants: list[Variant]) -> None:
-    """Against tokens seen if all runs saw the same number, else against minutes."""
-    histories = [run.history for variant in variants for run in variant.runs if run.history]
-    by_tokens = len({history[-1][0] for history in histories}) == 1
-    for number, variant in enumerate(variants):
-        for run in variant.runs:
-            points = [
-                (tokens / 1e6 if by_tokens else seconds / 60, bits)
-                for tokens, seconds, bits in run.history
-            ]
-            label = variant.name if run is variant.runs[0] else None
+    x, histories = over_time(variants)
+    for number, (name, curves) in enumerate(histories.items()):
+        for place, points in enumerate(curves):
+            label = None if place else name
             style = {"color": f"C{number % 10}", "linewidth": 1, "markersize": 3, "label": label}
             _line(axis, points, ".-", **style)
-    axis.set(xlabel="tokens seen (millions)" if by_tokens else "minutes of training")
+    axis.set(xlabel=x)
     axis.set_title("validation bits per byte while training (one line per seed)", fontsize=10)
     # The first quarter is steep and would flatten the rest.
-    if late := [bits for history in histories for *_, bits in history[len(history) // 4 :]]:
+    everything = [points for curves in histories.values() for points in curves]
+    if late := [bits for points in everything for _, bits in points[len(points) // 4 :]]:
         axis.set_ylim(top=max(late) + 0.1 * (max(late) - min(late)))
     axis.legend(frameon=False)

@@ -1,13 +1,13 @@
-"""Pictures of runs, and a report in one HTML file: curves, samples over time, attention."""
+"""What training runs logged, as pictures or as a page: curves, samples over time, attention."""
 
-import html
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, MachineError
-from gptmini.evidence import attention_view, plots
+from gptmini.evidence import page, plots, reading
 from gptmini.evidence.variants import numbers
 from gptmini.files import replace
 from gptmini.generate.run import Run, load
@@ -15,27 +15,16 @@ from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import metrics
 
-MAX_TOKENS = 24  # whose attention is shown
-MAX_PANELS = 48  # one per head; larger models show their first, middle and last layer
+MAX_TOKENS = 32  # of a sample, whose attention is shown
 
 COLUMNS = ("step", "tokens", "seconds", "val_loss", "val_bpb")  # of an evaluation
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
-       color: #222; background: #fff }
-table { border-collapse: collapse } th, td { text-align: right; padding: .2rem .8rem }
-th:first-child, td:first-child { text-align: left } thead { border-bottom: 1px solid #999 }
-img { max-width: 100% } pre { white-space: pre-wrap; background: #f4f4f2; padding: .7rem 1rem }
-details { margin: .6rem 0 } .figure { color: #666 }
-.zoom { display: block; overflow-x: auto; cursor: zoom-in } .zoom input { display: none }
-.zoom :checked + img { max-width: none; cursor: zoom-out }
-"""
+Logged = dict[str, list[dict[str, Any]]]  # the metrics of runs by their names
 
 
 def write(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
-    """Write what runs logged to files: a report if it is .html, else a picture; returns the files.
+    """Write what runs logged to files: a page if it is .html, else a picture; returns the files.
 
-    Without matplotlib a report has no pictures, and pictures are left out if there is a report.
+    Without matplotlib, pictures are left out if there is a page.
     """
     for file in out:
         plots.check(file, (*plots.KINDS, ".html"))
@@ -46,17 +35,16 @@ def write(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
             raise CheckpointError(
                 f"{name}: no evaluation logged yet; train it further with gptmini train"
             )
-    reports = [file for file in out if file.suffix.lower() == ".html"]
+    pages = [file for file in out if file.suffix.lower() == ".html"]
     written = []
     for file in out:
-        if file in reports:
-            loaded = {name: load(name, "cpu", "float32", cache) for name in logged}
-            replace(file, page({name: (loaded[name], logged[name]) for name in logged}).encode())
+        if file in pages:
+            replace(file, html(logged, cache))
         else:
             try:
-                plots.save(_curves(logged), file)
+                plots.save(plots.training(logged, _in_bits(logged)), file)
             except MachineError as error:
-                if not reports:
+                if not pages:
                     raise
                 warn(f"{file}: not drawn; {error}")
                 continue
@@ -64,37 +52,54 @@ def write(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
     return written
 
 
-def _curves(logged: dict[str, list[dict[str, Any]]]) -> plots.Figure:
-    """The curves of runs; losses of different tokenizers are compared in bits per byte."""
-    tokenizers = {RunDirectory(Path(name)).tokenizer().fingerprint for name in logged}
-    return plots.training(logged, in_bits=len(tokenizers) > 1)
+def _in_bits(logged: Logged) -> bool:
+    """Whether losses are compared in bits per byte, as their tokenizers differ."""
+    return len({RunDirectory(Path(name)).tokenizer().fingerprint for name in logged}) > 1
 
 
-def page(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
-    """The report, from each run's name, model and metrics."""
-    sections = "\n".join(_section(name, run, lines) for name, (run, lines) in runs.items())
-    title = html.escape(", ".join(runs))
-    alt = "Loss, learning rate, speed and gradient norm against tokens seen"
-    logged = {name: lines for name, (_, lines) in runs.items()}
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{_table(runs)}\n"
-        f"{_image(lambda: _curves(logged), 'svg', alt)}\n{sections}\n</body></html>\n"
-    )
+def html(logged: Logged, cache: Path) -> bytes:
+    """The page of some runs."""
+    parts = [_table(logged), _curves(logged, _in_bits(logged))]
+    for name, lines in logged.items():
+        samples = [line for line in reversed(lines) if isinstance(line.get("sample"), str)]
+        shown = [[_summary(line), line["sample"]] for line in samples]
+        if shown:
+            parts.append({"type": "samples", "heading": f"{name}: samples", "items": shown})
+        runs = checkpoints(Path(name), cache)
+        first = next(runs)
+        limit = min(MAX_TOKENS, first.config.model.context_length)
+        tokens = first.encode(samples[0]["sample"] if samples else "", "sample")[:limit]
+        tokens = tokens or [first.tokenizer.document_token]
+        heading = f"{name}: the heads at each kept checkpoint"
+        parts.append(reading.part(chain([first], runs), tokens, heading))
+    lead = "Training curves, samples, and what each attention head looks at."
+    return page.render(", ".join(logged), lead, parts)
 
 
-def _image(draw: Callable[[], plots.Figure], kind: str, alt: str) -> str:
-    """A figure as an element of the page, or why there is none."""
-    try:
-        return f'<img alt="{alt}" src="{plots.as_data(draw(), kind)}">'
-    except MachineError as error:
-        return f'<p class="figure">{html.escape(str(error))}</p>'
+def checkpoints(path: Path, cache: Path) -> Iterator[Run]:
+    """The intact checkpoints of a run, the oldest first; CheckpointError if there is none."""
+    steps, intact = sorted(RunDirectory(path).steps()), 0
+    for step in steps:
+        try:
+            yield load(path, "cpu", "float32", cache, step)
+            intact += 1
+        except CheckpointError as error:  # damaged, or deleted by a running training
+            warn(f"{error}; left out")
+    if not intact:
+        yield load(path, "cpu", "float32", cache)
 
 
-def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
+def _summary(line: dict[str, Any]) -> str:
+    bits = "".join(f", {bits:.4f} bits per byte" for (bits,) in numbers([line], "val_bpb"))
+    return f"step {line['step']:,}{bits}"
+
+
+def _table(logged: Logged) -> page.Part:
     rows = []
-    for name, (run, lines) in runs.items():
-        model = run.config.model
+    configs = {name: RunDirectory(Path(name)).config() for name in logged}
+    tuned = any(config.base.run for config in configs.values())
+    for name, lines in logged.items():
+        model, base = configs[name].model, configs[name].base
         window = f", window {model.attention.window}" if model.attention.window else ""
         step, tokens, seconds = numbers(lines, *COLUMNS[:3])[-1]
         loss, bits = min(numbers(lines, *COLUMNS[3:]))
@@ -108,43 +113,28 @@ def _table(runs: dict[str, tuple[Run, list[dict[str, Any]]]]) -> str:
             "lowest loss": f"{loss:.4f}",
             "bits per byte": f"{bits:.4f}",
         }
+        if tuned:
+            cells["began from"] = f"{base.run}, step {base.step:,}" if base.run else ""
         rows.append(cells)
-    head = _cells("th", rows[0])
-    body = "".join(f"<tr>{_cells('td', row.values())}</tr>\n" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+    return page.table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def _cells(tag: str, texts: Iterable[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+def _curves(logged: Logged, in_bits: bool) -> page.Part:
+    """The figures that plots.training draws, in the same panels."""
 
+    def lines(key: str, kind: str = "thin") -> Iterator[page.Series]:
+        for number, (name, metric) in enumerate(logged.items()):
+            what = "validation" if key.startswith("val") else "training"
+            points = [(tokens / 1e6, figure) for tokens, figure in numbers(metric, "tokens", key)]
+            yield page.series(f"{name}, {what}", points, kind, number)
 
-def _section(name: str, run: Run, lines: list[dict[str, Any]]) -> str:
-    """The samples of a run, the newest unfolded, and the attention of its best checkpoint."""
-    samples = [line for line in reversed(lines) if isinstance(line.get("sample"), str)]
-    shown: list[str] = []
-    for line in samples:
-        bits = "".join(f"{bits:.4f} bits per byte" for (bits,) in numbers([line], "val_bpb"))
-        text = html.escape(line["sample"]).replace("\r", "&#13;")  # HTML reads \r as \n
-        shown.append(
-            f"<details{'' if shown else ' open'}><summary>step {line['step']:,} "
-            f'<span class="figure">{bits}</span></summary><pre>{text}</pre></details>'
-        )
-    text = samples[0]["sample"] if samples else ""
-    return (
-        f"<h2>{html.escape(name)}</h2>\n<h3>Samples over time</h3>\n"
-        + "\n".join(shown)
-        + f"\n<h3>Attention at step {run.step:,}</h3>\n{_attention(run, text)}"
-    )
-
-
-def _attention(run: Run, text: str) -> str:
-    """A picture of each head reading the beginning of a text."""
-    config = run.config.model
-    tokens = run.encode(text, "sample")[: min(MAX_TOKENS, config.context_length)]
-    some = sorted({0, config.n_layer // 2, config.n_layer - 1})
-    layers = some if config.n_layer * config.n_head > MAX_PANELS else None
-    view = attention_view.view(run, tokens or [run.tokenizer.document_token], layers)
-    alt = f"Attention weights: {len(view.layers)} layers, {config.n_head} heads each"
-    image = _image(view.figure, "png", alt)
-    zoom = f'<label class="zoom"><input type="checkbox">{image}</label>'
-    return f'<p class="figure">Click the picture to enlarge it.</p>\n{zoom}'
+    x, unit = "million tokens", "bits per byte" if in_bits else "nats per token"
+    losses = list(lines("val_bpb" if in_bits else "val_loss", "line"))
+    losses += [] if in_bits else lines("train_loss")
+    panels = [
+        page.chart("Loss", x, unit, losses, "y"),
+        page.chart("Learning rate", x, "of AdamW", list(lines("lr")), zero=True),
+        page.chart("Speed", x, "tokens per second", list(lines("tokens_per_second")), zero=True),
+        page.chart("Gradient norm", x, "before clipping", list(lines("grad_norm")), "y"),
+    ]
+    return page.charts(panels, "Curves")

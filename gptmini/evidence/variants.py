@@ -65,11 +65,38 @@ class Difference(NamedTuple):
         """Whether the interval contains 0."""
         return None if self.half is None else abs(self.gap) <= self.half
 
+    @property
+    def verdict(self) -> str:
+        """What it says about a figure of which less is better."""
+        if self.half is None:
+            return "spread unknown: one run each"
+        return "within spread" if self.within_spread else "worse" if self.gap > 0 else "better"
+
 
 def numbers(lines: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
     """The figures called `keys` from each line of metrics that has them all as finite numbers."""
     rows = [tuple(line.get(key) for key in keys) for line in lines]
     return [row for row in rows if all(isinstance(x, int | float) and abs(x) < 1e300 for x in row)]
+
+
+def over_time(variants: list[Variant]) -> tuple[str, dict[str, list[list[tuple[float, float]]]]]:
+    """What lies along the axis, and for each variant the bits per byte of its runs against that.
+
+    It is tokens seen if all runs saw the same number, else minutes.
+    """
+    histories = [run.history for variant in variants for run in variant.runs if run.history]
+    by_tokens = len({history[-1][0] for history in histories}) == 1
+    curves = {
+        variant.name: [
+            [
+                (tokens / 1e6 if by_tokens else seconds / 60, bits)
+                for tokens, seconds, bits in run.history
+            ]
+            for run in variant.runs
+        ]
+        for variant in variants
+    }
+    return "tokens seen (millions)" if by_tokens else "minutes of training", curves
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -112,11 +139,16 @@ def as_json(variants: list[Variant]) -> dict[str, Any]:
 
 
 def table(variants: list[Variant], full: bool = False) -> str:
-    """The main figures for a terminal of 80 columns, or all of them as a Markdown table.
+    """The main figures for a terminal of 80 columns, or all of them as a Markdown table."""
+    return console.table(rows(variants, full), full)
+
+
+def rows(variants: list[Variant], full: bool) -> list[list[str]]:
+    """The main figures, or all of them, under a head.
 
     The KV cache and the decoding speed are those at the full context.
     """
-    rows = []
+    figures = []
     for variant in variants:
         decoding = [f"{speed:,.0f}" for speed in variant.decode_tokens_per_second.values()]
         cells = {
@@ -135,8 +167,8 @@ def table(variants: list[Variant], full: bool = False) -> str:
                 "decode tok/s at 1/4, 1/2 of context": ", ".join(decoding[:-1]),
                 "peak MiB": _mean(peaks, ",.0f"),
             }
-        rows.append(cells)
-    return console.table([list(rows[0]), *(list(cells.values()) for cells in rows)], full)
+        figures.append(cells)
+    return [list(figures[0]), *(list(cells.values()) for cells in figures)]
 
 
 def _mean(values: list[float], form: str) -> str:
@@ -159,9 +191,7 @@ def verdicts(variants: list[Variant]) -> list[str]:
         if to_first.half is None:
             line += " bits/byte; one run each, so the spread is unknown; try --seeds 3"
         else:
-            verdict = "worse" if to_first.gap > 0 else "better"
-            verdict = "within spread" if to_first.within_spread else verdict
             line += f" ± {to_first.half:.4f} bits/byte"
-            line += f" (95 %, {len(variant.runs)}+{len(first.runs)} runs): {verdict}"
+            line += f" (95 %, {len(variant.runs)}+{len(first.runs)} runs): {to_first.verdict}"
         lines.append(line)
     return lines

@@ -26,7 +26,7 @@ from gptmini.generate import native, precision
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.texts import Generation, Text
+from gptmini.generate.texts import Generation, Text, opening
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory, fitting
@@ -144,10 +144,8 @@ class Run:
         if isinstance(prompt, str):
             tokens, first = self._tokens(prompt, special)
         else:
-            tokens, prompt = (
-                prompt or [self.tokenizer.document_token],
-                self.tokenizer.decode(prompt),
-            )
+            tokens, prompt = prompt, self.tokenizer.decode(prompt)
+        tokens = tokens or opening(self.tokenizer, sample)
         check_overflow(len(tokens), sample, limit)
         return Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first)
 
@@ -182,9 +180,25 @@ class Run:
 
     def sampling(self, settings: dict[str, Any]) -> SampleConfig:
         """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
-        lists = {k: [v] for k, v in settings.items() if k in ("stop", "ban") and isinstance(v, str)}
-        section = {**self.config.sample.model_dump(), **settings, **lists}
+        section = {**self.config.sample.model_dump(), **settings}
         return validate({"sample": section}, {}).sample if settings else self.config.sample
+
+    def bias(self, sample: SampleConfig) -> Tensor | None:
+        """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
+        entries = [("bias", *item) for item in sample.bias.items()]
+        entries += [("ban", text, float("-inf")) for text in sample.ban]
+        if not entries:
+            return None
+        bias = torch.zeros(self.tokenizer.vocab_size)
+        for key, text, value in entries:
+            tokens = self.tokenizer.encode(text).tolist()
+            if len(tokens) != 1:
+                parts = ", ".join(repr(self.tokenizer.decode([token])) for token in tokens)
+                raise ConfigError(
+                    f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
+                )
+            bias[tokens[0]] += value
+        return bias
 
     @cached_property
     def fingerprint(self) -> str:
@@ -218,7 +232,7 @@ class Run:
         return None
 
     def _tokens(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
-        """The tokens of a prompt (at least one), and which may come first, (V,), if not all."""
+        """The tokens of a prompt, and which may come first, (V,), if not all."""
         first = None
         if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
             # Where words are tokens, the space belongs to the next one (" the"), and the model has
@@ -228,7 +242,7 @@ class Run:
         tokens: list[int] = []
         for place, part in enumerate(prompt.split(DOCUMENT) if special else [prompt]):
             tokens += [document] * (place > 0) + self.encode(part, "prompt")
-        return tokens or [document], first
+        return tokens, first
 
     @cached_property
     def _begins_with_space(self) -> Tensor:
@@ -236,28 +250,15 @@ class Run:
         spelling, size = self.tokenizer.token_bytes, self.tokenizer.vocab_size
         return torch.tensor([spelling(token).startswith(b" ") for token in range(size)])
 
-    def bias(self, sample: SampleConfig) -> Tensor | None:
-        """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
-        entries = [("bias", *item) for item in sample.bias.items()]
-        entries += [("ban", text, float("-inf")) for text in sample.ban]
-        if not entries:
-            return None
-        bias = torch.zeros(self.tokenizer.vocab_size)
-        for key, text, value in entries:
-            tokens = self.tokenizer.encode(text).tolist()
-            if len(tokens) != 1:
-                parts = ", ".join(repr(self.tokenizer.decode([token])) for token in tokens)
-                raise ConfigError(
-                    f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
-                )
-            bias[tokens[0]] += value
-        return bias
-
 
 def load(
-    path: str | Path, device: str = "auto", weights: str = "bfloat16", cache: Path = CACHE
+    path: str | Path,
+    device: str = "auto",
+    weights: str = "bfloat16",
+    cache: Path = CACHE,
+    step: int | None = None,
 ) -> Run:
-    """The best checkpoint of a run directory.
+    """The best checkpoint of a run directory, or that of a step.
 
     Arithmetic is float32. `weights` says how matrices are stored: float32 as trained, or bfloat16
     (default) or int8, which are faster on a CPU. `cache` holds the compiled step.
@@ -265,13 +266,9 @@ def load(
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
     directory = RunDirectory(Path(path))
-    config, tokenizer = directory.config(), directory.tokenizer()
-    checkpoint = directory.best()
-    if checkpoint.state["tokenizer"] != tokenizer.fingerprint:
-        raise DataError(
-            f"{directory.tokenizer_file}: not the tokenizer of this run, but a {tokenizer.kind} "
-            f"tokenizer with {tokenizer.vocab_size:,} tokens; restore the original file"
-        )
+    config = directory.config()
+    checkpoint = directory.best() if step is None else directory.load(step)
+    tokenizer = directory.tokenizer(checkpoint)
     model = GPT(config.model)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), directory.checkpoints))
     precision.round_weights(model, weights)

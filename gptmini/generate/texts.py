@@ -11,8 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
+from gptmini.config.settings import SampleConfig
 from gptmini.generate.filters import log_probability
 from gptmini.text.tokenizer import Tokenizer
+
+
+def opening(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
+    """The tokens that stand in for an empty prompt."""
+    return tokenizer.encode(sample.start).tolist() if sample.start else [tokenizer.document_token]
 
 
 class Text:

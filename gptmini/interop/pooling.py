@@ -34,7 +34,7 @@ def convert(
     directory = RunDirectory(out)
     if directory.exists:
         raise ConfigError(f"--out {out}: already holds a run; choose another directory")
-    config = _uptraining_config(run.config, attention, steps)
+    config = _uptraining_config(run, attention, steps)
     old, new = run.config.model.n_kv_head, config.model.n_kv_head
     if old % new:
         divisors = ", ".join(str(n) for n in range(1, old + 1) if old % n == 0)
@@ -62,10 +62,12 @@ def convert(
     return training.config
 
 
-def _uptraining_config(config: Config, attention: dict[str, Any], steps: int | None) -> Config:
-    train = config.train
+def _uptraining_config(run: Run, attention: dict[str, Any], steps: int | None) -> Config:
+    train = run.config.train
     steps = steps or max(1, round(STEPS_SHARE * train.steps))
-    tree = config.model_dump()
+    tree = run.config.model_dump()
+    if tree.pop("base")["run"] is not None:  # its tokenizer cannot be learned from its text
+        tree["tokenizer"] = {"kind": str(run.path / "tokenizer.json")}
     tree["model"]["attention"] |= attention
     tree["train"] |= {
         "lr": LR_SCALE * train.lr,

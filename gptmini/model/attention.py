@@ -91,7 +91,8 @@ def attend(
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, V) -> (B, H, T, V).
 
     `mask` is as from `visible`; without one, T queries on S = T keys are causal, and one query sees
-    every key. `dropout` acts on the weights. V, the head size of the values, is K in the model.
+    every key. A query that sees none gets zeros. `dropout` acts on the weights. V, the head size of
+    the values, is K in the model.
     MachineError if `backend` is a kernel that this machine lacks.
     """
     B, H, T, K = q.shape
@@ -164,11 +165,13 @@ def _attend_eagerly(
     if causal:
         positions = torch.arange(T, device=q.device)
         mask = visible(positions, positions)  # (T, T)
+    sees = None if causal or mask is None else mask.any(-1, keepdim=True)  # (T, 1), (B, 1, T, 1)
     if mask is not None:
-        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-        scores = scores + hidden
+        hidden = ~mask if sees is None else ~mask & sees  # all -inf would be NaN
+        scores = scores + torch.zeros_like(mask, dtype=q.dtype).masked_fill(hidden, -torch.inf)
     weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)  # (B, H, T, S)
-    return (weights.view(B, G, H // G * T, S) @ v).view(B, H, T, -1)  # (B, H, T, V)
+    mixed = (weights.view(B, G, H // G * T, S) @ v).view(B, H, T, -1)  # (B, H, T, V)
+    return mixed if sees is None else mixed.masked_fill(~sees, 0)
 
 
 # -- masks: every mask of the model is made here; True means visible -------------------------------
@@ -191,11 +194,6 @@ def visible(
         return mask
     real = keys >= padding[:, None]  # (B, S)
     return (mask & real[:, None] | (distance == 0))[:, None]  # (B, 1, T, S)
-
-
-def cross_mask(lengths: Tensor, queries: int, keys: int) -> Tensor:
-    """(B, 1, T, S): T queries on S keys of another sequence with rows of lengths (B,)."""
-    return (torch.arange(keys) < lengths[:, None])[:, None, None].expand(-1, 1, queries, -1)
 
 
 def left_padding(lengths: list[int]) -> Tensor:

@@ -3,6 +3,9 @@
 Nothing here is fast, and the model uses none of it. Each function is a definition in plain tensor
 code, and tests check that the production attention in `attention.py` computes the same.
 
+To play with them, run `python -i -m gptmini.model.mechanisms` and type, for example,
+`self_attention_without_weights(torch.eye(3))`.
+
 Every function takes a batch as leading axes, written `...`, and no batch as well.
 
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size, V value size.

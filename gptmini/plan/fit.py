@@ -37,13 +37,23 @@ class StepTime:
 
 def micro_batch_size(config: Config, compute: Compute) -> int:
     """The largest divisor of the batch that fits in half the memory and in a CPU's caches."""
-    one_row = dry_run(config.with_train(batch_size=1, micro_batch_size=1), compute).activations
-    free = machine.total_memory(compute.device) - 16 * parameter_count(config.model)
-    rows = free // 2 // one_row
+    batch = rows = config.train.batch_size
     if compute.device.type == "cpu":
-        rows = min(rows, FAST_TOKENS // config.seq_len)
-    batch = config.train.batch_size
-    return max(n for n in range(1, batch + 1) if batch % n == 0 and n <= max(1, rows))
+        rows = min(rows, max(1, FAST_TOKENS // config.seq_len))
+    free = machine.total_memory(compute.device) - 16 * parameter_count(config.model)
+    if rows > 1 and rows * _row_at_most(config) > free // 2:  # else no need to weigh a row
+        single = config.with_train(batch_size=1, micro_batch_size=1)
+        rows = min(rows, max(1, free // 2 // dry_run(single, compute).activations))
+    return max(n for n in range(1, rows + 1) if batch % n == 0)
+
+
+def _row_at_most(config: Config) -> int:
+    """Bytes that a row's activations never reach, twice the most seen; a dry run takes a second."""
+    model = config.model
+    heads = model.n_head * (2 * model.head_dim + config.seq_len)  # q, k, v, scores
+    block = 20 * model.d_model + 6 * (model.d_ff + heads)
+    numbers = config.seq_len * (model.n_layer * block + 6 * (model.vocab_size or 0))
+    return 8 * numbers + 24 * parameter_count(model)
 
 
 def time_step(

@@ -39,6 +39,7 @@ def size(
     asked: Config, cache: Path, accelerator: str | None, utilization: float, devices: int
 ) -> dict[str, Any]:
     """Everything as JSON data; times are for this machine or for the named accelerators."""
+    accelerator = accelerator and accelerator.lower()
     if accelerator is not None and accelerator not in ACCELERATORS:
         known = ", ".join(ACCELERATORS)
         raise ConfigError(f"--accelerator {accelerator}: unknown; use one of {known}")
@@ -57,10 +58,12 @@ def size(
         when = {
             "on": f"{devices} x {accelerator} at {utilization:.0%} of {peak} TFLOP/s",
             "minutes": flops * tokens / (peak * 1e12 * utilization * devices) / 60,
+            "devices": devices,
+            "memory": f"the {gigabytes} GB of one {accelerator}",
             "fits": memory.peak < gigabytes * 1e9,
         }
     elif memory.peak > machine.total_memory(compute.device):
-        when = {"on": f"this machine, {compute.device.type}", "fits": False}
+        when = {"memory": f"the memory of this machine, {compute.device.type}", "fits": False}
     else:
         program, waste, when = _here(config, corpus, compute)
     other = config.with_train(gradient_checkpointing=not train.gradient_checkpointing)
@@ -132,7 +135,8 @@ def _here(config: Config, corpus: Corpus, compute: Compute) -> tuple[int, float,
     # A pass without gradients takes a quarter of both, and evaluation is not compiled.
     tokens = sum(map(len, corpus.validation))
     once = EVALUATING + step.passes / 4 * tokens / (train.batch_size * config.seq_len)
-    evaluations = math.ceil(train.steps / train.eval_every)
+    first = config.base.run is not None  # before the first step
+    evaluations = math.ceil(train.steps / train.eval_every) + first
     # The first step allocates for all the others and takes twice the time.
     seconds = START + (train.steps + 1) * per_step + evaluations * once + COMPILING * compiled
     when = {
@@ -180,14 +184,18 @@ def _time(when: dict[str, Any]) -> str:
     """Two lines."""
     if not when.get("fits", True):
         return (
-            f"does not fit in the memory of {when['on']};\n"
+            f"the training does not fit in {when['memory']};\n"
             f"{'':12}lower train.micro_batch_size or set train.gradient_checkpointing=true"
         )
     seconds = 60 * when["minutes"]
     time = f"{when['minutes']:,.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
     first = f"{time if seconds >= 1.5 else 'about a second'} on {when['on']}\n{'':12}"
     if "fits" in when:
-        return f"{first}the training fits in its memory"
+        fits = f"the training fits in {when['memory']}"
+        if when["devices"] > 1:
+            by = when["devices"]
+            fits += f"\n{'':12}only the time is divided by {by}: gptmini trains on one device"
+        return first + fits
     return (
         f"{first}{when['seconds_per_step']:.3f} s per step{', compiled' * when['compiled']}; "
         f"{when['seconds_per_evaluation']:.1f} s per evaluation, {when['evaluations']} in all"

@@ -32,7 +32,7 @@ from gptmini import files
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, MachineError, os_reason
+from gptmini.errors import CheckpointError, DataError, MachineError, os_reason
 from gptmini.text import tokenizer
 from gptmini.text.tokenizer import Tokenizer
 
@@ -44,11 +44,15 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Checkpoint:
-    """A run after one of its steps; `state` is JSON data: step, best evaluation, counters."""
+    """A run after one of its steps; `state` is JSON data: step, best evaluation, counters.
+
+    `sha256` is that of the file the weights were read from.
+    """
 
     state: dict[str, Any]
     model: Tensors
     optimizer: Tensors
+    sha256: str = ""
 
     @property
     def step(self) -> int:
@@ -88,8 +92,15 @@ class RunDirectory:
         origins = {key: f"{self.config_file}:{line}" for key, line in lines.items()}
         return load.validate(data, origins)
 
-    def tokenizer(self) -> Tokenizer:
-        return tokenizer.read(self.tokenizer_file)
+    def tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
+        """The run's tokenizer; DataError if it is not that of the checkpoint."""
+        own = tokenizer.read(self.tokenizer_file)
+        if checkpoint is not None and checkpoint.state["tokenizer"] != own.fingerprint:
+            raise DataError(
+                f"{self.tokenizer_file}: not the tokenizer of this run, but a {own.kind} "
+                f"tokenizer with {own.vocab_size:,} tokens; restore the original file"
+            )
+        return own
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -227,7 +238,7 @@ class RunDirectory:
         damages: list[str] = []
         for step in steps:
             try:
-                checkpoint = self._load(step, with_optimizer)
+                checkpoint = self.load(step, with_optimizer)
             except CheckpointError as damage:
                 damages += damage.lines
                 continue
@@ -248,7 +259,8 @@ class RunDirectory:
         except CheckpointError:
             return False
 
-    def _load(self, step: int, with_optimizer: bool) -> Checkpoint:
+    def load(self, step: int, with_optimizer: bool = False) -> Checkpoint:
+        """The checkpoint of a step; CheckpointError if it is damaged."""
         folder = self._folder(step)
         manifest = _read_json(folder / "manifest.json")
         _read_verified(folder / "state.json", manifest)
@@ -262,6 +274,7 @@ class RunDirectory:
             state,
             _read_tensors(folder / "model.safetensors", manifest),
             _read_tensors(folder / "optimizer.safetensors", manifest) if with_optimizer else {},
+            manifest["model.safetensors"]["sha256"],
         )
 
     def _folder(self, step: int) -> Path:

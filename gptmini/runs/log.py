@@ -3,9 +3,10 @@
 Trackers are optional packages. Once training runs, one that fails is dropped with a warning.
 """
 
+import importlib.util
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class RunLog:
 
     def __init__(self, run: Path, config: Config, step: int) -> None:
         self._path = run / "metrics.jsonl"
+        check_installed(config.train.log_to)
         self._trackers = {
             name: _open_tracker(name, run, config, step) for name in config.train.log_to
         }
@@ -105,14 +107,19 @@ def _parsed(text: bytes) -> Metrics | None:
     return line if plain and isinstance(sample, str) and isinstance(line["step"], int) else None
 
 
+def check_installed(names: Iterable[str]) -> None:
+    """MachineError for a tracker whose package is missing."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MachineError(
+                f"train.log_to: {name} is not installed; run pip install {name}, or remove it from "
+                f"train.log_to"
+            )
+
+
 def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
     try:
         return TRACKERS[name](run, config, step)
-    except ImportError:
-        raise MachineError(
-            f"train.log_to: {name} is not installed; run pip install 'gptmini[{name}]', or remove "
-            f"it from train.log_to"
-        ) from None
     except Exception as error:  # its own, such as not being logged in
         raise MachineError(
             f"train.log_to: {name}: {error}; fix this, or remove {name} from train.log_to"

@@ -124,8 +124,7 @@ def _pyarrow(file: File) -> Any:
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError:
         raise DataError(
-            f"{file.path}: zstd and Parquet need pyarrow; install it with: "
-            f"pip install 'gptmini[data]'"
+            f"{file.path}: zstd and Parquet need pyarrow; run pip install pyarrow"
         ) from None
     return pyarrow
 

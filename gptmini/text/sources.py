@@ -134,12 +134,12 @@ class Part:
         )
 
     def _stretch(self) -> Iterator[Piece]:
-        """Training text first, then validation, then the test; cut between words where it can."""
+        """Training text first, then test, then validation; cut between words where it can."""
         size = self.source.text_bytes
         test = max(1, round(size * self.test)) if self.test else 0
         validation = max(1, round(size * self.validation)) if self.validation else 0
-        cuts = [0, size - test - validation, size - test, size]
-        place = ("training", "validation", "test").index(self.side)
+        cuts = [0, size - validation - test, size - validation, size]
+        place = ("training", "test", "validation").index(self.side)
         first, last = cuts[place], cuts[place + 1]
         at = 0  # bytes before this piece
         for text, starts_document in self.source.pieces():

@@ -2,8 +2,8 @@
 
 A token file has three parts:
 
-    header      version, bytes per token, number of tokens, bytes of text, and the SHA-256 of the
-                tokenizer, of the content and of the table
+    header      version, bytes per token, number of tokens, bytes of text, number of documents, and
+                the SHA-256 of the tokenizer, of the content and of the table
     tokens      little-endian, 16 or 32 bits each; a document token before each document
     table       the SHA-256 of every BLOCK bytes of tokens
 
@@ -27,8 +27,8 @@ from gptmini.errors import DataError, os_reason
 from gptmini.text import tokenizer as tokenizers
 from gptmini.text.tokenizer import Piece, Tokenizer, Tokens
 
-HEADER = struct.Struct("<8sIIQQ32s32s32s")
-MAGIC, VERSION = b"gptmini\n", 2
+HEADER = struct.Struct("<8sIIQQQ32s32s32s")
+MAGIC, VERSION = b"gptmini\n", 3
 BLOCK = 1 << 20  # bytes of tokens hashed together
 CHECKED_AT_ONCE = 1 << 30  # larger files are checked block by block as they are read
 CYCLE = 1000  # the pattern in which weighted texts take turns repeats after as many windows
@@ -43,12 +43,13 @@ def write(
 ) -> None:
     """Encode a text into a token file. `digest` is its SHA-256; `advance` gets bytes of text."""
     dtype = token_dtype(tokenizer.vocab_size)
-    text_bytes, token_bytes, table = 0, 0, b""
+    text_bytes, token_bytes, documents, table = 0, 0, 0, b""
 
     def encoded() -> Iterator[bytes]:
-        nonlocal text_bytes
+        nonlocal text_bytes, documents
         for size, tokens in _encoded(tokenizer, pieces):
             text_bytes += size
+            documents += int((tokens == tokenizer.document_token).sum())
             advance(size)
             yield tokens.astype(dtype).tobytes()
 
@@ -60,7 +61,7 @@ def write(
             table += hashlib.sha256(block).digest()
         file.write(table)
         file.seek(0)
-        sizes = (dtype.itemsize, token_bytes // dtype.itemsize, text_bytes)
+        sizes = (dtype.itemsize, token_bytes // dtype.itemsize, text_bytes, documents)
         digests = (tokenizer.fingerprint, digest, hashlib.sha256(table).hexdigest())
         file.write(HEADER.pack(MAGIC, VERSION, *sizes, *map(bytes.fromhex, digests)))
 
@@ -138,7 +139,8 @@ class TokenFile:
         header = self.file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise self._unusable("not a gptmini token file")
-        _, version, size, self.count, self.text_bytes, made_by, _, root = HEADER.unpack(header)
+        _, version, size, *counts, made_by, _, root = HEADER.unpack(header)
+        self.count, self.text_bytes, self.documents = counts
         self.dtype = token_dtype(tokenizer.vocab_size)
         if version != VERSION or size != self.dtype.itemsize:
             raise self._unusable(f"version {version}, {size} bytes per token")
@@ -214,6 +216,19 @@ class Corpus:
         turns = zip(shares(weights or [1.0], CYCLE), self.training, strict=True)
         visited = steps * batch_size
         return max(visited * share / CYCLE / windows(file, seq_len) for share, file in turns)
+
+    @property
+    def beginnings(self) -> int:
+        """Documents with text before them, whose document tokens each epoch reads.
+
+        The one at the start of a file is almost always outside the windows.
+        """
+        return sum(max(0, tokens.documents - 1) for tokens in self.training)
+
+    def excerpt(self) -> str:
+        """The beginning of the training text."""
+        tokens = self.training[0]
+        return self.tokenizer.decode(tokens.read(0, min(len(tokens), 10_000)).tolist())
 
     def summary(self, kind: str) -> str:
         """One line on the text and its tokens; `kind` is the tokenizer asked for."""

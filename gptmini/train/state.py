@@ -7,6 +7,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,18 +140,37 @@ def begin(training: Training) -> None:
     """Make the run directory, or resume the same run from its newest checkpoint."""
     config, run, tokenizer = training.config, training.run, training.corpus.tokenizer
     if not run.exists:
+        if config.base.run is not None:
+            _begin_from(training, RunDirectory(Path(config.base.run)))
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+            save(training)  # before `create`: resuming needs no base, and never begins untrained
         run.create(config, tokenizer)
         return
     run.checkpoints.mkdir(exist_ok=True)
-    _check_same(config, run.config(), run)
+    check_same(config, run.config(), run)
     if run.tokenizer().fingerprint != tokenizer.fingerprint:
         raise _other_text(config, run)
     if (checkpoint := run.newest()) is not None:
         restore(training, checkpoint)
         run.prune(training.progress.best, config.train.keep)  # a kill may have left more
         training.started -= training.progress.elapsed
+    elif config.base.run is not None:
+        raise CheckpointError(
+            f"{run.checkpoints}: no checkpoint to resume from; delete {run.path} to begin again "
+            f"from {config.base.run}"
+        )
     if training.step < config.train.steps:
         run.write_config(config)
+
+
+def _begin_from(training: Training, base: RunDirectory) -> None:
+    """Load the weights that the configuration names; CheckpointError if they are gone."""
+    checkpoint, model = base.best(), training.model
+    if checkpoint.sha256 != training.config.base.sha256:
+        raise CheckpointError(
+            f"{base.path}: changed while this run was prepared; run the same command again"
+        )
+    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), base.checkpoints))
 
 
 def save(training: Training) -> None:
@@ -225,7 +245,7 @@ def introduce(training: Training, decision: "Decision") -> None:
         line += f"; resuming after step {training.step:,}"
     if decision.seconds_per_step is not None and training.step < train.steps:
         left = (train.steps - training.step) * decision.seconds_per_step
-        line += f"; about {duration(left)} left"
+        line += f"; about {duration(left)} left" if left >= 1 else "; about a second left"
     say_fact(line)
     if epochs > MANY_EPOCHS:
         warn(
@@ -234,12 +254,17 @@ def introduce(training: Training, decision: "Decision") -> None:
         )
 
 
-def _check_same(asked: Config, existing: Config, run: RunDirectory) -> None:
-    """ConfigError listing the settings in which a run differs from the one asked for."""
+def check_same(
+    asked: Config, existing: Config, run: RunDirectory, undecided: tuple[Any, ...] = ()
+) -> None:
+    """ConfigError listing the settings in which a run differs from the one asked for.
+
+    Settings that still have one of the values `undecided` are not compared.
+    """
     lines = [
         f"{key}: {_shown(theirs)} in {run.path}, now {_shown(ours)}"
         for key, ours, theirs in differences(asked, existing)
-        if key not in CHANGEABLE and not key.startswith("sample.")
+        if key not in CHANGEABLE and not key.startswith("sample.") and ours not in undecided
         if key != "train.minutes" or None in (ours, theirs)  # other minutes make it longer
     ]
     if lines:

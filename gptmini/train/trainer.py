@@ -19,7 +19,7 @@ from gptmini.console import TrainingProgress, say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import decode
-from gptmini.generate.texts import Text
+from gptmini.generate.texts import Text, opening
 from gptmini.model.gpt import loss
 from gptmini.model.optim import cooldown_steps, learning_rate
 from gptmini.plan.minutes import paced_steps
@@ -47,8 +47,8 @@ SAMPLE_TOKENS = 120  # drawn at each evaluation
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
-def train(decision: "Decision", out: Path) -> None:
-    """Train the run in a directory to its last step, from wherever it stands.
+def train(decision: "Decision", out: Path) -> bool:
+    """Train the run in a directory to its last step, from wherever it stands; False if it is there.
 
     Raises ConfigError if another run lives there, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
@@ -60,7 +60,7 @@ def train(decision: "Decision", out: Path) -> None:
         begin(training)
         if _is_finished(training):
             say(f"{out}: {already(training)}; {how_to_continue(training)}")
-            return
+            return False
         introduce(training, decision)
         weights = sum(p.nbytes for p in training.model.parameters())
         run.check_space(3 * weights)  # and up to two moments of the optimizer
@@ -68,10 +68,16 @@ def train(decision: "Decision", out: Path) -> None:
         bar = TrainingProgress(training.step, training.config.train.steps)
         try:
             with machine.signals() as received:
+                if training.step == 0 and training.config.base.run is not None:
+                    log.back_to(-1)  # a kill may have come after this line
+                    first = evaluation(training)
+                    log.write(training.progress.stamp() | first)
+                    bar.show(first)
                 _loop(training, log, bar, received)
         finally:
             bar.close()
             log.close()
+    return True
 
 
 def _loop(
@@ -122,9 +128,7 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
         record |= metrics | {"tokens_per_second": round(tokens / seconds, 1)}
         training.logged = (training.step, progress.seconds)
     if training.step % settings.eval_every == 0 or last:
-        record |= assess(training)
-        record["sample"] = sample(training)
-        record["peak_memory"] = machine.peak_memory(training.compute.device)
+        record |= evaluation(training)
     if record:
         log.write(progress.stamp() | record)
         bar.show(record)
@@ -152,6 +156,14 @@ def update(training: Training) -> dict[str, Any]:
     return {"train_loss": total, "lr": lr, "grad_norm": norm}
 
 
+def evaluation(training: Training) -> dict[str, Any]:
+    """What is logged at each evaluation."""
+    return assess(training) | {
+        "sample": sample(training),
+        "peak_memory": machine.peak_memory(training.compute.device),
+    }
+
+
 def assess(training: Training) -> dict[str, Any]:
     """Evaluate the whole validation split and remember the best step."""
     settings, corpus, progress = training.config.train, training.corpus, training.progress
@@ -177,7 +189,7 @@ def sample(training: Training) -> str:
     )
     model, tokenizer = training.model, training.corpus.tokenizer
     limit = training.config.model.context_length
-    text = Text(0, [tokenizer.document_token], limit)
+    text = Text(0, opening(tokenizer, settings), limit)
     model.eval()
     with training.eagerly():
         for _, token, _ in decode(TorchEngine(model), [text], settings, limit):
