@@ -22,6 +22,8 @@ from pathlib import Path
 
 import httpx
 
+from gptmini.text.tokenizer import read
+
 LLAMA = """
 import sys, threading, xllamacpp as x
 p = x.CommonParams()
@@ -118,9 +120,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=3, help="texts per client")
     parser.add_argument("--processes", action="store_true")
     options = parser.parse_args()
-    vocabulary = NEVER[0] = len(
-        json.loads((Path(options.run) / "tokenizer.json").read_text())["ranks"]
-    )
+    # Random tokens from those before the one that ends a document, which is forbidden.
+    vocabulary = NEVER[0] = read(Path(options.run) / "tokenizer.json").document_token
     print("| clients x prompt | server | tokens/s | first token | between tokens |")
     print("|---|---|---|---|---|", flush=True)
     for n_clients in map(int, options.clients.split(",")):
