@@ -23,7 +23,8 @@ from torch import Tensor
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.files import CACHE
 from gptmini.generate.engine import Engine, TorchEngine
-from gptmini.generate.native import PRECISIONS, NativeEngine, open_engine
+from gptmini.generate.native import NativeEngine, open_engine
+from gptmini.generate.precision import PRECISIONS
 from gptmini.generate.run import load
 from gptmini.generate.sampler import decode
 from gptmini.generate.texts import Generation, Text

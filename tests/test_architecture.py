@@ -22,14 +22,18 @@ ROOMS = {
     "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling"],
     "runs": ["directory", "log"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "size"],
-    "generate": ["filters", "sampler", "engine", "native", "guess", "texts", "run", "bulk"],
+    "generate": [
+        *("filters", "sampler", "engine", "build", "precision", "native"),
+        *("guess", "texts", "run", "bulk", "batch"),
+    ],
     "train": ["batches", "evaluate", "trainer", "state", "fit"],
     "evidence": [
         *("evaluate", "measure", "variants", "compare"),
         *("attention_view", "plots", "page", "reading", "report"),
     ],
     "interop": ["architectures", "folding", "huggingface", "gguf", "export", "pooling"],
-    "cli": ["app", "options", "train", "generate", "text", "evidence", "interop"],
+    "serve": ["completions", "server"],
+    "cli": ["app", "options", "train", "generate", "text", "evidence", "interop", "serve"],
 }
 CORE = [  # read in one sitting
     *("model.attention", "model.layers", "model.gpt", "model.optim"),
@@ -50,7 +54,10 @@ DOORS = {  # the only modules that import a library
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"evidence.plots"},
-    "subprocess": {"generate.native", "evidence.compare"},
+    "subprocess": {"generate.build", "evidence.compare"},
+    "starlette": {"serve.server"},
+    "uvicorn": {"serve.server"},
+    "prometheus_client": {"serve.server"},
     "typer": {"cli.app", "cli.options", "cli.text", "cli.train"},
 }
 NEVER_LOADS = {  # importing the module on the left loads none of those on the right
@@ -162,6 +169,11 @@ def test_each_library_has_its_doors(library):
         if library in dotted.split(".") and not dotted.startswith("gptmini")
     }
     assert users == DOORS[library]
+
+
+def test_the_server_stands_on_generating_alone():
+    rooms = {room_of(file) for name in ROOMS["serve"] for file in imported_files(f"serve.{name}")}
+    assert rooms <= {"", "config", "generate", "serve"}
 
 
 @pytest.mark.parametrize(("module", "others"), NEVER_LOADS.items(), ids=NEVER_LOADS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gptmini import files
 from gptmini.config.settings import ModelConfig
-from gptmini.generate import native
+from gptmini.generate import build, native, precision
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
 
@@ -60,7 +60,7 @@ def models(draw: st.DrawFn) -> GPT:
 
 
 def step_of(model: GPT, weights: str = "float32", n_rows: int = 1) -> native.NativeStep:
-    library = native.build(files.CACHE)
+    library = build.build(files.CACHE)
     assert library is not None
     cache = KVCache(model.config, n_rows, torch.device("cpu"), torch.float32, SPARE)
     return native.NativeStep(library, model, weights, cache)
@@ -68,10 +68,10 @@ def step_of(model: GPT, weights: str = "float32", n_rows: int = 1) -> native.Nat
 
 @needs_compiler
 @settings(max_examples=60, deadline=None)
-@given(model=models(), weights=st.sampled_from(list(native.PRECISIONS)), seed=st.integers(0, 99))
+@given(model=models(), weights=st.sampled_from(list(precision.PRECISIONS)), seed=st.integers(0, 99))
 def test_the_step_computes_the_model_and_the_same_bits_in_any_batch(model, weights, seed):
     pieces = random.Random(seed)
-    native.round_weights(model, weights)
+    precision.round_weights(model, weights)
     step = step_of(model, weights, n_rows=4)
     tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
     alone = torch.cat([step([t], [0], [p]).clone() for p, t in enumerate(tokens)])
@@ -109,7 +109,7 @@ def test_any_number_of_threads_gives_the_same_bits():
 def test_int8_weights_are_at_most_half_a_step_off(seed):
     weights = torch.randn(7, 33, generator=torch.Generator().manual_seed(seed))
     weights[0] = 0
-    whole, scales = native.quantize(weights)
+    whole, scales = precision.quantize(weights)
     assert whole.abs().max() == 127
     off = (whole * scales[:, None] - weights).abs()
     assert (off <= scales[:, None] * 0.501).all()
@@ -118,36 +118,36 @@ def test_int8_weights_are_at_most_half_a_step_off(seed):
 def test_rounding_leaves_norms_and_positions_unchanged():
     model = GPT(ModelConfig(vocab_size=50, n_layer=1, position="learned"))
     before = copy.deepcopy(model.state_dict())
-    native.round_weights(model, "bfloat16")
+    precision.round_weights(model, "bfloat16")
     changed = {name for name, now in model.state_dict().items() if not now.equal(before[name])}
     assert changed == {name for name, now in before.items() if now.ndim == 2} - {"positions.weight"}
-    native.round_weights(model, "float32")
+    precision.round_weights(model, "float32")
 
 
 def test_without_a_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert native.build(tmp_path / "one") is None
+    assert build.build(tmp_path / "one") is None
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    assert native.build(tmp_path / "two") is None
+    assert build.build(tmp_path / "two") is None
 
 
 @needs_compiler
 def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
-    assert native.build(tmp_path) is not None
+    assert build.build(tmp_path) is not None
     (library,) = (tmp_path / "native").iterdir()
     made = library.stat().st_mtime_ns
-    native.build.cache_clear()
-    assert native.build(tmp_path) is not None
+    build.build.cache_clear()
+    assert build.build(tmp_path) is not None
     assert library.stat().st_mtime_ns == made
     library.chmod(stat.S_IMODE(library.stat().st_mode) | 0o002)  # anybody could write it
-    native.build.cache_clear()
-    assert native.build(tmp_path) is None
+    build.build.cache_clear()
+    assert build.build(tmp_path) is None
 
 
 @needs_compiler
 def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path):
     (tmp_path / "native").write_text("a file where the folder should be")
-    assert native.build(tmp_path) is None
+    assert build.build(tmp_path) is None
     assert os.listdir(tmp_path) == ["native"]

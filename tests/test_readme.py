@@ -17,6 +17,7 @@ from conftest import new_cache
 from gptmini.cli import app
 from gptmini.config import load
 from gptmini.config.load import CONFIGS, named_configs
+from gptmini.serve import server
 from gptmini.text import fetch
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +101,8 @@ def made_small(words: list[str]) -> list[str]:
     words = [word.replace("mha,gqa:2,mqa,window:64", "mha,gqa:2") for word in words]
     if words[1] in ("train", "size") or (words[1] == "compare" and "runs/" not in words[2]):
         words = [*words, *SMALL_WORDS]
-    return words + ["--max-new-tokens", "3"] * (words[1] == "generate")
+    extra = {"generate": ["--max-new-tokens", "3"], "serve": ["--port", "0"]}
+    return words + extra.get(words[1], [])
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -113,6 +115,7 @@ def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     monkeypatch.setattr("builtins.input", lambda _: sys.exit())  # somebody who types nothing
+    monkeypatch.setattr(server, "serve", lambda _, listening, __: listening.close())
     monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
     (tmp_path / "stdin.txt").write_text(TEXT)
     for readme in READMES:

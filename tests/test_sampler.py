@@ -130,6 +130,48 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
         assert drawn(model, [prompt], engine, temperature=0, max_new_tokens=20) == whole
 
 
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("attention", [{}, {"window": 5}, {"window": 5, "full_every": 2}], ids=str)
+def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monkeypatch):
+    for module, name, value in [(native, "PREFILL", 4), (native, "SPARE", 1)]:
+        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(torch_engine, name, value)
+    model = model_of(extra=attention)
+    engine = engine_of(model, "compiled", 3)
+    first = Text(0, [*range(15)], LIMIT)
+    others = [Text(1, [7], LIMIT), Text(2, [*range(9), 40, 41, 42, 43, 44], LIMIT)]
+    chunks = 0
+    while engine.prefill_chunk(first):  # the last takes what a call can do at once
+        chunks += 1
+        engine(others[:1])  # a row that is not evicted meanwhile
+        others[0].context.append(chunks)
+        assert others[0].cached == chunks
+        assert first.cached == 4 * chunks
+    assert chunks == 3
+    for text in (first, others[1]):
+        (found,) = engine([text])
+        found = found.clone()
+        alone = Text(9, text.prompt_tokens, LIMIT)
+        assert torch.equal(engine_of(model, "compiled")([alone])[0], found)
+    # Nine tokens in common are two chunks of four; a window has overwritten its first keys.
+    assert others[1].reused == (0 if attention else 8)
+    # Steps follow the shared part, and a text that takes an ended one's slot finds no old keys.
+    first.finish_reason = others[0].finish_reason = "length"
+    for prompt in ([0, 1, 2], [*range(12)], [*range(4), 9, 9, 9]):
+        text = Text(3, prompt, LIMIT)
+        for token in range(3):
+            (found,) = engine([text])
+            found = found.clone()
+            alone = Text(9, prompt, LIMIT)
+            lonely = engine_of(model, "compiled")
+            for earlier in range(token):
+                lonely([alone])
+                alone.context.append(earlier)
+            assert torch.equal(lonely([alone])[0], found)
+            text.context.append(token)
+        text.finish_reason = "length"
+
+
 def test_sampling_loads_neither_the_compiled_engine_nor_guessers():
     check = (
         "import sys, gptmini.generate.sampler as _; "

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import tiny, train
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -80,6 +81,18 @@ def test_bench_generate_times_hugging_face_and_gptmini():
         assert len(row) >= 4
         assert all(float(cell.split()[0].replace(",", "")) > 0 for cell in row[1:])
     assert names[1:4] == ["HF", "HF bf16", "gptmini in torch"]
+
+
+def test_bench_serve_times_the_server(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
+    data = {"path": str(tmp_path / "text.txt")}
+    train(tiny(data=data, train={"steps": 1}), tmp_path / "run", tmp_path / "cache")
+    words = ["--clients", "2", "--prompts", "5", "--texts", "1", "--new", "4"]
+    (row,) = output("bench_serve.py", str(tmp_path / "run"), *words).splitlines()[2:]
+    clients, name, speed, first, between = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (clients, name) == ("2 x 5", "gptmini")
+    assert float(speed.replace(",", "")) > 0
+    assert first.count("/") == between.count("/") == 2
 
 
 def test_bench_size_compares_plans_with_trainings():

@@ -23,6 +23,7 @@ from gptmini import __version__
 from gptmini.cli.evidence import compare, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
 from gptmini.cli.interop import convert, export, import_
+from gptmini.cli.serve import serve
 from gptmini.cli.text import data_app, tokenizer_app
 from gptmini.cli.train import list_settings, prepare, train
 from gptmini.errors import GptminiError, Stopped
@@ -94,7 +95,10 @@ _WORDS = {  # of typer's help and errors, in ours
 # Windows has no SIGHUP.
 _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-for _command in (train, generate, score, evaluate, inspect, compare, size, convert, plot):
+for _command in (
+    *(train, generate, serve, score, evaluate, inspect, compare),
+    *(size, convert, plot),
+):
     app.command()(_command)
 app.command()(export)
 app.command("import")(import_)

@@ -15,7 +15,7 @@ from gptmini.generate.texts import Text
 from gptmini.model.attention import KVCache, left_padding
 from gptmini.model.gpt import GPT
 
-PREFILL = 512  # prompt tokens per forward pass, which bounds the memory of their scores
+PREFILL = 128  # prompt tokens per forward pass, which bounds the memory of their scores
 SPARE = 16  # extra positions in windowed caches, so that wrong guesses can be taken back
 
 
@@ -29,6 +29,12 @@ class Engine(Protocol):
         """Logits (wanted, V) of each text's last tokens, float32 on the CPU; caches its context.
 
         They may lie in a buffer that the next call overwrites.
+        """
+
+    def prefill_chunk(self, text: Text) -> bool:
+        """Prefill a chunk of a long prompt; False if the next call can do what is left.
+
+        A caller with other texts calls this between their tokens. Only a `ragged` engine does it.
         """
 
 
@@ -48,6 +54,9 @@ class TorchEngine:
         for text in texts:
             text.cached = len(text.context)
         return logits
+
+    def prefill_chunk(self, text: Text) -> bool:
+        return False
 
     def _can_step(self, texts: list[Text]) -> bool:
         """Whether the cache can be extended, rather than filled anew.

@@ -2,39 +2,28 @@
 
 Decoding reads every weight for every token, so memory bandwidth sets the pace. On small models
 the overhead of torch's calls costs more than that, and torch cannot multiply float32 inputs by
-narrower weights. decode.cpp has neither limit; it compiles once, in a second, into the cache.
+narrower weights. decode.cpp has neither limit; build.py compiles it.
 
 Letters: B rows of the cache, M tokens of one call, D width, F width of the MLP, H query heads,
 K head size, V vocabulary.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import threading
-from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_void_p
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from gptmini.generate.engine import SPARE, Engine, TorchEngine, prefill
+from gptmini.generate.build import build
+from gptmini.generate.engine import PREFILL, SPARE, Engine, TorchEngine, prefill
+from gptmini.generate.precision import COLUMNS, PRECISIONS, Packed, pack
 from gptmini.generate.texts import Text
 from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT, Block
 
-SOURCE = Path(__file__).with_name("decode.cpp")
-FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
-COLUMNS, LANES = 64, 16  # as in decode.cpp
 CALL = 64  # most tokens in one call, which sizes the buffers
 ACTIVATIONS = {"gelu": 0, "relu2": 1, "swiglu": 2}
-PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
 SIZES = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "context_length")
 
 
@@ -74,91 +63,6 @@ class _Model(Structure):
     ]
 
 
-@lru_cache
-def build(cache: Path) -> ctypes.CDLL | None:
-    """The compiled step, from the cache or compiled now; None if that fails or is not possible."""
-    compiler = shutil.which("g++")
-    if compiler is None or os.name != "posix":
-        return None
-    words = " ".join([compiler, *FLAGS, _processor()])
-    name = hashlib.sha256(SOURCE.read_bytes() + words.encode()).hexdigest()[:16]
-    library = cache / "native" / f"{name}.so"
-    try:
-        if not library.exists():
-            _compile(compiler, library)
-        if library.stat().st_uid != os.getuid() or library.stat().st_mode & 0o022:
-            return None  # never load code that another user could have written
-        return ctypes.CDLL(str(library))
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _processor() -> str:
-    """The processor's instructions: -march=native, and machines may share a home directory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        features = platform.processor()
-    return f"{platform.machine()} {features}"
-
-
-def _compile(compiler: str, library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
-    try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
-        subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
-    except subprocess.CalledProcessError:
-        subprocess.run(command, capture_output=True, check=True)  # noqa: S603
-    partial.chmod(0o700)
-    os.replace(partial, library)
-
-
-def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (N, K) as int8 with one scale per row (N,), so that each row's largest is 127."""
-    scales = weights.abs().amax(dim=1).clamp(min=1e-30) / 127  # (N,)
-    return (weights / scales[:, None]).round().to(torch.int8), scales
-
-
-@torch.no_grad()
-def round_weights(model: GPT, precision: str) -> None:
-    """Round every matrix in place to that precision, stored as float32: torch computes the same."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) or module is model.embed:
-            if precision == "bfloat16":
-                module.weight.copy_(module.weight.bfloat16())
-            elif precision == "int8":
-                integers, scales = quantize(module.weight)
-                module.weight.copy_(integers * scales[:, None])
-
-
-# The first module of each matrix: its words, scales and bias, and how many rows and columns.
-Packed = dict[nn.Module, tuple[list[Tensor | None], int, int]]
-
-
-def _pack(
-    modules: Sequence[nn.Linear | nn.Embedding], precision: str
-) -> tuple[list[Tensor | None], int, int]:
-    parts = [dict(module.named_parameters()) for module in modules]
-    matrices = [part["weight"].detach() for part in parts]
-    weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
-    bias = torch.cat([part["bias"].detach() for part in parts]) if "bias" in parts[0] else None
-    if missing := -weights.shape[1] % COLUMNS:
-        weights = functional.pad(weights, (0, missing))
-    rows, columns = weights.shape
-    scales = None
-    if precision == "bfloat16":
-        weights = weights.bfloat16()
-    elif precision == "int8":
-        weights, scales = quantize(weights)
-    # Interleave: a 32-bit word holds columns i, i + 16 (, i + 32, i + 48) of its block, so that
-    # one shift of a vector of words widens 16 neighboring columns.
-    per_word = 4 // weights.element_size()
-    words = weights.view(rows, -1, per_word, LANES).transpose(2, 3).contiguous()
-    return [words, scales, bias], rows, columns
-
-
 class NativeStep:
     """The compiled forward pass of one model over one cache of B rows.
 
@@ -173,7 +77,7 @@ class NativeStep:
         model: GPT,
         precision: str,
         cache: KVCache,
-        packed: "Packed | None" = None,
+        packed: Packed | None = None,
     ) -> None:
         """`packed` shares the weights in C's layout between the steps of one model."""
         self._function = library.gptmini_step
@@ -257,7 +161,7 @@ class NativeStep:
     def _matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
         """Modules with the same input as one matrix, in the layout that decode.cpp reads."""
         if modules[0] not in self._packed:
-            self._packed[modules[0]] = _pack(modules, self._precision)
+            self._packed[modules[0]] = pack(modules, self._precision)
         tensors, rows, columns = self._packed[modules[0]]
         return _Matrix(*map(self._pointer, tensors), rows, columns)
 
@@ -288,6 +192,11 @@ class NativeEngine:
         self._cache = KVCache(model.config, n_slots, torch.device("cpu"), torch.float32, SPARE)
         self._step = NativeStep(library, model, weights, self._cache, packed)
         self._slots: list[Text | None] = [None] * n_slots
+        # Of each slot: when it was last taken, and the tokens at its beginning that were prefilled
+        # in whole chunks and still are there. A prompt that begins with them starts from them.
+        self._taken = [0] * n_slots
+        self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]
+        self._ring = min(layer.size for layer in self._cache.layers)
 
     def __call__(self, texts: list[Text]) -> list[Tensor]:
         slots = [self._slot(text, texts) for text in texts]
@@ -295,6 +204,8 @@ class NativeEngine:
         logits: dict[int, Tensor] = {}
         calls: list[list[tuple[int, int, int]]] = [[]]  # (token, slot, position) of each call
         for slot, text in zip(slots, texts, strict=True):
+            if text.cached == 0:
+                self._share(slot, text)
             unseen = range(text.cached, len(text.context))
             # A few tokens wait for the weights to come from memory, which the compiled step reads
             # once. A prompt is bound by arithmetic, and torch's matrix products are best at that.
@@ -306,6 +217,8 @@ class NativeEngine:
                     calls.append([])
                 calls[-1] += [(text.context[place], slot, place) for place in unseen]
             text.cached = len(text.context)
+            if text.cached > self._ring:  # the first keys of a window are overwritten
+                self._prefilled[slot] = []
         for call in filter(None, calls):
             tokens, rows, positions = (list(column) for column in zip(*call, strict=True))
             output = self._step(tokens, rows, positions)  # (M, V)
@@ -315,18 +228,74 @@ class NativeEngine:
             logits |= {slot: output[end - wanted[slot] : end] for slot, end in ends.items()}
         return [logits[slot] for slot in slots]
 
+    def prefill_chunk(self, text: Text) -> bool:
+        slot = self._slot(text, [])
+        if text.cached == 0:
+            self._share(slot, text)
+        end = text.cached + PREFILL
+        if len(text.context) - end <= SPARE:
+            return False
+        self._model.hidden(torch.tensor([text.context[text.cached : end]]), self._row(slot, text))
+        self._remember(slot, text, end)
+        text.cached = end
+        return True
+
     def _slot(self, text: Text, texts: list[Text]) -> int:
-        """The slot of a text; a new one takes the place of any text that is not in this call."""
+        """The slot of a text; a new one takes that of another which is not in this call.
+
+        Empty ones first, then those of ended texts, the one first that was taken longest ago.
+        """
         if text in self._slots:
             return self._slots.index(text)
-        slot = next(n for n, other in enumerate(self._slots) if other not in texts)
+        others = [(n, other) for n, other in enumerate(self._slots) if other not in texts]
+        _, _, slot = min(
+            (0 if other is None else 1 if other.finish_reason else 2, self._taken[n], n)
+            for n, other in others
+        )
+        self._taken[slot] = max(self._taken) + 1
         self._slots[slot], text.cached = text, 0  # whoever lost the slot is prefilled again
         return slot
 
+    def _share(self, slot: int, text: Text) -> None:
+        """Start a text from the longest beginning that any slot has in common with it.
+
+        The keys have the bits of a prefill of its own: they were made by chunks at the same places,
+        and more than SPARE tokens remain, which will be prefilled too.
+        """
+        donor = max(range(self.n_slots), key=lambda n: self._common(n, text))
+        length = self._common(donor, text)
+        if donor != slot:
+            for layer in self._cache.layers:
+                layer.keys[slot, :, :length] = layer.keys[donor, :, :length]
+                layer.values[slot, :, :length] = layer.values[donor, :, :length]
+        self._prefilled[slot] = text.context[:length]
+        text.cached = text.reused = length
+
+    def _common(self, slot: int, text: Text) -> int:
+        """How many tokens, in whole chunks, a slot has in common with a text's beginning."""
+        known, tokens, length = self._prefilled[slot], text.context, 0
+        for end in range(PREFILL, min(len(known), len(tokens) - SPARE - 1) + 1, PREFILL):
+            if known[length:end] != tokens[length:end]:
+                break
+            length = end
+        return length
+
     def _prefill(self, slot: int, text: Text) -> Tensor:
+        unseen = [text.context[text.cached :]]
+        logits = prefill(self._model, unseen, self._row(slot, text), text.wanted)[0]
+        self._remember(slot, text, len(text.context))
+        return logits
+
+    def _row(self, slot: int, text: Text) -> KVCache:
+        """The row of a slot, which ends behind what it holds of the text."""
         cache = self._cache.row(slot)
         cache.truncate(text.cached)
-        return prefill(self._model, [text.context[text.cached :]], cache, text.wanted)[0]
+        return cache
+
+    def _remember(self, slot: int, text: Text, end: int) -> None:
+        """Note the whole chunks of a text that has now been prefilled up to `end`."""
+        if len(self._prefilled[slot]) == text.cached:  # nothing came by the compiled step
+            self._prefilled[slot] = text.context[: end // PREFILL * PREFILL]
 
 
 def library_for(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:

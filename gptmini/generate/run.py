@@ -22,7 +22,7 @@ from gptmini.config.settings import Config, SampleConfig
 from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
-from gptmini.generate import native
+from gptmini.generate import native, precision
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
 from gptmini.generate.sampler import check_overflow, decode
@@ -59,7 +59,7 @@ class Run:
         # Engines that no generation is using. A deque needs no lock, which the garbage collector
         # could ask for a second time: it may close a generation at any moment.
         self._idle: deque[Engine] = deque()
-        self._packed: native.Packed = {}  # the weights that all engines share
+        self._packed: precision.Packed = {}  # the weights that all engines share
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())
@@ -112,7 +112,6 @@ class Run:
         """
         sample = self.sampling(settings)
         bias = self.bias(sample)
-        limit = self.model.config.context_length
         texts = []
         if isinstance(prompts, str):  # each character would be a prompt
             raise ConfigError(
@@ -122,12 +121,11 @@ class Run:
             if not isinstance(prompt, str):
                 kind = type(prompt).__name__
                 raise ConfigError(f"prompt: must be a text, not {kind}; use start for several")
-            tokens, first = self._tokens(prompt, special)
-            tokens = tokens or opening(self.tokenizer, sample)
-            check_overflow(len(tokens), sample, limit)
-            if len(tokens) > limit:
-                warn(f"prompt: {len(tokens):,} tokens; the model sees the last {limit:,}")
-            texts.append(Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first))
+            text = self.text(number, prompt, sample, special)
+            if text.start:
+                seen, n_prompt = len(text.context), len(text.prompt_tokens)
+                warn(f"prompt: {n_prompt:,} tokens; the model sees the last {seen:,}")
+            texts.append(text)
         if isinstance(guess, Run) and guess.tokenizer.fingerprint != self.tokenizer.fingerprint:
             raise ConfigError(
                 f"draft {guess.path}: its tokenizer differs from that of {self.path}; "
@@ -137,6 +135,19 @@ class Run:
         compiled = native.library_for(self.model, self._cache, use_cache)
         name = native.NativeEngine.name if compiled else TorchEngine.name
         return Generation(drawn, texts, logprobs, name)
+
+    def text(
+        self, number: int, prompt: str | list[int], sample: SampleConfig, special: bool = False
+    ) -> Text:
+        """A text that continues a prompt, given as text or as tokens; see `start`."""
+        limit, first = self.model.config.context_length, None
+        if isinstance(prompt, str):
+            tokens, first = self._tokens(prompt, special)
+        else:
+            tokens, prompt = prompt, self.tokenizer.decode(prompt)
+        tokens = tokens or opening(self.tokenizer, sample)
+        check_overflow(len(tokens), sample, limit)
+        return Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first)
 
     def _draw(
         self,
@@ -252,7 +263,7 @@ def load(
     Arithmetic is float32. `weights` says how matrices are stored: float32 as trained, or bfloat16
     (default) or int8, which are faster on a CPU. `cache` holds the compiled step.
     """
-    if weights not in native.PRECISIONS:
+    if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
     directory = RunDirectory(Path(path))
     config = directory.config()
@@ -260,6 +271,6 @@ def load(
     tokenizer = directory.tokenizer(checkpoint)
     model = GPT(config.model)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), directory.checkpoints))
-    native.round_weights(model, weights)
+    precision.round_weights(model, weights)
     model = model.eval().to(pick_device(device))
     return Run(directory.path, config, tokenizer, model, checkpoint.state, weights, cache)

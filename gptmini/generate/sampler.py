@@ -71,12 +71,7 @@ def decode(
             del text.context[len(text.context) - len(guessed) :]
             text.guessed += len(guessed)
             for place in range(len(logits)):
-                scores = adjust(logits[place], text.prompt_tokens, text.tokens)  # (V,)
-                if text.allowed_first is not None and not text.tokens:
-                    scores = scores.masked_fill(~text.allowed_first, -torch.inf)
-                random = uniform(sample.seed, text.number, len(text.tokens))
-                token = choose(scores, sample, random)
-                append(text, token, sample, limit)
+                token = draw(text, logits[place], adjust, sample, limit)
                 yield text, token, logits[place]
                 # The next logits hold only if this token is the one that was guessed.
                 if text.finish_reason or guessed[place : place + 1] != [token]:
@@ -99,6 +94,16 @@ def _guess(
         stepping = text.cached == len(text.context) - 1
         limits.append(min(MAX_GUESSES, room) if stepping else 0)
     return guesser(texts, limits)
+
+
+def draw(text: Text, logits: Tensor, adjust: Adjustment, sample: SampleConfig, limit: int) -> int:
+    """Draw the next token of a text from the model's logits (V,), and add it to the text."""
+    scores = adjust(logits, text.prompt_tokens, text.tokens)  # (V,)
+    if text.allowed_first is not None and not text.tokens:
+        scores = scores.masked_fill(~text.allowed_first, -torch.inf)
+    token = choose(scores, sample, uniform(sample.seed, text.number, len(text.tokens)))
+    append(text, token, sample, limit)
+    return token
 
 
 def append(text: Text, token: int, sample: SampleConfig, limit: int) -> None:

@@ -1,0 +1,55 @@
+"""decode.cpp as a library: compiled once, in a second, into the cache."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("decode.cpp")
+FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
+
+
+@lru_cache
+def build(cache: Path) -> ctypes.CDLL | None:
+    """The compiled step, from the cache or compiled now; None if that fails or is not possible."""
+    compiler = shutil.which("g++")
+    if compiler is None or os.name != "posix":
+        return None
+    words = " ".join([compiler, *FLAGS, _processor()])
+    name = hashlib.sha256(SOURCE.read_bytes() + words.encode()).hexdigest()[:16]
+    library = cache / "native" / f"{name}.so"
+    try:
+        if not library.exists():
+            _compile(compiler, library)
+        if library.stat().st_uid != os.getuid() or library.stat().st_mode & 0o022:
+            return None  # never load code that another user could have written
+        return ctypes.CDLL(str(library))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    """The processor's instructions: -march=native, and machines may share a home directory."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return f"{platform.machine()} {features}"
+
+
+def _compile(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
+    try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
+        subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
+    except subprocess.CalledProcessError:
+        subprocess.run(command, capture_output=True, check=True)  # noqa: S603
+    partial.chmod(0o700)
+    os.replace(partial, library)
