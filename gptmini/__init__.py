@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.generate.run import Run, load
+    from gptmini.interop.export import export_run
+    from gptmini.interop.huggingface import import_model
     from gptmini.model.gpt import GPT
     from gptmini.train.fit import fit
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "Config", "ModelConfig", "Run", "fit", "load"]
+__all__ = ["GPT", "Config", "ModelConfig", "Run", "export_run", "fit", "import_model", "load"]
 
 _HOMES = {
     "GPT": "model.gpt",
@@ -23,6 +25,8 @@ _HOMES = {
     "ModelConfig": "config.settings",
     "Run": "generate.run",
     "fit": "train.fit",
+    "export_run": "interop.export",
+    "import_model": "interop.huggingface",
     "load": "generate.run",
 }
 

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import random
 import shutil
 import signal
 import sys
@@ -34,6 +35,17 @@ settings.load_profile("any machine")
 
 SHARED = Path(__file__).parents[2] / "shared"
 WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "
+
+
+def prose(n_words: int = 3000) -> str:
+    """Words of an invented language with digits, punctuation and line ends; always the same."""
+    draw = random.Random(0)
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er")]
+    words = ["".join(draw.choices(syllables, k=draw.randrange(1, 4))) for _ in range(200)]
+    ends = [" ", " ", " ", " ", " ", ", ", ". ", "\n", "\n\n", " 12", "'s ", "-", " (", ") "]
+    pairs = zip(draw.choices(words, k=n_words), draw.choices(ends, k=n_words), strict=True)
+    return "".join(word + end for word, end in pairs)
+
 
 SMALL = [
     "--set",

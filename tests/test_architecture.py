@@ -15,8 +15,11 @@ PACKAGE = Path(__file__).parents[1] / "gptmini"
 ROOMS = {
     "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
     "config": ["section", "settings", "load", "yamlfile", "listing"],
-    "text": ["formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"],
-    "model": ["attention", "layers", "gpt", "optim", "mechanisms"],
+    "text": [
+        *("formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"),
+        "tokenizer_json",
+    ],
+    "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling"],
     "runs": ["directory", "log"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "size"],
     "generate": [
@@ -28,9 +31,9 @@ ROOMS = {
         *("evaluate", "measure", "variants", "compare"),
         *("attention_view", "plots", "page", "reading", "report"),
     ],
-    "interop": ["pooling"],
+    "interop": ["architectures", "folding", "huggingface", "gguf", "export", "pooling"],
     "serve": ["completions", "server"],
-    "cli": ["app", "options", "train", "generate", "serve", "text", "evidence"],
+    "cli": ["app", "options", "train", "generate", "text", "evidence", "interop", "serve"],
 }
 CORE = [  # read in one sitting
     *("model.attention", "model.layers", "model.gpt", "model.optim"),
@@ -46,7 +49,8 @@ DOORS = {  # the only modules that import a library
     "pyarrow": {"text.formats"},
     "urllib": {"text.fetch"},
     "tqdm": {"console"},
-    "safetensors": {"runs.directory"},
+    "safetensors": {"runs.directory", "interop.huggingface"},
+    "gguf": {"interop.gguf"},
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"evidence.plots"},

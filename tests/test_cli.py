@@ -399,7 +399,7 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert sorted(commands[2:10]) == sorted(
         ["serve", "score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
     )
-    assert commands[10:] == ["settings", "data", "tokenizer"]
+    assert commands[10:] == ["export", "import", "settings", "data", "tokenizer"]
 
 
 def test_help_at_80_columns_is_whole_and_in_users_words(gptmini, monkeypatch):

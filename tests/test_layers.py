@@ -74,6 +74,39 @@ def test_rotary_positions_turn_complex_numbers(theta, half, start, seed):
                 assert after[i + half].item() == pytest.approx(turned.imag, abs=1e-5)
 
 
+def test_scaled_rotary_positions_slow_down_what_turns_seldom():
+    """Llama 3.1: by wavelength, the frequency as it is, divided by the factor, or in between."""
+    factor, low, high, original = 8.0, 1.0, 4.0, 64.0
+    scaled = ModelConfig(
+        head_dim=16,
+        n_head=1,
+        d_model=8,
+        context_length=40,
+        rope_scaling=[factor, low, high, original],
+    )
+    table = Rotary(scaled).cosines
+    kinds = set()
+    for i in range(8):
+        frequency = 10_000.0 ** (-2 * i / 16)
+        wavelength = 2 * cmath.pi / frequency
+        if wavelength < original / high:
+            kinds.add("kept")
+        elif wavelength > original / low:
+            kinds.add("divided")
+            frequency /= factor
+        else:
+            kinds.add("between")
+            smooth = (original / wavelength - low) / (high - low)
+            frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        for position in (1, 39):
+            assert table[position, i].item() == pytest.approx(
+                cmath.cos(position * frequency).real, abs=1e-6
+            )
+    assert kinds == {"kept", "between", "divided"}
+    with pytest.raises(ValueError, match="low_freq_factor is not below high_freq_factor"):
+        ModelConfig(rope_scaling=[8.0, 4.0, 4.0, 64.0])
+
+
 def test_rotated_scores_depend_on_the_distance_alone():
     torch.manual_seed(0)
     config = ModelConfig(head_dim=8, n_head=1, d_model=8, context_length=40)

@@ -145,6 +145,22 @@ def test_memory_is_that_of_a_full_cache(attention, rows):
     assert kinds[0]["bytes"][3] == 4 * kinds[2]["bytes"][3]
 
 
+def test_the_notes_say_what_shares_and_what_a_window_hides():
+    notes = reading.notes(run_of(variant="gqa", n_kv_head=2, window=5, full_every=2).config.model)
+    assert notes["heads"].startswith(
+        "Grouped-query attention (GQA): 4 query heads share 2 KV heads."
+    )
+    assert notes["layers"] == [
+        "window of 5: sees itself and the 4 before",
+        "sees all tokens before",
+    ]
+    assert notes["memory"].endswith("Layers with a window keep only the last 5 tokens.")
+    notes = reading.notes(run_of(variant="mqa", window=1).config.model)
+    assert notes["heads"].startswith("Multi-query attention (MQA): 4 query heads share 1 KV head.")
+    assert notes["layers"] == ["window of 1: sees only itself"] * 2
+    assert "window" not in reading.notes(run_of().config.model)["memory"]
+
+
 def test_draws_are_those_of_the_sampler():
     sample = {"top_k": 20, "top_p": 0.8, "temperature": 1.5, "repetition_penalty": 1.3}
     run = run_of(sample)

@@ -20,8 +20,9 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__
-from gptmini.cli.evidence import compare, convert, evaluate, inspect, plot, size
+from gptmini.cli.evidence import compare, evaluate, inspect, plot, size
 from gptmini.cli.generate import generate, score
+from gptmini.cli.interop import convert, export, import_
 from gptmini.cli.serve import serve
 from gptmini.cli.text import data_app, tokenizer_app
 from gptmini.cli.train import list_settings, prepare, train
@@ -99,6 +100,8 @@ for _command in (
     *(size, convert, plot),
 ):
     app.command()(_command)
+app.command()(export)
+app.command("import")(import_)
 app.command("settings")(list_settings)
 data_app.command()(prepare)
 app.add_typer(data_app, name="data")

@@ -1,7 +1,6 @@
-"""`gptmini evaluate`, `compare`, `convert`, `plot`, `inspect` and `size`."""
+"""`gptmini evaluate`, `compare`, `plot`, `inspect` and `size`."""
 
 import json
-import shlex
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from gptmini.cli.options import (
     Threads,
     Weights,
     argument,
-    attention_settings,
     configured,
     newest_run,
     option,
@@ -174,38 +172,6 @@ def _variants(
     if not attention and not (only and len(configs) == 1):
         return [(None, name) for name in configs]
     return [(kind, name) for name in configs for kind in (attention or ATTENTIONS).split(",")]
-
-
-def convert(
-    run: RunName = None,
-    attention: AttentionName = None,
-    steps: int | None = option(
-        None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
-    ),
-    out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
-    cache: Cache = CACHE,
-) -> None:
-    """Start a new run from a trained model, with its KV heads averaged into fewer."""
-    if attention is None:
-        raise ConfigError("--attention: missing; write for example --attention gqa:2")
-    path = run_directory(run)
-    path = path.resolve() if path.name == "" else path
-    out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
-    from gptmini.console import say
-    from gptmini.generate.run import load
-    from gptmini.interop import pooling
-
-    trained = load(path, weights="float32", cache=cache)
-    config = pooling.convert(trained, attention_settings(attention), steps, out, cache)
-    old, new = trained.config.model, config.model
-    change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
-    if new.n_kv_head == old.n_kv_head:
-        change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
-    say(
-        f"{out}: {change}, "
-        f"from step {trained.step} of {path}; train it for {config.train.steps} steps with:\n"
-        f"  gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {shlex.quote(str(out))}"
-    )
 
 
 def plot(

@@ -79,6 +79,8 @@ class ModelConfig(Section):
     embedding per position (GPT-2), none leaves it to the causal mask."""
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies; raise it for long contexts."""
+    rope_scaling: Annotated[list[Positive], Field(min_length=4, max_length=4)] | None = None
+    """Slower rotation, as of Llama 3.1: factor, low_freq_factor, high_freq_factor, old context."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization; on a CPU only layernorm has a fused kernel."""
     norm_eps: Positive = 1e-5
@@ -124,6 +126,8 @@ class ModelConfig(Section):
             )
         elif self.head_dim % pairs:
             yield "head_dim", f"{self.head_dim} is odd, but rope rotates pairs; use an even number"
+        if self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
+            yield "rope_scaling", "low_freq_factor is not below high_freq_factor; exchange them"
         if self.attention.variant == "mha" and given not in (None, self.n_head):
             yield (
                 "attention.n_kv_head",

@@ -261,4 +261,5 @@ def _quality_over_time(axis: Any, variants: list[Variant]) -> None:
     everything = [points for curves in histories.values() for points in curves]
     if late := [bits for points in everything for _, bits in points[len(points) // 4 :]]:
         axis.set_ylim(top=max(late) + 0.1 * (max(late) - min(late)))
-    axis.legend(frameon=False)
+    if axis.get_legend_handles_labels()[1]:  # imported runs have no history
+        axis.legend(frameon=False)

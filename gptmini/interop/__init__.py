@@ -1,5 +1,6 @@
-"""Converting a run into another.
+"""A run in another form, and models of others as runs.
 
-`pooling` merges key/value heads of a trained model and starts a new run from the result. The rooms
-before this one do not know about it.
+Read `architectures` (settings and names of tensors), `folding` (weights that fit them),
+`huggingface` and `gguf` (their files), `export` (writes and proves), and `pooling`, which merges
+key/value heads. The rooms before this one do not know about it.
 """

@@ -13,6 +13,7 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.errors import ConfigError, DataError
 from gptmini.generate.run import Run
+from gptmini.interop.huggingface import appearing, write_run
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import prepare, save
@@ -46,6 +47,11 @@ def convert(
         raise ConfigError(
             f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
         )
+    if not run.corpus:  # imported, so there is no text yet to train it further on
+        weights = pool_kv_heads(run.model.state_dict(), config.model)
+        with appearing(out) as partial:
+            write_run(RunDirectory(partial), config, weights, run.tokenizer)
+        return config
     training = prepare(decide(config, None, cache, here=False), directory)
     corpus = training.corpus
     same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
+from gptmini.model.scaling import scaled
 
 
 def norm(config: ModelConfig) -> nn.Module:
@@ -72,7 +73,7 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        frequencies = config.rope_theta**-exponents  # (K/2,)
+        frequencies = scaled(config.rope_theta**-exponents, config.rope_scaling)  # (K/2,)
         angles = torch.arange(config.context_length)[:, None] * frequencies  # (context, K/2)
         self.register_buffer("cosines", angles.cos().float(), persistent=False)
         self.register_buffer("sines", angles.sin().float(), persistent=False)

@@ -22,6 +22,7 @@ from gptmini.errors import DataError, os_reason
 from gptmini.text import bpe
 
 FORMAT = 1
+IMPORTED = "imported"  # the kind of a tokenizer that came with somebody else's model
 BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -195,9 +196,14 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
         return CharTokenizer("".join(characters))
     if kind == "bpe":
         ranks = bpe.learn(texts, (vocab_size or 0) - 1)
-        return _bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": len(ranks)})
+        return bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": len(ranks)})
     if kind.endswith(".json"):
         return read(Path(kind))
+    if kind == IMPORTED:
+        raise DataError(
+            "tokenizer.kind: imported belongs to a pretrained model; fine-tune that with gptmini "
+            "train --from RUN --data PATH"
+        )
     if kind not in tiktoken.list_encoding_names():
         known = ", ".join(["auto", "byte", "char", "bpe", *tiktoken.list_encoding_names()])
         raise DataError(f"{kind}: no such tokenizer; choose one of {known}, or a .json file")
@@ -266,13 +272,13 @@ def _from_json(data: dict[str, Any]) -> Tokenizer:
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     ranks = {base64.b64decode(text, validate=True): rank for text, rank in data["ranks"].items()}
-    return _bpe_tokenizer(data["kind"], data["pattern"], ranks, data["special_tokens"])
+    return bpe_tokenizer(data["kind"], data["pattern"], ranks, data["special_tokens"])
 
 
-def _bpe_tokenizer(
+def bpe_tokenizer(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
 ) -> BpeTokenizer:
-    """Check the ranks, then build the encoding: tiktoken panics if a byte has no rank."""
+    """Check the ranks (ValueError), then build the encoding: tiktoken panics if a byte has none."""
     numbers = [*ranks.values(), *special_tokens.values()]
     if not all(type(number) is int and 0 <= number < 1_000_000 for number in numbers):
         raise ValueError("a rank is not a number below 1,000,000")

@@ -1,0 +1,269 @@
+"""Folders as Hugging Face has them: config.json, safetensors, tokenizer.json; read and written.
+
+Nothing in them can run code: a pickle is refused, and no name in an index may leave the folder.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from gptmini import files
+from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
+from gptmini.errors import CheckpointError, ConfigError, DataError, os_reason
+from gptmini.generate.run import Run, load
+from gptmini.interop import architectures
+from gptmini.interop.architectures import Tensors
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.text import tokenizer_json
+from gptmini.text.tokenizer import Tokenizer
+from gptmini.train.state import Progress
+
+SHARD = 5_000_000_000  # bytes
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What fine-tuning starts from, at half the rate: pretrained models are trained by AdamW.
+TRAIN: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.1}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `out` when the block ends, or vanishes if it raises."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"--out {out}: already exists; choose another name")
+    partial = out.with_name(f".partial-{out.name}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove(partial)  # of a process that was killed
+    try:
+        yield partial
+        files.rename(partial, out)
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def import_model(
+    folder: str | Path,
+    out: str | Path,
+    context_length: int | None = None,
+    cache: Path = files.CACHE,
+) -> Run:
+    """Make a run of a folder in Hugging Face's format, at step 0; it appears whole or not at all.
+
+    `context_length` may shorten the context, which is at most 2048 without it. Raises
+    CheckpointError or DataError, naming the file and key, for what gptmini cannot represent.
+    """
+    folder, out = Path(folder), Path(out)
+    with appearing(out) as partial:
+        model, weights, tokenizer = read(folder, context_length)
+        tokens = TokenizerConfig(kind=tokenizer.kind)
+        settings = Config(model=model, tokenizer=tokens, train=TrainConfig(**TRAIN))
+        write_run(RunDirectory(partial), settings, weights, tokenizer)
+    return load(out, weights="float32", cache=cache)
+
+
+def write_run(
+    directory: RunDirectory, config: Config, weights: Tensors, tokenizer: Tokenizer
+) -> None:
+    """Write a run at step 0 that was trained on no text of ours."""
+    progress = Progress("", tokenizer.fingerprint, torch.__version__, 1, "cpu", "float32", "off")
+    directory.create(config, tokenizer)
+    directory.check_space(sum(tensor.nbytes for tensor in weights.values()))
+    directory.save(Checkpoint(asdict(progress), weights, {}))
+
+
+def read(folder: Path, context_length: int | None = None) -> tuple[ModelConfig, Tensors, Tokenizer]:
+    """The settings, the weights by our names, and the tokenizer of a folder."""
+    config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
+    theirs = _json(config_file, "give a folder in Hugging Face's format")
+    config = architectures.from_json(theirs, config_file, context_length)
+    if not tokenizer_file.exists():
+        raise DataError(
+            f"{tokenizer_file}: missing; write it with transformers' "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    ends: list[Any] = []
+    for end in (theirs.get("bos_token_id"), theirs.get("eos_token_id")):
+        ends += end if isinstance(end, list) else [end]
+    data = _json(tokenizer_file, "restore it")
+    try:
+        vocab_size = config.vocab_size or 0
+        tokenizer = tokenizer_json.from_json(data, tokenizer_file, vocab_size, ends)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{tokenizer_file}: damaged ({error!r}); restore the file") from None
+    config, weights = _weights(_tensors(folder), theirs, config, folder)
+    return config, weights, tokenizer
+
+
+def _json(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        data = json.loads(files.read_regular(path))
+        if not isinstance(data, dict):
+            raise ValueError("not a JSON object")
+        return data
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {os_reason(error)}; {remedy}") from None
+
+
+def _tensors(folder: Path) -> Tensors:
+    """The tensors of all files, as they are stored."""
+    names: list[Any] = [WEIGHTS]
+    if (folder / INDEX).exists():
+        found = _json(folder / INDEX, "restore it").get("weight_map")
+        names = list(found.values()) if isinstance(found, dict) else [found]
+        for name in names:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                raise CheckpointError(
+                    f"{folder / INDEX}: weight_map: {name!r} is not a .safetensors file of this "
+                    f"folder; restore the index"
+                )
+    elif not (folder / WEIGHTS).exists() and (folder / "pytorch_model.bin").exists():
+        raise CheckpointError(
+            f"{folder / 'pytorch_model.bin'}: a pickle, which could run code; convert it with "
+            f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    tensors: Tensors = {}
+    for name in sorted(set(names)):
+        try:
+            files.open_regular(folder / name).close()
+            tensors |= safetensors.torch.load_file(folder / name)
+        except (OSError, safetensors.SafetensorError) as error:
+            reason = os_reason(error)
+            raise CheckpointError(f"{folder / name}: {reason}; download it again") from None
+    return tensors
+
+
+def _weights(
+    tensors: Tensors, theirs: dict[str, Any], config: ModelConfig, folder: Path
+) -> tuple[ModelConfig, Tensors]:
+    """The weights by our names, in float32; settings that the tensors decide are corrected."""
+    kind = theirs["model_type"]
+    outputs = [name for name in tensors if name.endswith("o_proj.bias")]
+    if not config.bias and any(tensors[name].any() for name in outputs):
+        config = config.model_copy(update={"bias": True})  # those of the MLP are 0
+    absent = {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    if theirs.get("mlp_bias") or kind in ("gpt2", "starcoder2"):
+        absent = set() if theirs.get("use_bias", True) else absent | {"q_proj", "k_proj", "v_proj"}
+    weights: Tensors = {}
+    used = {*outputs, "lm_head.weight"}
+    for name, like in architectures.shapes(config).items():
+        their_name = architectures.their_name(kind, name)
+        bare = their_name.partition(".")[2]  # as in models that were saved without a head
+        if their_name not in tensors and bare in tensors:
+            their_name = bare
+        if their_name in tensors:
+            tensor = architectures.taken(kind, name, tensors[their_name])
+            tensor = tensor[: len(like)] if name == "positions.weight" else tensor
+            used.add(their_name)
+        elif name.endswith(".bias") and name.split(".")[-2] in absent:
+            tensor = torch.zeros(like.shape)
+        else:
+            raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
+        weights[name] = _checked(tensor, like, f"{folder}: tensor {their_name}")
+    for name in tensors.keys() - used:
+        if not name.endswith(BUFFERS):
+            raise CheckpointError(
+                f"{folder}: tensor {name}: a {kind} has none; this is another architecture, which "
+                f"gptmini does not have"
+            )
+    return config, weights
+
+
+def _checked(tensor: Tensor, like: Tensor, where: str) -> Tensor:
+    if tensor.dtype not in FLOATS:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{where}: {kind}; use float32, float16 or bfloat16")
+    if tensor.shape != like.shape:
+        sizes = f"{tuple(tensor.shape)}, but config.json makes it {tuple(like.shape)}"
+        raise CheckpointError(f"{where}: {sizes}; restore the original files")
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{where}: has values that are not finite; download it again")
+    return tensor.float().contiguous().clone()
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write(folder: Path, run: Run, kind: str, config: ModelConfig, weights: Tensors) -> None:
+    """Write a folded model with its tokenizer; `kind` is its architecture."""
+    folder.mkdir()
+    end = run.tokenizer.document_token
+    ends = {"bos_token_id": end, "eos_token_id": end}
+    sample = run.config.sample
+    document = tokenizer_json.DOCUMENT
+    contents = {
+        "config.json": architectures.to_json(config, kind) | ends,
+        "generation_config.json": ends
+        | {"do_sample": sample.temperature > 0, "max_new_tokens": sample.max_new_tokens}
+        | ({"temperature": sample.temperature} if sample.temperature else {})
+        | {key: getattr(sample, key) for key in ("top_k", "top_p") if getattr(sample, key)},
+        "tokenizer.json": tokenizer_json.to_json(run.tokenizer),
+        "tokenizer_config.json": {
+            **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": document},
+            **{"eos_token": document, "add_bos_token": False, "split_special_tokens": True},
+            **{"clean_up_tokenization_spaces": False, "model_max_length": config.context_length},
+        },
+    }
+    for name, content in contents.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        files.write(folder / name, text.encode())
+    files.write(folder / "README.md", _card(run, kind).encode())
+    shards: list[Tensors] = [{}]
+    for name, tensor in architectures.given(kind, config, weights).items():
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD:
+            shards.append({})
+        shards[-1][name] = tensor
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        many = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = many if len(shards) > 1 else WEIGHTS
+        files.write(folder / name, safetensors.torch.save(shard, {"format": "pt"}))
+        places |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = {"total_size": sum(t.nbytes for shard in shards for t in shard.values())}
+        index = {"metadata": total, "weight_map": places}
+        files.write(folder / INDEX, json.dumps(index, indent=2).encode())
+    files.sync_directory(folder)
+
+
+def _card(run: Run, kind: str) -> str:
+    """A short model card."""
+    best = run.state.get("best") or {}
+    facts = [
+        f"{sum(p.numel() for p in run.model.parameters()):,} parameters, as a {kind}",
+        f"context of {run.config.model.context_length:,} tokens, "
+        f"vocabulary of {run.tokenizer.vocab_size:,} ({run.tokenizer.kind})",
+    ]
+    if run.step:
+        facts.append(f"after {run.step:,} steps and {run.state['tokens']:,} tokens")
+    if run.corpus:
+        facts.append(f"trained on the text with SHA-256 {run.corpus}")
+    if "val_loss" in best:
+        facts.append(
+            f"on held-out text {best['val_loss']:.4f} nats per token, {best['val_bpb']:.4f} bits "
+            f"per byte"
+        )
+    lines = "".join(f"- {fact}\n" for fact in facts)
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+        f"# {run.path.name}\n\nTrained with gptmini.\n\n{lines}"
+    )
