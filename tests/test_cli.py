@@ -396,10 +396,10 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert commands[:2] == ["train", "generate"]
     described = " ".join(gptmini("train", "--help")[1].split())
     assert f"for {Config().train.steps} steps" in described
-    assert sorted(commands[2:9]) == sorted(
-        ["score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
+    assert sorted(commands[2:10]) == sorted(
+        ["serve", "score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
     )
-    assert commands[9:] == ["export", "import", "settings", "data", "tokenizer"]
+    assert commands[10:] == ["export", "import", "settings", "data", "tokenizer"]
 
 
 def test_help_at_80_columns_is_whole_and_in_users_words(gptmini, monkeypatch):

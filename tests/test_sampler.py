@@ -157,7 +157,8 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
     assert others[1].reused == (0 if attention else 8)
     # Steps follow the shared part, and a text that takes an ended one's slot finds no old keys.
     first.finish_reason = others[0].finish_reason = "length"
-    for prompt in ([0, 1, 2], [*range(12)], [*range(4), 9, 9, 9]):
+    # A rest of one token would take the compiled step, so a chunk less is shared.
+    for prompt, shared in (([0, 1, 2], 0), ([*range(9)], 4), ([*range(4), 9, 9, 9], 4)):
         text = Text(3, prompt, LIMIT)
         for token in range(3):
             (found,) = engine([text])
@@ -169,7 +170,16 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
                 alone.context.append(earlier)
             assert torch.equal(lonely([alone])[0], found)
             text.context.append(token)
+        assert text.reused == (0 if attention else shared)
         text.finish_reason = "length"
+    # Keys that steps have made are not shared: their last bits differ from those of a prefill.
+    text = Text(3, [*range(20, 26)], LIMIT)
+    for new in ([], [26], [27], [*range(28, 33)]):
+        text.context += new
+        engine([text])
+    again = Text(4, [*range(20, 34)], LIMIT)
+    engine([again])
+    assert again.reused == (0 if attention else 4)
 
 
 def test_sampling_loads_neither_the_compiled_engine_nor_guessers():

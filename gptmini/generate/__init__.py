@@ -1,6 +1,7 @@
 """Prompts in, texts out: sampling from a trained model.
 
 Read `filters` (logits to one token), `sampler` (the loop), `texts` (one text on its way), `engine`
-(prefill and the KV cache in torch), `run` (a trained model with its tokenizer), `bulk`. `native`
-and `guess` make the same texts faster. The room does not know how the model was trained.
+(prefill and the KV cache in torch), `run` (a trained model with its tokenizer), `bulk` and `batch`
+(many texts). `native` and `guess` make the same texts faster. The room does not know how the model
+was trained.
 """

@@ -1,6 +1,6 @@
-"""A trained model behind HTTP, in OpenAI's completions interface.
+"""A trained model over HTTP, in the format of OpenAI's completions.
 
-Read `batch` (texts of all requests in one engine), `completions` (a request's JSON to texts and
-back), `server` (routes, limits, signals); `page.html` is what a browser shows. The room stands on
-`generate/` alone.
+Read `completions` (the JSON of a request to texts, and back), then `server` (routes, limits,
+signals); `page.html` is what a browser shows. The texts are drawn by `generate/batch.py`; the room
+knows nothing but `generate/`.
 """
