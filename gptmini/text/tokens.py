@@ -232,8 +232,8 @@ class Corpus:
 
     def summary(self, kind: str) -> str:
         """One line on the text and its tokens; `kind` is the tokenizer asked for."""
-        files = self.training + self.validation
-        size, count = sum(file.text_bytes for file in files), sum(map(len, files))
+        parts = self.training + self.validation
+        size, count = sum(part.text_bytes for part in parts), sum(map(len, parts))
         chosen = ", chosen for this text" if kind == "auto" else ""
         return (
             f"  data      {self.name}: {_in_bytes(size)} -> {count:,} tokens "
