@@ -232,6 +232,30 @@ def test_threads_are_set_before_torch_is_loaded(tmp_path: Path):
         assert done.stdout == "3 False\n", done.stderr
 
 
+def test_threads_wait_asleep_unless_the_user_says_how(tmp_path: Path):
+    check = (
+        "import os\n"
+        "from gptmini.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_WAIT", "GOMP"))}
+    for given, expected in [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-c", check, "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env=plain | given,
+        )
+        assert done.stdout.splitlines()[-1] == expected, done.stderr
+
+
 def test_out_must_not_be_a_file(gptmini, text_file: Path):
     code, _, err = gptmini("train", "--data", "text.txt", "--out", "text.txt")
     assert (code, "--out text.txt: a file, not a directory" in err) == (2, True)
