@@ -37,7 +37,7 @@ def library() -> Any:
         import gguf  # noqa: PLC0415 - an extra
     except ImportError:
         raise MachineError(
-            "--to gguf: needs the package gguf; pip install 'gptmini[gguf]'"
+            "--to gguf: the package gguf is not installed; run pip install gguf"
         ) from None
     return gguf
 
