@@ -5,6 +5,7 @@ directory. Whatever we expect in a run or a cache is opened only if it is a regu
 """
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gptmini.errors import DataError, not_utf8
 
@@ -82,6 +83,17 @@ def _without_blocking(name: str, flags: int) -> int:
 def read_regular(path: Path) -> bytes:
     with open_regular(path) as file:
         return file.read()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; OSError or ValueError if there is none."""
+    try:
+        data = json.loads(read_regular(path))
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError("not a JSON object")
+    return data
 
 
 def sync_directory(path: Path) -> None:

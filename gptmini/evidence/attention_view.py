@@ -165,8 +165,8 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 def spell(tokenizer: Tokenizer, token: int) -> list[str]:
     """A token as text and symbols in turn, text first; [] for an empty one.
 
-    Symbols stand for what could not be seen: spaces, line ends and other control characters, bytes
-    that are no character (in hex), and the document token.
+    Symbols make the rest visible: spaces, line ends and other control characters, bytes that are
+    only part of a character (in hex), and the document token.
     """
     if token == tokenizer.document_token:
         return ["", "<doc>"]

@@ -88,12 +88,13 @@ class Batch(threading.Thread):
                 try:
                     ready = self._ready(engine)
                     logits = engine([job.text for job in ready]) if ready else []
-                    told = [(j, self._draw(j, x[-1])) for j, x in zip(ready, logits, strict=True)]
+                    pieces = [self._draw(*each) for each in zip(ready, logits, strict=True)]
                 except Exception as error:  # later texts still need this thread
                     logging.getLogger(__name__).exception("internal error")
-                    told = [(job, self._failed(job, error)) for job in self.running]
-                if told:
-                    self._deliver([(job.tell, each) for job, each in told])
+                    ready, pieces = self.running, [self._failed(job, error) for job in self.running]
+                if ready:
+                    tells = [job.tell for job in ready]
+                    self._deliver(list(zip(tells, pieces, strict=True)))
 
     def _admit(self) -> bool:
         """Drop texts that have ended and fill their rows; wait for work. False when stopped."""
@@ -119,6 +120,7 @@ class Batch(threading.Thread):
 
     def _draw(self, job: Job, logits: Tensor) -> Piece | Exception:
         text, limit = job.text, self._run.model.config.context_length
+        logits = logits[-1]  # (V,)
         try:
             token = draw(text, logits, job.adjust, job.sample, limit)
         except GptminiError as error:  # such as a ban of every token

@@ -116,11 +116,8 @@ def read(folder: Path, context_length: int | None = None) -> tuple[ModelConfig, 
 
 def _json(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        data = json.loads(files.read_regular(path))
-        if not isinstance(data, dict):
-            raise ValueError("not a JSON object")
-        return data
-    except (OSError, ValueError, RecursionError) as error:
+        return files.read_json(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {os_reason(error)}; {remedy}") from None
 
 

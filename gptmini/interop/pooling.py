@@ -47,7 +47,7 @@ def convert(
         raise ConfigError(
             f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
         )
-    if not run.corpus:  # imported, so there is no text yet to train it further on
+    if not run.corpus:  # imported, so it has no text to train on
         weights = pool_kv_heads(run.model.state_dict(), config.model)
         with appearing(out) as partial:
             write_run(RunDirectory(partial), config, weights, run.tokenizer)

@@ -284,7 +284,7 @@ class RunDirectory:
 def newest_run(runs: Path) -> Path | None:
     """The run in a folder that was trained last: the one with the newest checkpoint of a step.
 
-    A run that was only begun or converted counts if there is no other.
+    Runs that were only begun or converted come last.
     """
     return max((file.parent for file in runs.glob("*/config.yaml")), key=_trained, default=None)
 
@@ -303,11 +303,8 @@ def _trained(run: Path) -> tuple[float, float]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(files.read_regular(path))
-        if not isinstance(data, dict):
-            raise ValueError("not a JSON object")
-        return data
-    except (OSError, ValueError, RecursionError) as error:
+        return files.read_json(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged ({os_reason(error)})") from None
 
 

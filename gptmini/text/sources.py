@@ -72,7 +72,7 @@ class Source:
         size = 0
         with progress("reading the text", self.bytes) as advance:
             for text, _ in self.not_blank():
-                length = len(text.encode())
+                length = _utf8_length(text)
                 size += length
                 advance(length)
         return size
@@ -141,16 +141,16 @@ class Part:
         cuts = [0, size - validation - test, size - validation, size]
         place = ("training", "test", "validation").index(self.side)
         first, last = cuts[place], cuts[place + 1]
+        reach = min(4096, size // 100)  # a short text is not cut far from where it was asked to be
         at = 0  # bytes before this piece
         for text, starts_document in self.source.pieces():
             if at >= last:
                 return
-            encoded = text.encode()
-            reach = min(4096, size // 100)
-            start, end = (_cut(text, encoded, place - at, reach) for place in (first, last))
+            length = _utf8_length(text)
+            start, end = (_cut(text, length, place - at, reach) for place in (first, last))
             if start < end:
                 yield Piece(text[start:end], starts_document and start == 0)
-            at += len(encoded)
+            at += length
 
     def _documents(self) -> Iterator[Piece]:
         """The documents of this side; the hash of a document's first piece decides alone."""
@@ -178,13 +178,17 @@ def _not_blank(pieces: Iterator[Piece], problem: str) -> Iterator[Piece]:
         raise DataError(problem)
 
 
-def _cut(text: str, encoded: bytes, offset: int, reach: int) -> int:
-    """The character at which to cut a text about `offset` bytes after its beginning."""
+def _utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _cut(text: str, length: int, offset: int, reach: int) -> int:
+    """The character at which to cut a text of `length` bytes about `offset` bytes in."""
     if offset <= 0:
         return 0
-    if offset >= len(encoded):
+    if offset >= length:
         return len(text)
-    return boundary(text, len(encoded[:offset].decode("utf-8", "ignore")), reach)
+    return boundary(text, len(text.encode()[:offset].decode("utf-8", "ignore")), reach)
 
 
 @contextmanager

@@ -251,13 +251,13 @@ def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
 def read(path: Path) -> Tokenizer:
     """Load a saved tokenizer; DataError if the file is missing, damaged or something else."""
     try:
-        data = json.loads(files.read_regular(path).decode())
+        data = files.read_json(path)
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         return _from_json(data)
     except OSError as error:
         raise DataError(f"{path}: {os_reason(error)}; give a run or a tokenizer file") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not a complete gptmini tokenizer ({error}); restore it, or make one with "
             f"gptmini tokenizer train"
