@@ -12,10 +12,23 @@ from typing import Any
 
 from tqdm import tqdm
 
+_speakers = [True]
+
+
+def silence() -> None:
+    """Print no more lines and bars: of several processes that train together, one speaks."""
+    _speakers.clear()
+
+
+def on_terminal() -> bool:
+    """Whether a person watches stderr."""
+    return sys.stderr.isatty() and bool(_speakers)
+
 
 def say(line: str) -> None:
     """Print a line on stderr, above a progress bar if one is shown."""
-    tqdm.write(line, file=sys.stderr)
+    if _speakers:
+        tqdm.write(line, file=sys.stderr)
 
 
 def warn(line: str) -> None:
@@ -24,7 +37,7 @@ def warn(line: str) -> None:
 
 def say_fact(line: str) -> None:
     """Print a line of a header, such as `  model     2.6 M parameters`; a terminal wraps it."""
-    if not sys.stderr.isatty():
+    if not on_terminal():
         say(line)
         return
     width = max(40, shutil.get_terminal_size().columns - 1)
@@ -76,7 +89,7 @@ class TrainingProgress:
         self._started = time.perf_counter()
         self._loss = ""
         self._facts = ""  # learning rate and speed, as last logged
-        self._terminal = sys.stderr.isatty()
+        self._terminal = on_terminal()
         self._bar = tqdm(
             total=steps,
             initial=step,
@@ -145,7 +158,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
     """
     started = time.perf_counter()
     done = 0
-    hidden = not sys.stderr.isatty()
+    hidden = not on_terminal()
     with tqdm(
         desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=hidden
     ) as bar:
@@ -164,7 +177,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
 @contextmanager
 def counted(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
     """A bar over `total` things, `done` of them already; yields a function that counts more."""
-    with tqdm(total=total, initial=done, unit=unit, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=total, initial=done, unit=unit, disable=not on_terminal()) as bar:
         yield bar.update
 
 

@@ -44,6 +44,12 @@ class DivergedError(GptminiError):
     exit_code = 6
 
 
+class RankError(GptminiError):
+    """One of several processes that train together is gone, or differs."""
+
+    exit_code = 7
+
+
 class Stopped(GptminiError):  # noqa: N818 - not an error
     """A signal ended the work after everything was saved; the exit code is 128 + signal."""
 

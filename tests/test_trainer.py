@@ -331,7 +331,9 @@ def test_the_run_directory_holds_what_it_promises(train, config):
         "tokenizer.json",
     }
     started = config.sample.model_copy(update={"start": "\n"})
-    chosen = config.with_tokenizer("byte", 257).with_train(micro_batch_size=4, compile="off")
+    chosen = config.with_tokenizer("byte", 257).with_train(
+        micro_batch_size=4, compile="off", reduce="fast"
+    )
     assert run.config() == chosen.model_copy(update={"sample": started})
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     keys = {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}

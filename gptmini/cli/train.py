@@ -74,8 +74,10 @@ def train(
         if "-" not in paths:
             sources.find(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
+    from gptmini.distributed.ranks import join
     from gptmini.generate.run import load
-    from gptmini.plan.decide import check_base, decide, with_choices
+    from gptmini.plan.decide import check_base, with_choices
+    from gptmini.plan.together import decide_together
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import state, trainer
@@ -87,7 +89,10 @@ def train(
         check_base(settings, existing, directory)
         kept = with_choices(settings, existing)
         state.check_same(kept, existing, directory, undecided=(None, "auto"))
-    if not trainer.train(decide(settings, directory, cache, started), out) or no_sample:
+    with join() as ranks:
+        decision = decide_together(settings, directory, cache, started, ranks)
+        trained = trainer.train(decision, out)
+    if not trained or no_sample or ranks.rank:
         return
     run = load(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")

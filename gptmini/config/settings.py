@@ -46,8 +46,7 @@ class AttentionConfig(Section):
     weight_dropout: Fraction = 0.0
     """Dropout of attention weights (GPT-2 has 0.1); above 0, no fused kernel."""
     backend: Literal["auto", "eager", "sdpa", "flash"] = "auto"
-    """Kernel: eager is three plain products, sdpa PyTorch's fused kernel, flash the flash kernel
-    or an error where there is none; auto picks the fastest by measured rules."""
+    """Kernel: eager (plain), sdpa (fused), flash (or an error); auto: by measured rules."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.variant == "gqa" and self.n_kv_head is None:
@@ -226,6 +225,8 @@ class TrainConfig(Section):
     """Scale gradients down to this total norm when it is larger."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """When the loss is not finite: stop, or rewind to the newest checkpoint and halve the rate."""
+    reduce: Literal["auto", "exact", "fast"] = "auto"
+    """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast; auto: exact on 2 to 8."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -301,8 +302,7 @@ class SampleConfig(Section):
     stop: Texts = []
     """Stop before any of these texts, which are left out."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """Stands in for an empty prompt; null: the document token. Default: the document token, or a
-    line break if training reads that token too rarely to know what follows it."""
+    """Stands in for an empty prompt; null: the document token. Default: what training knows."""
     seed: Seed = 1337
     """Random seed for sampling."""
     overflow: Literal["slide", "stop", "error"] = "slide"

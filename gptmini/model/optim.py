@@ -4,6 +4,7 @@ Letters: N matrices, R rows, C columns.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,20 @@ def cooldown_steps(config: TrainConfig) -> int:
     return min(round(config.cooldown * config.steps), config.steps - config.warmup_steps)
 
 
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Matrices (N, R, C), R <= C, with all singular values brought near 1.
+
+    Five steps of a Newton-Schulz iteration whose coefficients make small values grow fastest. The
+    singular values end between 0.7 and 1.2, not exactly at 1 (Jordan et al. 2024).
+    """
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values <= 1
+    for _ in range(5):
+        gram = torch.bmm(x, x.mT)  # (N, R, R)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+    return x
+
+
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum: no direction of a matrix learns faster than another.
 
@@ -40,9 +55,15 @@ class Muon(torch.optim.Optimizer):
     two cores), and in `dtype`, because not every processor is fast at bfloat16.
     """
 
-    def __init__(self, matrices: list[Tensor], weight_decay: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        matrices: list[Tensor],
+        weight_decay: float,
+        dtype: torch.dtype,
+        turn: Callable[[Tensor], Tensor] = orthogonal,
+    ) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
-        self.dtype = dtype
+        self.dtype, self.turn = dtype, turn
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -52,7 +73,7 @@ class Muon(torch.optim.Optimizer):
                 by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
             for matrices in by_shape.values():
                 momenta = torch.stack([self._momentum(m, group) for m in matrices])  # (N, R, C)
-                orthogonalized = orthogonal(momenta)  # (N, R, C)
+                orthogonalized = self.turn(momenta)  # (N, R, C)
                 for matrix, wide in zip(matrices, orthogonalized, strict=True):
                     rows, columns = matrix.shape
                     update = wide.T if rows > columns else wide  # (rows, columns)
@@ -75,20 +96,6 @@ class Muon(torch.optim.Optimizer):
         return update.T if update.shape[0] > update.shape[1] else update
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Matrices (N, R, C), R <= C, with all singular values brought near 1.
-
-    Five steps of a Newton-Schulz iteration whose coefficients make small values grow fastest. The
-    singular values end between 0.7 and 1.2, not exactly at 1 (Jordan et al. 2024).
-    """
-    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values <= 1
-    for _ in range(5):
-        gram = torch.bmm(x, x.mT)  # (N, R, R)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
-    return x
-
-
 # The tensors that each optimizer keeps per parameter.
 STATE_KEYS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
 
@@ -97,10 +104,16 @@ class Optimizer:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
     AdamW (Loshchilov and Hutter 2019) always takes embeddings, norms, biases and the head. Only the
-    weight matrices of linear layers decay. `dtype` is the one Muon orthogonalizes in.
+    weight matrices of linear layers decay. `dtype` is the one Muon orthogonalizes in, `turn` computes `orthogonal`.
     """
 
-    def __init__(self, model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        config: TrainConfig,
+        dtype: torch.dtype = torch.float32,
+        turn: Callable[[Tensor], Tensor] = orthogonal,
+    ) -> None:
         self.names: dict[Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters()
         }
@@ -120,7 +133,7 @@ class Optimizer:
         self.parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
         if by_muon:
             matrices = [p for p in self.names if p in by_muon]
-            muon = Muon(matrices, config.weight_decay, dtype)
+            muon = Muon(matrices, config.weight_decay, dtype, turn)
             self.parts.append((muon, config.muon_lr / config.lr))
 
     def step(self, lr: float) -> None:

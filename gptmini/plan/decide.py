@@ -14,6 +14,8 @@ from gptmini import machine
 from gptmini.config.load import completed
 from gptmini.config.settings import Config, TokenizerConfig
 from gptmini.console import say_fact
+from gptmini.distributed.gradients import EXACT_UP_TO
+from gptmini.distributed.ranks import ALONE, Ranks
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
 from gptmini.plan.base import CHOSEN, begun_from, identified, introduce, shaped
@@ -50,6 +52,7 @@ class Decision:
     paced: bool
     seconds_per_step: float | None = None
     compiling: str = ""
+    ranks: Ranks = ALONE
 
 
 def decide(
@@ -59,12 +62,14 @@ def decide(
     started: float | None = None,
     compute: Compute | None = None,
     here: bool = True,
+    ranks: int = 1,
 ) -> Decision:
     """Complete a configuration: tokenizer, sizes, steps, dropout, micro-batch, compilation.
 
     `run` is where it is to be trained; a run that is there keeps what it chose. Without `here` the
     run is not trained on this machine now: nothing is checked against its memory, the weights of
-    its base are not read, and whether to compile stays open.
+    its base are not read, and whether to compile stays open. Each of `ranks` processes computes its
+    share of every batch.
 
     Raises ConfigError for settings that contradict the text or the base, DataError for a text that
     cannot be used, CheckpointError for a base that cannot, MachineError for a model that does not
@@ -88,8 +93,9 @@ def decide(
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if config.train.minutes is not None and existing is None:
         left = 60 * config.train.minutes - (time.perf_counter() - started)
-        config = plan(config, left, compute)
+        config = plan(config, left, compute, ranks)
     train = config.train
+    config = config.with_train(reduce=_reduction(train.reduce, ranks))
     if config.model.dropout is None:
         weights = config.data.weights
         epochs = corpus.epochs(config.seq_len, train.batch_size, train.steps, weights)
@@ -99,15 +105,45 @@ def decide(
         config = completed(config, {"sample": {"start": _start(config, corpus)}})
     if here:
         machine.check_memory(parameter_count(config.model), compute.device)
+    own = _share(config, ranks)
     if config.train.micro_batch_size is None:
-        config = config.with_train(micro_batch_size=micro_batch_size(config, compute))
+        config = config.with_train(micro_batch_size=micro_batch_size(own, compute))
     settled = existing is not None and config.train.compile == existing.train.compile
     if settled or not here:  # a run that is resumed measured it when it began
         return Decision(config, corpus, compute, started, paced)
-    compiled, timed, outcome = choose_compile(config, compute)
+    compiled, timed, outcome = choose_compile(_share(config, ranks), compute)
     config = config.with_train(compile="on" if compiled else "off")
     per_step = None if timed is None else timed.passes + timed.update
     return Decision(config, corpus, compute, started, paced, per_step, outcome)
+
+
+def _share(config: Config, n_ranks: int) -> Config:
+    """The training of one of several processes: its share of every batch."""
+    rows, rest = divmod(config.train.batch_size, n_ranks)
+    if rest:
+        raise ConfigError(
+            f"train.batch_size: {config.train.batch_size} rows do not divide among {n_ranks} "
+            f"processes; use a multiple of {n_ranks}"
+        )
+    size = config.train.micro_batch_size
+    if size is not None and rows % size:
+        raise ConfigError(
+            f"train.micro_batch_size: {size} does not divide the {rows} rows of each of {n_ranks} "
+            f"processes; use a divisor"
+        )
+    return config.with_train(batch_size=rows)
+
+
+def _reduction(reduce: str, n_ranks: int) -> str:
+    """How gradients are added: `auto` is exact where that is no slower."""
+    powers = [n for n in range(1, EXACT_UP_TO + 1) if n & (n - 1) == 0]
+    if reduce == "exact" and n_ranks & (n_ranks - 1):
+        raise ConfigError(
+            f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {n_ranks}; use fast"
+        )
+    if reduce == "auto":
+        return "exact" if n_ranks > 1 and n_ranks in powers else "fast"
+    return reduce
 
 
 def _start(config: Config, corpus: Corpus) -> str | None:
@@ -170,7 +206,7 @@ def with_choices(asked: Config, first: Config, same_run: bool = True) -> Config:
         keys["model"] += ["n_layer", "d_model", "head_dim", "d_ff"]
         keys["train"] += ["batch_size"]
     if same_run:
-        keys["train"] += ["micro_batch_size"]
+        keys["train"] += ["micro_batch_size", "reduce"]
     if same_run and planned:
         keys["model"] += ["n_head"]
         keys["train"] += ["steps", "warmup_steps", "eval_every", "save_every", "log_every"]

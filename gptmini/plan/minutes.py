@@ -25,8 +25,8 @@ RUNGS = (
 TOKENS_PER_PARAMETER = 1.0
 
 
-def plan(config: Config, seconds: float, compute: Compute) -> Config:
-    """The sizes and the number of steps of the best model for the time left.
+def plan(config: Config, seconds: float, compute: Compute, ranks: int = 1) -> Config:
+    """The sizes and the number of steps of the best model for the time left, on so many processes.
 
     Whatever the configuration states is kept. Models are timed from small to large, up to the
     largest that would still see enough tokens.
@@ -42,7 +42,7 @@ def plan(config: Config, seconds: float, compute: Compute) -> Config:
         if chosen and same and chosen.model == candidate.model:  # its sizes are stated
             continue
         timed = time_step(candidate, compute)
-        passes = timed.passes
+        passes = timed.passes / ranks
         if config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and has_compiler():
             passes /= COMPILE_GAIN
         per_step = passes + timed.update

@@ -36,7 +36,10 @@ class Batches:
         seq_len: int,
         batch_size: int,
         seed: int,
+        rows: slice = slice(None),
     ) -> None:
+        """`rows` of the batch are read by this process."""
+        self.rows = rows
         self.texts, self.seq_len = texts, seq_len
         self.batch_size, self.seed = batch_size, seed
         self.windows = [windows(text, seq_len) for text in texts]
@@ -65,9 +68,10 @@ class Batches:
         return which, offset + window * self.seq_len
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens, and as targets the tokens one position later, both (B, T)."""
+        """Tokens, and as targets the tokens one position later, both (B, T), of this process."""
         return stack(
-            self.texts[which].read(start, self.seq_len + 1) for which, start in self.starts(step)
+            self.texts[which].read(start, self.seq_len + 1)
+            for which, start in self.starts(step)[self.rows]
         )
 
 

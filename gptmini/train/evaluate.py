@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmini.distributed.ranks import ALONE, Ranks
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.train.batches import IGNORE_INDEX
@@ -98,30 +99,30 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     byte_lengths: np.ndarray[tuple[int], np.dtype[np.int64]],
     compute: Compute,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Evaluate a model on batches of tokens and targets (B, T), without dropout.
 
     Targets that are IGNORE_INDEX do not count. `byte_lengths` (V,) are the tokens' bytes of text.
+    Ranks take turns, and add zeros to each other's sums: the result is that of one, to the bit.
     """
     was_training = model.training
     model.eval()
-    nats, tokens, sizes, correct = [], [], [], 0
-    for inputs, targets in batches:
-        counted = targets != IGNORE_INDEX
-        known = targets.where(counted, 0)
-        with compute.autocast():
-            losses, ranks = token_losses(model, inputs, known)
-        nats.append((losses * counted).sum(1))  # (B,)
-        correct += int(((ranks == 1) & counted).sum())
-        tokens.append(counted.sum(1))
-        sizes.append((byte_lengths[known.numpy()] * counted.numpy()).sum(1))
+    parts = []
+    for number, (inputs, targets) in enumerate(batches):
+        sums = torch.zeros(4, len(targets), dtype=torch.float64)  # (4, B)
+        if number % ranks.size == ranks.rank:
+            counted = targets != IGNORE_INDEX
+            known = targets.where(counted, 0)
+            with compute.autocast():
+                losses, places = token_losses(model, inputs, known)
+            sizes = torch.from_numpy(byte_lengths[known.numpy()])
+            kinds = (losses, torch.ones_like(losses), sizes, places == 1)  # (B, T) each
+            sums = torch.stack([(kind * counted).double().sum(1) for kind in kinds])  # (4, B)
+        parts.append(sums)
     model.train(was_training)
-    return Evaluation(
-        torch.cat(nats).numpy(),
-        torch.cat(tokens).double().numpy(),
-        np.concatenate(sizes).astype(np.float64),
-        correct,
-    )
+    nats, tokens, text_bytes, correct = ranks.gather(torch.cat(parts, 1)).sum(0).numpy()  # (W,)
+    return Evaluation(nats, tokens, text_bytes, int(correct.sum()))
 
 
 def token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

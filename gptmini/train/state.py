@@ -14,12 +14,13 @@ import torch
 
 from gptmini.config.load import differences
 from gptmini.config.settings import Config
-from gptmini.console import amount, duration, say_fact, warn
+from gptmini.console import warn
+from gptmini.distributed.gradients import Gradients, divided, gradients
+from gptmini.distributed.ranks import Ranks
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
-from gptmini.plan import cost
 from gptmini.plan.fit import compile_blocks
 from gptmini.runs.directory import Checkpoint, RunDirectory, fitting
 from gptmini.text.tokens import Corpus
@@ -37,8 +38,6 @@ CHANGEABLE = {
 }
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile")
-
-MANY_EPOCHS = 20  # after which a small model learns little more about unseen text
 
 
 @dataclass
@@ -77,7 +76,9 @@ class Training:
     corpus: Corpus
     model: GPT
     optimizer: Optimizer
-    batches: Batches
+    batches: Batches  # of this rank's rows
+    gradients: Gradients
+    ranks: Ranks
     compute: Compute
     progress: Progress
     paced: bool  # the number of steps follows train.minutes
@@ -106,7 +107,8 @@ class Training:
 def prepare(decision: "Decision", run: RunDirectory) -> Training:
     """Model, optimizer and batches at step 0; writes nothing."""
     config, corpus, compute = decision.config, decision.corpus, decision.compute
-    train = config.train
+    train, ranks = config.train, decision.ranks
+    n_rows = train.batch_size // ranks.size
     torch.manual_seed(draw(train.seed))
     model = GPT(config.model).to(compute.device)
     model.gradient_checkpointing = train.gradient_checkpointing
@@ -117,10 +119,15 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
         run=run,
         corpus=corpus,
         model=model,
-        optimizer=Optimizer(model, train, compute.dtype),
+        optimizer=Optimizer(model, train, compute.dtype, divided(ranks)),
         batches=Batches(
-            corpus.training, config.data.weights, config.seq_len, train.batch_size, train.seed
+            *(corpus.training, config.data.weights, config.seq_len, train.batch_size, train.seed),
+            rows=slice(ranks.rank * n_rows, (ranks.rank + 1) * n_rows),
         ),
+        gradients=gradients(
+            train.reduce, model.parameters(), ranks, n_rows // (train.micro_batch_size or n_rows)
+        ),
+        ranks=ranks,
         compute=compute,
         progress=Progress(
             corpus=corpus.content,
@@ -138,21 +145,23 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
 
 def begin(training: Training) -> None:
     """Make the run directory, or resume the same run from its newest checkpoint."""
-    config, run, tokenizer = training.config, training.run, training.corpus.tokenizer
-    if not run.exists:
+    config, run, ranks = training.config, training.run, training.ranks
+    tokenizer = training.corpus.tokenizer
+    if not ranks.lead(lambda: run.exists):
         if config.base.run is not None:
             _begin_from(training, RunDirectory(Path(config.base.run)))
-            run.checkpoints.mkdir(parents=True, exist_ok=True)
+            ranks.lead(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
             save(training)  # before `create`: resuming needs no base, and never begins untrained
-        run.create(config, tokenizer)
+        ranks.lead(lambda: run.create(config, tokenizer))
         return
-    run.checkpoints.mkdir(exist_ok=True)
+    ranks.lead(lambda: run.checkpoints.mkdir(exist_ok=True))
     check_same(config, run.config(), run)
     if run.tokenizer().fingerprint != tokenizer.fingerprint:
         raise _other_text(config, run)
-    if (checkpoint := run.newest()) is not None:
+    if (checkpoint := newest(training)) is not None:
         restore(training, checkpoint)
-        run.prune(training.progress.best, config.train.keep)  # a kill may have left more
+        # a kill may have left more
+        ranks.lead(lambda: run.prune(training.progress.best, config.train.keep))
         training.started -= training.progress.elapsed
     elif config.base.run is not None:
         raise CheckpointError(
@@ -160,7 +169,26 @@ def begin(training: Training) -> None:
             f"from {config.base.run}"
         )
     if training.step < config.train.steps:
-        run.write_config(config)
+        ranks.lead(lambda: run.write_config(config))
+
+
+def newest(training: Training) -> Checkpoint | None:
+    """The newest intact checkpoint, as rank 0 finds it; the other ranks read the same."""
+    run, checkpoints = training.run, list[Checkpoint | None]()
+
+    def find() -> tuple[int, str] | None:
+        checkpoints.append(checkpoint := run.newest())
+        return None if checkpoint is None else (checkpoint.step, checkpoint.sha256)
+
+    chosen = training.ranks.lead(find)
+    if not checkpoints and chosen is not None:
+        checkpoints.append(checkpoint := run.load(chosen[0], with_optimizer=True))
+        if checkpoint.sha256 != chosen[1]:
+            raise CheckpointError(
+                f"{run.checkpoints}: step {chosen[0]} is not the checkpoint that rank 0 reads; "
+                f"give all ranks the same directory"
+            )
+    return checkpoints[0] if checkpoints else None
 
 
 def _begin_from(training: Training, base: RunDirectory) -> None:
@@ -180,9 +208,10 @@ def save(training: Training) -> None:
     weights = training.model.state_dict()
     if not all(tensor.isfinite().all() for tensor in weights.values()):
         raise DivergedError(diverged(training, "weights that are not finite"))
+    training.ranks.check_weights(weights)
     training.progress.elapsed = training.elapsed
     checkpoint = Checkpoint(asdict(training.progress), weights, training.optimizer.state())
-    training.run.save(checkpoint, training.config.train.keep)
+    training.ranks.lead(lambda: training.run.save(checkpoint, training.config.train.keep))
     training.saved = training.step
 
 
@@ -199,7 +228,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     if checkpoint.step:  # before its first update an optimizer has no state
         fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
         training.optimizer.restore(checkpoint.optimizer)
-    run.set_aside_after(checkpoint.step)
+    training.ranks.lead(lambda: run.set_aside_after(checkpoint.step))
     changes = []
     for name in BITS_DEPEND_ON:
         if getattr(then, name) != getattr(now, name):
@@ -211,47 +240,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     training.logged = (then.step, then.seconds)
     training.recent.clear()
     training.first = None
-    run.write_best(then.best)
-
-
-def introduce(training: Training, decision: "Decision") -> None:
-    """Show the model, the machine and the length of the run."""
-    model, train, progress = training.config.model, training.config.train, training.progress
-    count, seq_len = cost.parameter_count(model), training.config.seq_len
-    size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
-    cache = cost.cache_bytes(model, model.context_length)
-    window = f", window {model.attention.window}" if model.attention.window else ""
-    say_fact(
-        f"  model     {size} parameters: {amount(model.n_layer, 'layer')}, "
-        f"width {model.d_model}, {amount(model.n_head, 'head')} / "
-        f"{amount(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
-        f"context {model.context_length}, dropout {model.dropout:g}; "
-        f"KV cache {cache / 2**20:,.1f} MiB"
-    )
-    line = (
-        f"  machine   {progress.device}, {amount(progress.threads, 'thread')}, {progress.dtype}; "
-        f"{train.optimizer}; micro-batch {train.micro_batch_size}"
-    )
-    outcome = ["compile on" if train.compile == "on" else "", decision.compiling]
-    say_fact("; ".join(filter(None, [line, ": ".join(filter(None, outcome))])))
-    epochs = training.corpus.epochs(
-        seq_len, train.batch_size, train.steps, training.config.data.weights
-    )
-    line = (
-        f"  run       {training.run.path}: {amount(train.steps, 'step')} x "
-        f"{train.batch_size * seq_len:,} tokens = {epochs:.1f} epochs"
-    )
-    if training.step:
-        line += f"; resuming after step {training.step:,}"
-    if decision.seconds_per_step is not None and training.step < train.steps:
-        left = (train.steps - training.step) * decision.seconds_per_step
-        line += f"; about {duration(left)} left" if left >= 1 else "; about a second left"
-    say_fact(line)
-    if epochs > MANY_EPOCHS:
-        warn(
-            f"training reads the text {epochs:.0f} times and learns little after {MANY_EPOCHS}; "
-            f"use more text or fewer steps"
-        )
+    training.ranks.lead(lambda: run.write_best(then.best))
 
 
 def check_same(
@@ -275,24 +264,6 @@ def check_same(
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
-
-
-def already(training: Training) -> str:
-    """What to say of a run that has nothing left to do."""
-    steps = training.config.train.steps
-    if training.step > steps and not training.paced:
-        return f"already has {training.step:,} steps, more than --steps {steps:,}"
-    return f"already finished at step {training.step:,}"
-
-
-def how_to_continue(training: Training) -> str:
-    settings, best = training.config.train, training.progress.best
-    if training.step >= settings.steps or best is None:
-        return f"pass a larger {'--minutes' if training.paced else '--steps'} to train longer"
-    return (
-        f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
-        f"ago; pass --set train.patience=null to train on"
-    )
 
 
 def diverged(training: Training, what: str) -> str:

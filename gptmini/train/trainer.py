@@ -6,7 +6,6 @@ therefore makes the same weights as one that never stopped, and nothing random i
 
 import math
 import signal
-import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,21 +23,11 @@ from gptmini.model.gpt import loss
 from gptmini.model.optim import cooldown_steps, learning_rate
 from gptmini.plan.minutes import paced_steps
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.log import RunLog
+from gptmini.runs.log import NoLog, RunLog
 from gptmini.train.batches import draw, validation_batches
 from gptmini.train.evaluate import evaluate
-from gptmini.train.state import (
-    Training,
-    already,
-    begin,
-    diverged,
-    how_to_continue,
-    introduce,
-    prepare,
-    restore,
-    save,
-    windows,
-)
+from gptmini.train.messages import already, how_to_continue, introduce, report_spike
+from gptmini.train.state import Training, begin, diverged, newest, prepare, restore, save
 
 if TYPE_CHECKING:  # plan.decide imports the text formats, which training must not depend on
     from gptmini.plan.decide import Decision
@@ -56,15 +45,16 @@ def train(decision: "Decision", out: Path) -> bool:
     """
     run = RunDirectory(out)
     training = prepare(decision, run)
-    with run.lock():
+    ranks = training.ranks
+    with ranks.leading(run.lock()):
         begin(training)
         if _is_finished(training):
             say(f"{out}: {already(training)}; {how_to_continue(training)}")
             return False
         introduce(training, decision)
         weights = sum(p.nbytes for p in training.model.parameters())
-        run.check_space(3 * weights)  # and up to two moments of the optimizer
-        log = RunLog(run.path, training.config, training.step)
+        ranks.lead(lambda: run.check_space(3 * weights))  # and up to two moments of the optimizer
+        log = NoLog() if ranks.rank else RunLog(run.path, training.config, training.step)
         bar = TrainingProgress(training.step, training.config.train.steps)
         try:
             with machine.signals() as received:
@@ -90,8 +80,8 @@ def _loop(
             _advance(training, log, bar)
             if training.paced:
                 _keep_pace(training, bar)
-            stop = received.stop  # read once: a later signal waits until its step is saved
-            if _save_is_due(training) or stop is not None or received.save:
+            stop, asked = training.ranks.agree(received)  # a later signal waits for its own step
+            if _save_is_due(training) or stop is not None or asked:
                 received.save = False
                 log.sync()
                 save(training)
@@ -119,7 +109,7 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
     progress.tokens += settings.batch_size * training.config.seq_len
     progress.seconds += time.perf_counter() - started
     bar.advance(metrics["train_loss"])
-    _report_spike(training, metrics["train_loss"])
+    report_spike(training, metrics["train_loss"])
     last = training.step == settings.steps
     record: dict[str, Any] = {}
     if training.step % settings.log_every == 0 or training.step == 1 or last:
@@ -138,17 +128,22 @@ def update(training: Training) -> dict[str, Any]:
     """One optimizer update on the windows of the step; returns its metrics."""
     settings, model, step = training.config.train, training.model, training.step
     model.train()
-    tokens, targets = training.batches.batch(step)  # (B, T) each
-    total = 0.0
+    tokens, targets = training.batches.batch(step)  # (B, T) each; of several ranks, (B / W, T)
+    losses = []
     lr = learning_rate(settings, step) * training.progress.lr_scale
     size = settings.micro_batch_size or settings.batch_size
-    for micro, (x, y) in enumerate(zip(tokens.split(size), targets.split(size), strict=True)):
+    parts = zip(tokens.split(size), targets.split(size), strict=True)
+    for micro, (x, y) in enumerate(parts, start=training.ranks.rank * len(tokens) // size):
         torch.manual_seed(draw(settings.seed, step, micro))  # for dropout
         with training.compute.autocast():
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
-            share = loss(model, x.to(model.device), y.to(model.device)) * len(x) / len(tokens)
+            mean = loss(model, x.to(model.device), y.to(model.device))
+            share = mean * len(x) / settings.batch_size
         share.backward()
-        total += share.item()
+        training.gradients.added()
+        losses.append(share.item())
+    training.gradients.finish()
+    total = training.ranks.total(losses)
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
     if not math.isfinite(total + norm):  # clipping by a NaN norm would make every gradient NaN
         raise DivergedError(diverged(training, f"loss {total:.4g}, gradient norm {norm}"))
@@ -159,7 +154,7 @@ def update(training: Training) -> dict[str, Any]:
 def evaluation(training: Training) -> dict[str, Any]:
     """What is logged at each evaluation."""
     return assess(training) | {
-        "sample": sample(training),
+        "sample": sample(training) if training.ranks.rank == 0 else "",
         "peak_memory": machine.peak_memory(training.compute.device),
     }
 
@@ -172,7 +167,7 @@ def assess(training: Training) -> dict[str, Any]:
     )
     with training.eagerly():
         lengths = corpus.tokenizer.byte_lengths()
-        result = evaluate(training.model, batches, lengths, training.compute)
+        result = evaluate(training.model, batches, lengths, training.compute, training.ranks)
     if not math.isfinite(result.loss):
         raise DivergedError(diverged(training, f"validation loss {result.loss}"))
     losses = {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
@@ -225,10 +220,10 @@ def _keep_pace(training: Training, bar: TrainingProgress) -> None:
         training.first = now
     elif training.step % settings.log_every == 0:
         per_step = (now[1] - training.first[1]) / (now[0] - training.first[0])
-        steps = paced_steps(settings, *now, per_step)
+        steps = training.ranks.lead(lambda: paced_steps(settings, *now, per_step))
         if settings.minutes and steps != settings.steps:
-            training.config = training.config.with_train(steps=steps)
-            training.run.write_config(training.config)
+            config = training.config = training.config.with_train(steps=steps)
+            training.ranks.lead(lambda: training.run.write_config(config))
             bar.plan(steps, settings.minutes)
 
 
@@ -245,7 +240,7 @@ def _rewind(training: Training, log: RunLog, bar: TrainingProgress, error: Diver
     A run that is killed after this and resumed reaches the same step, diverges and rewinds again.
     """
     scale = training.progress.lr_scale / 2
-    checkpoint = training.run.newest()
+    checkpoint = newest(training)
     if checkpoint is None or scale < MIN_LR_SCALE:
         raise error
     restore(training, checkpoint)
@@ -255,14 +250,3 @@ def _rewind(training: Training, log: RunLog, bar: TrainingProgress, error: Diver
     bar.back_to(training.step)
     reason = error.lines[0].split(";")[0]
     warn(f"{reason}; rewinding to step {training.step} at {scale:g} of the learning rate")
-
-
-def _report_spike(training: Training, train_loss: float) -> None:
-    """Warn when a loss is far above those of the last steps, naming its windows."""
-    recent = training.recent
-    if len(recent) >= 20:
-        usual = statistics.mean(recent)
-        if train_loss > usual + 6 * statistics.pstdev(recent) + 0.1:
-            where = windows(training, training.step - 1)
-            warn(f"step {training.step}: loss {train_loss:.4g} after {usual:.4g}, in {where}")
-    recent.append(train_loss)
