@@ -104,7 +104,7 @@ class Optimizer:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
     AdamW (Loshchilov and Hutter 2019) always takes embeddings, norms, biases and the head. Only the
-    weight matrices of linear layers decay. `dtype` is the one Muon orthogonalizes in, `turn` computes `orthogonal`.
+    weight matrices of linear layers decay. Muon orthogonalizes in `dtype`, by `turn`.
     """
 
     def __init__(

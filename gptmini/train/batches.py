@@ -38,8 +38,7 @@ class Batches:
         seed: int,
         rows: slice = slice(None),
     ) -> None:
-        """`rows` of the batch are read by this process."""
-        self.rows = rows
+        self.rows = rows  # of the batch, that this process reads
         self.texts, self.seq_len = texts, seq_len
         self.batch_size, self.seed = batch_size, seed
         self.windows = [windows(text, seq_len) for text in texts]
