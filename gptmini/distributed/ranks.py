@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gptmini import console
-from gptmini.errors import ConfigError, DivergedError, GptminiError, RankError, Stopped
+from gptmini.errors import (
+    ConfigError,
+    DivergedError,
+    GptminiError,
+    MachineError,
+    RankError,
+    Stopped,
+)
 from gptmini.machine import Received, signals
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -38,10 +45,10 @@ _GONE = "no longer answers; run the same command again to resume from the last c
 
 
 class Told(GptminiError):  # noqa: N818 - the error is another's
-    """The failure of another rank, which prints it."""
+    """The failure of another rank, which prints it; this one ends with the same exit code."""
 
-    def __init__(self, exit_code: int, *lines: str) -> None:
-        super().__init__(*lines)
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
         self.exit_code = exit_code
 
 
@@ -82,17 +89,18 @@ class Ranks:
 
     def _together(self, work: Callable[[], Any] | None) -> list[Any]:
         """The results of all ranks; a rank that fails makes all fail with its lines."""
-        failure, result = None, None
+        failure: Exception | None = None
+        result = code = None
         try:
             result = None if work is None else work()
-        except GptminiError as error:
-            failure = error
-        outcomes = self.exchange([result, failure and [failure.exit_code, *failure.lines]])
+        except (GptminiError, OSError) as error:
+            failure, code = error, getattr(error, "exit_code", MachineError.exit_code)
+        outcomes = self.exchange([result, code])
         if failure is not None:
             raise failure
-        for rank, (_, reason) in enumerate(outcomes):
-            if reason is not None:
-                raise Told(reason[0], *(f"rank {rank}: {line}" for line in reason[1:]))
+        for _, theirs in outcomes:
+            if theirs is not None:
+                raise Told(theirs)
         return [result for result, _ in outcomes]
 
     def check_same(self, facts: Mapping[str, Any], remedy: str) -> None:
@@ -213,9 +221,6 @@ def join() -> Iterator[Ranks]:
         yield ranks
         ranks.exchange(None)  # whoever leaves earlier would break the connections of the others
         dist.destroy_process_group()
-    except Told as failure:
-        failure.lines = ()
-        raise
     except (DivergedError, Stopped) as failure:  # every rank's, at the same step
         failure.lines = failure.lines if rank == 0 else ()
         raise
