@@ -40,8 +40,8 @@ _FILE_OR_NAME = (
     "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
 )
 _TEXTS = (
-    "Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs or "
-    "builtin:python-code. Repeat to use several."
+    "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
+    "builtin:python-docs or builtin:python-code. Repeat to use several."
 )
 _NOT_UTF8 = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
 _SETTING = (

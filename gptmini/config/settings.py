@@ -159,8 +159,8 @@ class DataConfig(Section):
     """The text to learn from."""
 
     path: Paths = ["builtin:python-docs"]
-    """A file, a folder, a glob, - for standard input, builtin:python-docs, builtin:python-code, or
-    a list of these."""
+    """A file, a folder, a glob, token files or their folder, - for standard input,
+    builtin:python-docs, builtin:python-code, or a list of these."""
     weights: Annotated[list[Positive], Field(max_length=100)] | None = None
     """Relative sampling weights of several paths; null: in proportion to their sizes."""
     text_key: str = "text"
