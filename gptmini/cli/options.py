@@ -49,7 +49,10 @@ _SETTING = (
     "lists all keys."
 )
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
-_MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
+_MINUTES = (
+    "Minutes that training may take, in place of the steps of CONFIG; sizes that are not set are "
+    "chosen to fit."
+)
 _THREADS = "CPU threads to use. Beside other busy programs, fewer are often faster."
 _BASE = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 _CACHE = "Folder for prepared texts and compiled code."
