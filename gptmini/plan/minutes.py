@@ -73,7 +73,8 @@ def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     unit = model.attention.n_kv_head or 1
     if "d_model" in model.model_fields_set:
         width = model.d_model
-    head = model.head_dim if "head_dim" in model.model_fields_set else HEAD
+    stated = "head_dim" in model.model_fields_set
+    head = model.head_dim if stated else HEAD
     fitting = [heads for heads in range(unit, width + 1, unit) if width % (pairs * heads) == 0]
     heads = min(
         fitting,
@@ -82,6 +83,8 @@ def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     )
     if "n_head" in model.model_fields_set:
         heads = model.n_head
+    if stated:
+        return {"n_head": heads, "d_model": heads * head}
     multiple = pairs * heads
     return {"n_head": heads, "d_model": max(1, round(width / multiple)) * multiple}
 
