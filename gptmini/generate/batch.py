@@ -1,14 +1,18 @@
 """Continuous batching: texts of many callers share an engine, and come and go between its steps.
 
-One thread owns the engine. Each turn prefills at most one chunk of one prompt and draws one token
-for every other text, so a long prompt delays the others by one chunk at a time.
+One thread owns the engine. Prompts are prefilled one after another, first come, first served. The
+other texts get a token in between, and not only between chunks of a prompt: also between the layers
+that a chunk passes through. So a chunk can be long, which is fast, and its slices short, and no
+slice changes a bit of the result.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +24,9 @@ from gptmini.generate.filters import Adjustment
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import draw
 from gptmini.generate.texts import Text
+
+# Work on prompts, in tokens, per text that waits meanwhile for its next token.
+SLICE = 3.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class Batch(threading.Thread):
         self._run, self._deliver = run, deliver
         self._changed = threading.Condition()
         self._stopped = False
+        self._work = 0.0  # on prompts since the last step
 
     def submit(self, jobs: Sequence[Job]) -> bool:
         """Queue the texts of a request, all or none; False if the queue is too full."""
@@ -83,18 +91,17 @@ class Batch(threading.Thread):
 
     @torch.inference_mode()
     def run(self) -> None:
-        with self._run.engine(self.max_rows) as engine:
+        with self._run.engine(self.max_rows) as engine, self._between_layers(engine):
             while self._admit():
+                new = next((job for job in self.running if not self._is_ready(job, engine)), None)
                 try:
-                    ready = self._ready(engine)
-                    logits = engine([job.text for job in ready]) if ready else []
-                    pieces = [self._draw(*each) for each in zip(ready, logits, strict=True)]
+                    if new is None:
+                        self._step(engine, self.running)
+                    elif not engine.prefill_chunk(new.text):
+                        self._step(engine, [new])
                 except Exception as error:  # later texts still need this thread
                     logging.getLogger(__name__).exception("internal error")
-                    ready, pieces = self.running, [self._failed(job, error) for job in self.running]
-                if ready:
-                    tells = [job.tell for job in ready]
-                    self._deliver(list(zip(tells, pieces, strict=True)))
+                    self._deliver([(job.tell, self._failed(job, error)) for job in self.running])
 
     def _admit(self) -> bool:
         """Drop texts that have ended and fill their rows; wait for work. False when stopped."""
@@ -109,14 +116,37 @@ class Batch(threading.Thread):
                 self._changed.wait()
         return False
 
-    def _ready(self, engine: Engine) -> list[Job]:
-        """The texts that get a token in this turn; of those with much to prefill at most one."""
-        if not engine.ragged:
-            return self.running
-        unseen = [len(job.text.context) - job.text.cached for job in self.running]
-        ready = [job for job, count in zip(self.running, unseen, strict=True) if count <= SPARE]
-        new = next((job for job in self.running if job not in ready), None)
-        return ready if new is None or engine.prefill_chunk(new.text) else [*ready, new]
+    def _is_ready(self, job: Job, engine: Engine) -> bool:
+        """Whether a step can give the text a token, as little of it is still to be prefilled."""
+        return not engine.ragged or len(job.text.context) - job.text.cached <= SPARE
+
+    @contextmanager
+    def _between_layers(self, engine: Engine) -> Iterator[None]:
+        """Let the model give other texts a token after each slice of a prompt."""
+
+        def slice_of_work(block: object, inputs: object, hidden: Tensor) -> None:
+            if threading.current_thread() is not self:
+                return  # not this engine's: a run may be used by several threads
+            self._work += hidden.shape[1] / len(blocks)
+            ready = [job for job in self.running if self._is_ready(job, engine)]
+            if ready and self._work >= SLICE * len(ready):
+                self._step(engine, ready)
+
+        blocks = self._run.model.blocks if engine.ragged else []
+        hooks = [block.register_forward_hook(slice_of_work) for block in blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _step(self, engine: Engine, jobs: list[Job]) -> None:
+        """Draw one token for each of the texts, and tell it."""
+        self._work = 0.0
+        live = [job for job in jobs if not job.text.finish_reason]
+        logits = engine([job.text for job in live])
+        pieces = [self._draw(*each) for each in zip(live, logits, strict=True)]
+        self._deliver([(job.tell, piece) for job, piece in zip(live, pieces, strict=True)])
 
     def _draw(self, job: Job, logits: Tensor) -> Piece | Exception:
         text, limit = job.text, self._run.model.config.context_length
