@@ -1,5 +1,6 @@
 """The server, over real sockets on this machine, mostly with OpenAI's own client."""
 
+import copy
 import json
 import os
 import random
@@ -18,14 +19,19 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import torch
 import uvicorn
 from conftest import tiny, train
 
 from gptmini.generate import native
+from gptmini.generate.batch import Batch, Job, News
 from gptmini.generate.engine import TorchEngine
+from gptmini.generate.filters import Adjustment
 from gptmini.generate.native import NativeEngine
 from gptmini.generate.run import Run, load
+from gptmini.model.gpt import GPT
 from gptmini.serve.server import LOOPBACK, Limits, Server, listen
+from gptmini.text.tokenizer import ByteTokenizer
 
 CONTEXT = 400
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -47,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny(
         model=model,
         data={"path": str(folder / "text.txt")},
-        train={"steps": 3, "seq_len": 16},
+        train={"steps": 30, "seq_len": 16},
         sample={"top_k": None, "temperature": 1.2},
     )
     train(config, folder / "small", folder / "cache")
@@ -188,9 +194,11 @@ def test_stop_penalties_and_bias(run: Run, client: openai.OpenAI):
 
 def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenAI):
     answer = client.completions.create(
-        model="small", prompt="the fox", max_tokens=9, logprobs=3, seed=2
+        model="small", prompt="the fox", max_tokens=9, logprobs=3, seed=2, temperature=0.1
     )
-    (text,) = run.start(["the fox"], logprobs=True, max_new_tokens=9, seed=2).finish()
+    settings = {"max_new_tokens": 9, "seed": 2, "temperature": 0.1}
+    (text,) = run.start(["the fox"], logprobs=True, **settings).finish()
+    assert text.text.isascii()  # so that each token is a character
     found = answer.choices[0].logprobs
     assert found.token_logprobs == pytest.approx(text.logprobs, abs=1e-4)
     assert len(found.tokens) == len(text.tokens)
@@ -200,6 +208,88 @@ def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenA
     ):
         assert len(top) in (3, 4)
         assert top[token] == logprob <= max(top.values())
+
+
+PROMPTS = ["t", "the dog", "the quick brown fox " * 15, "the quick brown fox " * 14, "é the"]
+
+
+def scored(run: Run, prompt: str) -> list[float]:
+    """Log-probabilities of a prompt's tokens after the first, by the model alone."""
+    tokens = torch.tensor([run.encode(prompt)])
+    with torch.inference_mode():
+        logprobs = run.model(tokens).log_softmax(-1)  # (1, T, V)
+    return logprobs[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(5))
+def test_echo_scores_the_prompt(run: Run, client: openai.OpenAI, prompt: str):
+    settings = {"prompt": prompt, "logprobs": 2, "temperature": 0, "echo": True}
+    answer = client.completions.create(model="small", max_tokens=5, **settings)
+    (choice,), n_prompt = answer.choices, len(run.encode(prompt))
+    text = alone(run, prompt, max_new_tokens=5, temperature=0)
+    assert text.isascii()  # so that each of its tokens is a character
+    assert choice.text == prompt + text
+    found = choice.logprobs
+    assert found.token_logprobs[0] is found.top_logprobs[0] is None
+    assert found.token_logprobs[1:n_prompt] == pytest.approx(scored(run, prompt), abs=1e-4)
+    assert len(found.tokens) == n_prompt + len(text)
+    characters = [0, 0, 1, 2, 3, 4] if prompt == "é the" else list(range(n_prompt))
+    assert found.text_offset == characters + [len(prompt) + n for n in range(len(text))]
+    names, tops = found.tokens[1:], found.top_logprobs[1:]
+    for name, logprob, top in zip(names, found.token_logprobs[1:], tops, strict=True):
+        assert len(top) in (2, 3)
+        assert top[name] == logprob <= max(top.values())
+    # Without new tokens the same is all there is.
+    answer = client.completions.create(model="small", max_tokens=0, **settings)
+    assert answer.choices[0].text == prompt
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs.token_logprobs == found.token_logprobs[:n_prompt]
+    assert answer.usage.completion_tokens == 0
+    chunks = list(client.completions.create(model="small", max_tokens=5, stream=True, **settings))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    logprobs = [each for chunk in chunks for each in chunk.choices[0].logprobs.token_logprobs]
+    assert logprobs == found.token_logprobs
+
+
+def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
+    monkeypatch.setattr(native, "library_for", lambda *_: None)  # rows of torch share a length
+    body = {"logprobs": 0, "echo": True, "max_tokens": 3}
+    post = lambda prompt: HTTP.post(f"{url}/v1/completions", json=body | {"prompt": prompt})
+    with serving(copy.copy(run), rows=5) as url, ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(post, PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+        n_prompt = len(run.encode(prompt))
+        assert found[1:n_prompt] == pytest.approx(scored(run, prompt), abs=1e-4)
+
+
+@needs_compiler
+def test_a_long_prompt_yields_to_running_texts_between_layers():
+    config = tiny(model={"context_length": CONTEXT, "n_layer": 4, "vocab_size": 257})
+    torch.manual_seed(1)
+    run = Run(Path("none"), config, ByteTokenizer(), GPT(config.model).eval())
+    sample = run.sampling({"max_new_tokens": 30, "seed": 2})
+    prompts = {"short": "the", "long": "the quick fox " * 21}  # the long one in three chunks
+    texts = {name: run.text(0, prompt, sample) for name, prompt in prompts.items()}
+    order: list[str] = []
+    done = threading.Event()
+
+    def deliver(news: News) -> None:
+        for tell, pieces in news:
+            tell(pieces)
+        if all(text.finish_reason for text in texts.values()):
+            done.set()
+
+    batch = Batch(run, max_rows=2, max_waiting=2, deliver=deliver)
+    adjust = Adjustment(sample, None)
+    tell = lambda name: lambda _: order.append(name)
+    batch.submit([Job(text, sample, adjust, None, False, tell(n)) for n, text in texts.items()])
+    batch.start()
+    assert done.wait(60)
+    batch.stop()
+    assert order.index("long") == 3 * 4
+    for name, prompt in prompts.items():
+        assert texts[name].text == alone(run, prompt, max_new_tokens=30, seed=2)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +310,7 @@ def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenA
         ({"prompt": "\ud800"}, 400, "prompt: character 0 is not valid Unicode"),
         ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
         ({"logprobs": True}, 400, "logprobs: must be"),
-        ({"logprobs": 3, "echo": True}, 400, "echo: not supported"),
+        ({"max_tokens": -1, "echo": True}, 400, "max_tokens: must be at least 1"),
         ({"logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is not a token"),
         ({"logit_bias": {"1": 101}}, 400, "logit_bias: must be"),
         ({"stop": [""]}, 400, "stop.0: must have"),

@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
-from gptmini.generate.engine import SPARE, Engine
+from gptmini.generate.engine import SPARE, Engine, prefill
 from gptmini.generate.filters import Adjustment
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import draw
 from gptmini.generate.texts import Text
+from gptmini.model.attention import KVCache
 
 # Work on prompts, in tokens, per text that waits meanwhile for its next token.
 SLICE = 3.0
@@ -31,30 +31,41 @@ SLICE = 3.0
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token adds to a text; log-probabilities (nats) only on request."""
+    """What one token adds to a text; log-probabilities (nats) only on request.
+
+    A token of the prompt adds none. The first one has no log-probability, as nothing precedes it.
+    """
 
     characters: str
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]  # the most likely tokens in its place
     finish_reason: str | None
 
 
-News = list[tuple[Callable[[Piece | Exception], None], Piece | Exception]]
+Pieces = list[Piece]
+News = list[tuple[Callable[[Pieces | Exception], None], Pieces | Exception]]
 
 
 @dataclass(eq=False)
 class Job:
-    """A text on its way; `tell` gets each piece of it, or the error that ended it.
+    """A text on its way; `tell` gets its pieces as they come, or the error that ended it.
 
-    To take it off the engine, set the `finish_reason` of its text.
+    With `score_prompt`, those of the prompt come before the first. To take it off the engine, set
+    the `finish_reason` of its text.
     """
 
     text: Text
     sample: SampleConfig
     adjust: Adjustment
     n_top: int | None  # how many likely tokens each piece lists; None: no log-probabilities
-    tell: Callable[[Piece | Exception], None]
+    score_prompt: bool
+    tell: Callable[[Pieces | Exception], None]
+
+    @property
+    def scores(self) -> bool:
+        """Whether the next call of the engine scores the prompt."""
+        return self.score_prompt and not self.text.tokens
 
 
 class Batch(threading.Thread):
@@ -97,7 +108,7 @@ class Batch(threading.Thread):
                 try:
                     if new is None:
                         self._step(engine, self.running)
-                    elif not engine.prefill_chunk(new.text):
+                    elif new.scores or not engine.prefill_chunk(new.text):
                         self._step(engine, [new])
                 except Exception as error:  # later texts still need this thread
                     logging.getLogger(__name__).exception("internal error")
@@ -117,8 +128,11 @@ class Batch(threading.Thread):
         return False
 
     def _is_ready(self, job: Job, engine: Engine) -> bool:
-        """Whether a step can give the text a token, as little of it is still to be prefilled."""
-        return not engine.ragged or len(job.text.context) - job.text.cached <= SPARE
+        """Whether a step can give the text a token, as little of it is still to be prefilled.
+
+        A text that is just being given one, from logits that took other prefills, is not ready.
+        """
+        return not engine.ragged or 0 < len(job.text.context) - job.text.cached <= SPARE
 
     @contextmanager
     def _between_layers(self, engine: Engine) -> Iterator[None]:
@@ -130,9 +144,10 @@ class Batch(threading.Thread):
             self._work += hidden.shape[1] / len(blocks)
             ready = [job for job in self.running if self._is_ready(job, engine)]
             if ready and self._work >= SLICE * len(ready):
+                self._work = 0.0
                 self._step(engine, ready)
 
-        blocks = self._run.model.blocks if engine.ragged else []
+        blocks = list(self._run.model.blocks) if engine.ragged else []
         hooks = [block.register_forward_hook(slice_of_work) for block in blocks]
         try:
             yield
@@ -142,27 +157,45 @@ class Batch(threading.Thread):
 
     def _step(self, engine: Engine, jobs: list[Job]) -> None:
         """Draw one token for each of the texts, and tell it."""
-        self._work = 0.0
         live = [job for job in jobs if not job.text.finish_reason]
+        for job in live:
+            job.text.wanted = len(job.text.context) if job.scores else 1
         logits = engine([job.text for job in live])
         pieces = [self._draw(*each) for each in zip(live, logits, strict=True)]
         self._deliver([(job.tell, piece) for job, piece in zip(live, pieces, strict=True)])
 
-    def _draw(self, job: Job, logits: Tensor) -> Piece | Exception:
+    def _draw(self, job: Job, logits: Tensor) -> Pieces | Exception:
+        """The next pieces, from logits (wanted, V)."""
         text, limit = job.text, self._run.model.config.context_length
+        pieces = self._scored(job, logits) if job.scores else []
         logits = logits[-1]  # (V,)
         try:
             token = draw(text, logits, job.adjust, job.sample, limit)
         except GptminiError as error:  # such as a ban of every token
             return self._failed(job, error)
-        logprob, top = 0.0, []
-        if job.n_top is not None:
-            logprobs = logits.log_softmax(0)  # (V,)
-            logprob = float(logprobs[token])
-            values, tokens = logprobs.topk(min(job.n_top, len(logprobs)))
-            top = list(zip(tokens.tolist(), values.tolist(), strict=True))
-        return Piece(text.read(token), token, logprob, top, text.finish_reason)
+        logprob, top = _likely(logits, token, job.n_top)
+        return [*pieces, Piece(text.read(token), token, logprob, top, text.finish_reason)]
+
+    def _scored(self, job: Job, logits: Tensor) -> Pieces:
+        """The pieces of a prompt of T tokens, from logits (T, V)."""
+        tokens, model = job.text.prompt_tokens, self._run.model
+        if reused := job.text.reused:  # which the engine has not computed, as their keys were there
+            cache = KVCache(model.config, 1, model.device, torch.float32)
+            logits = torch.cat([prefill(model, [tokens[:reused]], cache, reused)[0], logits])
+        pieces = [Piece("", tokens[0], None, [], None)]
+        for token, row in zip(tokens[1:], logits[-len(tokens) :], strict=False):
+            pieces.append(Piece("", token, *_likely(row, token, job.n_top), None))
+        return pieces
 
     def _failed(self, job: Job, error: Exception) -> Exception:
         job.text.finish_reason = "error"
         return error
+
+
+def _likely(logits: Tensor, token: int, n_top: int | None) -> tuple[float, list[tuple[int, float]]]:
+    """The log-probability of a token, and the likeliest ones with theirs, from logits (V,)."""
+    if n_top is None:
+        return 0.0, []
+    logprobs = logits.log_softmax(0)  # (V,)
+    values, tokens = logprobs.topk(min(n_top, len(logprobs)))
+    return float(logprobs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True))
