@@ -25,8 +25,9 @@ from gptmini.generate.sampler import draw
 from gptmini.generate.texts import Text
 from gptmini.model.attention import KVCache
 
-# Work on prompts, in tokens, per text that waits meanwhile for its next token.
-SLICE = 3.0
+# Work is counted in tokens. Whatever passes through the model, many tokens of a prompt or one of
+# each text, also waits for the weights to come from memory, about as long as READ tokens take.
+READ = 16
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class Batch(threading.Thread):
                 try:
                     if new is None:
                         self._step(engine, self.running)
-                    elif new.scores or not engine.prefill_chunk(new.text):
-                        self._step(engine, [new])
+                    else:
+                        self._prefill(engine, new)
                 except Exception as error:  # later texts still need this thread
                     logging.getLogger(__name__).exception("internal error")
                     self._deliver([(job.tell, self._failed(job, error)) for job in self.running])
@@ -134,26 +135,38 @@ class Batch(threading.Thread):
         """
         return not engine.ragged or 0 < len(job.text.context) - job.text.cached <= SPARE
 
+    def _prefill(self, engine: Engine, new: Job) -> None:
+        """Prefill a chunk of a prompt, or the rest of it and draw its first token."""
+        self._interrupted, start = False, new.text.cached
+        if new.scores or not engine.prefill_chunk(new.text):
+            self._step(engine, [new])
+        if not self._interrupted:  # by layers, as the engine has its own
+            self._worked(engine, READ + new.text.cached - start)
+
     @contextmanager
     def _between_layers(self, engine: Engine) -> Iterator[None]:
-        """Let the model give other texts a token after each slice of a prompt."""
+        """Interrupt the prefill of a prompt after each layer of the model."""
 
-        def slice_of_work(block: object, inputs: object, hidden: Tensor) -> None:
-            if threading.current_thread() is not self:
-                return  # not this engine's: a run may be used by several threads
-            self._work += hidden.shape[1] / len(blocks)
-            ready = [job for job in self.running if self._is_ready(job, engine)]
-            if ready and self._work >= SLICE * len(ready):
-                self._work = 0.0
-                self._step(engine, ready)
+        def interrupt(block: object, inputs: object, hidden: Tensor) -> None:
+            if threading.current_thread() is self:  # as a run may be used by several threads
+                self._interrupted = True
+                self._worked(engine, (READ + hidden.shape[1]) / len(blocks))
 
         blocks = list(self._run.model.blocks) if engine.ragged else []
-        hooks = [block.register_forward_hook(slice_of_work) for block in blocks]
+        hooks = [block.register_forward_hook(interrupt) for block in blocks]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _worked(self, engine: Engine, work: float) -> None:
+        """Note work on a prompt; the other texts get a token when it was as much as theirs is."""
+        self._work += work
+        ready = [job for job in self.running if self._is_ready(job, engine)]
+        if ready and self._work >= READ + len(ready):
+            self._work = 0.0
+            self._step(engine, ready)
 
     def _step(self, engine: Engine, jobs: list[Job]) -> None:
         """Draw one token for each of the texts, and tell it."""
