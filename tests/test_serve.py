@@ -49,7 +49,7 @@ def closed() -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    model = {"context_length": CONTEXT, "n_layer": 1}
+    model = {"context_length": CONTEXT, "n_layer": 2}
     config = tiny(
         model=model,
         data={"path": str(folder / "text.txt")},
@@ -487,6 +487,18 @@ def test_a_request_has_its_time(run: Run):
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as half:
             half.sendall(HALF)  # and leaves
         wait_for(url, 'gptmini_requests_total{status="499"} 1.0')
+
+
+def test_a_client_that_never_reads_loses_its_row(run: Run):
+    body = json.dumps(LONG | {"logprobs": 20}).encode()  # soon more than fits into buffers
+    head = HALF.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
+    with serving(run, rows=1, seconds=1.5) as url, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        deaf.sendall(head + body)
+        wait_for(url, 'gptmini_texts{state="running"} 1.0')
+        wait_for(url, 'gptmini_texts{state="running"} 0.0')
+        assert HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
 def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch):
