@@ -34,6 +34,7 @@ from gptmini.serve.server import LOOPBACK, Limits, Server, listen
 from gptmini.text.tokenizer import ByteTokenizer
 
 CONTEXT = 400
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 HTTP = httpx.Client(timeout=60)
 JSON = {"content-type": "application/json"}
@@ -370,6 +371,38 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
     assert "//" not in page.text
     assert "innerHTML" not in page.text
     assert nonce not in HTTP.get(url).text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
+def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
+    wrong: list[str] = []
+    requests: list[str] = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM)
+        tab = browser.new_page()
+        tab.on("console", lambda message: wrong.append(message.text))
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(url)
+        prompt = "the <b>quick</b>\n"
+        settings = {"max_tokens": 20, "temperature": 0.5, "top_k": 40, "seed": 7}
+        for name, value in ({"prompt": prompt} | settings).items():
+            tab.fill(f"#{name}", str(value))
+        tab.get_by_role("button", name="Continue").click()
+        tab.get_by_text("20 tokens").wait_for()
+        given = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_new_tokens": 20}
+        assert tab.locator("#out").text_content() == prompt + alone(run, prompt, **given)
+        titles = tab.eval_on_selector_all("#out span", "tokens => tokens.map(each => each.title)")
+        assert len(titles) == 20
+        assert all("%, instead of:\n" in title for title in titles)
+        tab.fill("#temperature", "-1")
+        tab.evaluate("document.getElementById('form').noValidate = true")
+        tab.locator("#prompt").press("Control+Enter")
+        tab.get_by_text("temperature: must be at least 0").wait_for()
+        browser.close()
+    assert requests == [f"{url}/"] + [f"{url}/v1/completions"] * 2
+    assert [each for each in wrong if "400 (Bad Request)" not in each] == []
 
 
 def test_a_key_is_asked_for(run: Run):
