@@ -173,7 +173,7 @@ class Batch(threading.Thread):
         live = [job for job in jobs if not job.text.finish_reason]
         for job in live:
             job.text.wanted = len(job.text.context) if job.scores else 1
-        logits = engine([job.text for job in live])
+        logits = engine([job.text for job in live]) if live else []
         pieces = [self._draw(*each) for each in zip(live, logits, strict=True)]
         self._deliver([(job.tell, piece) for job, piece in zip(live, pieces, strict=True)])
 
