@@ -201,7 +201,7 @@ def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenA
     (text,) = run.start(["the fox"], logprobs=True, **settings).finish()
     assert text.text.isascii()  # so that each token is a character
     found = answer.choices[0].logprobs
-    assert found.token_logprobs == pytest.approx(text.logprobs, abs=1e-4)
+    assert found.token_logprobs == pytest.approx(text.logprobs, abs=5e-3)
     assert len(found.tokens) == len(text.tokens)
     assert found.text_offset == list(range(7, 7 + len(text.tokens)))
     for token, logprob, top in zip(
@@ -232,7 +232,7 @@ def test_echo_scores_the_prompt(run: Run, client: openai.OpenAI, prompt: str):
     assert choice.text == prompt + text
     found = choice.logprobs
     assert found.token_logprobs[0] is found.top_logprobs[0] is None
-    assert found.token_logprobs[1:n_prompt] == pytest.approx(scored(run, prompt), abs=1e-4)
+    assert found.token_logprobs[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
     assert len(found.tokens) == n_prompt + len(text)
     characters = [0, 0, 1, 2, 3, 4] if prompt == "é the" else list(range(n_prompt))
     assert found.text_offset == characters + [len(prompt) + n for n in range(len(text))]
@@ -261,7 +261,7 @@ def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
         n_prompt = len(run.encode(prompt))
-        assert found[1:n_prompt] == pytest.approx(scored(run, prompt), abs=1e-4)
+        assert found[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
 
 
 @needs_compiler
