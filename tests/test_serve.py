@@ -1,5 +1,6 @@
 """The server, over real sockets on this machine, mostly with OpenAI's own client."""
 
+import copy
 import json
 import os
 import random
@@ -18,16 +19,22 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import torch
 import uvicorn
 from conftest import tiny, train
 
 from gptmini.generate import native
+from gptmini.generate.batch import Batch, Job, News
 from gptmini.generate.engine import TorchEngine
+from gptmini.generate.filters import Adjustment
 from gptmini.generate.native import NativeEngine
 from gptmini.generate.run import Run, load
+from gptmini.model.gpt import GPT
 from gptmini.serve.server import LOOPBACK, Limits, Server, listen
+from gptmini.text.tokenizer import ByteTokenizer
 
 CONTEXT = 400
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 HTTP = httpx.Client(timeout=60)
 JSON = {"content-type": "application/json"}
@@ -43,11 +50,11 @@ def closed() -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    model = {"context_length": CONTEXT, "n_layer": 1}
+    model = {"context_length": CONTEXT, "n_layer": 2}
     config = tiny(
         model=model,
         data={"path": str(folder / "text.txt")},
-        train={"steps": 3, "seq_len": 16},
+        train={"steps": 30, "seq_len": 16},
         sample={"top_k": None, "temperature": 1.2},
     )
     train(config, folder / "small", folder / "cache")
@@ -188,11 +195,13 @@ def test_stop_penalties_and_bias(run: Run, client: openai.OpenAI):
 
 def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenAI):
     answer = client.completions.create(
-        model="small", prompt="the fox", max_tokens=9, logprobs=3, seed=2
+        model="small", prompt="the fox", max_tokens=9, logprobs=3, seed=2, temperature=0.1
     )
-    (text,) = run.start(["the fox"], logprobs=True, max_new_tokens=9, seed=2).finish()
+    settings = {"max_new_tokens": 9, "seed": 2, "temperature": 0.1}
+    (text,) = run.start(["the fox"], logprobs=True, **settings).finish()
+    assert text.text.isascii()  # so that each token is a character
     found = answer.choices[0].logprobs
-    assert found.token_logprobs == pytest.approx(text.logprobs, abs=1e-4)
+    assert found.token_logprobs == pytest.approx(text.logprobs, abs=5e-3)
     assert len(found.tokens) == len(text.tokens)
     assert found.text_offset == list(range(7, 7 + len(text.tokens)))
     for token, logprob, top in zip(
@@ -200,6 +209,89 @@ def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenA
     ):
         assert len(top) in (3, 4)
         assert top[token] == logprob <= max(top.values())
+
+
+PROMPTS = ["t", "the dog", "the quick brown fox " * 15, "the quick brown fox " * 14, "é the"]
+
+
+def scored(run: Run, prompt: str) -> list[float]:
+    """Log-probabilities of a prompt's tokens after the first, by the model alone."""
+    tokens = torch.tensor([run.encode(prompt)])
+    with torch.inference_mode():
+        logprobs = run.model(tokens).log_softmax(-1)  # (1, T, V)
+    return logprobs[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(5))
+def test_echo_scores_the_prompt(run: Run, client: openai.OpenAI, prompt: str):
+    settings = {"prompt": prompt, "logprobs": 2, "temperature": 0, "echo": True}
+    answer = client.completions.create(model="small", max_tokens=5, **settings)
+    (choice,), n_prompt = answer.choices, len(run.encode(prompt))
+    text = alone(run, prompt, max_new_tokens=5, temperature=0)
+    assert text.isascii()  # so that each of its tokens is a character
+    assert choice.text == prompt + text
+    found = choice.logprobs
+    assert found.token_logprobs[0] is found.top_logprobs[0] is None
+    assert found.token_logprobs[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
+    assert len(found.tokens) == n_prompt + len(text)
+    characters = [0, 0, 1, 2, 3, 4] if prompt == "é the" else list(range(n_prompt))
+    assert found.text_offset == characters + [len(prompt) + n for n in range(len(text))]
+    names, tops = found.tokens[1:], found.top_logprobs[1:]
+    for name, logprob, top in zip(names, found.token_logprobs[1:], tops, strict=True):
+        assert len(top) in (2, 3)
+        assert top[name] == logprob <= max(top.values())
+    # Without new tokens the same is all there is.
+    answer = client.completions.create(model="small", max_tokens=0, **settings)
+    assert answer.choices[0].text == prompt
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs.token_logprobs == found.token_logprobs[:n_prompt]
+    assert answer.usage.completion_tokens == 0
+    chunks = list(client.completions.create(model="small", max_tokens=5, stream=True, **settings))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    logprobs = [each for chunk in chunks for each in chunk.choices[0].logprobs.token_logprobs]
+    assert logprobs == found.token_logprobs
+
+
+def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
+    monkeypatch.setattr(native, "library_for", lambda *_: None)  # rows of torch share a length
+    body = {"logprobs": 0, "echo": True, "max_tokens": 3}
+    post = lambda prompt: HTTP.post(f"{url}/v1/completions", json=body | {"prompt": prompt})
+    with serving(copy.copy(run), rows=5) as url, ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(post, PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+        n_prompt = len(run.encode(prompt))
+        assert found[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
+
+
+@needs_compiler
+def test_a_long_prompt_yields_to_running_texts_between_layers():
+    config = tiny(model={"context_length": CONTEXT, "n_layer": 4, "vocab_size": 257})
+    torch.manual_seed(1)
+    run = Run(Path("none"), config, ByteTokenizer(), GPT(config.model).eval())
+    sample = run.sampling({"max_new_tokens": 30, "seed": 2})
+    prompts = {"short": "the", "long": "the quick fox " * 21}  # the long one in three chunks
+    texts = {name: run.text(0, prompt, sample) for name, prompt in prompts.items()}
+    order: list[str] = []
+    done = threading.Event()
+
+    def deliver(news: News) -> None:
+        for tell, pieces in news:
+            tell(pieces)
+        if all(text.finish_reason for text in texts.values()):
+            done.set()
+
+    batch = Batch(run, max_rows=2, max_waiting=2, deliver=deliver)
+    adjust = Adjustment(sample, None)
+    tell = lambda name: lambda _: order.append(name)
+    batch.submit([Job(text, sample, adjust, None, False, tell(n)) for n, text in texts.items()])
+    batch.start()
+    assert done.wait(60)
+    batch.stop()
+    # A token after each layer of a whole chunk, and after two of the rest, which is shorter.
+    assert order.index("long") == 4 + 4 + 2
+    for name, prompt in prompts.items():
+        assert texts[name].text == alone(run, prompt, max_new_tokens=30, seed=2)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +312,7 @@ def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenA
         ({"prompt": "\ud800"}, 400, "prompt: character 0 is not valid Unicode"),
         ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
         ({"logprobs": True}, 400, "logprobs: must be"),
-        ({"logprobs": 3, "echo": True}, 400, "echo: not supported"),
+        ({"max_tokens": -1, "echo": True}, 400, "max_tokens: must be at least 1"),
         ({"logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is not a token"),
         ({"logit_bias": {"1": 101}}, 400, "logit_bias: must be"),
         ({"stop": [""]}, 400, "stop.0: must have"),
@@ -279,6 +371,38 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
     assert "//" not in page.text
     assert "innerHTML" not in page.text
     assert nonce not in HTTP.get(url).text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
+def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
+    wrong: list[str] = []
+    requests: list[str] = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM)
+        tab = browser.new_page()
+        tab.on("console", lambda message: wrong.append(message.text))
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(url)
+        prompt = "the <b>quick</b>\n"
+        settings = {"max_tokens": 20, "temperature": 0.5, "top_k": 40, "seed": 7}
+        for name, value in ({"prompt": prompt} | settings).items():
+            tab.fill(f"#{name}", str(value))
+        tab.get_by_role("button", name="Continue").click()
+        tab.get_by_text("20 tokens").wait_for()
+        given = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_new_tokens": 20}
+        assert tab.locator("#out").text_content() == prompt + alone(run, prompt, **given)
+        titles = tab.eval_on_selector_all("#out span", "tokens => tokens.map(each => each.title)")
+        assert len(titles) == 20
+        assert all("%, instead of:\n" in title for title in titles)
+        tab.fill("#temperature", "-1")
+        tab.evaluate("document.getElementById('form').noValidate = true")
+        tab.locator("#prompt").press("Control+Enter")
+        tab.get_by_text("temperature: must be at least 0").wait_for()
+        browser.close()
+    assert requests == [f"{url}/"] + [f"{url}/v1/completions"] * 2
+    assert [each for each in wrong if "400 (Bad Request)" not in each] == []
 
 
 def test_a_key_is_asked_for(run: Run):
@@ -396,6 +520,18 @@ def test_a_request_has_its_time(run: Run):
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as half:
             half.sendall(HALF)  # and leaves
         wait_for(url, 'gptmini_requests_total{status="499"} 1.0')
+
+
+def test_a_client_that_never_reads_loses_its_row(run: Run):
+    body = json.dumps(LONG | {"logprobs": 20}).encode()  # soon more than fits into buffers
+    head = HALF.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
+    with serving(run, rows=1, seconds=1.5) as url, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        deaf.sendall(head + body)
+        wait_for(url, 'gptmini_texts{state="running"} 1.0')
+        wait_for(url, 'gptmini_texts{state="running"} 0.0')
+        assert HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
 def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch):

@@ -1,13 +1,16 @@
 """Continuous batching: texts of many callers share an engine, and come and go between its steps.
 
-One thread owns the engine. Each turn prefills at most one chunk of one prompt and draws one token
-for every other text, so a long prompt delays the others by one chunk at a time.
+One thread owns the engine. Prompts are prefilled one after another, first come, first served. The
+other texts get a token in between, and not only between chunks of a prompt: also between the layers
+that a chunk passes through. So a chunk can be long, which is fast, and its slices short, and no
+slice changes a bit of the result.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,39 +18,55 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
-from gptmini.generate.engine import SPARE, Engine
+from gptmini.generate.engine import SPARE, Engine, prefill
 from gptmini.generate.filters import Adjustment
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import draw
 from gptmini.generate.texts import Text
+from gptmini.model.attention import KVCache
+
+# Work is counted in tokens. Whatever passes through the model, many tokens of a prompt or one of
+# each text, also waits for the weights to come from memory, about as long as READ tokens take.
+READ = 16
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token adds to a text; log-probabilities (nats) only on request."""
+    """What one token adds to a text; log-probabilities (nats) only on request.
+
+    A token of the prompt adds none. The first one has no log-probability, as nothing precedes it.
+    """
 
     characters: str
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]  # the most likely tokens in its place
     finish_reason: str | None
 
 
-News = list[tuple[Callable[[Piece | Exception], None], Piece | Exception]]
+Pieces = list[Piece]
+News = list[tuple[Callable[[Pieces | Exception], None], Pieces | Exception]]
 
 
 @dataclass(eq=False)
 class Job:
-    """A text on its way; `tell` gets each piece of it, or the error that ended it.
+    """A text on its way; `tell` gets its pieces as they come, or the error that ended it.
 
-    To take it off the engine, set the `finish_reason` of its text.
+    With `score_prompt`, those of the prompt come before the first. To take it off the engine, set
+    the `finish_reason` of its text.
     """
 
     text: Text
     sample: SampleConfig
     adjust: Adjustment
     n_top: int | None  # how many likely tokens each piece lists; None: no log-probabilities
-    tell: Callable[[Piece | Exception], None]
+    score_prompt: bool
+    tell: Callable[[Pieces | Exception], None]
+
+    @property
+    def scores(self) -> bool:
+        """Whether the next call of the engine scores the prompt."""
+        return self.score_prompt and not self.text.tokens
 
 
 class Batch(threading.Thread):
@@ -64,6 +83,7 @@ class Batch(threading.Thread):
         self._run, self._deliver = run, deliver
         self._changed = threading.Condition()
         self._stopped = False
+        self._work = 0.0  # on prompts since the last step
 
     def submit(self, jobs: Sequence[Job]) -> bool:
         """Queue the texts of a request, all or none; False if the queue is too full."""
@@ -83,18 +103,17 @@ class Batch(threading.Thread):
 
     @torch.inference_mode()
     def run(self) -> None:
-        with self._run.engine(self.max_rows) as engine:
+        with self._run.engine(self.max_rows) as engine, self._between_layers(engine):
             while self._admit():
+                new = next((job for job in self.running if not self._is_ready(job, engine)), None)
                 try:
-                    ready = self._ready(engine)
-                    logits = engine([job.text for job in ready]) if ready else []
-                    pieces = [self._draw(*each) for each in zip(ready, logits, strict=True)]
+                    if new is None:
+                        self._step(engine, self.running)
+                    else:
+                        self._prefill(engine, new)
                 except Exception as error:  # later texts still need this thread
                     logging.getLogger(__name__).exception("internal error")
-                    ready, pieces = self.running, [self._failed(job, error) for job in self.running]
-                if ready:
-                    tells = [job.tell for job in ready]
-                    self._deliver(list(zip(tells, pieces, strict=True)))
+                    self._deliver([(job.tell, self._failed(job, error)) for job in self.running])
 
     def _admit(self) -> bool:
         """Drop texts that have ended and fill their rows; wait for work. False when stopped."""
@@ -109,30 +128,87 @@ class Batch(threading.Thread):
                 self._changed.wait()
         return False
 
-    def _ready(self, engine: Engine) -> list[Job]:
-        """The texts that get a token in this turn; of those with much to prefill at most one."""
-        if not engine.ragged:
-            return self.running
-        unseen = [len(job.text.context) - job.text.cached for job in self.running]
-        ready = [job for job, count in zip(self.running, unseen, strict=True) if count <= SPARE]
-        new = next((job for job in self.running if job not in ready), None)
-        return ready if new is None or engine.prefill_chunk(new.text) else [*ready, new]
+    def _is_ready(self, job: Job, engine: Engine) -> bool:
+        """Whether a step can give the text a token, as little of it is still to be prefilled.
 
-    def _draw(self, job: Job, logits: Tensor) -> Piece | Exception:
+        A text that is just being given one, from logits that took other prefills, is not ready.
+        """
+        return not engine.ragged or 0 < len(job.text.context) - job.text.cached <= SPARE
+
+    def _prefill(self, engine: Engine, new: Job) -> None:
+        """Prefill a chunk of a prompt, or the rest of it and draw its first token."""
+        self._interrupted, start = False, new.text.cached
+        if new.scores or not engine.prefill_chunk(new.text):
+            self._step(engine, [new])
+        if not self._interrupted:  # by layers, as the engine has its own
+            self._worked(engine, READ + new.text.cached - start)
+
+    @contextmanager
+    def _between_layers(self, engine: Engine) -> Iterator[None]:
+        """Interrupt the prefill of a prompt after each layer of the model."""
+
+        def interrupt(block: object, inputs: object, hidden: Tensor) -> None:
+            if threading.current_thread() is self:  # as a run may be used by several threads
+                self._interrupted = True
+                self._worked(engine, (READ + hidden.shape[1]) / len(blocks))
+
+        blocks = list(self._run.model.blocks) if engine.ragged else []
+        hooks = [block.register_forward_hook(interrupt) for block in blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _worked(self, engine: Engine, work: float) -> None:
+        """Note work on a prompt; the other texts get a token when it was as much as theirs is."""
+        self._work += work
+        ready = [job for job in self.running if self._is_ready(job, engine)]
+        if ready and self._work >= READ + len(ready):
+            self._work = 0.0
+            self._step(engine, ready)
+
+    def _step(self, engine: Engine, jobs: list[Job]) -> None:
+        """Draw one token for each of the texts, and tell it."""
+        live = [job for job in jobs if not job.text.finish_reason]
+        for job in live:
+            job.text.wanted = len(job.text.context) if job.scores else 1
+        logits = engine([job.text for job in live]) if live else []
+        pieces = [self._draw(*each) for each in zip(live, logits, strict=True)]
+        self._deliver([(job.tell, piece) for job, piece in zip(live, pieces, strict=True)])
+
+    def _draw(self, job: Job, logits: Tensor) -> Pieces | Exception:
+        """The next pieces, from logits (wanted, V)."""
         text, limit = job.text, self._run.model.config.context_length
+        pieces = self._scored(job, logits) if job.scores else []
         logits = logits[-1]  # (V,)
         try:
             token = draw(text, logits, job.adjust, job.sample, limit)
         except GptminiError as error:  # such as a ban of every token
             return self._failed(job, error)
-        logprob, top = 0.0, []
-        if job.n_top is not None:
-            logprobs = logits.log_softmax(0)  # (V,)
-            logprob = float(logprobs[token])
-            values, tokens = logprobs.topk(min(job.n_top, len(logprobs)))
-            top = list(zip(tokens.tolist(), values.tolist(), strict=True))
-        return Piece(text.read(token), token, logprob, top, text.finish_reason)
+        logprob, top = _likely(logits, token, job.n_top)
+        return [*pieces, Piece(text.read(token), token, logprob, top, text.finish_reason)]
+
+    def _scored(self, job: Job, logits: Tensor) -> Pieces:
+        """The pieces of a prompt of T tokens, from logits (T, V)."""
+        tokens, model = job.text.prompt_tokens, self._run.model
+        if reused := job.text.reused:  # which the engine has not computed, as their keys were there
+            cache = KVCache(model.config, 1, model.device, torch.float32)
+            logits = torch.cat([prefill(model, [tokens[:reused]], cache, reused)[0], logits])
+        pieces = [Piece("", tokens[0], None, [], None)]
+        for token, row in zip(tokens[1:], logits[-len(tokens) :], strict=False):
+            pieces.append(Piece("", token, *_likely(row, token, job.n_top), None))
+        return pieces
 
     def _failed(self, job: Job, error: Exception) -> Exception:
         job.text.finish_reason = "error"
         return error
+
+
+def _likely(logits: Tensor, token: int, n_top: int | None) -> tuple[float, list[tuple[int, float]]]:
+    """The log-probability of a token, and the likeliest ones with theirs, from logits (V,)."""
+    if n_top is None:
+        return 0.0, []
+    logprobs = logits.log_softmax(0)  # (V,)
+    values, tokens = logprobs.topk(min(n_top, len(logprobs)))
+    return float(logprobs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -1,6 +1,7 @@
 """OpenAI's completions format: the JSON of a request to texts, and their tokens to a response."""
 
 import asyncio
+import codecs
 import secrets
 import time
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
-from gptmini.generate.batch import Job, Piece
+from gptmini.generate.batch import Job, Pieces
 from gptmini.generate.filters import Adjustment
 from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
@@ -44,12 +45,13 @@ class Completion:
         _check(top is None or (type(top) is int and 0 <= top <= 20), "logprobs: must be 0 to 20")
         for key in ("echo", "stream"):
             _check(isinstance(fields[key], bool), f"{key}: must be true or false")
-        _check(not fields["echo"] or top is None, "echo: not supported together with logprobs")
         known = isinstance(options, dict) and options.keys() <= {"include_usage"}
         _check(known, "stream_options: has only include_usage")
+        # Without new tokens a prompt is only scored: one is drawn for it, and not shown.
+        self._n_hidden = int(fields["echo"] and fields["max_tokens"] == 0)
         settings: dict[str, Any] = {
             "seed": secrets.randbits(63),
-            "max_new_tokens": fields["max_tokens"],
+            "max_new_tokens": fields["max_tokens"] or self._n_hidden,
         }
         settings |= {key: value for key, value in fields.items() if key in SETTINGS}
         settings |= {key: None for key in OFF & data.keys() if data[key] is None}
@@ -60,15 +62,23 @@ class Completion:
         texts = [self._text(run, number, prompt) for prompt in prompts for number in range(n)]
         self._firsts = texts[::n]  # one of each prompt
         self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._firsts)
+        scores = fields["echo"] and top is not None
         adjust = Adjustment(self.sample, _bias(run, self.sample, fields["logit_bias"]))
-        self.news: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-        tell = lambda index: lambda piece: self.news.put_nowait((index, piece))
+        self.news: asyncio.Queue[tuple[int, Pieces | Exception]] = asyncio.Queue()
+        tell = lambda index: lambda pieces: self.news.put_nowait((index, pieces))
         self.jobs = [
-            Job(text, self.sample, adjust, top, tell(index)) for index, text in enumerate(texts)
+            Job(text, self.sample, adjust, top, scores, tell(index))
+            for index, text in enumerate(texts)
         ]
         self._tokenizer = run.tokenizer
         self._before = [text.prompt if fields["echo"] else "" for text in texts]  # until said
-        self._offsets = [len(text.prompt) for text in texts]  # where the next tokens begin
+        # Where the next tokens begin; a space that belongs to the first one is part of the prompt.
+        self._offsets = [len(text.prompt) - (text.allowed_first is not None) for text in texts]
+        if scores:
+            for index, text in enumerate(texts):
+                self._offsets[index] -= len(run.tokenizer.decode(text.prompt_tokens))
+        # As a character may come in several tokens.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
         kind, made = {"object": "text_completion", "model": name}, {"created": int(time.time())}
         self._head = {"id": f"cmpl-{secrets.token_hex(12)}"} | kind | made
 
@@ -85,7 +95,7 @@ class Completion:
         """The response, or one chunk of its stream."""
         if not usage:
             return self._head | {"choices": choices}
-        n_tokens = sum(len(job.text.tokens) for job in self.jobs)
+        n_tokens = sum(len(job.text.tokens) - self._n_hidden for job in self.jobs)
         counts = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": n_tokens,
@@ -94,28 +104,33 @@ class Completion:
         }
         return self._head | {"choices": choices, "usage": counts}
 
-    def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Pieces) -> dict[str, Any]:
         """What these pieces add to a text."""
         before, self._before[index] = self._before[index], ""
+        reason = "length" if self._n_hidden else REASONS.get(pieces[-1].finish_reason or "")
+        pieces = pieces[: len(pieces) - self._n_hidden]
         return {
             "index": index,
             "text": before + "".join(piece.characters for piece in pieces),
             "logprobs": self._logprobs(index, pieces),
-            "finish_reason": REASONS.get(pieces[-1].finish_reason or ""),
+            "finish_reason": reason,
         }
 
-    def _logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, pieces: Pieces) -> dict[str, Any] | None:
         if self.jobs[index].n_top is None:
             return None
         entries: dict[str, list[Any]]
         entries = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
-            name = self._spelled(piece.token)
-            top = {self._spelled(token): value for token, value in piece.top}
-            row = (name, piece.logprob, top | {name: piece.logprob}, self._offsets[index])
+            name, top = self._spelled(piece.token), None
+            if piece.logprob is not None:
+                top = {self._spelled(token): value for token, value in piece.top}
+                top[name] = piece.logprob
+            row = (name, piece.logprob, top, self._offsets[index])
             for column, value in zip(entries.values(), row, strict=True):
                 column.append(value)
-            self._offsets[index] += len(self._tokenizer.decode([piece.token]))
+            spelling = self._tokenizer.token_bytes(piece.token)
+            self._offsets[index] += len(self._decoders[index].decode(spelling))
         return entries
 
     def _spelled(self, token: int) -> str:

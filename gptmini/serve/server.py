@@ -27,14 +27,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gptmini.errors import ConfigError, DataError, GptminiError, MachineError
-from gptmini.generate.batch import Batch, News, Piece
+from gptmini.generate.batch import Batch, News, Pieces
 from gptmini.generate.run import Run
 from gptmini.serve.completions import Completion, TooLongError
 
 LOOPBACK = ["127.0.0.1", "localhost"]  # names of this machine
 PAGE = Path(__file__).with_name("page.html")
 INTERNAL = "internal error; see the server's log"
-Pieces = AsyncIterator[tuple[int, Piece]]  # each with the index of its text
+Stream = AsyncIterator[tuple[int, Pieces]]  # with the index of their text
 
 
 @dataclass(frozen=True)
@@ -170,33 +170,33 @@ class Server:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(lambda: [tell(each) for tell, each in news])
 
-    async def _pieces(self, made: Completion, deadline: float) -> Pieces:
+    async def _pieces(self, made: Completion, deadline: float) -> Stream:
         """The pieces of all texts as they come, until all texts have ended."""
         began, last = self._loop.time(), dict[int, float]()
         live = len(made.jobs)
         while live:
             try:
                 async with asyncio.timeout_at(deadline):
-                    index, piece = await made.news.get()
+                    index, pieces = await made.news.get()
             except TimeoutError:
                 problem = f"not done in {self._limits.seconds:g} seconds; lower max_tokens"
                 raise HTTPException(504, problem, {"x-should-retry": "false"}) from None
-            if isinstance(piece, Exception):
-                raise piece if isinstance(piece, GptminiError) else HTTPException(500, INTERNAL)
+            if isinstance(pieces, Exception):
+                raise pieces if isinstance(pieces, GptminiError) else HTTPException(500, INTERNAL)
             now = self._loop.time()
             times = self._between if index in last else self._first
             times.observe(now - last.get(index, began))
             last[index] = now
             self._made.inc()
-            live -= piece.finish_reason is not None
-            yield index, piece
+            live -= pieces[-1].finish_reason is not None
+            yield index, pieces
         self._requests.labels(200).inc()
 
 
 class _Answer(StreamingResponse):
     """The response to a request; however it ends, its texts leave the engine."""
 
-    def __init__(self, made: Completion, pieces: Pieces, deadline: float) -> None:
+    def __init__(self, made: Completion, pieces: Stream, deadline: float) -> None:
         self._made, self._pieces, self._deadline = made, pieces, deadline
         self._chunks = self._events() if made.stream else self._whole()
         kind = "text/event-stream" if made.stream else "application/json"
@@ -226,16 +226,16 @@ class _Answer(StreamingResponse):
             yield _event(_failure(error)[1])
 
     async def _whole(self) -> AsyncIterator[str]:
-        pieces: list[list[Piece]] = [[] for _ in self._made.jobs]
-        async for index, piece in self._pieces:
-            pieces[index].append(piece)
-        choices = [self._made.choice(index, each) for index, each in enumerate(pieces)]
+        texts: list[Pieces] = [[] for _ in self._made.jobs]
+        async for index, pieces in self._pieces:
+            texts[index] += pieces
+        choices = [self._made.choice(index, pieces) for index, pieces in enumerate(texts)]
         yield json.dumps(self._made.response(choices))
 
     async def _events(self) -> AsyncIterator[str]:
         """Server-sent events, one for each token that shows."""
-        async for index, piece in self._pieces:
-            choice = self._made.choice(index, [piece])
+        async for index, pieces in self._pieces:
+            choice = self._made.choice(index, pieces)
             if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
                 yield _event(self._made.response([choice], usage=False))
         if self._made.include_usage:
