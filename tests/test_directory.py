@@ -10,7 +10,8 @@ from conftest import tiny
 
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, MachineError
-from gptmini.runs.directory import Checkpoint, RunDirectory, fitting, newest_run
+from gptmini.runs.directory import Checkpoint, RunDirectory, newest_run
+from gptmini.runs.tensors import fitting
 from gptmini.text.tokenizer import ByteTokenizer
 
 
