@@ -104,12 +104,15 @@ def decide(
     if "start" not in asked.sample.model_fields_set:
         config = completed(config, {"sample": {"start": _start(config, corpus)}})
     if here:
-        machine.check_memory(parameter_count(config.model), compute.device)
+        config = _sharded_if_needed(config, compute, ranks)
     own = _share(config, ranks)
     if config.train.micro_batch_size is None:
-        config = config.with_train(micro_batch_size=micro_batch_size(own, compute))
+        config = config.with_train(micro_batch_size=micro_batch_size(own, compute, ranks))
     settled = existing is not None and config.train.compile == existing.train.compile
     if settled or not here:  # a run that is resumed measured it when it began
+        return Decision(config, corpus, compute, started, paced)
+    if ranks > 1 and config.train.shard:  # nothing is timed, as the whole model may not fit
+        config = config.with_train(compile="on" if config.train.compile == "on" else "off")
         return Decision(config, corpus, compute, started, paced)
     compiled, timed, outcome = choose_compile(_share(config, ranks), compute)
     config = config.with_train(compile="on" if compiled else "off")
@@ -132,6 +135,16 @@ def _share(config: Config, n_ranks: int) -> Config:
             f"processes; use a divisor"
         )
     return config.with_train(batch_size=rows)
+
+
+def _sharded_if_needed(config: Config, compute: Compute, ranks: int) -> Config:
+    """Shard a model that does not fit whole; MachineError if it does not fit at all."""
+    count, device = parameter_count(config.model), compute.device
+    whole = machine.training_bytes(count, device, ranks, sharded=False)
+    if ranks > 1 and whole > machine.total_memory(device):
+        config = config.with_train(shard=True)
+    machine.check_memory(count, device, ranks, config.train.shard)
+    return config
 
 
 def _reduction(reduce: str, n_ranks: int) -> str:
