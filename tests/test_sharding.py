@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WORDS, new_cache, tiny, train
+from conftest import new_cache, tiny, train
 
 from gptmini import machine
 from gptmini.config.settings import Config
