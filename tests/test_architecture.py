@@ -19,7 +19,7 @@ ROOMS = {
         *("formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"),
         "tokenizer_json",
     ],
-    "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling"],
+    "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling", "rows"],
     "runs": ["tensors", "directory", "log"],
     "distributed": ["ranks", "gradients", "sharding"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "together", "size"],

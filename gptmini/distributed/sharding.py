@@ -8,16 +8,20 @@ same bits, whole matrices for Muon, and pieces for checkpoints.
 Letters: N matrices, R rows, C columns; n micro-batches of a rank, W ranks.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptmini.config.settings import ModelConfig, TrainConfig
 from gptmini.distributed.gradients import Exact, Fast, Gradients, swap
@@ -25,10 +29,10 @@ from gptmini.distributed.ranks import Ranks
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import Rotary
 from gptmini.model.optim import Optimizer, orthogonal
+from gptmini.model.rows import AlignedAdamW, Drawing
 from gptmini.runs.tensors import Part, Piece
 
-LINE = 16  # numbers of float32
-MEANS = ("exp_avg", "exp_avg_sq")
+NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 class Shards:
@@ -38,6 +42,8 @@ class Shards:
         self.ranks, self.device = ranks, device
         self.mesh = init_device_mesh(device.type, (ranks.size,))
         self.part = Part(self.rows, self.tensor)  # what to read of a checkpoint
+        # Without its warning that gloo gathers what could be exchanged.
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 
     def rows(self, count: int) -> slice:
         """The rows of this rank, of `count`; the last ranks may have fewer, or none."""
@@ -60,13 +66,23 @@ class Shards:
             for name, each in tensors.items()
         }
 
-    def model(self, config: ModelConfig) -> GPT:
-        """A sharded model with the initial weights of one process, one tensor whole at a time."""
-        with torch.device("meta"), _Drawing(self) as drawing:
+    def model(self, config: ModelConfig, dtype: torch.dtype) -> GPT:
+        """A sharded model with the initial weights of one process, one tensor whole at a time.
+
+        Ranks gather the blocks' matrices in `dtype`, and add gradients in float32.
+        """
+        with torch.device("meta"), Drawing(self.rows) as drawing:
             model = GPT(config)
         drawn = [drawing.drawn[id(parameter)] for parameter in model.parameters()]
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=self.mesh)
+        matrices = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            if dtype != torch.float32:  # but norms compute in it
+                norms: list[nn.Module] = [
+                    each for each in block.modules() if isinstance(each, NORMS)
+                ]
+                fully_shard(norms, mesh=self.mesh)
+            fully_shard(block, mesh=self.mesh, mp_policy=matrices)
+        fully_shard(model, mesh=self.mesh)
         register_fsdp_forward_method(model, "hidden")  # which evaluating calls
         model.to_empty(device=self.device)
         for parameter, rows in zip(model.parameters(), drawn, strict=True):
@@ -79,7 +95,7 @@ class Shards:
         """The optimizer of one process on the rows of this rank."""
         optimizer = Optimizer(model, config, dtype, self._turn)
         if config.reduce == "exact" and self.device.type == "cpu":
-            _Aligned(optimizer.parts[0][0], self)
+            AlignedAdamW(optimizer.parts[0][0], self.rows)
         return optimizer
 
     def _turn(self, matrices: Tensor) -> Tensor:
@@ -88,64 +104,6 @@ class Shards:
         whole = matrices.redistribute(placements=[Shard(0)]).to_local()
         turned = self.tensor(orthogonal(whole), matrices.shape)
         return turned.redistribute(placements=matrices.placements)
-
-
-class _Drawing(TorchDispatchMode):
-    """Fills what has no memory for real, one tensor after the other, and keeps a rank's rows.
-
-    The random generator passes through the same states as without it.
-    """
-
-    def __init__(self, shards: Shards) -> None:
-        super().__init__()
-        self.shards, self.drawn = shards, dict[int, Tensor]()  # by the id of the parameter
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.__name__.split(".")[0] in ("normal_", "uniform_", "fill_", "zero_"):
-            whole = torch.empty(args[0].shape, device="cpu")
-            func(whole, *args[1:], **(kwargs or {}))
-            self.drawn[id(args[0])] = whole[self.shards.rows(len(whole))].clone()
-        return func(*args, **(kwargs or {}))
-
-
-class _Aligned:
-    """Makes AdamW round a rank's rows as it rounds the whole tensor on a CPU.
-
-    torch's kernel takes numbers in lines of 16, and rounds those of a last, shorter line in another
-    way. Rows that begin or end within a line are computed again, with zeros in place of the rest.
-    """
-
-    def __init__(self, adamw: torch.optim.Optimizer, shards: Shards) -> None:
-        self.shards, self.cut = shards, list[tuple[Any, Any, Any, list[Tensor]]]()
-        adamw.register_step_pre_hook(self._keep)
-        adamw.register_step_post_hook(self._correct)
-
-    def _keep(self, adamw: Any, *_: Any) -> None:
-        self.cut = []
-        for group in adamw.param_groups:
-            for each in group["params"]:
-                count, columns = each.numel(), each.numel() // len(each)
-                rows, state = self.shards.rows(len(each)), adamw.state[each]
-                first, last = rows.start * columns, rows.stop * columns
-                if first < last and (first % LINE or (last % LINE and last < count)):
-                    means = [state.get(key, torch.zeros_like(each)) for key in MEANS]
-                    old = [tensor.detach().to_local().flatten() for tensor in (each, *means)]
-                    padding = (first % LINE, min(-last % LINE, count - last))
-                    self.cut.append((group, each, padding, [F.pad(own, padding) for own in old]))
-
-    def _correct(self, adamw: Any, *_: Any) -> None:
-        for group, each, padding, (new, *means) in self.cut:
-            state, beta = adamw.state[each], group["betas"]
-            gradient = F.pad(each.grad.to_local().flatten(), padding)
-            names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
-            lists: Any = [new], [gradient], [means[0]], [means[1]], [], [state["step"]]
-            options = {name: group[name] for name in names}
-            torch._fused_adamw_(*lists, beta1=beta[0], beta2=beta[1], **options)
-            for tensor, right in zip((each, *map(state.get, MEANS)), (new, *means), strict=True):
-                own = tensor.detach().to_local()
-                own.copy_(right[padding[0] :][: own.numel()].view_as(own))
 
 
 def gradients(reduce: str, model: GPT, ranks: Ranks, n: int, sharded: bool) -> Gradients:

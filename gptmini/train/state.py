@@ -5,7 +5,7 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,8 +110,12 @@ class Training:
 
     def eagerly(self) -> AbstractContextManager[object]:
         """A context without compiled kernels, which new shapes and modes would recompile."""
-        compiled = self.config.train.compile == "on"
-        return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        context = ExitStack()
+        if self.config.train.compile == "on":
+            context.enter_context(torch.compiler.set_stance("force_eager"))
+        if self.shards is not None and self.config.train.reduce == "fast":
+            context.enter_context(self.compute.autocast())  # matrices are gathered in its type
+        return context
 
 
 def prepare(decision: "Decision", run: RunDirectory) -> Training:
@@ -122,7 +126,8 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
     n = train.batch_size // ranks.size // size  # micro-batches of each rank
     shards = Shards(ranks, compute.device) if train.shard and ranks.size > 1 else None
     torch.manual_seed(draw(train.seed))
-    model = shards.model(config.model) if shards else GPT(config.model).to(compute.device)
+    gathered = torch.float32 if train.reduce == "exact" else compute.dtype
+    model = shards.model(config.model, gathered) if shards else GPT(config.model).to(compute.device)
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)
