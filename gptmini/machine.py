@@ -94,9 +94,20 @@ def _process_memory(
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
 
 
-def check_memory(parameters: int, device: torch.device) -> None:
-    """MachineError if weights, gradients and AdamW's two moments, all float32, cannot fit."""
-    needed, total = 16 * parameters, total_memory(device)
+def training_bytes(parameters: int, device: torch.device, ranks: int, sharded: bool) -> int:
+    """Bytes of weights, gradients and AdamW's two moments, all float32, on one device.
+
+    Processes have a GPU each, but share the memory of a CPU. Sharded, they hold one model together.
+    """
+    on_device = ranks if device.type == "cpu" else 1
+    return 16 * parameters * on_device // (ranks if sharded else 1)
+
+
+def check_memory(
+    parameters: int, device: torch.device, ranks: int = 1, sharded: bool = False
+) -> None:
+    """MachineError if what training holds at least, besides activations, cannot fit."""
+    needed, total = training_bytes(parameters, device, ranks, sharded), total_memory(device)
     if total < needed:
         raise MachineError(
             f"model: training {parameters:,} parameters needs {needed:,} bytes, {device.type} has "

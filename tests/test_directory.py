@@ -10,7 +10,8 @@ from conftest import tiny
 
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, MachineError
-from gptmini.runs.directory import Checkpoint, RunDirectory, fitting, newest_run
+from gptmini.runs.directory import Checkpoint, RunDirectory, newest_run
+from gptmini.runs.tensors import Manifest, Part, Piece, fitting
 from gptmini.text.tokenizer import ByteTokenizer
 
 
@@ -87,10 +88,43 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
 
 
+def save_whole(run: RunDirectory, whole: Checkpoint) -> None:
+    run.save(whole)
+
+
+def save_sharded(run: RunDirectory, whole: Checkpoint, count: int = 2) -> None:
+    """Save as `count` processes do, each of which has its rows of every tensor."""
+    run.begin_save()
+    manifest: Manifest = {}
+    for number in range(count):
+        own = {"model": {}, "optimizer": {}}
+        for kind, tensors in (("model", whole.model), ("optimizer", whole.optimizer)):
+            for name, tensor in tensors.items():
+                own[kind][name] = Piece(tensor, 0, ())
+                if tensor.ndim:
+                    rows = part_of(number, count).rows(len(tensor))
+                    own[kind][name] = Piece(tensor[rows], rows.start, tuple(tensor.shape))
+        manifest |= run.save_shard(whole.step, number + 1, count, own)
+    run.save(Checkpoint(whole.state, {}, {}), shards=manifest)
+
+
+def part_of(number: int, count: int) -> Part:
+    """The rows that torch.chunk gives to one of `count` processes."""
+
+    def rows(n_rows: int) -> slice:
+        before = torch.arange(n_rows).chunk(count)[:number]
+        start = sum(len(chunk) for chunk in before)
+        own = torch.arange(n_rows).chunk(count)[number : number + 1]
+        return slice(start, start + sum(len(chunk) for chunk in own))
+
+    return Part(rows)
+
+
+@pytest.mark.parametrize("save", [save_whole, save_sharded])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, before: bool):
+def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, before, save):
     for step in (1, 2, 3):
-        run.save(checkpoint(step, best=1))
+        save(run, checkpoint(step, best=1))
     template = run.path.with_name("template")
     shutil.copytree(run.path, template)
     number, killed = 0, True
@@ -101,12 +135,12 @@ def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, b
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, number, before)
             try:
-                run.save(checkpoint(4, best=4))
+                save(run, checkpoint(4, best=4))
                 killed = False
             except Killed:
                 pass
         assert newest_step(run) in (3, 4)
-        run.save(checkpoint(4, best=4))  # the next save cleans up
+        save(run, checkpoint(4, best=4))  # the next save cleans up
         assert newest_step(run) == 4
         assert run.steps() == [4, 3]
         assert not list(run.checkpoints.glob(".*"))
@@ -167,6 +201,76 @@ def _same_json(one: bytes, other: bytes) -> bool:
         return bool(json.loads(one) == json.loads(other))
     except ValueError:
         return False
+
+
+@pytest.mark.parametrize("reading", [1, 2, 3, 5])
+@pytest.mark.parametrize("writing", [1, 2, 3, 5])
+def test_any_number_of_processes_reads_what_any_number_wrote(run: RunDirectory, writing, reading):
+    whole = checkpoint(1)
+    whole.model["c"] = torch.randn(11, 2, 3)
+    whole.optimizer |= {"c/exp_avg": torch.randn(11, 2, 3), "c/step": torch.tensor(7.0)}
+    save_sharded(run, whole, writing)
+    parts = [
+        run.load(1, with_optimizer=True, part=part_of(number, reading)) for number in range(reading)
+    ]
+    for name, tensor in whole.model.items():
+        assert torch.cat([part.model[name] for part in parts]).equal(tensor)
+    for name, tensor in whole.optimizer.items():
+        rows = [part.optimizer[name] for part in parts if name in part.optimizer]
+        assert (torch.cat(rows) if tensor.ndim else rows[0]).equal(tensor)
+    loaded = run.load(1, with_optimizer=True)
+    assert loaded.optimizer.keys() == whole.optimizer.keys()
+    assert all(tensor.equal(loaded.model[name]) for name, tensor in whole.model.items())
+
+
+def test_a_process_opens_only_the_files_with_its_rows(run: RunDirectory):
+    save_sharded(run, checkpoint(1))
+    (run.checkpoints / "step-00000001" / "model-00002-of-00002.safetensors").unlink()
+    (run.checkpoints / "step-00000001" / "optimizer-00002-of-00002.safetensors").unlink()
+    assert run.load(1, True, part_of(0, 2)).model["a"].tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        run.load(1, True, part_of(1, 2))
+
+
+@pytest.mark.parametrize("number", range(1, 3))
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_damage_in_any_shard_is_found_and_the_previous_checkpoint_used(
+    run: RunDirectory, kind: str, number: int, capsys
+):
+    save_sharded(run, checkpoint(1))
+    save_sharded(run, checkpoint(2))
+    file = run.checkpoints / "step-00000002" / f"{kind}-{number:05d}-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert newest_step(run) == 1
+    assert f"{file.name}: damaged (its contents do not match" in capsys.readouterr().err
+    save_sharded(run, checkpoint(3))
+    assert run.steps() == [3, 2, 1]  # a damaged one does not count as kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries, name: entries.pop(name),
+        lambda entries, name: entries.update({f"../../{name}": entries.pop(name)}),
+        lambda entries, name: entries[name]["tensors"]["a"].update(start=4),
+        lambda entries, name: entries[name]["tensors"]["a"].update(rows=[1]),
+        lambda entries, name: entries[name]["tensors"]["a"].update(shape=[6]),
+        lambda entries, name: entries[name]["tensors"]["a"].update(shape=["x"]),
+        lambda entries, name: entries[name]["tensors"].pop("a"),
+        lambda entries, name: entries[name].update(tensors=[1]),
+        lambda entries, name: entries.update({name: None}),
+    ],
+)
+def test_a_manifest_that_places_rows_wrongly_is_damage(run: RunDirectory, change):
+    save_sharded(run, checkpoint(1))
+    file = run.checkpoints / "step-00000001" / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    change(manifest, "model-00002-of-00002.safetensors")
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.load(1)
 
 
 def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(run: RunDirectory):

@@ -25,7 +25,7 @@ from gptmini.config.load import named_configs
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
 from gptmini.model.optim import Optimizer
-from gptmini.runs import directory
+from gptmini.runs import tensors
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.text.tokenizer import ByteTokenizer
 from gptmini.train import trainer
@@ -150,7 +150,7 @@ def test_the_test_above_would_notice(train, config, tmp_path, monkeypatch, mutan
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
     elif mutant == "no check":  # of what a power cut has left of files that were not synced
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
-        monkeypatch.setattr(directory, "_read_verified", lambda path, _: path.read_bytes())
+        monkeypatch.setattr(tensors, "read_verified", lambda path, _: path.read_bytes())
     elif mutant == "no rename":
         monkeypatch.setattr(files, "replace", lambda path, data: path.write_bytes(data))
     elif mutant == "no seed":

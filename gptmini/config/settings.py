@@ -159,8 +159,7 @@ class DataConfig(Section):
     """The text to learn from."""
 
     path: Paths = ["builtin:python-docs"]
-    """A file, a folder, a glob, token files or their folder, - for standard input,
-    builtin:python-docs, builtin:python-code, or a list of these."""
+    """A file, folder, glob, token files, - (stdin), builtin:python-docs or -code, or a list."""
     weights: Annotated[list[Positive], Field(max_length=100)] | None = None
     """Relative sampling weights of several paths; null: in proportion to their sizes."""
     text_key: str = "text"
@@ -197,8 +196,7 @@ class TrainConfig(Section):
     batch_size: Count = 16
     """Rows of seq_len tokens per update."""
     micro_batch_size: Count | None = None
-    """Rows per forward pass, a divisor of batch_size; gradients are accumulated over passes. null:
-    as many as fit in memory and run fast."""
+    """Rows per pass (gradients add up), a divisor of batch_size; null: what fits and is fast."""
     seq_len: Count | None = None
     """Tokens per row; null: the model's context_length."""
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -227,6 +225,8 @@ class TrainConfig(Section):
     """When the loss is not finite: stop, or rewind to the newest checkpoint and halve the rate."""
     reduce: Literal["auto", "exact", "fast"] = "auto"
     """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast; auto: exact on 2 to 8."""
+    shard: bool = False
+    """Shard weights, gradients and optimizer state over the processes (FSDP)."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
     compile: Literal["auto", "on", "off"] = "auto"

@@ -23,18 +23,18 @@ BUCKET = 25 << 20  # bytes of gradients sent together
 class Gradients:
     """A single process: autograd adds each micro-batch's gradients to those before it."""
 
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
     def added(self) -> None:
         """Called after the backward pass of each micro-batch."""
 
     def finish(self) -> None:
         """Make every parameter's gradient that of the whole step, on all ranks."""
 
-
-def gradients(reduce: str, parameters: Iterable[nn.Parameter], ranks: Ranks, n: int) -> Gradients:
-    """The way of `train.reduce`, once decided, for n micro-batches of each rank."""
-    if reduce == "exact":
-        return Exact(parameters, ranks, n)
-    return Fast(parameters, ranks, n) if ranks.size > 1 else Gradients()
+    def clip(self, limit: float) -> float:
+        """Scale gradients with a larger total norm down to it; returns the norm they had."""
+        return nn.utils.clip_grad_norm_(self.parameters, limit).item()
 
 
 class Exact(Gradients):
@@ -45,7 +45,8 @@ class Exact(Gradients):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], ranks: Ranks, n: int) -> None:
-        self.parameters, self.ranks = list(parameters), ranks
+        super().__init__(parameters)
+        self.ranks = ranks
         self.odd = n // (n & -n)  # micro-batches that autograd adds
         self.made = 0
         self.sums: list[list[Tensor]] = []  # of finished subtrees, from large to small
@@ -68,11 +69,15 @@ class Exact(Gradients):
 
     def finish(self) -> None:
         (tree,), self.sums, self.made = self.sums, [], 0
-        if self.ranks.size > 1:
-            flat = torch.cat([gradient.flatten() for gradient in tree])
-            tree = _unflattened(tree_sum(flat, self.ranks), tree)
-        for parameter, gradient in zip(self.parameters, tree, strict=True):
+        for parameter, gradient in zip(self.parameters, self.over_ranks(tree), strict=True):
             parameter.grad = gradient
+
+    def over_ranks(self, tree: list[Tensor]) -> list[Tensor]:
+        """The sums of what all ranks have."""
+        if self.ranks.size == 1:
+            return tree
+        flat = torch.cat([gradient.flatten() for gradient in tree])
+        return _unflattened(tree_sum(flat, self.ranks), tree)
 
 
 def tree_sum(flat: Tensor, ranks: Ranks) -> Tensor:
@@ -90,16 +95,16 @@ def tree_sum(flat: Tensor, ranks: Ranks) -> Tensor:
         low, high = part.chunk(2)
         kept, given = (high, low) if ranks.rank & bit else (low, high)
         received = torch.empty_like(kept)
-        _swap(given, received, ranks.rank ^ bit)
+        swap(given, received, ranks.rank ^ bit)
         part = kept.add_(received)
         splits.append((kept, given, ranks.rank ^ bit))
         bit *= 2
     for kept, given, partner in reversed(splits):
-        _swap(kept, given, partner)
+        swap(kept, given, partner)
     return whole[: len(flat)]
 
 
-def _swap(sent: Tensor, received: Tensor, partner: int) -> None:
+def swap(sent: Tensor, received: Tensor, partner: int) -> None:
     both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -114,10 +119,11 @@ class Fast(Gradients):
     """An all-reduce of each bucket of gradients, begun as soon as the backward pass has them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], ranks: Ranks, n: int) -> None:
+        super().__init__(parameters)
         self.n, self.made = n, 0
         self.sent: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
         self.ready: list[nn.Parameter] = []  # of the bucket that is being filled
-        for parameter in parameters:
+        for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _collect(self, parameter: Tensor) -> None:

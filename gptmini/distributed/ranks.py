@@ -74,7 +74,7 @@ class Ranks:
 
     def lead(self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, as JSON carries it; if it fails there, all ranks end."""
-        return self._together(work if self.rank == 0 else None)[0]
+        return self.together(work if self.rank == 0 else None)[0]
 
     def once_per_machine(self, work: Callable[[], T]) -> T:
         """Work that leaves files for the other ranks of a machine, so one of them goes first."""
@@ -83,11 +83,11 @@ class Ranks:
         def keep() -> None:
             done.append(work())
 
-        self._together(keep if self.is_first_here else None)
-        self._together(None if self.is_first_here else keep)
+        self.together(keep if self.is_first_here else None)
+        self.together(None if self.is_first_here else keep)
         return done[0]
 
-    def _together(self, work: Callable[[], Any] | None) -> list[Any]:
+    def together(self, work: Callable[[], Any] | None) -> list[Any]:
         """The results of all ranks; a rank that fails makes all fail with its lines."""
         failure: Exception | None = None
         result = code = None
@@ -160,9 +160,9 @@ class Ranks:
         return torch.stack(everywhere)
 
     def total(self, numbers: list[float]) -> float:
-        """The sum of the numbers of all ranks, equally many each, added from the first rank on."""
+        """The sum of numbers that one rank has each, the others as 0, from the first number on."""
         everywhere = self.gather(torch.tensor(numbers, dtype=torch.float64))
-        return functools.reduce(operator.add, everywhere.flatten().tolist())
+        return functools.reduce(operator.add, everywhere.sum(0).tolist())
 
     def agree(self, received: Received) -> tuple[int | None, bool]:
         """Whether a signal to stop, or to save, has reached any rank."""

@@ -29,7 +29,8 @@ from gptmini.generate.sampler import check_overflow, decode
 from gptmini.generate.texts import Generation, Text, opening
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
-from gptmini.runs.directory import RunDirectory, fitting
+from gptmini.runs.directory import RunDirectory
+from gptmini.runs.tensors import fitting
 from gptmini.text.tokenizer import Tokenizer
 
 DOCUMENT = "<|endoftext|>"  # stands for the document token if `special` is set

@@ -96,7 +96,6 @@ def decide(
         config = plan(config, left, compute, ranks)
     train = config.train
     config = _divided(config, ranks, asked.train.micro_batch_size)
-    share = config.with_train(batch_size=train.batch_size // ranks)  # of one process
     if config.model.dropout is None:
         weights = config.data.weights
         epochs = corpus.epochs(config.seq_len, train.batch_size, train.steps, weights)
@@ -105,11 +104,13 @@ def decide(
     if "start" not in asked.sample.model_fields_set:
         config = completed(config, {"sample": {"start": _start(config, corpus)}})
     if here:
-        machine.check_memory(parameter_count(config.model), compute.device)
+        config = _sharded_if_needed(config, compute, ranks)
+    share = config.with_train(batch_size=train.batch_size // ranks)  # of one process
     if config.train.micro_batch_size is None:
-        config = config.with_train(micro_batch_size=micro_batch_size(share, compute))
+        config = config.with_train(micro_batch_size=micro_batch_size(share, compute, ranks))
     settled = existing is not None and config.train.compile == existing.train.compile
-    if settled or not here:  # a run that is resumed measured it when it began
+    sharded = ranks > 1 and config.train.shard  # the whole model is not timed: it may not fit
+    if settled or sharded or not here:  # a run that is resumed measured it when it began
         return Decision(config, corpus, compute, started, paced)
     share = config.with_train(batch_size=train.batch_size // ranks)
     compiled, timed, outcome = choose_compile(share, compute)
@@ -145,6 +146,18 @@ def _divided(config: Config, ranks: int, micro_batch: int | None) -> Config:
     if train.reduce == "auto":
         exact = power and 1 < ranks <= EXACT_UP_TO
         config = config.with_train(reduce="exact" if exact else "fast")
+    return config
+
+
+def _sharded_if_needed(config: Config, compute: Compute, ranks: int) -> Config:
+    """Shard a model that does not fit whole; MachineError if it does not fit at all."""
+    count, device = parameter_count(config.model), compute.device
+    whole = machine.training_bytes(count, device, ranks, sharded=False)
+    if ranks > 1 and whole > machine.total_memory(device):
+        config = config.with_train(shard=True)
+    if ranks > 1 and config.train.shard and config.train.compile == "auto":
+        config = config.with_train(compile="off")
+    machine.check_memory(count, device, ranks, config.train.shard)
     return config
 
 

@@ -35,12 +35,17 @@ class StepTime:
     update: float
 
 
-def micro_batch_size(config: Config, compute: Compute) -> int:
-    """The largest divisor of the batch that fits in half the memory and in a CPU's caches."""
+def micro_batch_size(config: Config, compute: Compute, ranks: int = 1) -> int:
+    """The largest divisor of the batch that fits in half the memory and in a CPU's caches.
+
+    `config` has the batch of one of `ranks` processes.
+    """
     batch = rows = config.train.batch_size
     if compute.device.type == "cpu":
         rows = min(rows, max(1, FAST_TOKENS // config.seq_len))
-    free = machine.total_memory(compute.device) - 16 * parameter_count(config.model)
+    count, sharded = parameter_count(config.model), config.train.shard
+    held = machine.training_bytes(count, compute.device, ranks, sharded)
+    free = machine.total_memory(compute.device) - held
     if rows > 1 and rows * _row_at_most(config) > free // 2:  # else no need to weigh a row
         single = config.with_train(batch_size=1, micro_batch_size=1)
         rows = min(rows, max(1, free // 2 // dry_run(single, compute).activations))

@@ -57,8 +57,9 @@ def decide_together(
 def _opened(config: Config, tokenizer: str, cache: Path) -> Any:
     """The corpus in the tokens of rank 0's tokenizer, which is not learned again."""
     path = cache / f"{hashlib.sha256(tokenizer.encode()).hexdigest()[:20]}-tokenizer.json"
-    cache.mkdir(parents=True, exist_ok=True)
-    files.replace(path, tokenizer.encode())
+    if not path.exists():  # else another rank, preparing the text, might remove a half-written one
+        cache.mkdir(parents=True, exist_ok=True)
+        files.replace(path, tokenizer.encode())
     kind = TokenizerConfig(kind=str(path))
     return prepare_corpus(config.model_copy(update={"tokenizer": kind}), cache)
 

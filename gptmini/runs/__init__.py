@@ -1,5 +1,5 @@
 """A run on disk: checkpoints that are whole or absent, metrics, settings.
 
-Read directory (the files of a run, saving and loading), then log (metrics.jsonl and the trackers
-beside it). Knows tensors by name, and no model.
+Read tensors (files of weights, whole or in shards), directory (the files of a run, saving and
+loading), then log (metrics.jsonl and the trackers beside it). Knows tensors by name, and no model.
 """

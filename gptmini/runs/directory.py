@@ -8,45 +8,53 @@
         model.safetensors  optimizer.safetensors  state.json
         manifest.json      size and SHA-256 of the three, written last
 
+Several processes that share the weights write one tensor file each (see tensors.py).
+
 A checkpoint is written under a temporary name, synced, then renamed. Nothing in it is used before
 its bytes match the manifest, and loading it cannot run code.
 """
 
-import hashlib
 import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import safetensors
-import safetensors.torch
-from torch import Tensor
 
 from gptmini import files
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, DataError, MachineError, os_reason
+from gptmini.runs import tensors
+from gptmini.runs.tensors import (
+    WHOLE,
+    Manifest,
+    Part,
+    Piece,
+    Tensors,
+    file_names,
+    read_json,
+    read_verified,
+)
 from gptmini.text import tokenizer
 from gptmini.text.tokenizer import Tokenizer
 
 FORMAT = 3
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+KINDS = ("model", "optimizer")  # of tensor files
 NAME = re.compile(r"step-([0-9]{8})")
-Tensors = dict[str, Tensor]
 
 
 @dataclass
 class Checkpoint:
     """A run after one of its steps; `state` is JSON data: step, best evaluation, counters.
 
-    `sha256` is that of the file the weights were read from.
+    `sha256` is that of the file the weights were read from, or of the SHA-256s of several.
     """
 
     state: dict[str, Any]
@@ -68,6 +76,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
         self.tokenizer_file = path / "tokenizer.json"
+        self._temporary = self.checkpoints / ".tmp"
 
     @property
     def exists(self) -> bool:
@@ -138,45 +147,62 @@ class RunDirectory:
                 f"or choose another directory with --out"
             )
 
-    def save(self, checkpoint: Checkpoint, keep: int = 2) -> None:
+    def save(self, checkpoint: Checkpoint, keep: int = 2, shards: Manifest | None = None) -> None:
         """Write a checkpoint, then delete all but the best and the newest `keep` intact ones.
 
-        MachineError if it cannot be written; existing checkpoints stay intact.
+        `shards` are what every `save_shard` returned, and replace the tensors. MachineError if it
+        cannot be written; existing checkpoints stay intact.
         """
         contents = {
-            "model.safetensors": safetensors.torch.save(checkpoint.model),
-            "optimizer.safetensors": safetensors.torch.save(checkpoint.optimizer),
-            "state.json": json.dumps({"format": FORMAT, **checkpoint.state}, indent=1).encode(),
+            "state.json": json.dumps({"format": FORMAT, **checkpoint.state}, indent=1).encode()
         }
-        manifest = {
-            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for name, data in contents.items()
+        if shards is None:
+            own = {"model": checkpoint.model, "optimizer": checkpoint.optimizer}
+            written = {f"{kind}.safetensors": tensors.encoded(own[kind]) for kind in KINDS}
+            contents = written | contents
+        manifest = (shards or {}) | {
+            name: tensors.described(data) for name, data in contents.items()
         }
         contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
-        try:
-            self._write(checkpoint.step, contents)
+        with self._saving(checkpoint.step, sum(map(len, contents.values()))):
+            if shards is None:
+                self.begin_save()
+            for name, data in contents.items():
+                files.write(self._temporary / name, data)
+            files.sync_directory(self._temporary)
+            files.remove_tree(self._folder(checkpoint.step))  # if one is there, it is damaged
+            files.rename(self._temporary, self._folder(checkpoint.step))
             self.write_best(checkpoint.state["best"])
             self.prune(checkpoint.state["best"], keep)
+
+    def begin_save(self) -> None:
+        """Make an empty folder for the shards of a checkpoint."""
+        files.remove_tree(self._temporary)
+        self._temporary.mkdir()  # without parents: if the run has been moved away, fail
+
+    def save_shard(
+        self, step: int, number: int, count: int, pieces: dict[str, dict[str, Piece]]
+    ) -> Manifest:
+        """Write the tensors of one of `count` processes, from 1, after `begin_save`."""
+        shard: Manifest = {}
+        needed = sum(piece.rows.nbytes for each in pieces.values() for piece in each.values())
+        with self._saving(step, needed):
+            for kind in KINDS:
+                shard |= tensors.write_shard(self._temporary, kind, number, count, pieces[kind])
+        return shard
+
+    @contextmanager
+    def _saving(self, step: int, needed: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            shutil.rmtree(self.checkpoints / ".tmp", ignore_errors=True)
-            needed = sum(map(len, contents.values()))
+            shutil.rmtree(self._temporary, ignore_errors=True)
             free = shutil.disk_usage(self.path).free if self.path.exists() else 0
             raise MachineError(
-                f"{self.checkpoints}: could not save step {checkpoint.step} "
-                f"({os_reason(error)}): {needed:,} bytes needed, {free:,} "
-                f"free; run the same command again to resume from the last checkpoint"
+                f"{self.checkpoints}: could not save step {step} ({os_reason(error)}): "
+                f"{needed:,} bytes needed, {free:,} free; run the same command again to resume "
+                f"from the last checkpoint"
             ) from None
-
-    def _write(self, step: int, contents: dict[str, bytes]) -> None:
-        final = self._folder(step)
-        temporary = self.checkpoints / ".tmp"
-        files.remove_tree(temporary)
-        temporary.mkdir()  # without parents: if the run has been moved away, fail
-        for name, data in contents.items():
-            files.write(temporary / name, data)
-        files.sync_directory(temporary)
-        files.remove_tree(final)  # if one is there, it is damaged
-        files.rename(temporary, final)
 
     def write_best(self, best: dict[str, Any] | None) -> None:
         if best is not None:
@@ -210,35 +236,38 @@ class RunDirectory:
         matches = (NAME.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, load: Callable[[int], Checkpoint] | None = None) -> Checkpoint | None:
         """The newest intact checkpoint; None if there never was one.
 
-        CheckpointError if there are checkpoints and all are damaged.
+        `load` reads that of a step. CheckpointError if there are checkpoints and all are damaged.
         """
-        return self._first_intact(self.steps(), with_optimizer=True)
+        return self._first_intact(self.steps(), load or partial(self.load, with_optimizer=True))
 
-    def best(self) -> Checkpoint:
+    def best(self, part: Part = WHOLE) -> Checkpoint:
         """The best checkpoint, else the newest intact one, without the optimizer's state."""
+        load = partial(self.load, part=part)
         try:
-            checkpoint = self._first_intact(self._best_first(), with_optimizer=False)
+            checkpoint = self._first_intact(self._best_first(), load)
         except CheckpointError:  # a running training may have deleted it while it was read
-            checkpoint = self._first_intact(self._best_first(), with_optimizer=False)
+            checkpoint = self._first_intact(self._best_first(), load)
         if checkpoint is None:
             raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
         return checkpoint
 
     def _best_first(self) -> list[int]:
         try:
-            best = _read_json(self.path / "best.json").get("step")
+            best = read_json(self.path / "best.json").get("step")
         except CheckpointError:
             best = None
         return sorted(self.steps(), key=lambda step: step != best)
 
-    def _first_intact(self, steps: list[int], with_optimizer: bool) -> Checkpoint | None:
+    def _first_intact(
+        self, steps: list[int], load: Callable[[int], Checkpoint]
+    ) -> Checkpoint | None:
         damages: list[str] = []
         for step in steps:
             try:
-                checkpoint = self.load(step, with_optimizer)
+                checkpoint = load(step)
             except CheckpointError as damage:
                 damages += damage.lines
                 continue
@@ -254,17 +283,18 @@ class RunDirectory:
     def _is_intact(self, step: int) -> bool:
         folder = self._folder(step)
         try:
-            manifest = _read_json(folder / "manifest.json")
-            return all(_read_verified(folder / name, manifest) for name in FILES)
+            manifest = read_json(folder / "manifest.json")
+            files_of = [name for kind in KINDS for name in file_names(kind, folder, manifest)]
+            return all(read_verified(folder / name, manifest) for name in [*files_of, "state.json"])
         except CheckpointError:
             return False
 
-    def load(self, step: int, with_optimizer: bool = False) -> Checkpoint:
-        """The checkpoint of a step; CheckpointError if it is damaged."""
+    def load(self, step: int, with_optimizer: bool = False, part: Part = WHOLE) -> Checkpoint:
+        """The checkpoint of a step, or a part of its tensors; CheckpointError if it is damaged."""
         folder = self._folder(step)
-        manifest = _read_json(folder / "manifest.json")
-        _read_verified(folder / "state.json", manifest)
-        state = _read_json(folder / "state.json")
+        manifest = read_json(folder / "manifest.json")
+        read_verified(folder / "state.json", manifest)
+        state = read_json(folder / "state.json")
         if (state.get("format"), state.get("step")) != (FORMAT, step):
             raise CheckpointError(
                 f"{folder}: state.json has format {state.get('format')} and step "
@@ -272,9 +302,9 @@ class RunDirectory:
             )
         return Checkpoint(
             state,
-            _read_tensors(folder / "model.safetensors", manifest),
-            _read_tensors(folder / "optimizer.safetensors", manifest) if with_optimizer else {},
-            manifest["model.safetensors"]["sha256"],
+            tensors.read(folder, "model", manifest, part),
+            tensors.read(folder, "optimizer", manifest, part) if with_optimizer else {},
+            tensors.digest("model", folder, manifest),
         )
 
     def _folder(self, step: int) -> Path:
@@ -299,48 +329,3 @@ def _trained(run: Path) -> tuple[float, float]:
         return trained, directory.config_file.stat().st_mtime
     except OSError:  # a running training may have deleted it
         return 0.0, 0.0
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged ({os_reason(error)})") from None
-
-
-def _read_verified(path: Path, manifest: dict[str, Any]) -> bytes:
-    """The bytes of a file; CheckpointError if they do not match the manifest."""
-    try:
-        expected = manifest[path.name]
-        if path.stat().st_size != expected["bytes"]:
-            raise ValueError(f"{path.stat().st_size} bytes instead of {expected['bytes']}")
-        data = files.read_regular(path)
-        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise ValueError("its contents do not match the manifest")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({os_reason(error)})") from None
-    return data
-
-
-def _read_tensors(path: Path, manifest: dict[str, Any]) -> Tensors:
-    try:
-        return safetensors.torch.load(_read_verified(path, manifest))
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
-
-
-def fitting(tensors: Tensors, expected: Tensors, where: Path) -> Tensors:
-    """The same tensors, if their names and shapes are those expected; else CheckpointError."""
-    lines = [
-        f"{where}: tensor {name}: {_shape(tensors, name)} in the checkpoint, "
-        f"{_shape(expected, name)} in the model; use the configuration it was trained with"
-        for name in sorted(tensors.keys() | expected.keys())
-        if _shape(tensors, name) != _shape(expected, name)
-    ]
-    if lines:
-        raise CheckpointError(*lines)
-    return tensors
-
-
-def _shape(tensors: Tensors, name: str) -> str:
-    return str(tuple(tensors[name].shape)) if name in tensors else "missing"

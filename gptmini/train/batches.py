@@ -8,7 +8,7 @@ fixed pattern.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ class Batches:
         seq_len: int,
         batch_size: int,
         seed: int,
-        rows: slice = slice(None),
+        rows: Sequence[int] = (),
     ) -> None:
-        self.rows = rows  # of the batch, that this process reads
+        self.rows = rows or range(batch_size)  # of the batch, that this process reads
         self.texts, self.seq_len = texts, seq_len
         self.batch_size, self.seed = batch_size, seed
         self.windows = [windows(text, seq_len) for text in texts]
@@ -70,7 +70,7 @@ class Batches:
         """Tokens, and as targets the tokens one position later, both (B, T), of this process."""
         return stack(
             self.texts[which].read(start, self.seq_len + 1)
-            for which, start in self.starts(step)[self.rows]
+            for which, start in (self._start(step * self.batch_size + row) for row in self.rows)
         )
 
 

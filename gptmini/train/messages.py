@@ -31,6 +31,8 @@ def introduce(training: Training, decision: "Decision") -> None:
         f"  machine   {progress.device}, {amount(progress.threads, 'thread')}, {progress.dtype}; "
         f"{train.optimizer}; micro-batch {train.micro_batch_size}"
     )
+    if training.shards is not None:
+        line += f"; sharded over {training.ranks.size} processes"
     outcome = ["compile on" if train.compile == "on" else "", decision.compiling]
     say_fact("; ".join(filter(None, [line, ": ".join(filter(None, outcome))])))
     epochs = training.corpus.epochs(

@@ -5,7 +5,7 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,16 @@ import torch
 from gptmini.config.load import differences
 from gptmini.config.settings import Config
 from gptmini.console import warn
-from gptmini.distributed.gradients import Gradients, divided, gradients
+from gptmini.distributed.gradients import Gradients, divided
 from gptmini.distributed.ranks import Ranks
+from gptmini.distributed.sharding import Shards, gradients, own_micro_batches
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.fit import compile_blocks
-from gptmini.runs.directory import Checkpoint, RunDirectory, fitting
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.runs.tensors import WHOLE, Part, fitting
 from gptmini.text.tokens import Corpus
 from gptmini.train.batches import Batches, draw
 
@@ -35,6 +37,7 @@ CHANGEABLE = {
     *("train.steps", "train.warmup_steps", "train.patience", "train.on_divergence"),
     *("train.eval_every", "train.save_every", "train.keep", "train.log_every", "train.log_to"),
     *("train.device", "train.compile", "train.micro_batch_size", "train.gradient_checkpointing"),
+    "train.shard",
 }
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile")
@@ -78,6 +81,8 @@ class Training:
     optimizer: Optimizer
     batches: Batches  # of this rank's rows
     gradients: Gradients
+    micro_batches: list[int]  # of this rank, by their number in the step
+    shards: Shards | None  # if each rank has but a part of every tensor
     ranks: Ranks
     compute: Compute
     progress: Progress
@@ -98,35 +103,50 @@ class Training:
         """Seconds the run has taken in all commands, with everything around the updates."""
         return time.perf_counter() - self.started
 
+    @property
+    def part(self) -> Part:
+        """What this rank reads of a checkpoint."""
+        return self.shards.part if self.shards else WHOLE
+
     def eagerly(self) -> AbstractContextManager[object]:
         """A context without compiled kernels, which new shapes and modes would recompile."""
-        compiled = self.config.train.compile == "on"
-        return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        context = ExitStack()
+        if self.config.train.compile == "on":
+            context.enter_context(torch.compiler.set_stance("force_eager"))
+        if self.shards is not None and self.config.train.reduce == "fast":
+            context.enter_context(self.compute.autocast())  # matrices are gathered in its type
+        return context
 
 
 def prepare(decision: "Decision", run: RunDirectory) -> Training:
     """Model, optimizer and batches at step 0; writes nothing."""
     config, corpus, compute = decision.config, decision.corpus, decision.compute
     train, ranks = config.train, decision.ranks
-    n_rows = train.batch_size // ranks.size
+    size = train.micro_batch_size or train.batch_size // ranks.size
+    n = train.batch_size // ranks.size // size  # micro-batches of each rank
+    shards = Shards(ranks, compute.device) if train.shard and ranks.size > 1 else None
     torch.manual_seed(draw(train.seed))
-    model = GPT(config.model).to(compute.device)
+    gathered = torch.float32 if train.reduce == "exact" else compute.dtype
+    model = shards.model(config.model, gathered) if shards else GPT(config.model).to(compute.device)
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)
+    micros = own_micro_batches(n, ranks, shards is not None)
     return Training(
         config=config,
         run=run,
         corpus=corpus,
         model=model,
-        optimizer=Optimizer(model, train, compute.dtype, divided(ranks)),
+        optimizer=shards.optimizer(model, train, compute.dtype)
+        if shards
+        else Optimizer(model, train, compute.dtype, divided(ranks)),
         batches=Batches(
             *(corpus.training, config.data.weights, config.seq_len, train.batch_size, train.seed),
-            rows=slice(ranks.rank * n_rows, (ranks.rank + 1) * n_rows),
+            rows=[row for m in micros for row in range(m * size, (m + 1) * size)],
         ),
-        gradients=gradients(
-            train.reduce, model.parameters(), ranks, n_rows // (train.micro_batch_size or n_rows)
-        ),
+        gradients=gradients(train.reduce, model, ranks, n, shards is not None),
+        micro_batches=micros,
+        shards=shards,
         ranks=ranks,
         compute=compute,
         progress=Progress(
@@ -175,6 +195,8 @@ def begin(training: Training) -> None:
 def newest(training: Training) -> Checkpoint | None:
     """The newest intact checkpoint, as rank 0 finds it; the other ranks read the same."""
     run, checkpoints = training.run, list[Checkpoint | None]()
+    if training.shards is not None:
+        return run.newest(lambda step: _own_part(training, step))
 
     def find() -> tuple[int, str] | None:
         checkpoints.append(checkpoint := run.newest())
@@ -191,9 +213,22 @@ def newest(training: Training) -> Checkpoint | None:
     return checkpoints[0] if checkpoints else None
 
 
+def _own_part(training: Training, step: int) -> Checkpoint:
+    """This rank's rows of a checkpoint; CheckpointError on all ranks if one cannot read its own."""
+    checkpoint, damage, part = list[Checkpoint](), list[str](), training.part
+    try:
+        checkpoint.append(training.run.load(step, with_optimizer=True, part=part))
+    except CheckpointError as error:
+        damage.extend(error.lines)
+    damages = [line for lines in training.ranks.exchange(damage) for line in lines]
+    if damages:
+        raise CheckpointError(*damages)
+    return checkpoint[0]
+
+
 def _begin_from(training: Training, base: RunDirectory) -> None:
     """Load the weights that the configuration names; CheckpointError if they are gone."""
-    checkpoint, model = base.best(), training.model
+    checkpoint, model = base.best(training.part), training.model
     if checkpoint.sha256 != training.config.base.sha256:
         raise CheckpointError(
             f"{base.path}: changed while this run was prepared; run the same command again"
@@ -205,13 +240,26 @@ def save(training: Training) -> None:
     """Write a checkpoint of this step, unless there is one."""
     if training.saved == training.step:
         return
-    weights = training.model.state_dict()
-    if not all(tensor.isfinite().all() for tensor in weights.values()):
+    run, ranks, shards = training.run, training.ranks, training.shards
+    keep, weights = training.config.train.keep, training.model.state_dict()
+    own = shards.pieces(weights) if shards else {}
+    parts = [piece.rows for piece in own.values()] if shards else weights.values()
+    finite = all(part.isfinite().all() for part in parts)
+    if not ranks.gather(torch.tensor([finite])).all():
         raise DivergedError(diverged(training, "weights that are not finite"))
-    training.ranks.check_weights(weights)
     training.progress.elapsed = training.elapsed
-    checkpoint = Checkpoint(asdict(training.progress), weights, training.optimizer.state())
-    training.ranks.lead(lambda: training.run.save(checkpoint, training.config.train.keep))
+    state, optimizer = asdict(training.progress), training.optimizer.state()
+    if shards is None:
+        ranks.check_weights(weights)
+        ranks.lead(lambda: run.save(Checkpoint(state, weights, optimizer), keep))
+    else:  # each rank its rows, then rank 0 the manifest
+        pieces = {"model": own, "optimizer": shards.pieces(optimizer)}
+        ranks.lead(run.begin_save)
+        written = ranks.together(
+            lambda: run.save_shard(training.step, ranks.rank + 1, ranks.size, pieces)
+        )
+        manifest = {name: each for shard in written for name, each in shard.items()}
+        ranks.lead(lambda: run.save(Checkpoint(state, {}, {}), keep, manifest))
     training.saved = training.step
 
 

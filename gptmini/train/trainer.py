@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from gptmini import machine
 from gptmini.console import TrainingProgress, say, warn
@@ -129,11 +128,10 @@ def update(training: Training) -> dict[str, Any]:
     settings, model, step = training.config.train, training.model, training.step
     model.train()
     tokens, targets = training.batches.batch(step)  # (B, T) each; of several ranks, (B / W, T)
-    losses = []
+    losses = [0.0] * (settings.batch_size // (size := settings.micro_batch_size or len(tokens)))
     lr = learning_rate(settings, step) * training.progress.lr_scale
-    size = settings.micro_batch_size or settings.batch_size
-    parts = zip(tokens.split(size), targets.split(size), strict=True)
-    for micro, (x, y) in enumerate(parts, start=training.ranks.rank * len(tokens) // size):
+    parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
+    for micro, x, y in parts:
         torch.manual_seed(draw(settings.seed, step, micro))  # for dropout
         with training.compute.autocast():
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
@@ -141,10 +139,10 @@ def update(training: Training) -> dict[str, Any]:
             share = mean * len(x) / settings.batch_size
         share.backward()
         training.gradients.added()
-        losses.append(share.item())
+        losses[micro] = share.item()
     training.gradients.finish()
     total = training.ranks.total(losses)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
+    norm = training.gradients.clip(settings.grad_clip)
     if not math.isfinite(total + norm):  # clipping by a NaN norm would make every gradient NaN
         raise DivergedError(diverged(training, f"loss {total:.4g}, gradient norm {norm}"))
     training.optimizer.step(lr)
@@ -154,7 +152,7 @@ def update(training: Training) -> dict[str, Any]:
 def evaluation(training: Training) -> dict[str, Any]:
     """What is logged at each evaluation."""
     return assess(training) | {
-        "sample": sample(training) if training.ranks.rank == 0 else "",
+        "sample": sample(training) if training.ranks.rank == 0 or training.shards else "",
         "peak_memory": machine.peak_memory(training.compute.device),
     }
 
