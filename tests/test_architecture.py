@@ -21,7 +21,7 @@ ROOMS = {
     ],
     "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling"],
     "runs": ["directory", "log"],
-    "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "size"],
+    "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "ranks", "size"],
     "generate": [
         *("filters", "sampler", "engine", "build", "precision", "native"),
         *("guess", "texts", "run", "bulk", "batch"),
