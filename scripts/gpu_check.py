@@ -39,7 +39,7 @@ from gptmini.config.settings import Config
 from gptmini.errors import Stopped
 from gptmini.plan.cost import training_flops
 from gptmini.plan.fit import time_step
-from gptmini.plan.size import ACCELERATORS
+from gptmini.plan.ranks import ACCELERATORS
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import metrics
 from gptmini.text import bpe, tokenizer
@@ -101,8 +101,9 @@ class Check:
 def peak_flops() -> float | None:
     """Dense bfloat16 operations a second of this GPU by its maker, if we know it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = [key for key in ACCELERATORS if key in name.lower().replace(" ", "")]
-    return 1e12 * ACCELERATORS[max(known, key=len)][0] if known else None  # l40s, not l4
+    known = [each for each in ACCELERATORS if each.name in name.lower().replace(" ", "")]
+    named = max(known, key=lambda each: len(each.name), default=None)  # l40s, not l4
+    return None if named is None else 1e12 * named.teraflops
 
 
 def speed(config: Config, seconds: float) -> dict[str, Any]:

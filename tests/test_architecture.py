@@ -22,7 +22,7 @@ ROOMS = {
     "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling", "rows"],
     "runs": ["tensors", "directory", "log"],
     "distributed": ["ranks", "gradients", "sharding"],
-    "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "together", "size"],
+    "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "together", "ranks", "size"],
     "generate": [
         *("filters", "sampler", "engine", "build", "precision", "native"),
         *("guess", "texts", "run", "bulk", "batch"),

@@ -97,7 +97,7 @@ def made_small(words: list[str]) -> list[str]:
     """A command with settings that make it take about a second."""
     if any(word.endswith("config.yaml") for word in words):  # a run, which is small already
         return words
-    less = {"--seeds": "1", "--minutes": "0.02", "--steps": "2"}
+    less = {"--seeds": "1", "--minutes": "0.02", "--steps": "2", "--ranks": "4"}
     words = [less.get(option, word) for option, word in pairwise(["", *words])]
     words = [word.replace("mha,gqa:2,mqa,window:64", "mha,gqa:2") for word in words]
     if words[1] in ("train", "size") or (words[1] == "compare" and "runs/" not in words[2]):

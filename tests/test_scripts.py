@@ -45,6 +45,15 @@ def test_gradient_checkpointing_saves_memory():
     assert peaks["on"] < 0.7 * peaks["off"]
 
 
+def test_bench_plans_compares_tokens_with_the_published_ones():
+    (row,) = [
+        line.strip("| ").split(" | ")
+        for line in output("bench_plans.py", "--quick").splitlines()[2:]
+    ]
+    tokens, published = (float(row[n].replace(",", "")) for n in (6, 7))
+    assert (row[2], published, row[8]) == ("8 x h100", 1000, f"{tokens / 1000:.2f} x")
+
+
 def test_every_bug_to_plant_is_still_in_its_place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     import mutate

@@ -59,34 +59,57 @@ def test_a_short_training_takes_seconds_and_windows_are_named(gptmini, text_file
 
 
 def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
-    found = planned(gptmini, "--accelerator", "h100", "--utilization", "0.5", "--devices", "4")
+    found = planned(gptmini, "--accelerator", "h100", "--utilization", "0.5")
     flops = found["flops_per_token"]["training"] * found["tokens"]["seen"]
-    assert found["time"]["minutes"] == pytest.approx(flops / (4 * 0.5 * 989e12) / 60)
+    assert found["time"]["minutes"] == pytest.approx(flops / (0.5 * 989e12) / 60)
     assert found["time"]["fits"] is True
     code, _, err = gptmini("size", *WORDS, "--accelerator", "abacus")
     assert (code, "use one of l4" in err) == (2, True)
 
 
-def test_several_devices_divide_nothing_but_the_time(gptmini, text_file):
-    for words, said in [([], False), (["--devices", "256"], True)]:
-        code, out, err = gptmini("size", *WORDS, "--accelerator", "H100", *words)
-        assert code == 0, err
-        assert "the training fits in the 80 GB of one h100" in out
-        assert ("only the time is divided by 256: gptmini trains on one device" in out) == said
-    code, _, err = gptmini("size", *WORDS, "--devices", "256")
-    assert (code, "--devices: needs --accelerator" in err) == (2, True)
+def test_ranks_share_batches_and_with_shard_the_weights(gptmini, text_file):
+    words = ["--accelerator", "H100", "--ranks"]
+    alone = planned(gptmini, *words, "1")["memory"]
+    replica = planned(gptmini, *words, "4", "--set", "train.micro_batch_size=1")
+    assert replica["memory"]["weights"] == alone["weights"]
+    assert replica["time"]["collectives"] == {"all_reduce": 4 * replica["parameters"]["all"]}
+    code, out, err = gptmini("size", *WORDS, *words, "4", "--shard", "--network", "100")
+    assert code == 0, err
+    assert "MiB per rank at the peak, micro-batch 1" in out
+    assert "on 4 x h100, sharded\n            the training fits in the 80 GB of one h100" in out
+    assert "of 450 GB/s within a machine of 8, 100 Gbit/s per rank between)" in out
+    assert " all-gathered, " in out
+    assert max(map(len, out.splitlines())) <= 80
+    for words, said in (
+        (["--ranks", "256"], "--ranks: needs --accelerator"),
+        (["--utilization", "0.3"], "--utilization: needs --accelerator"),
+        (["--shard", "--accelerator", "h100"], "--shard: one rank"),
+        (["--ranks", "3", "--accelerator", "h100"], "4 is not a multiple of 3 ranks; use 3 or 6"),
+    ):
+        code, _, err = gptmini("size", *WORDS, *words)
+        assert (code, said in err) == (2, True), err
+
+
+def test_a_stated_vocabulary_needs_no_text(gptmini):
+    words = ["--data", "nothing.txt", "--accelerator", "h100", *SMALL]
+    code, out, err = gptmini("size", *words, "--set", "model.vocab_size=128256")
+    assert (code, err) == (0, "")
+    assert "\ndata        256 seen in 4 steps\n" in out
+    assert gptmini("size", *words)[0] == 3
 
 
 def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text_file):
-    words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 40}"]
+    words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 8}"]
     code, out, err = gptmini("size", *WORDS, *words)
     assert code == 0, err
-    assert "the training does not fit in the 24 GB of one l4;" in out
+    assert "the training does not fit in the 24 GB of one l4;\n" in out
+    advice = "set train.gradient_checkpointing=true or lower model.d_model or model.n_layer"
+    assert out.endswith(f"{size.INDENT}{advice}\n")
 
 
 def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
     monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 10)
-    monkeypatch.setattr(size, "_here", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(size, "_measured", lambda *_: pytest.fail("tried"))
     code, out, _ = gptmini("size", *WORDS)
     assert code == 0
     assert "does not fit in the memory of this machine, cpu" in out

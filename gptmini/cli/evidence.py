@@ -25,6 +25,7 @@ from gptmini.cli.options import (
     Weights,
     argument,
     configured,
+    flag,
     newest_run,
     option,
     run_directory,
@@ -284,33 +285,51 @@ def size(
     steps: Steps = None,
     minutes: Minutes = None,
     accelerator: str | None = option(
-        None, "NAME", "Estimate minutes on this accelerator: l4, a100, h100 and others."
+        None, "NAME", "Plan for this accelerator: l4, a100, h100 and others."
     ),
-    utilization: float = option(
-        0.4, "X", "Fraction of the accelerator's peak FLOP/s that is reached.", min=0.01, max=1
+    ranks: int = option(1, "N", "Plan for N accelerators that share each batch.", min=1),
+    shard: bool = flag("Divide weights and optimizer among the ranks (FSDP)."),
+    utilization: float | None = option(
+        None,
+        "X",
+        "Fraction of the accelerator's peak FLOP/s that is reached.",
+        min=0.01,
+        max=1,
+        show_default="0.4; a100 0.55",
     ),
-    devices: int = option(
-        1,
-        "N",
-        "Divide the time by N, as if N accelerators scaled perfectly; gptmini trains on one.",
-        min=1,
+    network: float | None = option(
+        None,
+        "GBIT",
+        "Bandwidth per rank between machines of eight, in Gbit/s.",
+        min=0.1,
+        show_default="by accelerator, h100 400",
     ),
     assignments: Assignments = None,
     as_json: AsJson = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Show what a training run would take: parameters, memory, data, minutes."""
+    """Show what a training run would take: parameters, memory, data, time."""
     if accelerator is not None and minutes is not None:
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
-    if devices > 1 and accelerator is None:
-        raise ConfigError("--devices: needs --accelerator; name one, or remove --devices")
+    others = {"--utilization": utilization, "--network": network, "--shard": shard or None}
+    others["--ranks"] = ranks if ranks > 1 else None
+    for label, value in others.items():
+        if value is not None and accelerator is None:
+            raise ConfigError(f"{label}: needs --accelerator; name one, or remove {label}")
+    if shard and ranks == 1:
+        raise ConfigError("--shard: one rank has nothing to divide; add --ranks, or remove it")
     named = {"--steps": steps, "--minutes": minutes}
     settings = configured(config, data, errors, attention, named, assignments, base)
     if base is not None:
         run_directory(base)  # a wrong name is answered with the nearest
     from gptmini.plan import size as sizing
 
-    facts = sizing.size(settings, cache, accelerator, utilization, devices)
+    hardware = None
+    if accelerator is not None:
+        from gptmini.plan import ranks as planning
+
+        hardware = planning.accelerator(accelerator, utilization, network)
+    facts = sizing.size(settings, cache, hardware, ranks, shard)
     print(json.dumps(facts) if as_json else "\n".join(sizing.lines(facts)))

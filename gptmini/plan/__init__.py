@@ -2,5 +2,6 @@
 
 Read `cost` (arithmetic), `memory` (two steps on fake tensors), `fit` (timing a step), `minutes`
 (sizes for a given time), `base` (fine-tuning), `decide` (makes the configuration of a run),
-`together` (on several processes), `size` (the report). Does not know the training loop.
+`together` (on several processes), `ranks` (many accelerators), `size` (the report). Does not know
+the training loop.
 """

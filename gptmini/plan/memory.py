@@ -42,7 +42,7 @@ class StorageCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
-        self._live: set[int] = set()
+        self._live: dict[int, int] = {}  # bytes of each storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -50,20 +50,22 @@ class StorageCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+                self._count(tensor)
+        self.peak = max(self.peak, self.bytes)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, tensor: Tensor) -> None:
+        self._measure(tensor.untyped_storage())
+
+    def _measure(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._live:
-            self._live.add(key)
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._release, key, size)
+            weakref.finalize(storage, self._release, key)
+        self.bytes += size - self._live.get(key, 0)
+        self._live[key] = size
 
-    def _release(self, key: int, size: int) -> None:
-        self._live.remove(key)
-        self.bytes -= size
+    def _release(self, key: int) -> None:
+        self.bytes -= self._live.pop(key)
 
 
 def dry_run(config: Config, compute: Compute) -> Memory:
