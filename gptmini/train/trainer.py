@@ -44,16 +44,15 @@ def train(decision: "Decision", out: Path) -> bool:
     """
     run = RunDirectory(out)
     training = prepare(decision, run)
-    ranks = training.ranks
-    with ranks.leading(run.lock()):
+    with training.ranks.leading(run.lock()):
         begin(training)
         if _is_finished(training):
             say(f"{out}: {already(training)}; {how_to_continue(training)}")
             return False
         introduce(training, decision)
         weights = sum(p.nbytes for p in training.model.parameters())
-        ranks.lead(lambda: run.check_space(3 * weights))  # and up to two moments of the optimizer
-        log = NoLog() if ranks.rank else RunLog(run.path, training.config, training.step)
+        training.ranks.lead(lambda: run.check_space(3 * weights))  # with the optimizer's moments
+        log = NoLog() if training.ranks.rank else RunLog(run.path, training.config, training.step)
         bar = TrainingProgress(training.step, training.config.train.steps)
         try:
             with machine.signals() as received:
@@ -128,7 +127,8 @@ def update(training: Training) -> dict[str, Any]:
     settings, model, step = training.config.train, training.model, training.step
     model.train()
     tokens, targets = training.batches.batch(step)  # (B, T) each; of several ranks, (B / W, T)
-    losses = [0.0] * (settings.batch_size // (size := settings.micro_batch_size or len(tokens)))
+    size = settings.micro_batch_size or len(tokens)
+    losses = [0.0] * (settings.batch_size // size)
     lr = learning_rate(settings, step) * training.progress.lr_scale
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
