@@ -386,8 +386,8 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "gradients never clipped",
-            "model.parameters(), settings.grad_clip",
-            "model.parameters(), math.inf",
+            "gradients.clip(settings.grad_clip)",
+            "gradients.clip(math.inf)",
         ),
         (
             "one noise for all micro-batches",
@@ -401,7 +401,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "the loss of the last micro-batch",
-            "losses.append(share.item())",
+            "losses[micro] = share.item()",
             "losses = [share.item() * (len(tokens) / len(x))]",
         ),
         ("trains in evaluation mode", "    model.train()\n", ""),
@@ -445,7 +445,11 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "corpus.validation, training.config.seq_len",
             "corpus.training, training.config.seq_len",
         ),
-        ("ranks share their dropout", ", start=training.ranks.rank * len(tokens) // size", ""),
+        (
+            "ranks share their dropout",
+            "draw(settings.seed, step, micro)",
+            "draw(settings.seed, step, micro - training.micro_batches[0])",
+        ),
     ],
     "distributed/gradients": [
         ("a chain, not a tree", "while groups % 2 == 0:", "while self.sums:"),
