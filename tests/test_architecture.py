@@ -23,7 +23,7 @@ ROOMS = {
     "runs": ["directory", "log"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "size"],
     "generate": [
-        *("filters", "sampler", "engine", "build", "precision", "native"),
+        *("filters", "sampler", "engine", "build", "precision", "step", "native"),
         *("guess", "texts", "run", "bulk", "batch"),
     ],
     "train": ["batches", "evaluate", "trainer", "state", "fit"],

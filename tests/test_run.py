@@ -167,7 +167,8 @@ def test_a_single_stop_text_needs_no_list(run: Run):
     assert text[0] not in run.generate("the ", ban=text[0], **settings)
 
 
-def test_log_probabilities_are_those_of_the_model(run: Run):
+def test_log_probabilities_are_those_of_the_model(trained: Path):
+    run = load(trained, weights="float32")
     generation = run.start(["the"], max_new_tokens=6, logprobs=True, temperature=1.5, top_k=3)
     (sample,) = generation.finish()
     tokens = [*b"the", *sample.tokens]

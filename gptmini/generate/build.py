@@ -10,7 +10,7 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("decode.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "product.h", "attention.h")]
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
 
 
@@ -21,7 +21,7 @@ def build(cache: Path) -> ctypes.CDLL | None:
     if compiler is None or os.name != "posix":
         return None
     words = " ".join([compiler, *FLAGS, _processor()])
-    name = hashlib.sha256(SOURCE.read_bytes() + words.encode()).hexdigest()[:16]
+    name = hashlib.sha256(b"".join(map(Path.read_bytes, SOURCES)) + words.encode()).hexdigest()[:16]
     library = cache / "native" / f"{name}.so"
     try:
         if not library.exists():
@@ -46,7 +46,7 @@ def _processor() -> str:
 def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
+    command = [compiler, *FLAGS, str(SOURCES[0]), "-o", str(partial)]
     try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
         subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
     except subprocess.CalledProcessError:
