@@ -1,5 +1,6 @@
 import copy
 import os
+import platform
 import random
 import shutil
 import stat
@@ -18,6 +19,13 @@ from gptmini.model.gpt import GPT
 
 LENGTH = 40  # more than two blocks of keys
 
+TARGETS = [build.NATIVE]  # this processor, and what it would do with fewer instructions
+if platform.machine() == "x86_64":
+    TARGETS += [
+        ("-march=native", "-mno-avx512bf16", "-mno-avx512vnni"),
+        ("-march=native", "-mno-avx512f"),
+        ("-march=x86-64",),
+    ]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 
 
@@ -58,8 +66,10 @@ def models(draw: st.DrawFn) -> GPT:
     return model
 
 
-def step_of(model: GPT, weights: str = "float32", n_rows: int = 1) -> NativeStep:
-    library = build.build(files.CACHE)
+def step_of(
+    model: GPT, weights: str = "float32", n_rows: int = 1, target: tuple[str, ...] = build.NATIVE
+) -> NativeStep:
+    library = build.build(files.CACHE, target)
     assert library is not None
     cache = precision.cache_of(model.config, weights, n_rows, spare=LENGTH)
     return NativeStep(library, model, weights, cache)
@@ -92,14 +102,15 @@ def rounded_inputs(model: GPT, weights: str) -> GPT:
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("target", TARGETS, ids=" ".join)
+@settings(max_examples=30, deadline=None)
 @given(model=models(), weights=st.sampled_from(list(precision.PRECISIONS)), seed=st.integers(0, 99))
 def test_the_step_computes_the_model_and_the_same_bits_in_any_company_and_slices(
-    model, weights, seed
+    target, model, weights, seed
 ):
     pieces = random.Random(seed)
     precision.round_weights(model, weights)
-    step = step_of(model, weights, n_rows=4)
+    step = step_of(model, weights, 4, target)
     tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
     alone = torch.cat([run(step, [t], 0, p) for p, t in enumerate(tokens)])
     with torch.no_grad():
@@ -187,13 +198,25 @@ def test_rounding_leaves_norms_and_positions_unchanged():
     precision.round_weights(model, "float32")
 
 
-def test_without_a_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.build(tmp_path / "one") is None
+    assert capsys.readouterr().err == ""
     broken = tmp_path / "g++"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    assert build.build(tmp_path / "two") is None
+    for command, reason in [
+        ("echo notes; echo 'x.cpp:1: fatal error: no <cmath>' >&2; exit 1", "x.cpp:1: fatal error"),
+        ("exit 3", "(exit 3)"),
+    ]:
+        broken.write_text(f"#!/bin/sh\n{command}\n")
+        broken.chmod(0o755)
+        build.build.cache_clear()
+        assert build.build(tmp_path / "two") is None
+        assert build.build(tmp_path / "two") is None
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("warning: g++: cannot compile the decoder (")
+        assert reason in line
 
 
 @needs_compiler

@@ -97,7 +97,7 @@ inline void product(const Matrix& w, int from, int to, int M, const float* x, in
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int WIDTH = 16, TOKENS = 8;
 #elif defined(__AVX2__)
-constexpr int WIDTH = 8, TOKENS = 4;
+constexpr int WIDTH = 8, TOKENS = 6;
 #else
 constexpr int WIDTH = 4, TOKENS = 4;
 #endif
