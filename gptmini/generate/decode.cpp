@@ -174,7 +174,8 @@ struct Call {
   }
 
   // Rows `mine` of y = w x for n tokens, whose x every thread finds ready.
-  void multiply(const Matrix& w, Share mine, int n, const float* x, int xs, float* y, int ys) const {
+  void multiply(const Matrix& w, Share mine, int n, const float* x, int xs, float* y,
+                int ys) const {
     Inputs inputs{g.words, g.scales, W};
     if (g.precision == FLOAT32) product(w, mine.from, mine.to, n, x, xs, y, ys);
     if (g.precision == BFLOAT16) product<BFloat16>(w, mine.from, mine.to, n, inputs, y, ys);

@@ -62,8 +62,8 @@ class NativeStep:
 
     Weights are stored in the given precision; bfloat16 and int8 ones are multiplied with inputs of
     16 bits, and the rest of the arithmetic is float32. A token's logits have the same bits whatever
-    else is in the call. C holds pointers into the model and the cache, so neither may
-    be moved or reallocated while this lives.
+    else is in the call. C holds pointers into the model and the cache, so neither may be moved or
+    reallocated while this lives.
     """
 
     def __init__(
