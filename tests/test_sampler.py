@@ -27,11 +27,16 @@ ENGINES = ["torch", "no cache"] + ["compiled"] * (shutil.which("g++") is not Non
 
 
 def model_of(
-    variant: str = "gqa", position: str = "rope", extra: dict | None = None, seed: int = 5
+    variant: str = "gqa",
+    position: str = "rope",
+    extra: dict | None = None,
+    seed: int = 5,
+    length: int = LIMIT,
 ) -> GPT:
     torch.manual_seed(seed)
     heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None} | (extra or {})
     shape = {"attention": heads, "position": position, "tie_embeddings": False}
+    shape["context_length"] = length
     model = GPT(tiny(model=shape).with_tokenizer("byte", 50).model).eval()
     with torch.no_grad():  # strong weights: a text that varies, far from ties
         for parameter in model.parameters():
@@ -180,6 +185,37 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
     again = Text(4, [*range(20, 34)], LIMIT)
     engine([again])
     assert again.reused == (0 if attention else 4)
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_narrow_weights_give_prompts_and_steps_one_arithmetic(weights, attention, monkeypatch):
+    """The bits are the same token by token, in chunks, in calls that cut a prompt, in company."""
+    for module in (native, torch_engine):
+        monkeypatch.setattr(module, "PREFILL", 16)
+    monkeypatch.setattr(native, "CALL", 32)
+    model = model_of(extra=attention, length=128)
+    open_one = lambda n=1: open_engine(model, weights, n, files.CACHE)
+    prompt = [n * n % 50 for n in range(100)]
+    slowly, engine = Text(0, prompt[:1], 128), open_one()
+    (expected,) = engine([slowly])
+    for token in prompt[1:]:
+        slowly.context.append(token)
+        (expected,) = engine([slowly])
+    expected = expected.clone()
+
+    together = open_one(3)
+    texts = [Text(1, prompt, 128), Text(2, prompt[:70], 128), Text(3, prompt, 128)]
+    while together.prefill_chunk(texts[0]):
+        pass
+    found = together(texts)  # the first ends, the second is cut, the third begins as the first
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[2], expected)
+    assert texts[2].reused == (0 if attention else 80)
+    texts[1].context, texts[1].wanted = list(prompt), 30
+    (rest,) = together(texts[1:2])
+    assert torch.equal(rest[-1:], expected)
 
 
 def test_sampling_loads_neither_the_compiled_engine_nor_guessers():

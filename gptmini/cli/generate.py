@@ -83,7 +83,7 @@ def generate(
     weights: Weights = "bfloat16",
     device: Device = "auto",
     threads: Threads = None,
-    no_cache: bool = flag("Disable the KV cache; same text, slower.", "--no-cache"),
+    no_cache: bool = flag("Disable the KV cache and the compiled engine; slower.", "--no-cache"),
     raw: bool = flag("Do not escape control characters on a terminal.", "--raw"),
     as_json: AsJson = False,
     cache: Cache = CACHE,

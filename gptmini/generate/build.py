@@ -10,27 +10,43 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("decode.cpp")
-FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
+from gptmini.console import warn
+
+SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "product.h", "attention.h")]
+FLAGS = ["-O3", "-shared", "-fPIC"]
+NATIVE = ("-march=native",)
 
 
 @lru_cache
-def build(cache: Path) -> ctypes.CDLL | None:
-    """The compiled step, from the cache or compiled now; None if that fails or is not possible."""
+def build(cache: Path, target: tuple[str, ...] = NATIVE) -> ctypes.CDLL | None:
+    """The compiled step, from the cache or compiled now; None if there is no compiler.
+
+    None and a warning if it fails, once per process. `target` chooses the instructions.
+    """
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
         return None
-    words = " ".join([compiler, *FLAGS, _processor()])
-    name = hashlib.sha256(SOURCE.read_bytes() + words.encode()).hexdigest()[:16]
+    words = " ".join([compiler, *FLAGS, *target, _processor()])
+    name = hashlib.sha256(b"".join(map(Path.read_bytes, SOURCES)) + words.encode()).hexdigest()[:16]
     library = cache / "native" / f"{name}.so"
     try:
         if not library.exists():
-            _compile(compiler, library)
+            _compile([compiler, *FLAGS, *target], library)
         if library.stat().st_uid != os.getuid() or library.stat().st_mode & 0o022:
             return None  # never load code that another user could have written
         return ctypes.CDLL(str(library))
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError) as error:
+        warn(f"g++: {_reason(error)}; generating with PyTorch, which is slower")
         return None
+
+
+def _reason(error: OSError | subprocess.CalledProcessError) -> str:
+    """Why there is no library, in one line: the compiler's first error, if it named one."""
+    if isinstance(error, OSError):
+        return f"cannot use the compiled code ({error})"
+    lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines()]
+    named = [line for line in lines if "error" in line.lower()] or list(filter(None, lines))
+    return f"cannot compile the decoder ({named[0] if named else f'exit {error.returncode}'})"
 
 
 def _processor() -> str:
@@ -43,10 +59,10 @@ def _processor() -> str:
     return f"{platform.machine()} {features}"
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: list[str], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
+    command = [*compiler, str(SOURCES[0]), "-o", str(partial)]
     try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
         subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
     except subprocess.CalledProcessError:

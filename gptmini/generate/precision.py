@@ -1,4 +1,4 @@
-"""How weights are stored: rounded to a precision, and packed for decode.cpp."""
+"""How weights and keys are stored: rounded to a precision, in the layouts of the compiled step."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gptmini.config.settings import ModelConfig
+from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT
 
 PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
-COLUMNS, LANES = 64, 16  # as in decode.cpp
+PADDED, LANES = 64, 16  # as in product.h
 
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,6 +32,10 @@ def round_weights(model: GPT, precision: str) -> None:
                 module.weight.copy_(integers * scales[:, None])
 
 
+def padded(width: int, unit: int = PADDED) -> int:
+    return -(-width // unit) * unit
+
+
 # The first module of each matrix: its words, scales and bias, and how many rows and columns.
 Packed = dict[nn.Module, tuple[list[Tensor | None], int, int]]
 
@@ -37,21 +43,40 @@ Packed = dict[nn.Module, tuple[list[Tensor | None], int, int]]
 def pack(
     modules: Sequence[nn.Linear | nn.Embedding], precision: str
 ) -> tuple[list[Tensor | None], int, int]:
-    """Modules with the same input as one matrix, in the layout that decode.cpp reads."""
+    """Modules with the same input as one matrix, in the layout that product.h reads."""
     parts = [dict(module.named_parameters()) for module in modules]
     matrices = [part["weight"].detach() for part in parts]
     weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
     bias = torch.cat([part["bias"].detach() for part in parts]) if "bias" in parts[0] else None
-    if missing := -weights.shape[1] % COLUMNS:
-        weights = functional.pad(weights, (0, missing))
+    if precision == "float32":
+        weights = functional.pad(weights, (0, -weights.shape[1] % PADDED))
+        return [weights, None, bias], *weights.shape
+    missing = -weights.shape[0] % PADDED
+    weights = functional.pad(weights, (0, -weights.shape[1] % PADDED, 0, missing))
     rows, columns = weights.shape
+    bias = None if bias is None else functional.pad(bias, (0, missing))
     scales = None
-    if precision == "bfloat16":
-        weights = weights.bfloat16()
-    elif precision == "int8":
-        weights, scales = quantize(weights)
-    # Interleave: a 32-bit word holds columns i, i + 16 (, i + 32, i + 48) of its block, so that
-    # one shift of a vector of words widens 16 neighboring columns.
-    per_word = 4 // weights.element_size()
-    words = weights.view(rows, -1, per_word, LANES).transpose(2, 3).contiguous()
-    return [words, scales, bias], rows, columns
+    words = weights.bfloat16().view(rows, -1, 2)  # (rows, words, columns of a word)
+    if precision == "int8":
+        integers, scales = quantize(weights)
+        # product.h widens columns 0 and 1 of a word by one shift, then 2 and 3.
+        words = integers.view(rows, -1, 4)[:, :, [0, 2, 1, 3]]
+    # Panels of 16 rows: a vector of words holds the same columns of all of them.
+    panels = words.view(rows // LANES, LANES, *words.shape[1:]).transpose(1, 2).contiguous()
+    return [panels, scales, bias], rows, columns
+
+
+def cache_of(config: ModelConfig, precision: str, n_rows: int, spare: int) -> KVCache:
+    """An empty cache for the compiled step, whose windowed layers store `spare` positions more.
+
+    torch can fill it too if weights are float32. Else positions and head size are padded to whole
+    vectors, and keys lie in blocks, as attention.h says.
+    """
+    cache = KVCache(config, n_rows, torch.device("cpu"), torch.float32, spare)
+    if precision != "float32":
+        head_dim = padded(config.head_dim, LANES)
+        for number, layer in enumerate(cache.layers):
+            size = padded(layer.size, LANES)
+            memory = torch.empty(2, n_rows, config.n_kv_head, size, head_dim)
+            cache.layers[number] = LayerCache(memory[0], memory[1])
+    return cache

@@ -261,8 +261,8 @@ def load(
 ) -> Run:
     """The best checkpoint of a run directory, or that of a step.
 
-    Arithmetic is float32. `weights` says how matrices are stored: float32 as trained, or bfloat16
-    (default) or int8, which are faster on a CPU. `cache` holds the compiled step.
+    `weights` says how matrices are stored: float32 as trained, or bfloat16 (default) or int8, which
+    are faster on a CPU: there the compiled step, which `cache` holds, rounds their inputs too.
     """
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")

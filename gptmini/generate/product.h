@@ -1,0 +1,239 @@
+// Matrix products y = w x of weights w with the inputs x of M tokens: where the time goes.
+//
+// One token uses each weight once, so memory sets the pace; with many tokens arithmetic does, and
+// each weight that was loaded must serve several. So a tile of rows x tokens is computed at a time,
+// its sums in registers. The order of a sum is that of the columns, whatever the tile, so a token's
+// outputs have the same bits whichever tokens share the call.
+//
+// float32 weights are multiplied in float32. The narrower ones meet inputs of 16 bits, for which
+// processors have instructions that multiply and add two columns at once: bfloat16 weights meet
+// inputs rounded to bfloat16, int8 weights inputs rounded to int16 with one scale per token.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+constexpr int LANES = 16;    // floats per vector; the compiler splits it for narrower registers
+constexpr int PADDED = 64;   // widths are padded with zeros to a multiple; so are 16-bit rows
+enum { FLOAT32, BFLOAT16, INT8 };
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float Half __attribute__((vector_size(2 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+
+inline int padded(int n) { return (n + PADDED - 1) / PADDED * PADDED; }
+
+struct Matrix {  // (rows, columns): rows are outputs, columns inputs, padded
+  const void* data;    // packed as precision.py says
+  const float* scale;  // (rows,) for int8, else null
+  const float* bias;   // (rows,) or null
+  int rows, columns;
+};
+
+// The sum of a vector, always in the same order.
+inline float total(Lanes v) {
+  Half low, high;
+  memcpy(&low, &v, sizeof low);
+  memcpy(&high, (const char*)&v + sizeof low, sizeof high);
+  low += high;
+  float s[LANES / 2];
+  memcpy(s, &low, sizeof s);
+  return ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]));
+}
+
+inline Lanes load(const float* from) {
+  Lanes v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// -- float32 --------------------------------------------------------------------------------------
+
+// y[m][row + n] = w[row + n] . x[m] for N rows of weights and M tokens; xs and ys are the distances
+// between tokens in x and y. A vector holds 16 columns, so the sum of a row is 16 sums until its
+// end. N and M are template arguments so that the compiler unrolls the inner loops.
+template <int N, int M>
+inline void tile(const Matrix& w, int row, const float* x, int64_t xs, float* y, int64_t ys) {
+  Lanes sums[N][M] = {};
+  const float* data = (const float*)w.data + (int64_t)row * w.columns;
+  for (int c = 0; c < w.columns; c += LANES, data += LANES) {
+    for (int n = 0; n < N; n++) {
+      Lanes weights = load(data + (int64_t)n * w.columns);
+      __builtin_prefetch(data + (int64_t)(n + N) * w.columns);  // the next tile's weights
+      for (int m = 0; m < M; m++) sums[n][m] += weights * load(x + m * xs + c);
+    }
+  }
+  for (int n = 0; n < N; n++)
+    for (int m = 0; m < M; m++)
+      y[m * ys + row + n] = total(sums[n][m]) + (w.bias ? w.bias[row + n] : 0);
+}
+
+// N rows of weights for any number of tokens, in tiles of 4, 2 and 1. After the first tile the rows
+// come from the cache, so the memory is still read once.
+template <int N>
+inline void tiles(const Matrix& w, int row, int M, const float* x, int64_t xs, float* y,
+                  int64_t ys) {
+  for (; M >= 4; M -= 4, x += 4 * xs, y += 4 * ys) tile<N, 4>(w, row, x, xs, y, ys);
+  for (; M >= 2; M -= 2, x += 2 * xs, y += 2 * ys) tile<N, 2>(w, row, x, xs, y, ys);
+  if (M) tile<N, 1>(w, row, x, xs, y, ys);
+}
+
+// Rows `from` to `to` of y = w x for M tokens.
+inline void product(const Matrix& w, int from, int to, int M, const float* x, int xs, float* y,
+                    int ys) {
+  int row = from;
+  for (; row + 4 <= to; row += 4) tiles<4>(w, row, M, x, xs, y, ys);
+  for (; row < to; row++) tiles<1>(w, row, M, x, xs, y, ys);
+}
+
+// -- bfloat16 and int8 ----------------------------------------------------------------------------
+
+// The widest registers here, in 32-bit numbers, and how many tokens a tile of two of them takes so
+// that its sums stay in registers (32 with AVX-512, else mostly 16).
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int WIDTH = 16, TOKENS = 8;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8, TOKENS = 6;
+#else
+constexpr int WIDTH = 4, TOKENS = 4;
+#endif
+constexpr int TILE = 32;  // rows that threads share out in one piece: whole tiles
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));  // of 16-bit numbers
+typedef int16_t Numbers __attribute__((vector_size(4 * WIDTH)));
+
+// Weights lie in panels of 16 rows: 32-bit words of the first columns of all 16 rows, then those of
+// the next columns. A word of the inputs holds two columns. `add` multiplies pairs of columns of
+// as many rows as a register has with the same pair of inputs, and adds to the rows' sums.
+struct BFloat16 {
+  static constexpr int PAIRS = 1;  // of columns in a word of weights
+  typedef Floats Sums;
+  static Pairs pair(Pairs words, int) { return words; }
+  static Sums add(Sums sums, Pairs weights, Pairs inputs) {
+#if defined(__AVX512BF16__)
+    return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)inputs);
+#else  // bfloat16 is the upper half of a float32
+    sums += (Floats)(weights << 16) * (Floats)(inputs << 16);
+    return sums + (Floats)(weights & 0xffff0000u) * (Floats)(inputs & 0xffff0000u);
+#endif
+  }
+};
+
+// Bytes 0 and 2 of a word are its first pair, 1 and 3 the second: two shifts of 16-bit numbers
+// extend their signs. Sums are exact, and the same on every processor.
+struct Int8 {
+  static constexpr int PAIRS = 2;
+  typedef Integers Sums;
+  static Pairs pair(Pairs words, int i) {
+    Numbers bytes = (Numbers)words;
+    return (Pairs)((i ? bytes : bytes << 8) >> 8);
+  }
+  static Sums add(Sums sums, Pairs weights, Pairs inputs) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
+#elif defined(__AVX512F__) && defined(__AVX512BW__)
+    return sums + (Sums)_mm512_madd_epi16((__m512i)weights, (__m512i)inputs);
+#elif defined(__AVX2__)
+    return sums + (Sums)_mm256_madd_epi16((__m256i)weights, (__m256i)inputs);
+#elif defined(__SSE2__)
+    return sums + (Sums)_mm_madd_epi16((__m128i)weights, (__m128i)inputs);
+#else
+    sums += ((Sums)weights << 16 >> 16) * ((Sums)inputs << 16 >> 16);
+    return sums + ((Sums)weights >> 16) * ((Sums)inputs >> 16);
+#endif
+  }
+};
+
+struct Inputs {
+  const uint32_t* words;  // pairs of columns of each token, `distance` words after each other
+  const float* scales;    // (M,) for int16, else unused
+  int64_t distance;
+};
+
+// Two registers of rows for M tokens.
+template <int M, typename Type>
+inline void panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
+  typename Type::Sums sums[2][M] = {};
+  const int64_t size = w.columns / (2 * Type::PAIRS) * LANES;  // words in a panel
+  const uint32_t* data[2];
+  for (int n = 0; n < 2; n++) {
+    int at = row + n * WIDTH;
+    data[n] = (const uint32_t*)w.data + at / LANES * size + at % LANES;
+  }
+  for (int c = 0; c < w.columns / 2; c += Type::PAIRS) {
+    for (int n = 0; n < 2; n++, data[n - 1] += LANES) {
+      Pairs words;
+      memcpy(&words, data[n], sizeof words);
+      for (int i = 0; i < Type::PAIRS; i++) {
+        Pairs weights = Type::pair(words, i);
+        for (int m = 0; m < M; m++)
+          sums[n][m] = Type::add(sums[n][m], weights, x.words[m * x.distance + c + i] + Pairs{});
+      }
+    }
+  }
+  for (int n = 0; n < 2; n++)
+    for (int m = 0; m < M; m++) {
+      Floats sum = __builtin_convertvector(sums[n][m], Floats);
+      for (int i = 0, at = row + n * WIDTH; i < WIDTH; i++, at++) {
+        float scale = w.scale ? w.scale[at] * x.scales[m] : 1, bias = w.bias ? w.bias[at] : 0;
+        // An explicit fma: otherwise the compiler could contract it in one tile size only.
+        y[m * ys + at] = std::fma(sum[i], scale, bias);
+      }
+    }
+}
+
+template <int M, typename Type>
+inline void panels(const Matrix& w, int row, int& m, int last, Inputs x, float* y, int64_t ys) {
+  for (; m + M <= last; m += M)
+    panel<M, Type>(w, row, {x.words + m * x.distance, x.scales + m, x.distance}, y + m * ys, ys);
+}
+
+// Rows `from` to `to` of y = w x for M tokens; whole tiles of 2 * WIDTH rows.
+template <typename Type>
+void product(const Matrix& w, int from, int to, int M, Inputs x, float* y, int ys) {
+  for (int row = from; row < to; row += 2 * WIDTH) {
+    int m = 0;
+    panels<TOKENS, Type>(w, row, m, M, x, y, ys);
+    panels<4, Type>(w, row, m, M, x, y, ys);
+    panels<2, Type>(w, row, m, M, x, y, ys);
+    panels<1, Type>(w, row, m, M, x, y, ys);
+  }
+}
+
+inline void store(Words halves, uint32_t* to) {  // the lower halves of 16 words
+  Shorts shorts = __builtin_convertvector(halves, Shorts);
+  memcpy(to, &shorts, sizeof shorts);
+}
+
+// n inputs (a multiple of 16) rounded to the nearest bfloat16, ties to even.
+inline void round_bfloat16(const float* x, uint32_t* words, int n) {
+  for (int i = 0; i < n; i += LANES) {
+    Words bits = (Words)load(x + i);
+    store((bits + 0x7fff + (bits >> 16 & 1)) >> 16, words + i / 2);
+  }
+}
+
+// n inputs as int16; returns their scale. It is the smallest that keeps the largest in range, and
+// any sum of products with int8 weights within 32 bits. The error is below that of bfloat16 in up
+// to 15,000 columns: the largest is at most sqrt(n) times the root of the mean square.
+inline float round_int16(const float* x, uint32_t* words, int n) {
+  Lanes largest = {}, sum = {};
+  for (int i = 0; i < n; i += LANES) {
+    Lanes size = (Lanes)((Words)load(x + i) & 0x7fffffffu);
+    largest = size > largest ? size : largest;
+    sum += size;
+  }
+  float most = 0, scale = total(sum) / 16e6f;  // 16e6 * 127 + rounding < 2^31
+  for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
+  if (most / 32767 > scale) scale = most / 32767;
+  // NaN and infinity are in the sum, so the scale, and with it every output, is not finite either.
+  float factor = scale > 1e-30f ? 1 / scale : 0;
+  for (int i = 0; i < n; i += LANES)  // 1.5 * 2^23: the sum's lowest bits are the nearest integer
+    store((Words)(load(x + i) * factor + 12582912.0f), words + i / 2);
+  return scale;
+}
