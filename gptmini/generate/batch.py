@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
-from gptmini.generate.engine import SPARE, Engine, prefill
+from gptmini.generate.engine import PREFILL, SPARE, Engine, prefill
 from gptmini.generate.filters import Adjustment
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import draw
@@ -138,7 +138,9 @@ class Batch(threading.Thread):
     def _prefill(self, engine: Engine, new: Job) -> None:
         """Prefill a chunk of a prompt, or the rest of it and draw its first token."""
         self._interrupted, start = False, new.text.cached
-        if new.scores or not engine.prefill_chunk(new.text):
+        ready = sum(self._is_ready(job, engine) for job in self.running)
+        most = 2 * (READ + ready) if ready else PREFILL
+        if new.scores or not engine.prefill_chunk(new.text, most):
             self._step(engine, [new])
         if not self._interrupted:  # by layers, as the engine has its own
             self._worked(engine, READ + new.text.cached - start)

@@ -31,7 +31,7 @@ class Engine(Protocol):
         They may lie in a buffer that the next call overwrites.
         """
 
-    def prefill_chunk(self, text: Text) -> bool:
+    def prefill_chunk(self, text: Text, most: int = PREFILL) -> bool:
         """Prefill a chunk of a long prompt; False if the next call can do what is left.
 
         A caller with other texts calls this between their tokens. Only a `ragged` engine does it.
@@ -55,7 +55,7 @@ class TorchEngine:
             text.cached = len(text.context)
         return logits
 
-    def prefill_chunk(self, text: Text) -> bool:
+    def prefill_chunk(self, text: Text, most: int = PREFILL) -> bool:
         return False
 
     def _can_step(self, texts: list[Text]) -> bool:

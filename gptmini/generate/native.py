@@ -60,7 +60,7 @@ class NativeEngine:
         together: list[int] = []  # the slots of one or a few calls, and their tokens
         steps: list[Step] = []
         for slot, text in zip(slots, texts, strict=True):
-            if text.cached == 0:
+            if text.cached == 0 and text.wanted == 1:
                 self._share(slot, text)
             unseen = len(text.context) - text.cached
             # With torch, a few tokens wait for the weights to come from memory, which the compiled
@@ -97,11 +97,12 @@ class NativeEngine:
             outputs.append(output.clone() if len(steps) > 1 else output)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def prefill_chunk(self, text: Text) -> bool:
+    def prefill_chunk(self, text: Text, most: int = PREFILL) -> bool:
         slot = self._slot(text, [])
         if text.cached == 0:
             self._share(slot, text)
-        end = text.cached + PREFILL
+        # The compiled step gives the same bits by slices of any length, torch by whole chunks.
+        end = text.cached + (PREFILL if self._torch_prefill else min(most, PREFILL))
         if len(text.context) - end <= SPARE:
             return False
         if self._torch_prefill:
@@ -170,7 +171,9 @@ class NativeEngine:
 
     def _remember(self, slot: int, text: Text, end: int) -> None:
         """Note the whole chunks of a text that has now been prefilled up to `end`."""
-        if len(self._prefilled[slot]) == text.cached:  # nothing came by the compiled step
+        if not self._torch_prefill:
+            self._prefilled[slot] = text.context[:end] if end <= self._ring else []
+        elif len(self._prefilled[slot]) == text.cached:  # nothing came by the compiled step
             self._prefilled[slot] = text.context[: end // PREFILL * PREFILL]
 
 
