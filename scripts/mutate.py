@@ -41,8 +41,10 @@ TESTS = {
     "generate/filters.py": "test_filters.py test_sampler.py",
     "generate/sampler.py": "test_sampler.py test_run.py test_bulk.py",
     "train/batches.py": "test_batches.py test_evaluate.py test_trainer.py",
-    "train/evaluate.py": "test_evaluate.py test_evidence_evaluate.py",
-    "train/trainer.py": "test_trainer.py test_faults.py test_evidence_evaluate.py",
+    "train/evaluate.py": "test_evaluate.py test_evidence_evaluate.py test_ranks.py",
+    "train/trainer.py": "test_trainer.py test_faults.py test_evidence_evaluate.py test_ranks.py",
+    "distributed/gradients.py": "test_ranks.py",
+    "distributed/ranks.py": "test_ranks.py",
 }
 
 _QK_NORM = """\
@@ -353,9 +355,8 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
     "train/evaluate": [
         ("dropout stays on", "    model.eval()\n", ""),
         ("the model is left training", "model.train(was_training)", "model.train()"),
-        ("all targets count as nats", "(losses * counted)", "losses"),
-        ("all targets may be correct", "((ranks == 1) & counted)", "(ranks == 1)"),
-        ("all targets have bytes", " * counted.numpy())", ")"),
+        ("all targets count", "(kind * counted)", "kind"),
+        ("every rank adds every batch", "number % ranks.size == ranks.rank", "True"),
         ("ranks from 2", "logits > own", "logits >= own"),
         ("bits are nats", "self.nats.sum() / math.log(2) / max", "self.nats.sum() / max"),
         (
@@ -385,8 +386,8 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "gradients never clipped",
-            "model.parameters(), settings.grad_clip",
-            "model.parameters(), math.inf",
+            "training.gradients.clip(settings.grad_clip)",
+            "training.gradients.clip(math.inf)",
         ),
         (
             "one noise for all micro-batches",
@@ -400,8 +401,8 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "the loss of the last micro-batch",
-            "total += share.item()",
-            "total = share.item() * (len(tokens) / len(x))",
+            "losses[micro] = share.item()",
+            "losses = [share.item() * (len(tokens) / len(x))]",
         ),
         ("trains in evaluation mode", "    model.train()\n", ""),
         (
@@ -444,7 +445,42 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "corpus.validation, training.config.seq_len",
             "corpus.training, training.config.seq_len",
         ),
-        ("losses never spike", "recent.append(train_loss)", "recent.clear()"),
+        (
+            "ranks share their dropout",
+            "zip(training.micro_batches",
+            "zip(range(len(tokens) // size)",
+        ),
+    ],
+    "distributed/gradients": [
+        ("a chain, not a tree", "while groups % 2 == 0:", "while self.sums:"),
+        (
+            "both keep the lower half",
+            "(high, low) if ranks.rank & bit else (low, high)",
+            "low, high",
+        ),
+        ("a level does not travel back", "in reversed(splits):", "in reversed(splits[1:]):"),
+        (
+            "the last bucket is not sent",
+            "        self._send()\n        for work",
+            "        for work",
+        ),
+        ("every micro-batch is sent", "self.made < self.n - 1", "self.made < 0"),
+        (
+            "matrices change places",
+            ".flatten(0, 1)[:count]",
+            ".transpose(0, 1).flatten(0, 1)[:count]",
+        ),
+    ],
+    "distributed/ranks": [
+        ("a signal stops its rank alone", "flags.amax(0)", "flags[self.rank]"),
+        (
+            "weights are not compared",
+            "        if self.size > 1:\n            sums",
+            "        if False:\n            sums",
+        ),
+        ("every rank leads", "work if self.rank == 0 else None", "work"),
+        ("nobody speaks for the lost", "[line] * (self.rank == speaker)", "[line] * 0"),
+        ("other settings are accepted", "if theirs.get(key) != first.get(key)", "if False"),
     ],
 }
 

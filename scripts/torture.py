@@ -2,7 +2,8 @@
 
 Each run is killed (SIGKILL) and restarted until it reaches its last step. Its weights and metrics
 must then equal those of an undisturbed run. PyTorch is imported once and every attempt is a fork
-of this process, so an attempt takes a fraction of a second.
+of this process, so an attempt takes a fraction of a second. With --ranks N, N processes train each
+run, and one of them is killed.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -20,7 +22,8 @@ import torch
 import torch._dynamo  # the optimizer imports it, which takes longer than a run
 
 from gptmini.config.settings import Config
-from gptmini.plan.decide import decide
+from gptmini.distributed.ranks import join
+from gptmini.plan.together import decide_together
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 
@@ -52,20 +55,32 @@ def config_of(folder: Path) -> Config:
     )
 
 
-def attempt(config: Config, folder: Path, name: str) -> int:
-    """Train in a fork; its process id."""
-    pid = os.fork()
-    if pid == 0:
+def attempt(config: Config, folder: Path, name: str, n_ranks: int) -> list[int]:
+    """Train in forks; their process ids."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    pids = []
+    for rank in range(n_ranks):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
         code = 1
         try:
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, sys.stderr.fileno())
+            if n_ranks > 1:  # as torchrun does
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                os.environ |= {"WORLD_SIZE": str(n_ranks)}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             run = RunDirectory(folder / name)
-            trainer.train(decide(config, run, folder / "cache"), run.path)
+            with join() as ranks:
+                started = time.perf_counter()
+                cache = folder / "cache"
+                trainer.train(decide_together(config, run, cache, started, ranks), run.path)
             code = 0
         finally:
             os._exit(code)
-    return pid
+    return pids
 
 
 def result(run: Path) -> str:
@@ -83,24 +98,32 @@ def result(run: Path) -> str:
     return hashed.hexdigest()
 
 
-def killed_or_done(pid: int, seconds: float) -> int | None:
-    """Kill a process after some seconds: None, or its exit code if it finished first."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+def killed_or_done(pids: list[int], seconds: float, victim: int = 0) -> int | None:
+    """Kill one process after some seconds: None, or the highest exit code if all finished first.
+
+    The others then end by themselves.
+    """
+    end, running, codes = time.monotonic() + seconds, dict.fromkeys(pids), list[int]()
+    while running and time.monotonic() < end:
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del running[pid]
+                codes.append(os.waitstatus_to_exitcode(status))
         time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return None if status == -signal.SIGKILL else status
+    if pids[victim] in running:
+        os.kill(pids[victim], signal.SIGKILL)
+    codes += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in running]
+    return None if -signal.SIGKILL in codes else max(codes)
 
 
 def main() -> None:
     """Exits with 1 if a run was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=int)
-    n_runs = parser.parse_args().runs
+    parser.add_argument("--ranks", type=int, default=1, metavar="N")
+    given = parser.parse_args()
+    n_runs, n_ranks = given.runs, given.ranks
     torch.set_num_threads(1)
     chance = random.Random(1337)  # noqa: S311 - not a secret
     kills = equal = lost = 0
@@ -109,14 +132,15 @@ def main() -> None:
         (folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(500)))
         config = config_of(folder)
         started = time.monotonic()
-        if killed_or_done(attempt(config, folder, "undisturbed"), 600) != 0:
+        if killed_or_done(attempt(config, folder, "undisturbed", n_ranks), 600) != 0:
             sys.exit("the undisturbed run failed")
         expected, seconds = result(folder / "undisturbed"), time.monotonic() - started
         for run in range(n_runs):
             status = None
             while status is None:
-                pid = attempt(config, folder, f"run-{run}")
-                status = killed_or_done(pid, seconds * chance.uniform(0.05, 0.8))
+                pids = attempt(config, folder, f"run-{run}", n_ranks)
+                victim = chance.randrange(n_ranks)
+                status = killed_or_done(pids, seconds * chance.uniform(0.05, 0.8), victim)
                 kills += status is None
             if status == 0 and result(folder / f"run-{run}") == expected:
                 equal += 1

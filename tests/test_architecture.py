@@ -16,7 +16,7 @@ ROOMS = {
     "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
     "config": ["section", "settings", "load", "yamlfile", "listing"],
     "text": [
-        *("formats", "sources", "tokenizer", "bpe", "tokens", "corpus", "fetch"),
+        *("formats", "sources", "tokenizer", "bpe", "tokens", "parts", "corpus", "fetch"),
         "tokenizer_json",
     ],
     "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling", "rows"],

@@ -60,6 +60,15 @@ def test_a_stated_width_gets_heads_that_fit_it(monkeypatch, width):
     assert 43 < model.head_dim < 100
 
 
+@pytest.mark.parametrize("head", [16, 32, 128])
+def test_heads_of_a_stated_size_fill_the_width(monkeypatch, head):
+    for stated in ({}, {"d_model": 256}):
+        model = planned(
+            validate({"model": {"head_dim": head, **stated}}, {}), 300, monkeypatch
+        ).model
+        assert model.n_head * head == model.d_model
+
+
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("seconds", [30, 300, 3000, 30_000, 300_000])
 def test_planned_heads_can_share_the_kv_heads(monkeypatch, kv_heads, seconds):

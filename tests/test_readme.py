@@ -82,6 +82,7 @@ def provide(name: str, folder: Path) -> None:
         )
     if not path.suffix:
         path.mkdir()
+        (path / "b.txt").write_text(TEXT)
         path /= "a.txt"
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(content.encode()))

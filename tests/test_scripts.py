@@ -1,7 +1,10 @@
 """The benchmarks run, on small inputs, and print the tables of scripts/README.md."""
 
+import json
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,3 +104,46 @@ def test_bench_size_compares_plans_with_trainings():
     assert cells[0] == "quick"
     assert 0.5 < float(cells[2].replace(",", "")) / float(cells[3].replace(",", "")) < 2
     assert float(cells[5]) > 0
+
+
+def test_gpu_check_runs_every_part_on_a_cpu(tmp_path: Path):
+    output("gpu_check.py", "--small", "--device", "cpu", "--out", str(tmp_path / "check.json"))
+    parts = json.loads((tmp_path / "check.json").read_text())
+    assert [name for name, part in parts.items() if not part["ok"]] == []
+    found = {name: part["found"] for name, part in parts.items()}
+    assert "14 passed" in found["tests"]["outcome"]
+    assert len(found["step"]) == 4
+    assert all(step["tokens_per_second"] > 0 for step in found["step"].values())
+    assert found["train"]["compile off"]["losses"][-1] < found["train"]["compile off"]["losses"][0]
+    assert all(case == {"repeated": True, "resumed": True} for case in found["resume"].values())
+    assert found["decode"]["32 rows"]["tokens"] == 32 * 8
+    assert found["precision"]["largest difference"] < 0.01
+
+
+def test_gpu_check_goes_on_after_a_part_that_fails_or_hangs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import gpu_check
+
+    def hangs(_: object) -> Iterator[tuple[str, int]]:
+        yield "before", 1
+        signal.pause()
+
+    def fails(_: object) -> Iterator[tuple[str, int]]:
+        yield "before", 2
+        raise ZeroDivisionError("no such kernel")
+
+    def works(_: object) -> Iterator[tuple[str, int]]:
+        yield "before", 3
+
+    limits = {hangs: 3, fails: 60, works: 60}
+    monkeypatch.setattr(gpu_check, "LIMITS", limits)
+    monkeypatch.setattr(gpu_check, "PARTS", {part.__name__: part for part in limits})
+    words = ["--parts", "hangs,fails,works", "--out", str(tmp_path / "check.json")]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    parts = json.loads((tmp_path / "check.json").read_text())
+    assert [part["ok"] for part in parts.values()] == [False, False, True]
+    assert [part["found"]["before"] for part in parts.values()] == [1, 2, 3]
+    assert parts["hangs"]["ended"] == "after 3 s"
+    assert parts["fails"]["ended"] == "with exit code 1"

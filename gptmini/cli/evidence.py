@@ -57,11 +57,11 @@ def evaluate(
     path = run_directory(run)
     from gptmini.config import load as configuration
     from gptmini.console import say
-    from gptmini.text import sources
+    from gptmini.text import corpus
 
     if data and "-" not in data:
         own = configuration.load(path / "config.yaml", []).data
-        sources.find(data, own)  # a wrong path is named before torch is loaded
+        corpus.check_paths(data, own)  # a wrong path is named before torch is loaded
     from gptmini.evidence.evaluate import evaluate_run, text_of
     from gptmini.generate.run import load
 

@@ -40,8 +40,8 @@ _FILE_OR_NAME = (
     "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
 )
 _TEXTS = (
-    "Text to use: a file, folder, quoted glob, - for standard input, builtin:python-docs or "
-    "builtin:python-code. Repeat to use several."
+    "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
+    "builtin:python-docs or builtin:python-code. Repeat to use several."
 )
 _NOT_UTF8 = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
 _SETTING = (
@@ -49,7 +49,10 @@ _SETTING = (
     "lists all keys."
 )
 _KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
-_MINUTES = "Minutes that training may take; sizes and steps that are not set are chosen to fit."
+_MINUTES = (
+    "Minutes that training may take, in place of the steps of CONFIG; sizes that are not set are "
+    "chosen to fit."
+)
 _THREADS = "CPU threads to use. Beside other busy programs, fewer are often faster."
 _BASE = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
 _CACHE = "Folder for prepared texts and compiled code."

@@ -60,7 +60,7 @@ def train(
     """
     started = time.perf_counter()
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
-    from gptmini.text import sources
+    from gptmini.text import corpus
 
     settings = configured(config, data, errors, attention, named, assignments, base)
     if out is None and config is not None:
@@ -72,7 +72,7 @@ def train(
         run_directory(base)  # a wrong name is answered with the nearest
     for paths in (settings.data.path, settings.data.validation_path or []):
         if "-" not in paths:
-            sources.find(paths, settings.data)  # a wrong path is named before torch is loaded
+            corpus.check_paths(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
     from gptmini.distributed.ranks import join
     from gptmini.generate.run import load
@@ -107,14 +107,42 @@ def prepare(
     data: Data = None,
     errors: Errors = None,
     assignments: Assignments = None,
+    part: str | None = option(
+        None, "K/N", "Prepare the K-th of N shares of the files, for --out.", show_default="all"
+    ),
+    out: Path | None = option(
+        None,
+        "DIR",
+        "Folder for token files that gptmini train --data DIR reads.",
+        show_default="the cache",
+    ),
     cache: Cache = CACHE,
 ) -> None:
-    """Turn a text into tokens, as train does before its first step."""
-    from gptmini.text import corpus
+    """Turn a text into tokens, as train does before its first step.
+
+    With --part, each of N machines prepares its share of the files, in one folder for all.
+    """
+    from gptmini import console
+    from gptmini.text import corpus, parts
 
     settings = configured(config, data, errors, assignments=assignments)
+    if out is not None:
+        made = parts.prepare(settings, *_part(part or "1/1"), out)
+        print(f"{made.path}: {made.text_bytes:,} bytes of text -> {len(made):,} tokens")
+        console.say(f"train on all parts with: gptmini train --data {shlex.quote(str(out))}")
+        return
+    if part is not None:
+        raise ConfigError(f"--part {part}: where to? add --out DIR, a folder for all parts")
     ready = corpus.prepare_corpus(settings, cache)
     print(ready.summary(settings.tokenizer.kind))
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`3/16` as numbers."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise ConfigError(f"--part {text}: must be K/N, with K from 1 to N; write 3/16")
+    return int(part), int(parts)
 
 
 def list_settings(

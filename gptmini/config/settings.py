@@ -159,7 +159,8 @@ class DataConfig(Section):
     """The text to learn from."""
 
     path: Paths = ["builtin:python-docs"]
-    """A file, folder, glob, - (stdin), builtin:python-docs, builtin:python-code, or a list."""
+    """A file, a folder, a glob, token files or their folder, - for standard input,
+    builtin:python-docs, builtin:python-code, or a list of these."""
     weights: Annotated[list[Positive], Field(max_length=100)] | None = None
     """Relative sampling weights of several paths; null: in proportion to their sizes."""
     text_key: str = "text"
@@ -175,8 +176,7 @@ class DataConfig(Section):
     validation_path: Paths | None = None
     """Hold out this text instead of a fraction of path."""
     test: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of the text to keep for evaluate --split test, and for nothing before; null: none.
-    For figures that no choice of settings has touched."""
+    """Fraction kept for evaluate --split test, whose figures no choice has touched; null: none."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.weights is not None and len(self.weights) != len(self.path):

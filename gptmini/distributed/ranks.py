@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,8 +24,15 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gptmini import console
-from gptmini.errors import ConfigError, DivergedError, GptminiError, RankError, Stopped
-from gptmini.machine import Received
+from gptmini.errors import (
+    ConfigError,
+    DivergedError,
+    GptminiError,
+    MachineError,
+    RankError,
+    Stopped,
+)
+from gptmini.machine import Received, signals
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOINING = 120  # seconds that ranks wait for each other at the start
@@ -34,13 +41,14 @@ TIMEOUT = 600  # seconds that a collective may take
 BEAT = 1.0  # seconds between heartbeats
 
 T = TypeVar("T")
+_GONE = "no longer answers; run the same command again to resume from the last checkpoint"
 
 
 class Told(GptminiError):  # noqa: N818 - the error is another's
-    """The failure of another rank, which prints it."""
+    """The failure of another rank, which prints it; this one ends with the same exit code."""
 
-    def __init__(self, exit_code: int, *lines: str) -> None:
-        super().__init__(*lines)
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
         self.exit_code = exit_code
 
 
@@ -81,31 +89,31 @@ class Ranks:
 
     def together(self, work: Callable[[], Any] | None) -> list[Any]:
         """The results of all ranks; a rank that fails makes all fail with its lines."""
-        failure, result = None, None
+        failure: Exception | None = None
+        result = code = None
         try:
             result = None if work is None else work()
-        except GptminiError as error:
-            failure = error
-        outcomes = self.exchange([result, failure and [failure.exit_code, *failure.lines]])
+        except (GptminiError, OSError) as error:
+            failure, code = error, getattr(error, "exit_code", MachineError.exit_code)
+        outcomes = self.exchange([result, code])
         if failure is not None:
             raise failure
-        for rank, (_, reason) in enumerate(outcomes):
-            if reason is not None:
-                raise Told(reason[0], *(f"rank {rank}: {line}" for line in reason[1:]))
+        for _, theirs in outcomes:
+            if theirs is not None:
+                raise Told(theirs)
         return [result for result, _ in outcomes]
 
-    def check_same(self, facts: Mapping[str, Any]) -> None:
-        """ConfigError naming the rank and the key that differ from rank 0's."""
+    def check_same(self, facts: Mapping[str, Any], remedy: str) -> None:
+        """RankError naming each rank and key that differ from rank 0's, and what to do."""
         first, *others = self.exchange(dict(facts))
         lines = [
-            f"rank {rank}: {key} is {theirs[key]}, on rank 0 {first[key]}"
+            f"rank {rank}: {key} is {theirs.get(key)}, on rank 0 {first.get(key)}; {remedy}"
             for rank, theirs in enumerate(others, start=1)
-            for key in first
-            if theirs[key] != first[key]
+            for key in first | theirs
+            if theirs.get(key) != first.get(key)
         ]
         if lines:
-            lines[-1] += "; start all ranks with the same command, code and files"
-            raise ConfigError(*lines)
+            raise RankError(*lines if self.rank == 0 else ())
 
     def _wait(self, key: str, rank: int) -> Any:
         last, heard = b"", time.monotonic()
@@ -122,15 +130,24 @@ class Ranks:
         key = f"beat/{rank}"
         return bytes(self.store.get(key)) if self.store.check([key]) else b""
 
-    def lost(self, gone: list[int] | None = None, reason: str = "") -> RankError:
-        """The failure that names the ranks whose heartbeats have stopped."""
-        if gone is None:
+    def lost(self, gone: list[int], reason: str = _GONE) -> RankError:
+        """The failure that names the ranks that are gone; the first one left prints it."""
+        speaker = min(set(range(self.size)) - set(gone), default=self.rank)
+        names = [f"rank {rank} ({self.store.get(f'joined/{rank}').decode()})" for rank in gone]
+        line = f"{' and '.join(names)} {reason}" if names else f"the ranks: {reason}"
+        return RankError(*[line] * (self.rank == speaker))
+
+    def find_lost(self, reason: str) -> RankError:
+        """The failure of a connection: whose hearts have stopped, as the first to notice finds."""
+        try:
             before = [self._beat(rank) for rank in range(self.size)]
             time.sleep(3 * BEAT)
             gone = [rank for rank in range(self.size) if self._beat(rank) == before[rank]]
-        names = [f"rank {rank} ({self.store.get(f'joined/{rank}').decode()})" for rank in gone]
-        what = f"{' and '.join(names)} no longer answers" if names else reason
-        return RankError(f"{what}; run the same command again to resume from the last checkpoint")
+            # Whoever notices later would also count those who noticed first, and left.
+            gone = json.loads(self.store.compare_set("lost", "", json.dumps(gone)))
+            return self.lost(gone, _GONE if gone else reason)
+        except dist.DistError:  # the store has gone with its machine
+            return RankError(f"{os.environ['MASTER_ADDR']}, the machine of rank 0, {_GONE}")
 
     # -- tensors, through collectives --------------------------------------------------------------
 
@@ -155,24 +172,16 @@ class Ranks:
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
         """RankError naming a rank whose weights are not those of rank 0, to the bit."""
-        if self.size == 1:
-            return
-        sums = [tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in weights.values()]
-        everywhere = self.gather(torch.stack(sums).cpu())  # (ranks, tensors)
-        for rank, theirs in enumerate(everywhere):
-            for name, own, first in zip(weights, theirs, everywhere[0], strict=True):
-                if own != first:
-                    raise RankError(
-                        f"rank {rank}: its {name} differs from rank 0's; nothing of this step was "
-                        f"saved; run the same command again to resume from the last checkpoint"
-                    )
-
-    def leading(self, context: AbstractContextManager[Any]) -> AbstractContextManager[None]:
-        """The same context, entered by rank 0 alone."""
-        return self._leading(context)
+        if self.size > 1:
+            sums = {
+                name: tensor.view(torch.int32).sum(dtype=torch.int64).item()
+                for name, tensor in weights.items()
+            }
+            self.check_same(sums, "nothing of this step was saved; run the same command again")
 
     @contextmanager
-    def _leading(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+    def leading(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """A context that rank 0 alone enters; if that fails, all ranks end."""
         with ExitStack() as stack:
 
             def enter() -> None:
@@ -212,9 +221,6 @@ def join() -> Iterator[Ranks]:
         yield ranks
         ranks.exchange(None)  # whoever leaves earlier would break the connections of the others
         dist.destroy_process_group()
-    except Told as failure:
-        failure.lines = ()
-        raise
     except (DivergedError, Stopped) as failure:  # every rank's, at the same step
         failure.lines = failure.lines if rank == 0 else ()
         raise
@@ -225,9 +231,11 @@ def join() -> Iterator[Ranks]:
     except RuntimeError as failure:
         if not isinstance(failure, dist.DistError) and not _BROKEN.search(str(failure)):
             raise
-        raise ranks.lost(reason=str(failure).splitlines()[0]) from None
+        with signals():  # torchrun sends SIGTERM as soon as one rank is gone
+            raise ranks.find_lost(str(failure).splitlines()[0]) from None
     finally:
         ended.set()
+        _leave(ranks)
 
 
 _BROKEN = re.compile("gloo|NCCL|[Cc]onnection|Socket|Broken pipe")  # gloo's errors have no type
@@ -255,11 +263,12 @@ def _gather_everyone(ranks: Ranks, ended: threading.Event) -> None:
     names = [f"joined/{rank}" for rank in range(ranks.size)]
     while not store.check(names):
         if time.monotonic() > until:
-            joined = sum(store.check([name]) for name in names)
-            raise RankError(
-                f"{joined} of {ranks.size} ranks joined within {JOINING} seconds; look for the "
-                f"failure of the others above, or at their machines"
+            joined = [rank for rank, name in enumerate(names) if store.check([name])]
+            line = (
+                f"{len(joined)} of {ranks.size} ranks joined within {JOINING} seconds; find the "
+                f"failure of the others above, or on their machines"
             )
+            raise RankError(*[line] * (ranks.rank == joined[0]))
         time.sleep(0.05)
     threading.Thread(target=_beat, args=(ranks.rank, store.clone(), ended), daemon=True).start()
     cuda = torch.cuda.is_available()
@@ -277,6 +286,17 @@ def _gather_everyone(ranks: Ranks, ended: threading.Event) -> None:
 def _beat(rank: int, store: Any, ended: threading.Event) -> None:
     """Show the others that this process lives, until it ends."""
     count = 0
-    while not ended.wait(BEAT):
-        count += 1
-        store.set(f"beat/{rank}", str(count))
+    with suppress(dist.DistError):  # the store is gone, and with it whoever might look
+        while not ended.wait(BEAT):
+            count += 1
+            store.set(f"beat/{rank}", str(count))
+
+
+def _leave(ranks: Ranks) -> None:
+    """Let the others read what is in the store before rank 0, which may serve it, ends."""
+    until = time.monotonic() + 3 * BEAT
+    with suppress(dist.DistError):
+        ranks.store.set(f"left/{ranks.rank}", "")
+        names = [f"left/{rank}" for rank in range(ranks.size)]
+        while ranks.rank == 0 and time.monotonic() < until and not ranks.store.check(names):
+            time.sleep(0.01)

@@ -13,7 +13,7 @@ from typing import Any
 from gptmini import machine
 from gptmini.config.load import completed
 from gptmini.config.settings import Config, TokenizerConfig
-from gptmini.console import say_fact
+from gptmini.console import say_fact, warn
 from gptmini.distributed.gradients import EXACT_UP_TO
 from gptmini.distributed.ranks import ALONE, Ranks
 from gptmini.errors import ConfigError
@@ -95,46 +95,61 @@ def decide(
         left = 60 * config.train.minutes - (time.perf_counter() - started)
         config = plan(config, left, compute, ranks)
     train = config.train
-    config = config.with_train(reduce=_reduction(train.reduce, ranks))
+    config = _divided(config, ranks, asked.train.micro_batch_size)
+    share = config.with_train(batch_size=train.batch_size // ranks)  # of one process
     if config.model.dropout is None:
         weights = config.data.weights
         epochs = corpus.epochs(config.seq_len, train.batch_size, train.steps, weights)
-        share = next(share for least, share in DROPOUT if epochs >= least)
-        config = completed(config, {"model": {"dropout": share}})
+        dropout = next(share for least, share in DROPOUT if epochs >= least)
+        config = completed(config, {"model": {"dropout": dropout}})
     if "start" not in asked.sample.model_fields_set:
         config = completed(config, {"sample": {"start": _start(config, corpus)}})
     if here:
         config = _sharded_if_needed(config, compute, ranks)
-    own = _share(config, ranks)
     if config.train.micro_batch_size is None:
-        config = config.with_train(micro_batch_size=micro_batch_size(own, compute, ranks))
+        share = share.with_train(shard=config.train.shard)
+        config = config.with_train(micro_batch_size=micro_batch_size(share, compute, ranks))
     settled = existing is not None and config.train.compile == existing.train.compile
     if settled or not here:  # a run that is resumed measured it when it began
         return Decision(config, corpus, compute, started, paced)
     if ranks > 1 and config.train.shard:  # nothing is timed, as the whole model may not fit
         config = config.with_train(compile="on" if config.train.compile == "on" else "off")
         return Decision(config, corpus, compute, started, paced)
-    compiled, timed, outcome = choose_compile(_share(config, ranks), compute)
+    share = config.with_train(batch_size=train.batch_size // ranks)
+    compiled, timed, outcome = choose_compile(share, compute)
     config = config.with_train(compile="on" if compiled else "off")
     per_step = None if timed is None else timed.passes + timed.update
     return Decision(config, corpus, compute, started, paced, per_step, outcome)
 
 
-def _share(config: Config, n_ranks: int) -> Config:
-    """The training of one of several processes: its share of every batch."""
-    rows, rest = divmod(config.train.batch_size, n_ranks)
+def _divided(config: Config, ranks: int, micro_batch: int | None) -> Config:
+    """The training in equal shares for several processes; `micro_batch` is what was asked for.
+
+    Gradients are added exactly where that costs little; ConfigError for what does not divide.
+    """
+    train = config.train
+    rows, rest = divmod(train.batch_size, ranks)
     if rest:
         raise ConfigError(
-            f"train.batch_size: {config.train.batch_size} rows do not divide among {n_ranks} "
-            f"processes; use a multiple of {n_ranks}"
+            f"train.batch_size: {train.batch_size} rows do not divide among {ranks} processes; use "
+            f"a multiple of {ranks}"
         )
-    size = config.train.micro_batch_size
+    size = train.micro_batch_size
     if size is not None and rows % size:
+        problem = f"{size} does not divide the {rows} rows of each of {ranks} processes"
+        if micro_batch is not None:
+            raise ConfigError(f"train.micro_batch_size: {problem}; use a divisor of {rows}")
+        warn(f"train.micro_batch_size: {problem}; with another, the results differ in the last bit")
+        config = config.with_train(micro_batch_size=None)
+    power = ranks & (ranks - 1) == 0
+    if train.reduce == "exact" and not power:
         raise ConfigError(
-            f"train.micro_batch_size: {size} does not divide the {rows} rows of each of {n_ranks} "
-            f"processes; use a divisor"
+            f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {ranks}; use fast"
         )
-    return config.with_train(batch_size=rows)
+    if train.reduce == "auto":
+        exact = power and 1 < ranks <= EXACT_UP_TO
+        config = config.with_train(reduce="exact" if exact else "fast")
+    return config
 
 
 def _sharded_if_needed(config: Config, compute: Compute, ranks: int) -> Config:
@@ -145,18 +160,6 @@ def _sharded_if_needed(config: Config, compute: Compute, ranks: int) -> Config:
         config = config.with_train(shard=True)
     machine.check_memory(count, device, ranks, config.train.shard)
     return config
-
-
-def _reduction(reduce: str, n_ranks: int) -> str:
-    """How gradients are added: `auto` is exact where that is no slower."""
-    powers = [n for n in range(1, EXACT_UP_TO + 1) if n & (n - 1) == 0]
-    if reduce == "exact" and n_ranks & (n_ranks - 1):
-        raise ConfigError(
-            f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {n_ranks}; use fast"
-        )
-    if reduce == "auto":
-        return "exact" if n_ranks > 1 and n_ranks in powers else "fast"
-    return reduce
 
 
 def _start(config: Config, corpus: Corpus) -> str | None:

@@ -65,19 +65,26 @@ def plan(config: Config, seconds: float, compute: Compute, ranks: int = 1) -> Co
 
 
 def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
-    """The nearest width to this one, or the stated one, and heads that fit it and the KV heads."""
+    """The nearest width to this one, or the stated one, and heads that fit it and the KV heads.
+
+    Heads are about HEAD wide, or as stated.
+    """
     pairs = 2 if model.position == "rope" else 1  # rope rotates pairs of a head's numbers
     unit = model.attention.n_kv_head or 1
     if "d_model" in model.model_fields_set:
         width = model.d_model
+    stated = "head_dim" in model.model_fields_set
+    head = model.head_dim if stated else HEAD
     fitting = [heads for heads in range(unit, width + 1, unit) if width % (pairs * heads) == 0]
     heads = min(
         fitting,
-        key=lambda heads: abs(math.log(width / heads / HEAD)),
-        default=unit * max(1, round(width / HEAD / unit)),
+        key=lambda heads: abs(math.log(width / heads / head)),
+        default=unit * max(1, round(width / head / unit)),
     )
     if "n_head" in model.model_fields_set:
         heads = model.n_head
+    if stated:
+        return {"n_head": heads, "d_model": heads * head}
     multiple = pairs * heads
     return {"n_head": heads, "d_model": max(1, round(width / multiple)) * multiple}
 

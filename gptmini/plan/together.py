@@ -24,7 +24,7 @@ def decide_together(
 ) -> Decision:
     """What rank 0 decides, on every rank; the text is prepared once per machine.
 
-    Raises as `decide`, and ConfigError naming a rank that was asked for something else, or that has
+    Raises as `decide`, and RankError naming a rank that was asked for something else, or that has
     other code, another torch or another text.
     """
     compute = machine.pick_compute(asked.train.device, asked.train.dtype)
@@ -32,7 +32,8 @@ def decide_together(
         return replace(decide(asked, run, cache, started, compute), ranks=ranks)
     if "-" in asked.data.path:
         raise ConfigError("--data -: only one process can read it; save the text to a file")
-    ranks.check_same(_circumstances(compute) | dict(leaves(asked.model_dump())))
+    remedy = "start all ranks with the same command, code and files"
+    ranks.check_same(_circumstances(compute) | dict(leaves(asked.model_dump())), remedy)
     decisions = list[Decision]()
 
     def choose() -> dict[str, Any]:
@@ -46,7 +47,7 @@ def decide_together(
     told = ranks.lead(choose)
     config = validate(told["config"], {})
     corpus = ranks.once_per_machine(lambda: _opened(config, told["tokenizer"], cache))
-    ranks.check_same({"the text": corpus.content})
+    ranks.check_same({"the text": corpus.content[:12]}, remedy)
     if decisions:
         return replace(decisions[0], ranks=ranks)
     machine.keep_freed_memory()

@@ -18,8 +18,8 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import progress
-from gptmini.errors import DataError, MachineError, os_reason
-from gptmini.text import sources, tokens
+from gptmini.errors import ConfigError, DataError, MachineError, os_reason
+from gptmini.text import parts, sources, tokens
 from gptmini.text import tokenizer as tokenizers
 from gptmini.text.sources import Part, Source
 from gptmini.text.tokenizer import Tokenizer
@@ -43,7 +43,13 @@ def prepare_corpus(config: Config, cache: Path, with_test: bool = False) -> Corp
 def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     """All of a text in tokens of an existing tokenizer; raises as prepare_corpus."""
     with _cached(settings, cache) as paths:
-        return _tokens(sources.find(paths, settings), tokenizer, cache)
+        return _whole(paths, settings, tokenizer, cache)
+
+
+def check_paths(paths: list[str], settings: DataConfig) -> None:
+    """DataError for paths that name no text and no token files."""
+    if parts.find(paths) is None:
+        sources.find(paths, settings)
 
 
 @contextmanager
@@ -69,29 +75,74 @@ def _sweep(cache: Path) -> None:
 
 
 def _prepare(config: Config, paths: list[str], cache: Path, with_test: bool) -> Corpus:
-    training, validation, test = _split(config.data, paths)
-    tokenizer = _tokenizer(config, training, cache)
-    parts = (
-        [_tokens(text, tokenizer, cache) for text in training],
-        [_tokens(text, tokenizer, cache) for text in validation],
-        [_tokens(text, tokenizer, cache) for text in test if with_test],
-    )
-    digests = "".join(text.digest for text in training + validation)
-    content = hashlib.sha256(digests.encode()).hexdigest()
     names = ("standard input" if path == "-" else path for path in config.data.path)
     name = ", ".join(names).encode("utf-8", "backslashreplace").decode()
-    corpus = Corpus(name, tokenizer, *parts, content)
+    if parts.find(paths) is None:
+        training, validation, test = _split(config.data, paths)
+        tokenizer = _tokenizer(config, training, cache)
+        sides = (
+            [_tokens(text, tokenizer, cache) for text in training],
+            [_tokens(text, tokenizer, cache) for text in validation],
+            [_tokens(text, tokenizer, cache) for text in test if with_test],
+        )
+        digests = "".join(text.digest for text in training + validation)
+    else:
+        tokenizer = parts.tokenizer_of(parts.find(paths) or [], config)
+        sides = _split_tokens(config.data, paths, tokenizer, cache, with_test)
+        digests = "".join(file.path.name for side in sides[:2] for file in side)
+    content = hashlib.sha256(digests.encode()).hexdigest()
+    corpus = Corpus(name, tokenizer, *sides, content)
     _check_length(corpus, config)
     return corpus
 
 
+def _split_tokens(
+    settings: DataConfig, paths: list[str], tokenizer: Tokenizer, cache: Path, with_test: bool
+) -> tuple[list[TokenFile], list[TokenFile], list[TokenFile]]:
+    """As `_split`, of token files that were prepared ahead."""
+    if settings.split == "documents":
+        raise ConfigError(
+            "data.split: documents are not told apart in token files; leave it out, or name what "
+            "to hold out in data.validation_path"
+        )
+    training: list[TokenFile] = []
+    validation: list[TokenFile] = []
+    test: list[TokenFile] = []
+    held_out = settings.validation_path
+    for group in _groups(settings, paths):
+        whole = parts.opened(parts.find(group) or [], tokenizer)
+        share = 0.0 if held_out else _held_out_share(settings, whole.text_bytes)
+        ours, tail, tested = whole.split(share, settings.test or 0.0)
+        training.append(ours)
+        validation += [tail] * (held_out is None)
+        test += [tested] * (with_test and settings.test is not None)
+    if held_out is not None:
+        validation = [_whole(held_out, settings, tokenizer, cache)]
+    return training, validation, test
+
+
+def _groups(settings: DataConfig, paths: list[str]) -> list[list[str]]:
+    """The paths that make one text: all together, or each by itself if they have weights."""
+    return [[path] for path in paths] if settings.weights else [paths]
+
+
+def _held_out_share(settings: DataConfig, size: int) -> float:
+    return settings.validation or min(0.1, HELD_OUT / (size + 1))
+
+
+def _whole(paths: list[str], settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> TokenFile:
+    """All that the paths name, in tokens."""
+    if (prepared := parts.find(paths)) is not None:
+        return parts.opened(prepared, tokenizer)
+    return _tokens(sources.find(paths, settings), tokenizer, cache)
+
+
 def _split(settings: DataConfig, paths: list[str]) -> tuple[list[Text], list[Text], list[Text]]:
     """What to train on, to validate on and to test on: one text each, or one for each weight."""
-    groups = [[path] for path in paths] if settings.weights else [paths]
-    given = [sources.find(group, settings) for group in groups]
+    given = [sources.find(group, settings) for group in _groups(settings, paths)]
     test = settings.test or 0.0
     if settings.validation_path is None:
-        shares = [settings.validation or min(0.1, HELD_OUT / (each.bytes + 1)) for each in given]
+        shares = [_held_out_share(settings, each.bytes) for each in given]
         pairs = list(zip(given, shares, strict=True))
         validation: list[Text] = [Part(each, "validation", share, test) for each, share in pairs]
     else:

@@ -125,9 +125,13 @@ def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
 class TokenFile:
     """An open token file, read by position without loading the rest."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        """Open and check; DataError if the file is damaged or belongs to another tokenizer."""
-        self.path, self.vocab_size = path, tokenizer.vocab_size
+    def __init__(self, path: Path, tokenizer: Tokenizer, prepared: bool = False) -> None:
+        """Open and check; DataError if the file is damaged or belongs to another tokenizer.
+
+        `prepared` files are not of the cache: they are checked where they are read, since other
+        processes read the rest, and nothing makes them again by itself.
+        """
+        self.path, self.vocab_size, self.prepared = path, tokenizer.vocab_size, prepared
         try:
             self.file = files.open_regular(path, buffering=0)
         except FileNotFoundError:
@@ -139,8 +143,9 @@ class TokenFile:
         header = self.file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise self._unusable("not a gptmini token file")
-        _, version, size, *counts, made_by, _, root = HEADER.unpack(header)
+        _, version, size, *counts, made_by, content, root = HEADER.unpack(header)
         self.count, self.text_bytes, self.documents = counts
+        self.content, self.root = content.hex(), root.hex()
         self.dtype = token_dtype(tokenizer.vocab_size)
         if version != VERSION or size != self.dtype.itemsize:
             raise self._unusable(f"version {version}, {size} bytes per token")
@@ -155,7 +160,7 @@ class TokenFile:
         if hashlib.sha256(self._table).digest() != root:
             raise self._unusable("its table is damaged")
         self._unchecked = set(range(blocks))
-        if self._length <= CHECKED_AT_ONCE:
+        if self._length <= CHECKED_AT_ONCE and not prepared:
             self._check(range(blocks))
 
     def read(self, start: int, count: int) -> Tokens:
@@ -188,7 +193,8 @@ class TokenFile:
         return data
 
     def _unusable(self, reason: str) -> DataError:
-        return DataError(f"{self.path}: {reason}; delete it and run again")
+        remedy = "prepare it again" if self.prepared else "delete it and run again"
+        return DataError(f"{self.path}: {reason}; {remedy}")
 
     def __len__(self) -> int:
         return self.count
@@ -234,10 +240,11 @@ class Corpus:
         """One line on the text and its tokens; `kind` is the tokenizer asked for."""
         parts = self.training + self.validation
         size, count = sum(part.text_bytes for part in parts), sum(map(len, parts))
-        chosen = ", chosen for this text" if kind == "auto" else ""
+        chosen = kind == "auto" and not any(part.prepared for part in parts)
+        why = ", chosen for this text" if chosen else ""
         return (
             f"  data      {self.name}: {_in_bytes(size)} -> {count:,} tokens "
-            f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{chosen}); "
+            f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{why}); "
             f"{sum(map(len, self.validation)):,} held out for validation"
         )
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
+from gptmini.distributed.ranks import join
 from gptmini.files import CACHE
 from gptmini.generate.run import Run, load
-from gptmini.plan.decide import decide
+from gptmini.plan.together import decide_together
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 
@@ -23,9 +24,11 @@ def fit(config: Config | Mapping[str, Any], out: str | Path, cache: Path = CACHE
 
     `config` states what differs from the defaults, in sections as a YAML file does. Progress goes
     to stderr. Raises what the command reports, as `gptmini.errors` has it; after a signal that is
-    Stopped, and the same call resumes.
+    Stopped, and the same call resumes. Under torchrun, all processes train one model.
     """
     started = time.perf_counter()
     asked = config if isinstance(config, Config) else validate(dict(config), {})
-    trainer.train(decide(asked, RunDirectory(Path(out)), cache, started), Path(out))
+    with join() as ranks:
+        decision = decide_together(asked, RunDirectory(Path(out)), cache, started, ranks)
+        trainer.train(decision, Path(out))
     return load(out, asked.train.device, cache=cache)
