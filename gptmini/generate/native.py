@@ -174,7 +174,10 @@ class NativeEngine:
         if not self._torch_prefill:
             self._prefilled[slot] = text.context[:end] if end <= self._ring else []
         elif len(self._prefilled[slot]) == text.cached:  # nothing came by the compiled step
-            self._prefilled[slot] = text.context[: end // PREFILL * PREFILL]
+            end = (
+                end // PREFILL * PREFILL if end <= self._ring else 0
+            )  # beyond, keys were overwritten
+            self._prefilled[slot] = text.context[:end]
 
 
 def library_for(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
