@@ -1,9 +1,9 @@
 """Continuous batching: texts of many callers share an engine, and come and go between its steps.
 
-One thread owns the engine. Prompts are prefilled one after another, first come, first served. The
-other texts get a token in between, and not only between chunks of a prompt: also between the layers
-that a chunk passes through. So a chunk can be long, which is fast, and its slices short, and no
-slice changes a bit of the result.
+One thread owns the engine. Prompts are prefilled one after another, first come, first served, and
+the other texts get tokens in between. Neither may change a bit of the result: the compiled step
+reads a prompt in short slices; where PyTorch reads it (float32), whose bits depend on the slice,
+chunks are long and interrupted between the layers.
 """
 
 import logging
@@ -18,12 +18,11 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
-from gptmini.generate.engine import PREFILL, SPARE, Engine, prefill
+from gptmini.generate.engine import PREFILL, SPARE, Engine
 from gptmini.generate.filters import Adjustment
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import draw
 from gptmini.generate.texts import Text
-from gptmini.model.attention import KVCache
 
 # Work is counted in tokens. Whatever passes through the model, many tokens of a prompt or one of
 # each text, also waits for the weights to come from memory, about as long as READ tokens take.
@@ -193,10 +192,7 @@ class Batch(threading.Thread):
 
     def _scored(self, job: Job, logits: Tensor) -> Pieces:
         """The pieces of a prompt of T tokens, from logits (T, V)."""
-        tokens, model = job.text.prompt_tokens, self._run.model
-        if reused := job.text.reused:  # which the engine has not computed, as their keys were there
-            cache = KVCache(model.config, 1, model.device, torch.float32)
-            logits = torch.cat([prefill(model, [tokens[:reused]], cache, reused)[0], logits])
+        tokens = job.text.prompt_tokens
         pieces = [Piece("", tokens[0], None, [], None)]
         for token, row in zip(tokens[1:], logits[-len(tokens) :], strict=False):
             pieces.append(Piece("", token, *_likely(row, token, job.n_top), None))
