@@ -244,8 +244,8 @@ def save(training: Training) -> None:
     keep, weights = training.config.train.keep, training.model.state_dict()
     own = shards.pieces(weights) if shards else {}
     parts = [piece.rows for piece in own.values()] if shards else weights.values()
-    finite = all(part.isfinite().all() for part in parts)
-    if not ranks.gather(torch.tensor([finite])).all():
+    finite = all(bool(part.isfinite().all()) for part in parts)
+    if not all(ranks.exchange(finite)):
         raise DivergedError(diverged(training, "weights that are not finite"))
     training.progress.elapsed = training.elapsed
     state, optimizer = asdict(training.progress), training.optimizer.state()
