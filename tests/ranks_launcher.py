@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import torch
 
+from gptmini import files
 from gptmini.cli import app
 from gptmini.distributed import ranks
 from gptmini.plan import together
-from gptmini.runs.directory import RunDirectory
 from gptmini.train import state, trainer
 
 
@@ -72,7 +72,7 @@ def full(rank: int) -> None:
         assert rank == 0
         raise OSError(28, "No space left on device")
 
-    RunDirectory._write = failing
+    files.write = failing
 
 
 def silent(rank: int) -> None:
