@@ -39,30 +39,25 @@ def seeded(rank: int) -> None:
     state.draw = lambda *words: draw(*words, rank)
 
 
-def killed(rank: int) -> None:
-    """Rank 1 dies in its third update."""
+def signalled(rank: int, number: int) -> None:
+    """Rank 1 gets a signal in its third update."""
     update, calls = trainer.update, []
 
-    def dying(training: object) -> object:
+    def interrupted(training: object) -> object:
         calls.append(1)
         if rank == 1 and len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return update(training)
 
-    trainer.update = dying
+    trainer.update = interrupted
+
+
+def killed(rank: int) -> None:
+    signalled(rank, signal.SIGKILL)
 
 
 def stopped(rank: int) -> None:
-    """Rank 1 gets SIGTERM in its third update."""
-    update, calls = trainer.update, []
-
-    def stopping(training: object) -> object:
-        calls.append(1)
-        if rank == 1 and len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return update(training)
-
-    trainer.update = stopping
+    signalled(rank, signal.SIGTERM)
 
 
 def full(rank: int) -> None:

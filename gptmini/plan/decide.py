@@ -105,14 +105,13 @@ def decide(
         config = completed(config, {"sample": {"start": _start(config, corpus)}})
     if here:
         config = _sharded_if_needed(config, compute, ranks)
-    share = config.with_train(batch_size=train.batch_size // ranks)  # of one process
     if config.train.micro_batch_size is None:
-        config = config.with_train(micro_batch_size=micro_batch_size(share, compute, ranks))
+        config = config.with_train(micro_batch_size=micro_batch_size(config, compute, ranks))
     settled = existing is not None and config.train.compile == existing.train.compile
     sharded = ranks > 1 and config.train.shard  # the whole model is not timed: it may not fit
     if settled or sharded or not here:  # a run that is resumed measured it when it began
         return Decision(config, corpus, compute, started, paced)
-    share = config.with_train(batch_size=train.batch_size // ranks)
+    share = config.with_train(batch_size=train.batch_size // ranks)  # of one process
     compiled, timed, outcome = choose_compile(share, compute)
     config = config.with_train(compile="on" if compiled else "off")
     per_step = None if timed is None else timed.passes + timed.update

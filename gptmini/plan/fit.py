@@ -36,11 +36,11 @@ class StepTime:
 
 
 def micro_batch_size(config: Config, compute: Compute, ranks: int = 1) -> int:
-    """The largest divisor of the batch that fits in half the memory and in a CPU's caches.
+    """The largest divisor of a process's rows that fits in half the memory and in a CPU's caches.
 
-    `config` has the batch of one of `ranks` processes.
+    `ranks` processes share out the rows of the batch.
     """
-    batch = rows = config.train.batch_size
+    batch = rows = config.train.batch_size // ranks
     if compute.device.type == "cpu":
         rows = min(rows, max(1, FAST_TOKENS // config.seq_len))
     count, sharded = parameter_count(config.model), config.train.shard

@@ -26,7 +26,7 @@ TOKENS_PER_PARAMETER = 1.0
 
 
 def plan(config: Config, seconds: float, compute: Compute, ranks: int = 1) -> Config:
-    """The sizes and the number of steps of the best model for the time left, on so many processes.
+    """The sizes and the number of steps of the best model for the time left, on `ranks` processes.
 
     Whatever the configuration states is kept. Models are timed from small to large, up to the
     largest that would still see enough tokens.

@@ -37,7 +37,7 @@ def size(
     ranks: int = 1,
     shard: bool = False,
 ) -> dict[str, Any]:
-    """Everything as JSON data; times are for this machine or for so many accelerators.
+    """Everything as JSON data; times are for this machine or for `ranks` accelerators.
 
     With an accelerator and `model.vocab_size`, the text is needed only for a tokenizer that is
     named; without it there are no epochs to count.
@@ -95,7 +95,7 @@ def _text(config: Config, corpus: Corpus) -> dict[str, float]:
 def _on_accelerators(
     config: Config, accelerator: "Accelerator", ranks: int, shard: bool, choose: bool
 ) -> dict[str, Any]:
-    """Memory of one accelerator, and the time of so many."""
+    """The memory of one accelerator, and the time that `ranks` of them take."""
     from gptmini.plan import ranks as planning  # noqa: PLC0415 - takes a second, for nothing else
 
     plan = planning.plan(config, accelerator, ranks, shard, choose)

@@ -1,4 +1,4 @@
-"""One decision for all ranks: rank 0 decides, the others are told."""
+"""One decision for all ranks: rank 0 makes it and tells the others."""
 
 import hashlib
 from dataclasses import replace
