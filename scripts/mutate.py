@@ -37,6 +37,7 @@ TESTS = {
     "model/attention.py": "test_attention.py test_gpt.py test_sampler.py",
     "model/layers.py": "test_layers.py test_gpt.py",
     "model/gpt.py": "test_gpt.py test_trainer.py",
+    "model/kernels.py": "test_kernels.py",
     "model/optim.py": "test_optim.py test_trainer.py",
     "generate/filters.py": "test_filters.py test_sampler.py",
     "generate/sampler.py": "test_sampler.py test_run.py test_bulk.py",
@@ -52,6 +53,7 @@ _QK_NORM = """\
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
 """
 _ROTATION = """\
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
 """
@@ -104,11 +106,11 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("ReLU for ReLU²", "F.relu(hidden).square()", "F.relu(hidden)"),
         (
             "RMSNorm's eps ignored",
-            "nn.RMSNorm(config.d_model, eps=config.norm_eps)",
-            "nn.RMSNorm(config.d_model)",
+            "RMSNorm(config.d_model, eps=config.norm_eps)",
+            "RMSNorm(config.d_model, eps=1e-5)",
         ),
         ("dropout not rescaled", " * (256 / (256 - self.dropped))", ""),
-        ("dropout never drops", "random_bytes < self.dropped", "random_bytes < 0"),
+        ("dropout never drops", ">= self.dropped", ">= 0"),
         (
             "LayerNorm's eps ignored",
             "LayerNorm(config.d_model, eps=config.norm_eps, ",
@@ -119,11 +121,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "eps=config.norm_eps, bias=config.bias)",
             "eps=config.norm_eps)",
         ),
-        (
-            "dropout one byte too often",
-            "random_bytes < self.dropped",
-            "random_bytes <= self.dropped",
-        ),
+        ("dropout one byte too often", ">= self.dropped", "> self.dropped"),
         ("dropout in evaluation", "not self.training or self.dropped == 0", "self.dropped == 0"),
         (
             "SiLU on the wrong branch",
@@ -141,6 +139,13 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "(cosines[:, None], cosines[:, None])",
         ),
         ("theta ignored", "config.rope_theta**-exponents", "10_000.0**-exponents"),
+    ],
+    "model/kernels": [
+        ("mean left in the gradient", "return dx.addcmul_(scale, mean), ", "return dx, "),
+        ("eps ignored in training", "/ x.shape[-1] + eps)", "/ x.shape[-1])"),
+        ("target's logit not lifted", "gradient[:, :1], -1)", "gradient[:, :1], 0)"),
+        ("gradient of a chunk's mean", "div_(len(logits))", "div_(len(some))"),
+        ("weight of a micro-batch lost", "logits.mul_(gradient)", "logits"),
     ],
     "model/gpt": [
         (

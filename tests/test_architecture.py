@@ -19,7 +19,7 @@ ROOMS = {
         *("formats", "sources", "tokenizer", "bpe", "tokens", "parts", "corpus", "fetch"),
         "tokenizer_json",
     ],
-    "model": ["attention", "layers", "gpt", "optim", "mechanisms", "scaling", "rows"],
+    "model": ["attention", "layers", "gpt", "optim", "mechanisms", "kernels", "scaling", "rows"],
     "runs": ["tensors", "directory", "log"],
     "distributed": ["ranks", "gradients", "sharding"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "together", "ranks", "size"],

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, MachineError
+from gptmini.model.kernels import RMSNorm
 from gptmini.model.layers import rotate
 
 
@@ -26,7 +27,6 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim, self.dropout = config.head_dim, config.attention.weight_dropout
         self.window, self.backend = config.window(layer), config.attention.backend
         D, K = config.d_model, config.head_dim
@@ -37,8 +37,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.n_head * K, D, config.bias)
         self.qk_norm = config.attention.qk_norm
         if self.qk_norm:
-            self.q_norm = nn.RMSNorm(K, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(K, eps=config.norm_eps)
+            self.q_norm = RMSNorm(K, eps=config.norm_eps)
+            self.k_norm = RMSNorm(K, eps=config.norm_eps)
 
     def forward(
         self,
@@ -69,12 +69,11 @@ class Attention(nn.Module):
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, K), keys and values (B, G, T, K) of x (B, T, D), normed and rotated."""
-        B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)  # (B, H, T, K)
-        k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)  # (B, G, T, K)
-        v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)  # (B, G, T, K)
+        projections = self.q_proj, self.k_proj, self.v_proj  # (B, T, D) -> (B, T, H·K) or G·K
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
         if self.qk_norm:  # in float32, the type of its weights
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q.type_as(v), k.type_as(v), v

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention, KVCache, LayerCache
+from gptmini.model.kernels import cross_entropy
 from gptmini.model.layers import MLP, Dropout, Rotary, norm
 
 
@@ -101,8 +102,7 @@ class GPT(nn.Module):
 
 def loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of targets (B, T) in nats per token, in float32."""
-    logits = model(tokens).float()  # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()

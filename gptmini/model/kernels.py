@@ -1,0 +1,80 @@
+"""RMSNorm and cross-entropy with the results of torch's own, in less time and memory.
+
+Letters: N rows, D width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+AT_ONCE = 2**22  # logits in float32 at a time; so many stay in the caches of a CPU
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm (Zhang and Sennrich 2019) with a backward pass made for a CPU.
+
+    torch derives that pass from the operations of the forward pass. For 16 x 256 x 4 heads of size
+    48, forward and backward take 6.5 ms in place of 12.4 (one thread). Other devices and compiled
+    code have kernels of their own.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(x)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
+        scale = (norm.square() / x.shape[-1] + eps).rsqrt()  # (..., 1)
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """LayerNorm's backward kernel at mean 0, without what depends on the mean.
+
+        With y = scale · x, dx is scale · (g w - y · mean(y g w)). The kernel subtracts
+        scale · mean(g w) as well, for a mean that RMSNorm does not take.
+        """
+        x, weight, scale = ctx.saved_tensors
+        gradient, wanted = gradient.contiguous(), [True, True, False]
+        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, x, x.shape[-1:], torch.zeros_like(scale), scale, weight, None, wanted
+        )
+        mean = (gradient @ weight)[..., None] / x.shape[-1]  # (..., 1)
+        return dx.addcmul_(scale, mean), dweight, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean of -log softmax(logits (N, V)) at the targets (N,), in float32.
+
+    The gradient replaces the logits where they lie. Nothing else of their size is ever in memory,
+    where torch's own function, on bfloat16, takes four times as much. Nobody may read them after.
+    """
+    return _CrossEntropy.apply(logits, targets)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        rows, total = max(1, AT_ONCE // logits.shape[1]), logits.new_zeros((), dtype=torch.float32)
+        for some, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
+            logs = some.float().log_softmax(-1)  # (rows, V)
+            total -= logs.gather(1, labels).sum()
+            gradient = logs.exp_()  # softmax, from which 1 is taken at the target
+            gradient.scatter_add_(1, labels, torch.full_like(gradient[:, :1], -1))
+            some.copy_(gradient.div_(len(logits)))
+        ctx.save_for_backward(logits)
+        return total / len(logits)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return logits.mul_(gradient), None
