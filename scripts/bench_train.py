@@ -1,6 +1,6 @@
 """Time training on characters, beside plain PyTorch that follows nanoGPT's published recipes.
 
-python scripts/bench_train.py tinyshakespeare.txt [--parts step,small,large,best,ablation] [--quick]
+python scripts/bench_train.py tinyshakespeare.txt [--parts step,share,small,large,best,ablation] [--quick]
 
 Losses are nats per character over the whole validation split, the last tenth of the text, in
 consecutive windows. Seconds are those of the updates: start-up, compilation and evaluation do not
@@ -18,11 +18,17 @@ import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gptmini.config.load import completed, find, load
+from gptmini.machine import keep_freed_memory, pick_compute
+from gptmini.plan.cost import training_flops
+from gptmini.plan.fit import time_step
 
 SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
 LARGE_TARGET = 1.4697  # best published loss of the GPU recipe, over windows of 256
@@ -215,8 +221,37 @@ def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:
         yield f"| {name} | {metrics[-1]['step']} | {best(metrics):.4f} |"
 
 
+def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
+    """How much of what a large product reaches a whole step does; `runs` are not needed."""
+    compute = pick_compute("auto", "auto")
+    keep_freed_memory()
+    square = torch.randn(4096, 4096).to(compute.dtype)
+    times = []
+    for _ in range(2 if quick else 6):
+        started = time.perf_counter()
+        square @ square
+        times.append(time.perf_counter() - started)
+    reached = 2 * 4096**3 / min(times)
+    large = {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 257, "dropout": 0.2}
+    shapes: dict[str, tuple[str, dict[str, Any]]] = {
+        "`default`": ("default", {"model": {"vocab_size": 4096, "dropout": 0.1}}),
+        "`shakespeare-char`": ("shakespeare-char", {"model": {"vocab_size": 257, "dropout": 0.0}}),
+        "6 x 6 x 384, 64 rows": ("default", {"model": large, "train": {"batch_size": 64}}),
+    }
+    for name, (config, settings) in list(shapes.items())[: 1 if quick else None]:
+        full = completed(load(find(config), []), settings)
+        work = training_flops(full.model, full.seq_len) * full.train.batch_size * full.seq_len
+        cells = []
+        for compiled in (False, True)[: 1 if quick else 2]:
+            timed = time_step(full, compute, 4, compiled)
+            seconds = timed.passes + timed.update
+            cells.append(f"{seconds:.3f} s, {work / seconds / reached:.0%}")
+        yield f"| {name}: share of {reached / 1e9:.0f} GFLOP/s | {' | '.join(cells)} | |"
+
+
 PARTS = {
     "step": step_rows,
+    "share": share_rows,
     "small": small_rows,
     "large": large_rows,
     "best": best_rows,
