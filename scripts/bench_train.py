@@ -1,6 +1,6 @@
 """Time training on characters, beside plain PyTorch that follows nanoGPT's published recipes.
 
-python scripts/bench_train.py tinyshakespeare.txt [--parts step,share,small,large,best,ablation] [--quick]
+python scripts/bench_train.py TEXT [--parts step,share,small,large,best,ablation] [--quick]
 
 Losses are nats per character over the whole validation split, the last tenth of the text, in
 consecutive windows. Seconds are those of the updates: start-up, compilation and evaluation do not
