@@ -81,6 +81,7 @@ class Exact(Gradients):
 
 
 def odd_part(n: int) -> int:
+    """The largest odd divisor."""
     return n // (n & -n)
 
 

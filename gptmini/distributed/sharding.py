@@ -95,10 +95,10 @@ class Shards:
 
 
 def wrap(model: GPT, mesh: DeviceMesh, reduce: str, dtype: torch.dtype) -> None:
-    """Shard a model, of which ranks gather a block when it is used, and add gradients in float32.
+    """Shard a model: ranks gather each block when it is used, and add gradients in float32.
 
-    `fast` gathers the blocks' matrices in `dtype`, in which they are multiplied, and the rest in
-    float32, as `exact` does everything: evaluating takes place in it.
+    `fast` gathers the blocks' matrices in `dtype`, the type of their products; `exact` gathers all
+    in float32, in which a run is evaluated.
     """
     gathered = torch.float32 if reduce == "exact" else dtype
     matrices = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
@@ -108,18 +108,26 @@ def wrap(model: GPT, mesh: DeviceMesh, reduce: str, dtype: torch.dtype) -> None:
             fully_shard(norms, mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=matrices)
     fully_shard(model, mesh=mesh)
-    # Evaluating calls it. So does the forward pass, whereupon FSDP drops what is beside the blocks,
-    # and gathers it again for the backward pass; that is slower, but leaves room for the logits.
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)  # no mean
+        module.set_force_sum_reduction_for_comms(True)
+    # Evaluating calls `hidden`. So does the forward pass, after which FSDP drops what is beside the
+    # blocks and gathers it again for the backward pass: more traffic, but less memory at the peak.
     register_fsdp_forward_method(model, "hidden")
+
+
+def _sharded(model: GPT) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gradients(reduce: str, model: GPT, ranks: Ranks, n: int, sharded: bool) -> Gradients:
     """The way of `train.reduce`, once decided, for n micro-batches of each rank."""
-    if sharded:
-        return ShardedExact(model, ranks, n) if reduce == "exact" else ShardedFast(model)
+    parameters = model.parameters()
     if reduce == "exact":
-        return Exact(model.parameters(), ranks, n)
-    return Fast(model.parameters(), ranks, n) if ranks.size > 1 else Gradients(model.parameters())
+        return ShardedExact(model, ranks, n) if sharded else Exact(parameters, ranks, n)
+    if sharded:
+        return ShardedFast(parameters)
+    return Fast(parameters, ranks, n) if ranks.size > 1 else Gradients(parameters)
 
 
 def own_micro_batches(n: int, ranks: Ranks, sharded: bool) -> list[int]:
@@ -132,10 +140,6 @@ def own_micro_batches(n: int, ranks: Ranks, sharded: bool) -> list[int]:
 class ShardedFast(Gradients):
     """FSDP adds the gradients of all ranks after each micro-batch; each keeps its rows."""
 
-    def __init__(self, model: GPT) -> None:
-        super().__init__(model.parameters())
-        _sum_gradients(model)
-
     def clip(self, limit: float) -> float:
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         return norm.full_tensor().item()  # type: ignore[attr-defined]
@@ -146,7 +150,9 @@ class ShardedExact(Exact):
 
     def __init__(self, model: GPT, ranks: Ranks, n: int) -> None:
         super().__init__(model.parameters(), ranks, n)
-        _sum_gradients(model, _TreeSum(ranks))
+        adding: Any = _TreeSum(ranks)  # after the interface of torch's ReduceScatter
+        for module in _sharded(model):
+            module.set_custom_reduce_scatter(adding)
         self.model: Any = model
         self._announce()
 
@@ -188,13 +194,3 @@ class _TreeSum:
             swap(given, received, self.ranks.rank ^ bit)
             chunks, bit = kept.add_(received), 2 * bit
         output_tensor.copy_(chunks[0])
-
-
-def _sum_gradients(model: GPT, reduce_scatter: Any = None) -> None:
-    """Make FSDP add gradients, in place of averaging them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if reduce_scatter is not None:
-                module.set_custom_reduce_scatter(reduce_scatter)
