@@ -1,7 +1,7 @@
 """Compare plans for many accelerators with published trainings: python scripts/bench_plans.py
 
 Each row is planned in this process, without a text: what `gptmini size --ranks N --shard` says of
-the same settings. Published are tokens per second and accelerator:
+the same settings, with `train.reduce=fast`. Published are tokens per second and accelerator:
 
 - torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (H100 limited to 500 W; the faster rows
   are compiled) and docs/performance.md (A100, 2024), github.com/pytorch/torchtitan. "selective"
@@ -104,6 +104,7 @@ def main() -> None:
     for case in cases:
         train = {
             "optimizer": "adamw",
+            "reduce": "fast",
             "batch_size": case.ranks * case.rows * case.passes,
             "micro_batch_size": case.rows,
             "gradient_checkpointing": case.again,

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptmini.distributed.sharding import wrap
 from gptmini.errors import ConfigError
 from gptmini.model.gpt import GPT, loss
 from gptmini.plan import cost, ranks
@@ -32,96 +33,116 @@ def config_of(batch_size: int = 8, vocab_size: int = 256, **settings):
     return config
 
 
-# One of two processes: FSDP2 by its documentation, with a real step of AdamW.
+# One of two processes: the shards, gradients and optimizer of trainings, for a step of each.
 WORKER = """
 import json, sys
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from gptmini.config.settings import Config
-from gptmini.model.gpt import GPT, loss
-from gptmini.plan.ranks import RankCounter
+from gptmini.distributed.ranks import Ranks
+from gptmini.distributed.sharding import Shards, gradients
+from gptmini.model.gpt import loss
+from gptmini.plan.ranks import COMPUTE, RankCounter, fused_norms
 
-folder, rank, text = sys.argv[1:]
-config = Config.model_validate_json(text)
+folder, rank, texts = sys.argv[1:]
 distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=2
 )
-mesh = init_device_mesh("cpu", (2,))
-model = GPT(config.model).train()
-model.gradient_checkpointing = config.train.gradient_checkpointing
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-for block in model.blocks:
-    fully_shard(block, mesh=mesh, mp_policy=policy)
-fully_shard(model, mesh=mesh, mp_policy=policy)
-held = RankCounter(model)
-held.restart()
-with held:
-    for _ in range(2):
-        tokens = torch.zeros(2, config.seq_len, dtype=torch.long)
-        loss(model, tokens, tokens).backward()
-optimizer = torch.optim.AdamW(model.parameters())
-optimizer.step()
-state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+ranks = Ranks(int(rank), 2)
+shards = Shards(ranks, COMPUTE.device)
 local = lambda tensors: sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
-weights = [*model.parameters()]
-print(json.dumps({
-    "weights": local(weights),
-    "gradients": local(p.grad for p in weights),
-    "optimizer": local(state),
-    "peak": held.peak,
-}))
+
+def found(config):
+    train = config.train
+    model = shards.model(config.model, train.reduce, COMPUTE.dtype).train()
+    model.gradient_checkpointing = train.gradient_checkpointing
+    passes = train.batch_size // 2 // train.micro_batch_size
+    adding = gradients(train.reduce, model, ranks, passes, sharded=True)
+    optimizer = shards.optimizer(model, train, COMPUTE.dtype)
+    held = RankCounter(model)
+    held.restart()
+    with held, fused_norms():
+        for _ in range(passes):
+            tokens = torch.zeros(train.micro_batch_size, config.seq_len, dtype=torch.long)
+            with COMPUTE.autocast():
+                mean = loss(model, tokens, tokens)
+            mean.backward()
+            adding.added()
+    adding.finish()
+    traffic = {"all_gather": held.traffic["all_gather"]}
+    if train.reduce == "fast":  # `exact` adds by itself
+        traffic["reduce_scatter"] = held.traffic["reduce_scatter"]
+    weights = [*model.parameters()]
+    sizes = {"weights": local(weights), "gradients": local(p.grad for p in weights)}
+    optimizer.step(0.1)
+    state = local(optimizer.state().values())
+    return sizes | {"optimizer": state, "peak": held.peak, "traffic": traffic}
+
+print(json.dumps([found(Config.model_validate(each)) for each in json.loads(texts)]))
 distributed.barrier()
 distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_rank_holds_what_real_shards_do(tmp_path, checkpointing):
-    config = config_of(
-        4,
-        position="none",
-        attention={"backend": "sdpa"},
-        train={"optimizer": "adamw", "gradient_checkpointing": checkpointing},
-    )
-    words = [sys.executable, "-c", WORKER, str(tmp_path)]
-    processes = [
-        subprocess.Popen([*words, rank, config.model_dump_json()], stdout=subprocess.PIPE)
-        for rank in "01"
+def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
+    """For gradients added once, to others, or in a tree of one or more levels, to the byte."""
+    configs = [
+        config_of(
+            4 * passes,
+            position="none",
+            attention={"backend": "sdpa"},
+            train={"optimizer": "adamw", "gradient_checkpointing": again, "reduce": reduce},
+        )
+        for reduce, passes, again in (
+            *(("fast", 1, True), ("fast", 3, False)),
+            *(("exact", 1, False), ("exact", 2, False), ("exact", 3, False), ("exact", 8, True)),
+        )
     ]
-    with ranks.one_rank(config, 2, shard=True) as measure:
-        memory, _ = measure(config)
+    words = [sys.executable, "-c", WORKER, str(tmp_path)]
+    words.append(json.dumps([config.model_dump() for config in configs]))
+    processes = [
+        subprocess.Popen([*words[:-1], rank, words[-1]], stdout=subprocess.PIPE) for rank in "01"
+    ]
+    planned = []
+    for config in configs:
+        with ranks.one_rank(config, 2, shard=True) as measure:
+            rows = config.train.batch_size // 2
+            planned.append(measure(config.with_train(batch_size=rows)))
     for process in processes:
-        real = json.loads(process.communicate(timeout=120)[0])
-        assert memory.weights == real["weights"]
-        assert memory.gradients == real["gradients"]
-        assert memory.optimizer == real["optimizer"]
-        assert memory.peak - memory.optimizer == pytest.approx(real["peak"], rel=0.02)
+        found = json.loads(process.communicate(timeout=240)[0])
+        for (memory, traffic), real in zip(planned, found, strict=True):
+            assert memory.weights == real["weights"] == real["gradients"]
+            assert memory.optimizer == real["optimizer"]
+            assert memory.peak - memory.optimizer == real["peak"]
+            assert traffic | real["traffic"] == traffic
 
 
-def padded(config, n: int) -> dict[str, int]:
-    """Numbers in blocks and beside them, where n ranks hold equal numbers of rows."""
+def padded(config, n: int) -> tuple[int, int]:
+    """Numbers in the blocks' matrices and elsewhere, where n ranks hold equal numbers of rows."""
     with torch.device("meta"):
         model = GPT(config.model)
-    counts = {"blocks": 0, "beside": 0}
+    counts = {True: 0, False: 0}
     for name, p in model.named_parameters():
-        part = "blocks" if name.startswith("blocks.") else "beside"
-        counts[part] += -(-len(p) // n) * n * p[0].numel()
-    return counts
+        inside = name.startswith("blocks.") and "norm" not in name
+        counts[inside] += -(-len(p) // n) * n * p[0].numel()
+    return counts[True], counts[False]
 
 
-@pytest.mark.parametrize(("n", "vocab_size", "again"), [(2, 256, False), (128, 257, True)])
-def test_collectives_carry_the_weights_twice_and_the_gradients_once(n, vocab_size, again):
-    """What is beside the blocks stays whole from the forward to the backward pass."""
-    train = {"gradient_checkpointing": again}
+@pytest.mark.parametrize(
+    ("n", "vocab_size", "again", "reduce"),
+    [(2, 256, False, "fast"), (128, 257, True, "fast"), (8, 257, True, "exact")],
+)
+def test_collectives_carry_the_weights_twice_and_the_gradients_once(n, vocab_size, again, reduce):
+    """`exact` adds an odd number of passes before it adds their gradients over the ranks."""
+    train = {"gradient_checkpointing": again, "reduce": reduce}
     config = config_of(6, vocab_size, bias=True, position="learned", train=train)
     with ranks.one_rank(config, n, shard=True) as measure:
         _, traffic = measure(config)
-    passes, counts = 3, padded(config, n)
+    passes, (matrices, others) = 3, padded(config, n)
+    width, sums = (4, 1) if reduce == "exact" else (2, passes)
     assert traffic == {
-        "all_gather": passes * 2 * (2 * counts["blocks"] + counts["beside"]),
-        "reduce_scatter": passes * 4 * (counts["blocks"] + counts["beside"]),
+        "all_gather": passes * 2 * (width * matrices + 4 * others),
+        "reduce_scatter": sums * 4 * (matrices + others),
     }
 
 
@@ -160,10 +181,13 @@ def test_operations_of_a_rank_are_those_of_the_formula():
     try:
         mesh = init_device_mesh("cpu", (4,))
         with FakeTensorMode():
-            sharded = ranks.shards(config, mesh)
+            sharded = GPT(config.model).train()
+            wrap(sharded, mesh, "fast", torch.bfloat16)
             with FlopCounterMode(display=False) as counted:
                 tokens = torch.zeros(2, T, dtype=torch.long)
-                loss(sharded, tokens, tokens).backward()
+                with ranks.COMPUTE.autocast():
+                    mean = loss(sharded, tokens, tokens)
+                mean.backward()
     finally:
         distributed.destroy_process_group()
     unseen = 3 * 4 * model.n_head * model.head_dim * model.n_layer * (T - (T + 1) / 2)
@@ -185,14 +209,14 @@ def measured(monkeypatch):
 
 
 def test_a_step_takes_the_longer_of_compute_and_communication(measured):
-    config = config_of(64)
+    config = config_of(64, train={"micro_batch_size": 1})
     flops = 64 * 64 * cost.training_flops(config.model, 64)
     for n, bandwidth in ((8, 450e9), (16, 8 * 50e9), (64, 8 * 50e9)):
         plan = ranks.plan(config, H100, n)
         assert plan.compute == pytest.approx(flops / n / (0.4 * 989e12))
         assert plan.communication == pytest.approx(64e9 / n * (n - 1) / n / (0.8 * bandwidth))
         assert plan.seconds == plan.communication > plan.compute
-        assert plan.memory_otherwise == plan.memory.peak - min(2, 64 // n) * 100e6
+        assert plan.memory_otherwise == plan.memory.peak - 100e6
     slow = ranks.accelerator("H100", 1e-9, 8)
     plan = ranks.plan(config, slow, 16)
     assert plan.communication == pytest.approx(4e9 * 15 / 16 / (0.8 * 8e9))
@@ -205,14 +229,16 @@ def test_rows_of_a_pass_are_chosen_to_fit(measured):
         plan = ranks.plan(config_of(48), on, 2, shard=True, choose=True)
         assert plan.config.train.micro_batch_size == rows
         assert (plan.memory.peak <= gigabytes * 1e9) == (gigabytes > 1.5)
-    given = ranks.plan(config_of(48, train={"micro_batch_size": 24}), H100, 8)
+    given = ranks.plan(config_of(48, train={"micro_batch_size": None}), H100, 8)
     assert given.config.train.micro_batch_size == 6  # all that a rank has
 
 
 def test_batches_that_ranks_cannot_share_are_refused():
     for n, near in ((3, "use 6 or 9"), (16, "use 16$")):
-        with pytest.raises(ConfigError, match=f"8 is not a multiple of {n} ranks; {near}"):
+        with pytest.raises(ConfigError, match=f"8 rows do not divide among {n} processes; {near}"):
             ranks.plan(config_of(8), H100, n)
+    with pytest.raises(ConfigError, match="micro_batch_size: 2 does not divide the 1 rows"):
+        ranks.plan(config_of(8), H100, 8)
 
 
 def test_nothing_is_left_behind(monkeypatch):

@@ -84,7 +84,7 @@ def test_ranks_share_batches_and_with_shard_the_weights(gptmini, text_file):
         (["--ranks", "256"], "--ranks: needs --accelerator"),
         (["--utilization", "0.3"], "--utilization: needs --accelerator"),
         (["--shard", "--accelerator", "h100"], "--shard: one rank"),
-        (["--ranks", "3", "--accelerator", "h100"], "4 is not a multiple of 3 ranks; use 3 or 6"),
+        (["--ranks", "3", "--accelerator", "h100"], "not divide among 3 processes; use 3 or 6"),
     ):
         code, _, err = gptmini("size", *WORDS, *words)
         assert (code, said in err) == (2, True), err

@@ -47,7 +47,7 @@ class Exact(Gradients):
     def __init__(self, parameters: Iterable[nn.Parameter], ranks: Ranks, n: int) -> None:
         super().__init__(parameters)
         self.ranks = ranks
-        self.odd = n // (n & -n)  # micro-batches that autograd adds
+        self.odd = odd_part(n)  # micro-batches that autograd adds
         self.made = 0
         self.sums: list[list[Tensor]] = []  # of finished subtrees, from large to small
 
@@ -78,6 +78,11 @@ class Exact(Gradients):
             return tree
         flat = torch.cat([gradient.flatten() for gradient in tree])
         return _unflattened(tree_sum(flat, self.ranks), tree)
+
+
+def odd_part(n: int) -> int:
+    """The largest odd divisor."""
+    return n // (n & -n)
 
 
 def tree_sum(flat: Tensor, ranks: Ranks) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from gptmini.config.settings import ModelConfig, TrainConfig
-from gptmini.distributed.gradients import Exact, Fast, Gradients, swap
+from gptmini.distributed.gradients import Exact, Fast, Gradients, odd_part, swap
 from gptmini.distributed.ranks import Ranks
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import Rotary
@@ -66,24 +66,12 @@ class Shards:
             for name, each in tensors.items()
         }
 
-    def model(self, config: ModelConfig, dtype: torch.dtype) -> GPT:
-        """A sharded model with the initial weights of one process, one tensor whole at a time.
-
-        Ranks gather the blocks' matrices in `dtype`, and add gradients in float32.
-        """
+    def model(self, config: ModelConfig, reduce: str, dtype: torch.dtype) -> GPT:
+        """A sharded model with the initial weights of one process, one tensor whole at a time."""
         with torch.device("meta"), Drawing(self.rows) as drawing:
             model = GPT(config)
         drawn = [drawing.drawn[id(parameter)] for parameter in model.parameters()]
-        matrices = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        for block in model.blocks:
-            if dtype != torch.float32:  # but norms compute in it
-                norms: list[nn.Module] = [
-                    each for each in block.modules() if isinstance(each, NORMS)
-                ]
-                fully_shard(norms, mesh=self.mesh)
-            fully_shard(block, mesh=self.mesh, mp_policy=matrices)
-        fully_shard(model, mesh=self.mesh)
-        register_fsdp_forward_method(model, "hidden")  # which evaluating calls
+        wrap(model, self.mesh, reduce, dtype)
         model.to_empty(device=self.device)
         for parameter, rows in zip(model.parameters(), drawn, strict=True):
             parameter.detach().to_local().copy_(rows)  # type: ignore[attr-defined]
@@ -106,28 +94,51 @@ class Shards:
         return turned.redistribute(placements=matrices.placements)
 
 
+def wrap(model: GPT, mesh: DeviceMesh, reduce: str, dtype: torch.dtype) -> None:
+    """Shard a model: ranks gather each block when it is used, and add gradients in float32.
+
+    `fast` gathers the blocks' matrices in `dtype`, the type of their products; `exact` gathers all
+    in float32, in which a run is evaluated.
+    """
+    gathered = torch.float32 if reduce == "exact" else dtype
+    matrices = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        if gathered != torch.float32:  # but norms compute in it
+            norms: list[nn.Module] = [each for each in block.modules() if isinstance(each, NORMS)]
+            fully_shard(norms, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=matrices)
+    fully_shard(model, mesh=mesh)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)  # no mean
+        module.set_force_sum_reduction_for_comms(True)
+    # Evaluating calls `hidden`. So does the forward pass, after which FSDP drops what is beside the
+    # blocks and gathers it again for the backward pass: more traffic, but less memory at the peak.
+    register_fsdp_forward_method(model, "hidden")
+
+
+def _sharded(model: GPT) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def gradients(reduce: str, model: GPT, ranks: Ranks, n: int, sharded: bool) -> Gradients:
     """The way of `train.reduce`, once decided, for n micro-batches of each rank."""
-    if sharded:
-        return ShardedExact(model, ranks, n) if reduce == "exact" else ShardedFast(model)
+    parameters = model.parameters()
     if reduce == "exact":
-        return Exact(model.parameters(), ranks, n)
-    return Fast(model.parameters(), ranks, n) if ranks.size > 1 else Gradients(model.parameters())
+        return ShardedExact(model, ranks, n) if sharded else Exact(parameters, ranks, n)
+    if sharded:
+        return ShardedFast(parameters)
+    return Fast(parameters, ranks, n) if ranks.size > 1 else Gradients(parameters)
 
 
 def own_micro_batches(n: int, ranks: Ranks, sharded: bool) -> list[int]:
     """The micro-batches of a rank, by their number in the step: a stretch, or if sharded, every
     W-th group that autograd adds, so that the same group of all ranks is a subtree of `Exact`."""
-    group = n // (n & -n) if sharded else n
+    group = odd_part(n) if sharded else n
     return [m for m in range(n * ranks.size) if m // group % ranks.size == ranks.rank]
 
 
 class ShardedFast(Gradients):
     """FSDP adds the gradients of all ranks after each micro-batch; each keeps its rows."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__(model.parameters())
-        _sum_gradients(model)
 
     def clip(self, limit: float) -> float:
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
@@ -139,7 +150,9 @@ class ShardedExact(Exact):
 
     def __init__(self, model: GPT, ranks: Ranks, n: int) -> None:
         super().__init__(model.parameters(), ranks, n)
-        _sum_gradients(model, _TreeSum(ranks))
+        adding: Any = _TreeSum(ranks)  # after the interface of torch's ReduceScatter
+        for module in _sharded(model):
+            module.set_custom_reduce_scatter(adding)
         self.model: Any = model
         self._announce()
 
@@ -181,13 +194,3 @@ class _TreeSum:
             swap(given, received, self.ranks.rank ^ bit)
             chunks, bit = kept.add_(received), 2 * bit
         output_tensor.copy_(chunks[0])
-
-
-def _sum_gradients(model: GPT, reduce_scatter: Any = None) -> None:
-    """Make FSDP add gradients, in place of averaging them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if reduce_scatter is not None:
-                module.set_custom_reduce_scatter(reduce_scatter)

@@ -95,7 +95,7 @@ def decide(
         left = 60 * config.train.minutes - (time.perf_counter() - started)
         config = plan(config, left, compute, ranks)
     train = config.train
-    config = _divided(config, ranks, asked.train.micro_batch_size)
+    config = in_shares(config, ranks, asked.train.micro_batch_size)
     if config.model.dropout is None:
         weights = config.data.weights
         epochs = corpus.epochs(config.seq_len, train.batch_size, train.steps, weights)
@@ -118,7 +118,7 @@ def decide(
     return Decision(config, corpus, compute, started, paced, per_step, outcome)
 
 
-def _divided(config: Config, ranks: int, micro_batch: int | None) -> Config:
+def in_shares(config: Config, ranks: int, micro_batch: int | None) -> Config:
     """The training in equal shares for several processes; `micro_batch` is what was asked for.
 
     Gradients are added exactly where that costs little; ConfigError for what does not divide.
@@ -128,7 +128,7 @@ def _divided(config: Config, ranks: int, micro_batch: int | None) -> Config:
     if rest:
         raise ConfigError(
             f"train.batch_size: {train.batch_size} rows do not divide among {ranks} processes; use "
-            f"a multiple of {ranks}"
+            + " or ".join(str(n * ranks) for n in (rows, rows + 1) if n)
         )
     size = train.micro_batch_size
     if size is not None and rows % size:

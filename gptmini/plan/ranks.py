@@ -1,7 +1,8 @@
 """Training on many accelerators, planned without any: memory and communication of one rank, time.
 
-A sharded rank is run dry: fully_shard on tensors without storage, and PyTorch's fake process group
-in place of the other ranks. Blocks are alike, so a few are run and the rest is multiplied.
+A sharded rank is run dry: training's own shards on tensors without storage, and PyTorch's fake
+process group in place of the other ranks. Blocks are alike, so a few are run and the rest is
+multiplied.
 """
 
 import warnings
@@ -16,16 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from gptmini.config.settings import Config, TrainConfig
+from gptmini.distributed.gradients import odd_part
+from gptmini.distributed.sharding import wrap
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, loss
 from gptmini.model.optim import Optimizer
 from gptmini.plan import cost
+from gptmini.plan.decide import in_shares
 from gptmini.plan.memory import Memory, StorageCounter, dry_run
 
 
@@ -54,6 +57,7 @@ ACCELERATORS = (
     Accelerator("b200", 2250, 180, 900, 400),
     Accelerator("mi300x", 1307, 192, 448, 400),
 )
+COMPUTE = Compute(torch.device("cpu"), torch.bfloat16)  # of the dry run
 MACHINE = 8  # accelerators in one
 REACHED = 0.8  # of a bandwidth
 # Times that each rank sends a tensor's bytes (less its own share): nccl-tests, PERFORMANCE.md.
@@ -151,13 +155,8 @@ def plan(
     A pass takes `micro_batch_size` rows, or the rank's share of the batch if that is less; with
     `choose` it takes what fits. ConfigError if the ranks cannot share the batch equally.
     """
-    train = config.train
-    rows, left = divmod(train.batch_size, ranks)
-    if left:
-        near = " or ".join(f"{n * ranks}" for n in (rows, rows + 1) if n)
-        raise ConfigError(
-            f"train.batch_size: {train.batch_size} is not a multiple of {ranks} ranks; use {near}"
-        )
+    config = in_shares(config, ranks, None if choose else config.train.micro_batch_size)
+    train, rows = config.train, config.train.batch_size // ranks
     other = not train.gradient_checkpointing
     with one_rank(config, ranks, shard) as measure:
         config = _with_rows(config, rows, 1 if choose else train.micro_batch_size or rows)
@@ -211,11 +210,11 @@ def one_rank(config: Config, ranks: int, shard: bool) -> Iterator[Measure]:
 
     def measure(training: Config) -> tuple[Memory, dict[str, int]]:
         training = training.model_copy(update={"model": config.model})
-        memory = dry_run(training, Compute(torch.device("cpu"), torch.bfloat16))
+        memory = dry_run(training, COMPUTE)
         whole = {"all_reduce": 4 * cost.parameter_count(config.model)} if ranks > 1 else {}
         return replace(memory, saving=0), whole  # a GPU's memory is not what saving takes
 
-    with _fused_norms():
+    with fused_norms():
         if not shard:
             yield measure
             return
@@ -227,7 +226,7 @@ def one_rank(config: Config, ranks: int, shard: bool) -> Iterator[Measure]:
 
 
 @contextmanager
-def _fused_norms() -> Iterator[None]:
+def fused_norms() -> Iterator[None]:
     """RMSNorm as on a GPU, whose kernel keeps what that of LayerNorm does; a CPU has none.
 
     Nor has a GPU for an input that is wider than the weights (warned of).
@@ -252,7 +251,9 @@ def _sharded(config: Config, mesh: DeviceMesh) -> Measure:
     depths = [layers] if layers <= few + period else [few, few + period]
     fake = FakeTensorMode()
     with fake:
-        models = [shards(_with_model(config, n_layer=n), mesh) for n in depths]
+        models = [GPT(_with_model(config, n_layer=n).model).train() for n in depths]
+        for model in models:
+            wrap(model, mesh, config.train.reduce, COMPUTE.dtype)
     counters = [RankCounter(model) for model in models]
 
     def measure(training: Config) -> tuple[Memory, dict[str, int]]:
@@ -264,34 +265,36 @@ def _sharded(config: Config, mesh: DeviceMesh) -> Measure:
             run[0] + (run[-1] - run[0]) * times for run in zip(*runs, strict=True)
         )
         activations = max(0, max(peaks) - 2 * weights)
-        passes = training.train.batch_size // (training.train.micro_batch_size or 1)
-        return Memory(weights, weights, state, activations, 0), {
+        passes, groups = _passes(training.train)
+        sums = 1  # that are kept; `Exact` has one for each level of its tree
+        if training.train.reduce == "exact":
+            sums = max(1, groups.bit_length() - 1)
+        return Memory(weights, sums * weights, state, activations, 0), {
             "all_gather": passes * gathered,
-            "reduce_scatter": passes * scattered,
+            "reduce_scatter": groups * scattered,
         }
 
     return measure
 
 
-def shards(config: Config, mesh: DeviceMesh) -> GPT:
-    """A model of which each rank holds a part; a block is gathered when it is used."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = GPT(config.model).train()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
+def _passes(train: TrainConfig) -> tuple[int, int]:
+    """The passes of a step, and how often their gradients are added over the ranks."""
+    n = train.batch_size // (train.micro_batch_size or train.batch_size)
+    return n, n // odd_part(n) if train.reduce == "exact" else n
 
 
 def _run(model: GPT, held: RankCounter, train: TrainConfig, seq_len: int) -> tuple[int, ...]:
-    """Run one or two passes and return figures that are each linear in the number of layers:
+    """Run a few passes and return figures that are each linear in the number of layers:
 
     bytes of the weights and of the optimizer's state; the peaks until the last block's gradients
-    are there, and after; bytes gathered and scattered in one pass.
+    are there, and after; bytes gathered in one pass, and scattered at one sum over the ranks.
     """
     size = train.micro_batch_size or train.batch_size
-    passes = min(2, train.batch_size // size)  # the second has gradients
-    moments = Optimizer(model, train, torch.bfloat16).state_like().values()
+    passes, groups = _passes(train)
+    # A pass may find the sum of a group before, and gradients of its own group.
+    synced = [True] * (groups > 1) + [False] * (groups < passes) + [True]
+    sums: list[list[Tensor | None]] = []
+    moments = Optimizer(model, train, COMPUTE.dtype).state_like().values()
     state = sum(_local(tensor).nbytes for tensor in moments)
     model.gradient_checkpointing = train.gradient_checkpointing
     weights, peaks = held.restart(), [0, 0]
@@ -304,11 +307,18 @@ def _run(model: GPT, held: RankCounter, train: TrainConfig, seq_len: int) -> tup
 
     hook = model.blocks[max(0, len(model.blocks) - 2)].register_forward_hook(at_gradient)
     with held:
-        for _ in range(passes):
+        for sync in synced:
+            model.set_requires_gradient_sync(sync)  # type: ignore[operator]
             tokens = torch.zeros(size, seq_len, dtype=torch.long)
-            loss(model, tokens, tokens).backward()
+            with COMPUTE.autocast():
+                mean = loss(model, tokens, tokens)
+            mean.backward()
             keep(1)
+            if sync and train.reduce == "exact":
+                sums.append([parameter.grad for parameter in model.parameters()])
+                model.zero_grad()
     hook.remove()
     model.zero_grad()
     moved = held.traffic
-    return weights, state, *peaks, moved["all_gather"] // passes, moved["reduce_scatter"] // passes
+    scattered = moved["reduce_scatter"] // sum(synced)
+    return weights, state, *peaks, moved["all_gather"] // len(synced), scattered

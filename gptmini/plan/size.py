@@ -40,7 +40,7 @@ def size(
     """Everything as JSON data; times are for this machine or for `ranks` accelerators.
 
     With an accelerator and `model.vocab_size`, the text is needed only for a tokenizer that is
-    named; without it there are no epochs to count.
+    named; without it there are no epochs to count. `train.shard` shards as `shard` does.
     """
     choose = asked.train.micro_batch_size is None
     textless = asked.model.vocab_size is not None and asked.tokenizer.kind == "auto"
@@ -56,8 +56,9 @@ def size(
         else:
             compute = Compute(torch.device("cpu"), torch.bfloat16)
             first = asked.with_train(micro_batch_size=asked.train.micro_batch_size or 1)
-            decision = decide(first, None, cache, compute=compute, here=False)
+            decision = decide(first, None, cache, compute=compute, here=False, ranks=ranks)
             config, corpus = decision.config, decision.corpus
+        shard = shard or (config.train.shard and ranks > 1)
         found = _on_accelerators(config, accelerator, ranks, shard, choose)
     model, train = config.model, config.train
     tokens = train.steps * train.batch_size * config.seq_len

@@ -126,8 +126,10 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
     n = train.batch_size // ranks.size // size  # micro-batches of each rank
     shards = Shards(ranks, compute.device) if train.shard and ranks.size > 1 else None
     torch.manual_seed(draw(train.seed))
-    gathered = torch.float32 if train.reduce == "exact" else compute.dtype
-    model = shards.model(config.model, gathered) if shards else GPT(config.model).to(compute.device)
+    if shards:
+        model = shards.model(config.model, train.reduce, compute.dtype)
+    else:
+        model = GPT(config.model).to(compute.device)
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)
