@@ -42,7 +42,7 @@ from gptmini.config.settings import Config
 from gptmini.distributed.ranks import Ranks
 from gptmini.distributed.sharding import Shards, gradients
 from gptmini.model.gpt import loss
-from gptmini.plan.ranks import COMPUTE, RankCounter, fused_norms
+from gptmini.plan.ranks import COMPUTE, RankCounter
 
 folder, rank, texts = sys.argv[1:]
 distributed.init_process_group(
@@ -61,7 +61,7 @@ def found(config):
     optimizer = shards.optimizer(model, train, COMPUTE.dtype)
     held = RankCounter(model)
     held.restart()
-    with held, fused_norms():
+    with held:
         for _ in range(passes):
             tokens = torch.zeros(train.micro_batch_size, config.seq_len, dtype=torch.long)
             with COMPUTE.autocast():
@@ -250,8 +250,7 @@ def test_nothing_is_left_behind(monkeypatch):
     assert not distributed.is_initialized()
 
 
-def test_norms_keep_what_fused_kernels_do():
-    """RMSNorm, which a CPU computes in parts, needs no more memory than LayerNorm."""
-    plans = [ranks.plan(config_of(norm=norm), H100) for norm in ("rmsnorm", "layernorm")]
-    assert plans[0].memory == plans[1].memory
-    assert plans[0].memory_otherwise == plans[1].memory_otherwise
+def test_norms_keep_no_more_than_fused_kernels_do():
+    """RMSNorm keeps one number less per position than LayerNorm, the mean."""
+    rms, layer = (ranks.plan(config_of(norm=norm), H100) for norm in ("rmsnorm", "layernorm"))
+    assert 0.95 < rms.memory.activations / layer.memory.activations < 1

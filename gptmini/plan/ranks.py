@@ -5,7 +5,6 @@ process group in place of the other ranks. Blocks are alike, so a few are run an
 multiplied.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -214,34 +212,14 @@ def one_rank(config: Config, ranks: int, shard: bool) -> Iterator[Measure]:
         whole = {"all_reduce": 4 * cost.parameter_count(config.model)} if ranks > 1 else {}
         return replace(memory, saving=0), whole  # a GPU's memory is not what saving takes
 
-    with fused_norms():
-        if not shard:
-            yield measure
-            return
-        distributed.init_process_group("fake", rank=0, world_size=ranks)
-        try:
-            yield _sharded(config, init_device_mesh("cpu", (ranks,)))
-        finally:
-            distributed.destroy_process_group()
-
-
-@contextmanager
-def fused_norms() -> Iterator[None]:
-    """RMSNorm as on a GPU, whose kernel keeps what that of LayerNorm does; a CPU has none.
-
-    Nor has a GPU for an input that is wider than the weights (warned of).
-    """
-    own = F.rms_norm
-
-    def fused(x: Tensor, shape: list[int], weight: Tensor, eps: float) -> Tensor:
-        return (F.layer_norm if x.dtype == weight.dtype else own)(x, shape, weight, eps=eps)
-
-    F.rms_norm = fused  # type: ignore[assignment]
+    if not shard:
+        yield measure
+        return
+    distributed.init_process_group("fake", rank=0, world_size=ranks)
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            yield
+        yield _sharded(config, init_device_mesh("cpu", (ranks,)))
     finally:
-        F.rms_norm = own
+        distributed.destroy_process_group()
 
 
 def _sharded(config: Config, mesh: DeviceMesh) -> Measure:
