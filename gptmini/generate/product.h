@@ -169,6 +169,7 @@ inline void panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
     for (int n = 0; n < 2; n++, data[n - 1] += LANES) {
       Pairs words;
       memcpy(&words, data[n], sizeof words);
+      __builtin_prefetch(data[n] + 2 * WIDTH * size / LANES);  // the next tile's weights
       for (int i = 0; i < Type::PAIRS; i++) {
         Pairs weights = Type::pair(words, i);
         for (int m = 0; m < M; m++)
