@@ -211,6 +211,12 @@ inline void store(Words halves, uint32_t* to) {  // the lower halves of 16 words
   memcpy(to, &shorts, sizeof shorts);
 }
 
+inline uint16_t bfloat16(float x) {  // the nearest, ties to even
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
 // n inputs (a multiple of 16) rounded to the nearest bfloat16, ties to even.
 inline void round_bfloat16(const float* x, uint32_t* words, int n) {
   for (int i = 0; i < n; i += LANES) {
