@@ -42,7 +42,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {"variant": "gqa"},
     "mqa": {"variant": "mqa"},
 }
-Names = dict[str, tuple[str, ...]]
 
 
 def model_config(size: str, variant: str) -> ModelConfig:
@@ -151,17 +150,22 @@ def theirs(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
     seconds = []
     for length in (n_new, 1):
         started = time.perf_counter()
-        model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=length,
-            min_new_tokens=length,
-            do_sample=True,
-            top_k=50,
-            pad_token_id=0,
-        )
+        generate(model, prompts, length)
         seconds.append(time.perf_counter() - started)
     return seconds[0], seconds[1]
+
+
+def generate(model: Any, prompts: Tensor, n_new: int) -> None:
+    """By transformers."""
+    model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=n_new,
+        min_new_tokens=n_new,
+        do_sample=True,
+        top_k=50,
+        pad_token_id=0,
+    )
 
 
 def contestants(model: GPT, batch: int) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
@@ -198,10 +202,10 @@ def row(size: str, variant: str, batch: int, length: int, rounds: int, reads: fl
     if model.head is not None:
         parameters -= model.embed.weight.numel()
     calls = contestants(model, batch)
-    prompts = torch.randint(model.config.vocab_size or 1, (batch, length))
     n_new = 16 if size == "tiny" else 200 if size == "10M" else 64 if batch < 32 else 32
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
+    for turn in range(rounds + 1):  # with new prompts, as gptmini keeps what it has read
+        prompts = torch.randint(model.config.vocab_size or 1, (batch, length))
         for name, call in calls.items():
             seconds_and_first = call(prompts, n_new if turn else 2)
             if turn:  # the first turn warms up

@@ -29,7 +29,8 @@ import sys, threading, xllamacpp as x
 p = x.CommonParams()
 p.model.path, p.port, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 p.n_ctx, p.n_parallel, p.n_predict = 1024 * rows, rows, -1
-p.hostnames = ["127.0.0.1"]
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = int(sys.argv[4])
+p.hostnames, p.verbosity = ["127.0.0.1"], 0
 server = x.Server(p)
 print(server.listening_address, flush=True)
 threading.Event().wait()
@@ -39,8 +40,8 @@ Times = tuple[float, list[float]]  # seconds to the first token, and between tok
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[str]:
-    """A server process that answers; ends with the block."""
+def server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
+    """The address and process of a server that answers; it ends with the block."""
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -51,10 +52,15 @@ def server(command: list[str], port: int) -> Iterator[str]:
             except httpx.TransportError:
                 assert process.poll() is None, f"{command[:4]} ended"
             time.sleep(0.1)
-        yield url
+        yield url, process.pid
     finally:
         process.terminate()
         process.wait(60)
+
+
+def llama_cpp(gguf: str | Path, port: int, rows: int, threads: int = -1) -> list[str]:
+    """The command of llama.cpp's server; -1: all threads."""
+    return [sys.executable, "-c", LLAMA, *map(str, (gguf, port, rows, threads))]
 
 
 def free_port() -> int:
@@ -129,14 +135,13 @@ def main() -> None:
             dice = random.Random(length)  # noqa: S311
             n_texts = options.texts * n_clients
             prompts = [[dice.randrange(vocabulary) for _ in range(length)] for _ in range(n_texts)]
-            ports, rows = (free_port(), free_port()), str(min(32, n_clients))
+            ports, rows = (free_port(), free_port()), min(32, n_clients)
             own = [sys.executable, "-m", "gptmini", "serve", options.run, "--port", str(ports[0])]
             commands = {"gptmini": ([*own, "--weights", options.weights], ports[0])}
             if options.gguf:
-                llama = [sys.executable, "-c", LLAMA, options.gguf, str(ports[1]), rows]
-                commands["llama.cpp"] = (llama, ports[1])
+                commands["llama.cpp"] = (llama_cpp(options.gguf, ports[1], rows), ports[1])
             for name, (command, port) in commands.items():
-                with server(command, port) as url:
+                with server(command, port) as (url, _):
                     asyncio.run(load(url, prompts[:1], 1, 4))  # warms up
                     started = time.perf_counter()
                     times = asyncio.run(load(url, prompts, n_clients, options.new))

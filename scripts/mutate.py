@@ -40,6 +40,7 @@ TESTS = {
     "model/kernels.py": "test_kernels.py",
     "model/optim.py": "test_optim.py test_trainer.py",
     "generate/filters.py": "test_filters.py test_sampler.py",
+    "generate/ranking.py": "test_filters.py",
     "generate/sampler.py": "test_sampler.py test_run.py test_bulk.py",
     "train/batches.py": "test_batches.py test_evaluate.py test_trainer.py",
     "train/evaluate.py": "test_evaluate.py test_evidence_evaluate.py test_ranks.py",
@@ -229,8 +230,15 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             'group["lr"] or lr * ratio\n            part.step()',
         ),
     ],
+    "generate/ranking": [
+        ("top-k of columns", "np.partition(maxima, -k)[-k]", "np.partition(maxima, -k)[-1]"),
+        ("top-p of the most likely token only", "weights < enough", "weights < 0"),
+        ("a token of weight 0 is drawn", 'rest, side="right"', 'rest, side="left"'),
+        ("a draw behind its block", "min(rest, np.nextafter(sums[-1], 0))", "rest"),
+        ("negative numbers upside down", "bits >> 31 & 0x7FFFFFFF", "0"),
+    ],
     "generate/filters": [
-        ("top-p keeps a tie too many", "before >= sample.top_p", "before > sample.top_p"),
+        ("top-p keeps a tie too many", "before >= enough", "before > enough"),
         ("top-p drops the token that reaches it", "weights.cumsum() - weights", "weights.cumsum()"),
         (
             "top-p of weights that are not normalized",
@@ -238,13 +246,12 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "sample.top_p",
         ),
         ("temperature upside down", "/ sample.temperature", "* sample.temperature"),
-        ("min-p drops a tie", "weights < sample.min_p", "weights <= sample.min_p"),
+        ("min-p drops a tie", "weights >= sample.min_p", "weights > sample.min_p"),
         (
             "top-k of the whole vocabulary only",
-            "sample.top_k < len(logits)",
-            "sample.top_k > len(logits)",
+            "sample.top_k < len(values)",
+            "sample.top_k > len(values)",
         ),
-        ("a token of weight 0 is drawn", 'side="right"', 'side="left"'),
         (
             "repetition penalty spares the prompt",
             "(seen := {*prompt, *drawn})",

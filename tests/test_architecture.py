@@ -24,7 +24,7 @@ ROOMS = {
     "distributed": ["ranks", "gradients", "sharding"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "together", "ranks", "size"],
     "generate": [
-        *("filters", "sampler", "engine", "build", "precision", "step", "native"),
+        *("ranking", "filters", "sampler", "engine", "build", "precision", "step", "native"),
         *("guess", "texts", "run", "bulk", "batch"),
     ],
     "train": ["batches", "evaluate", "trainer", "state", "messages", "fit"],

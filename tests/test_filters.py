@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import Adjustment, choose, log_probability, probabilities, uniform
+from gptmini.generate.ranking import largest, most_likely, pick
 
 OPEN = {"temperature": 1.0, "top_k": None}
 
@@ -16,7 +17,7 @@ def weights_of(logits: torch.Tensor, **settings) -> np.ndarray:
     sample = SampleConfig.model_validate(OPEN | settings)
     tokens, weights = probabilities(logits, sample)
     found = np.zeros(len(logits))
-    found[slice(None) if tokens is None else tokens.numpy()] = weights
+    found[slice(None) if tokens is None else tokens] = weights
     return found / found.sum()
 
 
@@ -66,6 +67,32 @@ def test_filters_keep_the_most_likely_tokens_and_a_draw_is_one_of_them(
     assert ordered[0]
     sample = SampleConfig.model_validate(settings)
     assert found[choose(torch.tensor(logits), sample, number)] > 0
+
+
+@given(st.integers(0, 999), st.integers(2, 3000), st.integers(1, 200), st.floats(0.01, 0.999))
+def test_large_vocabularies_are_ranked_and_drawn_from_as_by_sorting_all_of_them(seed, V, k, part):
+    """With ties, of which the first comes first, and many tokens of no weight."""
+    dice = np.random.default_rng(seed)
+    values = dice.integers(-30, 12, V).astype(np.float32) / 4
+    values[dice.integers(V, size=V // 3)] = -np.inf
+    values[dice.integers(V)] = 3  # not all are -inf
+    ranked = sorted(range(V), key=lambda token: (-values[token], token))
+    k = min(k, V)
+    assert largest(values, k).tolist() == ranked[:k]
+
+    weights = 2.0 ** np.floor(values.astype(np.float64) - 3)  # their sums are exact
+    enough = part * weights.sum()
+    found = most_likely(values, weights, enough).tolist()
+    assert found == ranked[: len(found)]
+    assert weights[found].sum() >= enough
+
+    ends = weights.cumsum()
+    for place in (int(ends.searchsorted(part * ends[-1], side="right")), int(weights.argmax())):
+        assert pick(weights, (ends[place] - weights[place] / 2) / ends[-1]) == place
+    weights *= dice.random(V)  # sums of these are rounded
+    near = weights.cumsum()[511::512] / weights.sum()
+    for random in (0.0, *near, *np.nextafter(near, 0), 1 - 2**-53):
+        assert weights[pick(weights, min(random, 1 - 2**-53))] > 0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import platform
 import random
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +84,7 @@ def run(step: NativeStep, tokens: list[int], row: int = 0, start: int = 0) -> to
 
 
 def rounded_inputs(model: GPT, weights: str) -> GPT:
-    """The model in torch with the inputs of every product rounded as the compiled step does."""
+    """The model in torch with the inputs of every product, keys and values rounded likewise."""
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         if weights == "bfloat16":
@@ -92,7 +94,17 @@ def rounded_inputs(model: GPT, weights: str) -> GPT:
         scale = scale.clamp(min=1e-30)
         return (x / scale).round() * scale
 
+    def cached(heads: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
+        def narrow(*given: Any) -> tuple[torch.Tensor, ...]:
+            q, k, v = heads(*given)
+            return q, k.bfloat16().float(), v.bfloat16().float()
+
+        return narrow
+
     model = copy.deepcopy(model)
+    for block in model.blocks:
+        if weights != "float32":
+            block.attn.heads = cached(block.attn.heads)
     for module in model.modules():
         if weights != "float32" and isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
@@ -115,9 +127,9 @@ def test_the_step_computes_the_model_and_the_same_bits_in_any_company_and_slices
     alone = torch.cat([run(step, [t], 0, p) for p, t in enumerate(tokens)])
     with torch.no_grad():
         expected = rounded_inputs(model, weights)(torch.tensor([tokens]))[0]
-    # Sums in another order may round an input the other way, rarely and by 1/256 in bfloat16.
+    # Sums in another order may round an input or a key the other way, rarely and by 1/256.
     off = float((alone - expected).norm() / expected.norm())
-    assert off < {"float32": 1e-5, "bfloat16": 5e-3, "int8": 2e-4}[weights]
+    assert off < {"float32": 1e-5, "bfloat16": 5e-3, "int8": 2e-3}[weights]
 
     done = {1: 0, 2: 0, 3: 0}  # rows, each fed the same tokens in pieces of its own
     while any(end < LENGTH for end in done.values()):

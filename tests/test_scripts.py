@@ -95,6 +95,20 @@ def test_bench_generate_times_hugging_face_and_gptmini():
     assert names[1:4] == ["HF", "HF bf16", "gptmini in torch"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the clock of another process")
+def test_bench_llama_times_llama_cpp():
+    pytest.importorskip("xllamacpp")
+    rows = output("bench_llama.py", "--quick", "--cpu").splitlines()[4:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["1 x 32, 64 new", "1 x 512, 1 new"]
+    for _, theirs, *pairs in cells:
+        assert float(theirs.replace(",", "")) > 0
+        assert len(pairs) == 3
+        for pair in pairs:
+            ours, _, llama, ratio, _ = pair.replace(",", "").replace("(", "").split()
+            assert float(ratio) == pytest.approx(float(ours) / float(llama), abs=0.06)
+
+
 def test_bench_serve_times_the_server(tmp_path: Path):
     (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
     data = {"path": str(tmp_path / "text.txt")}

@@ -1,9 +1,10 @@
 // Attention for bfloat16 and int8 weights: up to four queries at a time over the same keys. A
 // prompt's tokens share keys, and so do the heads of a group. All arithmetic is float32.
 //
-// The cache is laid out for that: 16 positions are a block, whose keys lie column by column, so
-// that a vector takes 16 keys at once and no score is a sum across a vector. (float32 has
-// `attend_float32` in decode.cpp, which reads the plain layout that torch's prefill writes.)
+// The cache holds bfloat16, half the memory to read, and is laid out for vectors: 16 positions are a
+// block, whose keys lie column by column, so that a vector takes 16 keys at once and no score is a
+// sum across a vector. (float32 has `attend_float32` in decode.cpp, which reads the plain layout
+// that torch's prefill writes.)
 
 #include <algorithm>
 
@@ -29,9 +30,15 @@ struct Query {
 };
 
 struct Cache {  // of one slot and KV head
-  const float *keys, *values;  // (size / 16, K, 16) and (size, K)
+  const uint16_t *keys, *values;  // (size / 16, K, 16) and (size, K)
   int size, K;  // positions in the ring, a multiple of 16; the head size, padded to one
 };
+
+inline Lanes load(const uint16_t* from) {  // bfloat16 is the upper half of a float32
+  Shorts halves;
+  memcpy(&halves, from, sizeof halves);
+  return (Lanes)(__builtin_convertvector(halves, Words) << 16);
+}
 
 // What N queries of one slot and KV head see between them, and their scores on it.
 template <int N>
@@ -63,7 +70,7 @@ struct Group {
     Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     places += from;
     for (int p = from; p < to; p += LANES, places += LANES) {
-      const float* keys = cache.keys + (int64_t)(p % cache.size) * cache.K;
+      const uint16_t* keys = cache.keys + (int64_t)(p % cache.size) * cache.K;
       Lanes sums[N] = {};
       for (int i = 0; i < head_dim; i++)
         for (int n = 0; n < N; n++) sums[n] += load(keys + i * LANES) * queries[n].q[i];
@@ -80,7 +87,7 @@ struct Group {
   void mix(const float* sums, int column) const {
     Lanes mixed[N][C] = {};
     for (int p = first, at = first % cache.size; p <= last; p++) {
-      const float* value = cache.values + (int64_t)at * cache.K + column;
+      const uint16_t* value = cache.values + (int64_t)at * cache.K + column;
       const float* weights = scores + p - from;
       const bool by_all = p >= common_first && p <= common_last;
       for (int c = 0; c < C; c++) {

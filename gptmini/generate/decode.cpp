@@ -29,8 +29,8 @@ struct Layer {
   Matrix qkv, o, gate, up, down;  // qkv: rows of q, then k, then v; gate: only with SwiGLU
   // The KV cache, (slots, G, size, K): a ring, position p lies at index p % size. With a window it
   // is only a little longer than the window, and new keys overwrite those nobody sees any more.
-  // Unless weights are float32, sizes and K are padded to 16, and keys laid out as in attention.h.
-  float *keys, *values;
+  // Of floats if weights are float32, else of bfloat16, padded and laid out as in attention.h.
+  void *keys, *values;
   int size, window;  // window 0: no window
 };
 
@@ -110,7 +110,8 @@ void place(const Model& g, float* head, Norm norm, int position) {
 // NaN score makes the output NaN, as in torch, so that damaged weights are noticed.
 void attend_float32(const Model& g, const Layer& layer, Query query, int64_t cache, float* scores) {
   int K = g.head_dim, S = query.position - query.start + 1, first = query.start % layer.size;
-  const float *q = query.q, *keys = layer.keys + cache, *values = layer.values + cache;
+  const float *q = query.q, *keys = (float*)layer.keys + cache;
+  const float* values = (float*)layer.values + cache;
   float* out = query.out;
   float factor = 1 / std::sqrt((float)K), highest = -INFINITY, sum = 0;
   for (int s = 0, at = first; s < S; s++, at = at + 1 == layer.size ? 0 : at + 1) {
@@ -213,12 +214,15 @@ struct Call {
   // Caches a key or value (K,) of token m.
   void keep(const Layer& layer, int m, int kv_head, bool is_key, const float* head) const {
     int at = positions[m] % layer.size, K = g.head_dim;
-    float* cache = (is_key ? layer.keys : layer.values) + start_of(layer, rows[m], kv_head);
-    if (is_key && g.precision != FLOAT32) {
-      cache += (int64_t)(at / LANES * LANES) * cached_K + at % LANES;
-      for (int i = 0; i < K; i++) cache[i * LANES] = head[i];
+    void* cache = is_key ? layer.keys : layer.values;
+    int64_t start = start_of(layer, rows[m], kv_head), there = start + (int64_t)at * cached_K;
+    if (g.precision == FLOAT32) {
+      memcpy((float*)cache + there, head, K * sizeof(float));
+    } else if (is_key) {
+      there = start + (int64_t)(at / LANES * LANES) * cached_K + at % LANES;
+      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i * LANES] = bfloat16(head[i]);
     } else {
-      memcpy(cache + (int64_t)at * cached_K, head, K * sizeof(float));
+      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i] = bfloat16(head[i]);
     }
   }
 
@@ -245,7 +249,8 @@ struct Call {
         i++;
         continue;
       }
-      Cache cache{layer.keys + at, layer.values + at, layer.size, cached_K};
+      const uint16_t *keys = (uint16_t*)layer.keys + at, *values = (uint16_t*)layer.values + at;
+      Cache cache{keys, values, layer.size, cached_K};
       if (same == 4) attend<4>(queries, cache, g.head_dim, scores);
       else if (same > 1) attend<2>(queries + i, cache, g.head_dim, scores);
       else attend<1>(queries + i, cache, g.head_dim, scores);

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
-
-Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
+from gptmini.generate.ranking import Tokens, Weights, largest, most_likely, pick
 
 
 def uniform(seed: int, number: int, place: int) -> float:
@@ -28,40 +27,41 @@ def uniform(seed: int, number: int, place: int) -> float:
 def choose(logits: Tensor, sample: SampleConfig, random: float) -> int:
     """Draw a token from logits (V,) with a random number in [0, 1); temperature 0 is greedy."""
     if sample.temperature == 0:
-        token = int(logits.argmax())
+        token = int(logits.numpy().argmax())
         if logits[token] > -torch.inf:
             return token
         raise _nothing_left()
     tokens, weights = probabilities(logits, sample)
-    cumulative = weights.cumsum()
-    place = int(cumulative.searchsorted(random * cumulative[-1], side="right"))
+    place = pick(weights, random)
     return place if tokens is None else int(tokens[place])
 
 
-def probabilities(logits: Tensor, sample: SampleConfig) -> tuple[Tensor | None, Weights]:
-    """The tokens that may be drawn from logits (V,), and their weights (N,), not normalized.
+def probabilities(logits: Tensor, sample: SampleConfig) -> tuple[Tokens | None, Weights]:
+    """The tokens (N,) that may be drawn from logits (V,), and their weights, not normalized.
 
-    Tokens are ordered from most to least likely, or None if all V are there in order. Top-p keeps
-    the smallest set of most likely tokens with at least that probability (Holtzman et al. 2020),
-    min-p the tokens at least that fraction as likely as the most likely one (Nguyen et al. 2024).
+    Top-k and top-p order them from most to least likely; None: all V. Top-p keeps the smallest set
+    of most likely tokens with at least that probability (Holtzman et al. 2020), min-p the tokens at
+    least that fraction as likely as the most likely one (Nguyen et al. 2024).
     """
-    tokens = None
-    if sample.top_k is not None and sample.top_k < len(logits):
-        logits, tokens = logits.topk(sample.top_k)  # (k,) each
-    elif sample.top_p is not None:
-        logits, tokens = logits.sort(descending=True, stable=True)
-    values = logits.numpy().astype(np.float64) / sample.temperature
-    highest = values.max()
+    tokens, values = None, logits.numpy()
+    if sample.top_k is not None and sample.top_k < len(values):
+        tokens = largest(values, sample.top_k)
+        values = values[tokens]
+    scaled = values.astype(np.float64) / sample.temperature
+    highest = scaled.max()
     if highest == -np.inf:
         raise _nothing_left()
-    weights: Weights = np.exp(values - highest)  # the most likely token weighs 1
-    if sample.top_p is not None:
+    weights: Weights = np.exp(scaled - highest)  # the most likely token weighs 1
+    if sample.top_p is not None and sample.top_p < 1:
+        enough = sample.top_p * weights.sum()
         if tokens is None:
-            tokens = torch.arange(len(weights))
+            tokens = most_likely(values, weights, enough)
+            weights = weights[tokens]
         before = weights.cumsum() - weights  # the weight of all tokens more likely than each
-        weights[before >= sample.top_p * weights.sum()] = 0
+        weights[before >= enough] = 0
     if sample.min_p is not None:
-        weights[weights < sample.min_p] = 0
+        kept = np.flatnonzero(weights >= sample.min_p)
+        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
     return tokens, weights
 
 
@@ -82,8 +82,8 @@ class Adjustment:
         and text (Keskar et al. 2019). The presence penalty is subtracted once from each token
         drawn, the frequency penalty once per occurrence, as in OpenAI's interface.
         """
-        # argmax of NaN would be token 0, silently. One sum sees every NaN and infinity.
-        if not np.isfinite(logits.numpy().sum(dtype=np.float64)):
+        # argmax of NaN would be token 0, silently.
+        if not np.isfinite(logits.numpy()).all():
             raise CheckpointError("model: non-finite logits, the weights are damaged; train again")
         sample = self._sample
         if self._bias is not None:

@@ -4,8 +4,8 @@ Decoding reads every weight for every token, so memory bandwidth sets the pace, 
 the overhead of torch's calls. Prompts and batches are bound by arithmetic, which decode.cpp does
 with the processor's instructions for narrow numbers. build.py compiles it, step.py calls it.
 
-With weights in bfloat16 or int8, inputs are rounded too (product.h), by the same rules in prompts
-and behind them: a text is the same in any company, but not always that of torch.
+With weights in bfloat16 or int8, inputs (product.h), keys and values are rounded too, by the same
+rules in prompts and behind them: a text is the same in any company, but not always that of torch.
 """
 
 import ctypes

@@ -69,14 +69,14 @@ def pack(
 def cache_of(config: ModelConfig, precision: str, n_rows: int, spare: int) -> KVCache:
     """An empty cache for the compiled step, whose windowed layers store `spare` positions more.
 
-    torch can fill it too if weights are float32. Else positions and head size are padded to whole
-    vectors, and keys lie in blocks, as attention.h says.
+    torch can fill it too if weights are float32. Else keys and values are bfloat16, positions and
+    head size padded to whole vectors, and keys lie in blocks, as attention.h says.
     """
     cache = KVCache(config, n_rows, torch.device("cpu"), torch.float32, spare)
     if precision != "float32":
         head_dim = padded(config.head_dim, LANES)
         for number, layer in enumerate(cache.layers):
-            size = padded(layer.size, LANES)
-            memory = torch.empty(2, n_rows, config.n_kv_head, size, head_dim)
+            shape = (n_rows, config.n_kv_head, padded(layer.size, LANES), head_dim)
+            memory = torch.empty(2, *shape, dtype=torch.bfloat16)
             cache.layers[number] = LayerCache(memory[0], memory[1])
     return cache

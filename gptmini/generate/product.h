@@ -169,6 +169,7 @@ inline void panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
     for (int n = 0; n < 2; n++, data[n - 1] += LANES) {
       Pairs words;
       memcpy(&words, data[n], sizeof words);
+      __builtin_prefetch(data[n] + 2 * WIDTH * size / LANES);  // the next tile's weights
       for (int i = 0; i < Type::PAIRS; i++) {
         Pairs weights = Type::pair(words, i);
         for (int m = 0; m < M; m++)
@@ -208,6 +209,12 @@ void product(const Matrix& w, int from, int to, int M, Inputs x, float* y, int y
 inline void store(Words halves, uint32_t* to) {  // the lower halves of 16 words
   Shorts shorts = __builtin_convertvector(halves, Shorts);
   memcpy(to, &shorts, sizeof shorts);
+}
+
+inline uint16_t bfloat16(float x) {  // the nearest, ties to even
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 // n inputs (a multiple of 16) rounded to the nearest bfloat16, ties to even.

@@ -262,7 +262,8 @@ def load(
     """The best checkpoint of a run directory, or that of a step.
 
     `weights` says how matrices are stored: float32 as trained, or bfloat16 (default) or int8, which
-    are faster on a CPU: there the compiled step, which `cache` holds, rounds their inputs too.
+    are faster on a CPU: there the compiled step, which `cache` holds, rounds their inputs too, and
+    keys and values to bfloat16.
     """
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
