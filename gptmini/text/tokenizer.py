@@ -23,6 +23,7 @@ from gptmini.text import bpe
 
 FORMAT = 1
 IMPORTED = "imported"  # the kind of a tokenizer that came with somebody else's model
+READ = 1000  # tokens to be read for each of a vocabulary
 BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -227,7 +228,9 @@ def find(name: str) -> Tokenizer:
     return create(name)
 
 
-def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
+def choose(
+    kind: str, text_bytes: int, d_model: int, tokens: int | None = None
+) -> tuple[str, int | None]:
     """Kind and vocabulary size for `auto`, or for `bpe` without a size.
 
     The power of two nearest to 20 d_model, so that the output head costs half as much as four
@@ -242,6 +245,8 @@ def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
         seconds a step            0.13     0.14   0.15   0.16   0.19   0.25
     """
     size = min(20 * d_model, text_bytes // 128, 32_768)
+    if tokens is not None:
+        size = min(size, tokens // READ)
     vocab_size = 1 << round(math.log2(max(size, 1)))
     if kind == "auto" and vocab_size < 512:
         return "byte", None
