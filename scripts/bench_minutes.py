@@ -41,8 +41,9 @@ from gptmini.config.settings import DataConfig
 from gptmini.text import sources
 from gptmini.text.tokenizer import choose
 
-MINUTES = "0.5,1,2,5,15"
 ARMS = ("plan", "default", "hand")
+Job = tuple[str, str, str]  # text, minutes, arm
+Results = dict[str, dict[str, Any]]  # by these three, with a slash between them
 # What --minutes chooses, and the other configurations therefore state.
 PLANNED = {
     "model": ("n_layer", "n_head", "d_model", "dropout"),
@@ -91,12 +92,11 @@ def texts(shakespeare: Path | None, chinese: Path | None, folder: Path) -> dict[
 class Bench:
     """Runs gptmini in child processes, each on one of `cores` if there are any."""
 
-    def __init__(self, folder: Path, cores: list[str], threads: int | None) -> None:
-        self.folder, self.threads = folder, threads
+    def __init__(self, folder: Path, cores: list[str]) -> None:
+        self.folder = folder
         self.cores: queue.Queue[str] = queue.Queue()
         for core in cores or [""]:
             self.cores.put(core)
-        self.native = folder / "native"  # the compiled decoder, which only a first run makes
         self.spent: dict[str, float] = {}
 
     def gptmini(self, *words: str, core: str = "") -> tuple[str, float]:
@@ -123,43 +123,36 @@ class Bench:
 
     def measure(self, text: Text, minutes: float, arm: str) -> dict[str, Any]:
         """Train, then evaluate on the test part."""
-        core = self.cores.get()
+        core, place = self.cores.get(), Path(tempfile.mkdtemp(dir=self.folder))
         try:
+            cache, run = place / "cache", place / "run"
+            shutil.copytree(self.folder / "native", cache / "native")  # no g++: empty
             name = self.nearest(text, minutes, core) if arm == "hand" else "default"
-            with tempfile.TemporaryDirectory(dir=self.folder) as place:
-                return {"name": name} | self._measured(text, minutes, arm, name, Path(place), core)
+            own = [] if arm == "plan" else list(stated(name, text))
+            words = [*text.words, "--minutes", str(minutes), "--cache", str(cache)]
+            words += [word for each in ("data.test=0.1", *own) for word in ("--set", each)]
+            _, seconds = self.gptmini("train", *words, "--out", str(run), core=core)
+            words = ["--split", "test", "--json", "--cache", str(cache)]
+            facts = json.loads(self.gptmini("evaluate", str(run), *words, core=core)[0])
+            metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+            config = load(run / "config.yaml", [])
         finally:
+            shutil.rmtree(place)
             self.cores.put(core)
-
-    def _measured(
-        self, text: Text, minutes: float, arm: str, name: str, place: Path, core: str
-    ) -> dict[str, Any]:
-        cache, run = place / "cache", place / "run"
-        if self.native.exists():
-            shutil.copytree(self.native, cache / "native")
-        own = [] if arm == "plan" else [w for each in stated(name, text) for w in ("--set", each)]
-        words = [*text.words, "--minutes", str(minutes), "--set", "data.test=0.1", *own]
-        limit = [] if self.threads is None else ["--threads", str(self.threads)]
-        where = ["--cache", str(cache), *limit]
-        _, seconds = self.gptmini("train", *words, "--out", str(run), *where, core=core)
-        tested = ["--split", "test", "--json", *where]
-        found, _ = self.gptmini("evaluate", str(run), *tested, core=core)
-        config = load(run / "config.yaml", [])
-        metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-        facts = json.loads(found)
         return {
+            "name": name,
             "bits": facts["bits_per_byte"],
             "error": facts["bits_per_byte_error"],
             "loss": facts["loss"],
             "seconds": seconds,
             "steps": metrics[-1]["step"],
-            "validation": min(each["val_bpb"] for each in metrics if "val_bpb" in each),
             "sizes": f"{config.model.n_layer} x {config.model.d_model}, {config.tokenizer.kind} "
             f"{config.model.vocab_size}, {config.train.batch_size} rows",
         }
 
     def warm_up(self) -> None:
-        """Compile the decoder once, as anybody's first command does."""
+        """Compile the decoder, as anybody's first command does."""
+        (self.folder / "native").mkdir()
         (self.folder / "first.txt").write_text("the cat sat on the mat. " * 200)
         words = ["--set", "model={n_layer: 1, n_head: 1, d_model: 8, context_length: 16}"]
         words += ["--data", str(self.folder / "first.txt"), "--cache", str(self.folder)]
@@ -184,9 +177,8 @@ def stated(name: str, text: Text) -> Iterator[str]:
             yield f"tokenizer.vocab_size={vocab_size}"
 
 
-def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """A row for each text and number of minutes."""
-    yield "| text | minutes | plan | its sizes, steps | default | hand-made | its seconds |"
+def table(results: Results) -> Iterator[str]:
+    yield "| text | minutes | plan | its sizes, steps | default | hand-made | seconds of plan |"
     yield "|---|---|---|---|---|---|---|"
     for text, minutes in dict.fromkeys(tuple(key.split("/")[:2]) for key in results):
         plan, default, hand = (results.get(f"{text}/{minutes}/{arm}") for arm in ARMS)
@@ -198,56 +190,60 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         for place, other in ((4, default), (5, hand)):
             if other:
                 share = f" ({100 * (plan['bits'] / other['bits'] - 1):+.1f} %)" if plan else ""
-                cells[place] = f"{other['bits']:.4f}{share}"
-        if hand:
-            cells[5] += f" {hand['name']}"
+                name = f" {other['name']}" if other is hand else ""
+                cells[place] = f"{other['bits']:.4f}{share}{name}"
         yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shakespeare", type=Path)
     parser.add_argument("--chinese", type=Path)
-    parser.add_argument("--minutes", default=MINUTES)
+    parser.add_argument("--minutes", default="0.5,1,2,5,15")
     parser.add_argument("--texts", help="names of texts, as in the table")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--out", type=Path, default=Path("bench_minutes.json"))
     parser.add_argument("--cores", default="")
-    parser.add_argument("--threads", type=int, help="threads of each training")
     options = parser.parse_args()
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
-    writing = threading.Lock()
     cores = list(filter(None, options.cores.split(",")))
     with tempfile.TemporaryDirectory() as folder:
         known = texts(options.shakespeare, options.chinese, Path(folder))
         names = options.texts.split(",") if options.texts else list(known)
         if missing := [name for name in names if name not in known]:
             sys.exit(f"{', '.join(missing)}: not there; choose from {', '.join(known)}")
-        bench = Bench(Path(folder), cores, options.threads)
-        bench.warm_up()
-
-        def add(job: tuple[str, str, str]) -> None:
-            text, minutes, arm = job
-            if "/".join(job) in results or (arm == "hand" and not known[text].by_hand):
-                return
-            try:
-                measured = bench.measure(known[text], float(minutes), arm)
-            except RuntimeError as error:  # the others go on; the same command tries it again
-                print(f"{'/'.join(job)}: {error}", file=sys.stderr, flush=True)
-                return
-            with writing:
-                results["/".join(job)] = measured
-                partial = options.out.with_suffix(".tmp")
-                partial.write_text(json.dumps(results, indent=1))
-                partial.replace(options.out)
-                print(f"{'/'.join(job)}: {measured['bits']:.4f}", file=sys.stderr, flush=True)
-
         jobs = product(names, options.minutes.split(","), options.arms.split(","))
-        with ThreadPoolExecutor(len(cores) or 1) as pool:
-            list(pool.map(add, jobs))
+        possible = [job for job in jobs if job[2] != "hand" or known[job[0]].by_hand]
+        new = [job for job in possible if "/".join(job) not in results]
+        bench = Bench(Path(folder), cores)
+        if new:
+            bench.warm_up()
+        measure_all(bench, known, new, results, options.out)
     print(*table(results), sep="\n")
+
+
+def measure_all(
+    bench: Bench, known: dict[str, Text], jobs: list[Job], results: Results, out: Path
+) -> None:
+    """Measure in order, on as many cores as there are, and save every result at once."""
+    writing = threading.Lock()
+
+    def add(job: Job) -> None:
+        text, minutes, arm = job
+        try:
+            measured = bench.measure(known[text], float(minutes), arm)
+        except RuntimeError as error:  # the others go on; the same command tries this again
+            print(f"{'/'.join(job)}: {error}", file=sys.stderr, flush=True)
+            return
+        with writing:
+            results["/".join(job)] = measured
+            partial = out.with_suffix(".tmp")
+            partial.write_text(json.dumps(results, indent=1))
+            partial.replace(out)
+            print(f"{'/'.join(job)}: {measured['bits']:.4f}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(bench.cores.qsize()) as pool:
+        list(pool.map(add, jobs))
 
 
 if __name__ == "__main__":

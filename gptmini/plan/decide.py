@@ -26,7 +26,9 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.text.corpus import learns_vocabulary, prepare_corpus
 from gptmini.text.tokens import Corpus
 
-DROPOUT = ((12, 0.2), (4, 0.1), (0, 0.0))  # from this many epochs on
+# From this many epochs on. Bits per byte of builtin:python-docs (vocabulary 1,024, width 128) after
+# 4.9 epochs: 1.700 without dropout and 1.755 with 0.1; after 9.3 epochs: 1.694 and 1.637.
+DROPOUT = ((12, 0.2), (6, 0.1), (0, 0.0))
 
 # Document tokens read in training from which a model knows what follows them. Nats for the first 20
 # bytes of a held-out paragraph (2 layers, width 64, 180 kB in 1 to 100 documents, 9 epochs):
