@@ -1,5 +1,6 @@
 """Sizes and steps for a number of minutes, and keeping to them."""
 
+import math
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from gptmini.train import trainer
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
-def planned(config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Config:
+def planned(
+    config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch, held_out: int = 0
+) -> Config:
     """A plan on a machine that makes 10¹⁰ multiplications with a parameter in a second."""
 
     def computed(config: Config, *_: Any) -> StepTime:
@@ -29,7 +32,9 @@ def planned(config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(minutes, "time_step", computed)
     monkeypatch.setattr(minutes, "has_compiler", lambda: False)
-    return minutes.plan(config.with_tokenizer("byte", 257), seconds, CPU)
+    config = config.with_tokenizer("byte", 257)
+    sizes, _ = minutes.choose_sizes(config, seconds, CPU)
+    return minutes.choose_steps(sizes, seconds, CPU, 1, held_out)
 
 
 def test_more_minutes_make_a_larger_model(monkeypatch):
@@ -39,10 +44,24 @@ def test_more_minutes_make_a_larger_model(monkeypatch):
         widths.append(plan.model.d_model)
         tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
         assert tokens * 6 * cost.parameter_count(plan.model) / 1e11 <= seconds
-        assert plan.train.eval_every <= max(1, plan.train.steps // 10)
+        assert plan.train.eval_every <= max(1, plan.train.steps // 2)
     assert widths == sorted(widths)
     assert widths[0] == 128
     assert widths[-1] == 768
+
+
+@pytest.mark.parametrize("held_out", [10_000, 100_000, 1_000_000])
+@pytest.mark.parametrize("seconds", [30, 120, 900])
+def test_evaluations_take_a_twentieth_of_the_time_or_there_is_one(monkeypatch, seconds, held_out):
+    plan = planned(Config(), seconds, monkeypatch, held_out)
+    forward = 2 * cost.parameter_count(plan.model) * 0.75 / 1e11  # a quarter of 6 per parameter
+    count = math.ceil(plan.train.steps / plan.train.eval_every)
+    evaluations = count * (0.5 + forward * held_out)
+    tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
+    updates = tokens * 6 * cost.parameter_count(plan.model) / 1e11
+    assert count == 1 or evaluations < seconds / 20
+    assert count == 10 * 0.8 or evaluations > 0.6 * seconds / 20
+    assert 0.9 * seconds < updates + evaluations + minutes.FINISH < seconds + 0.1
 
 
 def test_what_is_stated_wins_over_the_plan(monkeypatch):
@@ -103,18 +122,27 @@ class Clock:
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (3.0, 3.0), (0.4, 0.4), (1.0, 1.04)])
 def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
-    """The plan thinks a step takes half a second; before and after step 100 it takes another."""
+    """The plan thinks a step takes half a second; before and after step 100 it takes another.
+
+    An evaluation takes half a second, and a quarter of the time of the steps on as many tokens.
+    """
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
-    update, first = trainer.update, minutes.RUNGS[:1]
+    update, evaluation, first = trainer.update, trainer.evaluation, minutes.RUNGS[:1]
     monkeypatch.setattr(minutes, "RUNGS", first)
 
     def timed(training: Any) -> Any:
         clock.now += speeds[training.step > 100] / 2
         return update(training)
 
+    def evaluated(training: Any) -> Any:
+        steps = training.corpus.held_out / (training.config.train.batch_size * 8)
+        clock.now += 0.5 + steps / 4 * speeds[training.step > 100] / 2
+        return evaluation(training)
+
     monkeypatch.setattr(trainer, "update", timed)
+    monkeypatch.setattr(trainer, "evaluation", evaluated)
     config = tiny(data={"path": str(text_file)})
     sections = config.model_dump(exclude_unset=True)
     del sections["train"]["steps"]
@@ -154,12 +182,16 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     per_step=st.floats(0.01, 10),
     given_minutes=st.floats(0.1, 100),
     cooldown=st.floats(0.1, 0.9),
+    held_out=st.integers(0, 1_000_000),
 )
-def test_no_step_made_depends_on_the_new_number(step, steps, per_step, given_minutes, cooldown):
+def test_no_step_made_depends_on_the_new_number(
+    step, steps, per_step, given_minutes, cooldown, held_out
+):
     step = min(step, steps)
     given_ = {"minutes": given_minutes, "steps": steps, "warmup_steps": 5, "cooldown": cooldown}
     settings = TrainConfig.model_validate(given_)
-    found = minutes.paced_steps(settings, step, 0.0, per_step)
+    now = (step, step * per_step)
+    found = minutes.paced_steps(Config(train=settings), (0, 0.0), now, 0.0, held_out)
     changed = settings.model_copy(update={"steps": found})
     for made in range(step):
         assert learning_rate(changed, made) == learning_rate(settings, made)

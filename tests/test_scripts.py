@@ -84,6 +84,43 @@ def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
     assert 1 < float(cells[1][2]) < 7
 
 
+def test_bench_minutes_trains_every_arm_once(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
+    words = ["--shakespeare", str(text), "--texts", "shakespeare-char", "--minutes", "0.02"]
+    results = tmp_path / "results.json"
+    first = output("bench_minutes.py", *words, "--arms", "plan,default", "--out", str(results))
+    found = json.loads(results.read_text())
+    assert found.keys() == {"shakespeare-char/0.02/plan", "shakespeare-char/0.02/default"}
+    assert found["shakespeare-char/0.02/default"]["sizes"] == "4 x 192, char 257, 16 rows"
+    assert all(0 < each["bits"] < 9 and each["seconds"] > 0 for each in found.values())
+    (row,) = first.splitlines()[2:]
+    assert row.startswith(
+        f"| shakespeare-char | 0.02 | {found['shakespeare-char/0.02/plan']['bits']:.4f}"
+    )
+    again = output("bench_minutes.py", *words, "--arms", "plan,default", "--out", str(results))
+    assert (again, json.loads(results.read_text())) == (first, found)  # nothing is trained again
+
+
+def test_bench_minutes_states_what_a_configuration_made_by_hand_has(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import bench_minutes
+
+    texts = bench_minutes.texts(Path("t.txt"), None, Path())
+    stated = set(bench_minutes.stated("shakespeare-char-best", texts["shakespeare-char"]))
+    assert {"model.n_layer=6", "model.dropout=0.15", "train.weight_decay=0.1"} <= stated
+    assert not any(each.startswith("tokenizer") for each in stated)
+    assert "tokenizer.vocab_size=4096" in bench_minutes.stated("default", texts["python-docs"])
+    bench = bench_minutes.Bench(Path(), [])
+    bench.spent = {
+        "shakespeare-char-small": 0.4,
+        "shakespeare-char": 2,
+        "shakespeare-char-best": 14,
+    }
+    nearest = [bench.nearest(texts["shakespeare-char"], minutes, "") for minutes in (0.5, 1.5, 15)]
+    assert nearest == list(texts["shakespeare-char"].by_hand)
+
+
 def test_bench_generate_times_hugging_face_and_gptmini():
     rows = output("bench_generate.py", "--quick").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[5:]]

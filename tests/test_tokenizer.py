@@ -216,6 +216,14 @@ def test_a_pattern_that_backtracks_forever_is_one_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("tokens", "vocab_size"), [(0, 512), (500_000, 512), (1_200_000, 1024), (10**8, 4096)]
+)
+def test_few_tokens_get_a_small_vocabulary(tokens, vocab_size):
+    assert tokenizers.choose("auto", 10**7, 192, tokens) == ("bpe", vocab_size)
+    assert tokenizers.choose("auto", 30_000, 192, tokens) == ("byte", None)
+
+
+@pytest.mark.parametrize(
     ("text_bytes", "d_model", "expected"),
     [
         (0, 192, ("byte", None)),
@@ -229,6 +237,7 @@ def test_a_pattern_that_backtracks_forever_is_one_error(tmp_path: Path):
     ],
 )
 def test_the_vocabulary_fits_text_and_model(text_bytes, d_model, expected):
+    assert tokenizers.choose("auto", text_bytes, d_model, 10**12) == expected
     assert tokenizers.choose("auto", text_bytes, d_model) == expected
     kind, vocab_size = tokenizers.choose("bpe", text_bytes, d_model)
     assert (kind, vocab_size) == ("bpe", expected[1] or 512)

@@ -94,7 +94,7 @@ class ModelConfig(Section):
     """Share one matrix between the token embedding and the output head."""
     dropout: Fraction | None = None
     """Dropout of embeddings and residual branches, rounded to n/256 (0.1 is 26/256); null: by the
-    number of epochs planned (0, 0.1 from 4 epochs, 0.2 from 12)."""
+    number of epochs planned (0, 0.1 from 6 epochs, 0.2 from 12)."""
 
     @property
     def n_kv_head(self) -> int:

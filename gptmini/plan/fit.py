@@ -25,6 +25,7 @@ COMPILE_GAIN = 1.5  # how much faster passes become, where compiling pays
 COMPILE_PAYS = 90  # seconds of training; compiling takes less than a quarter of that
 PROXY_LAYERS = 3  # of the model that is timed in place of a deeper one
 STEADY = 6  # passes until their times settle to within a few percent
+AFTER_EVALUATION = 0.5  # seconds for a sample and a checkpoint
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,14 @@ def time_step(
         compute.synchronize()
         updates.append(time.perf_counter() - started)
     return StepTime(min(passes[1:]) * train.batch_size / size, min(updates))
+
+
+def evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:
+    """The time of an evaluation on so many tokens, from that of a step without torch.compile.
+
+    A pass without gradients takes a quarter of a step, and evaluation is not compiled.
+    """
+    return AFTER_EVALUATION + per_step / 4 * held_out / (config.train.batch_size * config.seq_len)
 
 
 def proxy(config: Config) -> Config:

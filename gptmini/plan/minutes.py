@@ -4,64 +4,102 @@ import math
 from typing import Any
 
 from gptmini.config.load import completed
-from gptmini.config.settings import Config, ModelConfig, TrainConfig
+from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import amount, say, warn
 from gptmini.machine import Compute
 from gptmini.model.optim import cooldown_steps
-from gptmini.plan.cost import parameter_count
-from gptmini.plan.fit import COMPILE_GAIN, COMPILE_PAYS, has_compiler, time_step
+from gptmini.plan.cost import parameters
+from gptmini.plan.fit import COMPILE_GAIN, COMPILE_PAYS, evaluation_seconds, has_compiler, time_step
 
-FINISH = 3  # seconds kept for the last checkpoint and the sample
+Pace = tuple[int, float]
+
+FINISH = 2  # seconds kept for the sample from the best checkpoint
+EVALUATING = 0.05  # of the time at most for evaluations, but for the one at the end
+EVALUATIONS = 10
 HEAD = 64  # width of a head, about
+VOCABULARY = 1024  # assumed until the text is read
 
 # The ladder of models: layers, width, rows per batch.
 RUNGS = (
-    *((4, 128, 16), (4, 192, 16), (4, 256, 16), (6, 256, 16)),
+    *((2, 128, 8), (3, 128, 8), (4, 128, 8), (4, 192, 16), (4, 256, 16), (6, 256, 16)),
     *((6, 384, 16), (8, 512, 32), (12, 768, 64)),
 )
-# How many tokens a model must see to beat the rung below. On Tiny Shakespeare by character, 0.8
-# took 4 x 256 to a loss of 1.465 and 1.0 took 6 x 256 to 1.449, but 0.3 took 6 x 384 only to 1.505.
-# Those three runs also differ in dropout (0, 0.1, 0.2), so this is a hint, not a law.
-TOKENS_PER_PARAMETER = 1.0
+# How many tokens a model must see for each weight of its blocks to beat the rung below. Bits per
+# byte on Tiny Shakespeare by character after equal seconds of updates on one core, in brackets the
+# tokens per weight; one run each, seeds differ by 0.01 or so:
+#
+#       rows   2 x 128      3 x 128      4 x 128      4 x 192      4 x 256
+#   20 s   8   2.616 (2.6)  2.626 (1.2)  2.651 (0.7)
+#   50 s   8                2.496 (3.0)  2.479 (1.7)  2.564 (0.4)  2.618 (0.1)
+#         16                             2.506 (1.8)  2.578 (0.4)
+#  180 s   8                                          2.439 (1.5)
+#         16                                          2.411 (1.6)  2.447 (0.5)
+#  255 s  16                                          2.383 (2.3)  2.386 (0.8, decay 0.1)
+#
+# A decay of 0.1 in place of 0.3 changed 2.479 to 2.499 and 2.411 to 2.409.
+TOKENS_PER_WEIGHT = 0.9
 
 
-def plan(config: Config, seconds: float, compute: Compute, ranks: int = 1) -> Config:
-    """The sizes and the number of steps of the best model for the time left, on `ranks` processes.
+def choose_sizes(
+    config: Config, seconds: float, compute: Compute, ranks: int = 1
+) -> tuple[Config, int]:
+    """The sizes of the best model for the seconds left, on `ranks` processes, and about its steps.
 
     Whatever the configuration states is kept. Models are timed from small to large, up to the
     largest that would still see enough tokens.
     """
-    stated = "steps" in config.train.model_fields_set
-    chosen: Config | None = None
+    sizes = {"n_layer", "n_head", "d_model"}
+    if sizes <= config.model.model_fields_set and "batch_size" in config.train.model_fields_set:
+        return config, config.train.steps
     given = amount(config.train.minutes or seconds / 60, "minute")
     say(f"  timing models for the {given} given ...")
+    chosen, steps = config, 0  # none yet
     for layers, width, rows in RUNGS:
-        sizes = {"n_layer": layers, **_width_and_heads(config.model, width)}
-        candidate = completed(config, {"model": sizes, "train": {"batch_size": rows}})
-        same = chosen and chosen.train.batch_size == candidate.train.batch_size
-        if chosen and same and chosen.model == candidate.model:  # its sizes are stated
+        wanted = {"n_layer": layers, **_width_and_heads(config.model, width)}
+        candidate = completed(config, {"model": wanted, "train": {"batch_size": rows}})
+        if candidate == chosen:  # the sizes in which the two rungs differ are stated
             continue
-        timed = time_step(candidate, compute)
-        passes = timed.passes / ranks
-        if config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and has_compiler():
-            passes /= COMPILE_GAIN
-        per_step = passes + timed.update
-        steps = config.train.steps if stated else max(1, int((seconds - FINISH) / per_step))
-        tokens = steps * candidate.train.batch_size * candidate.seq_len
-        fits = (
-            tokens >= TOKENS_PER_PARAMETER * parameter_count(candidate.model)
-            and steps * per_step <= seconds
-        )
-        if chosen is None and not stated and seconds - FINISH < per_step:
-            warn("train.minutes: too short for this machine; making a single step")
-        if chosen is None or fits:
-            tenth, hundredth = max(1, steps // 10), max(1, steps // 100)
-            intervals = {"eval_every": tenth, "save_every": tenth, "log_every": hundredth}
-            chosen = completed(candidate, {"train": {"steps": steps, **intervals}})
+        per_step = _seconds_per_step(candidate, seconds, compute, ranks)
+        possible = _stated_steps(config) or max(1, int(seconds / per_step))
+        tokens = possible * candidate.train.batch_size * candidate.seq_len
+        parts = parameters(candidate.model)
+        enough = TOKENS_PER_WEIGHT * (parts["attention"] + parts["mlp"])
+        fits = tokens >= enough and possible * per_step <= seconds
+        if fits or not steps:
+            chosen, steps = candidate, possible
         if not fits:
             break
-    assert chosen is not None
-    return chosen
+    return chosen, steps
+
+
+def choose_steps(
+    config: Config, seconds: float, compute: Compute, ranks: int, held_out: int
+) -> Config:
+    """The number of steps for the seconds left, and how often to evaluate on `held_out` tokens."""
+    per_step = _seconds_per_step(config, seconds, compute, ranks)
+    evaluation = evaluation_seconds(config, per_step, held_out)
+    evaluations = min(EVALUATIONS, max(1, int(EVALUATING * seconds / evaluation)))
+    left = seconds - FINISH - evaluations * evaluation
+    if left < per_step and not _stated_steps(config):
+        warn("train.minutes: too short for this machine; making a single step")
+    steps = _stated_steps(config) or max(1, int(left / per_step))
+    # A quarter fewer evaluations: the machine may turn out to be that much faster.
+    interval = math.ceil(1.25 * steps / evaluations)
+    intervals = {"eval_every": interval, "save_every": interval, "log_every": max(1, steps // 100)}
+    return completed(config, {"train": {"steps": steps, **intervals}})
+
+
+def _stated_steps(config: Config) -> int | None:
+    return config.train.steps if "steps" in config.train.model_fields_set else None
+
+
+def _seconds_per_step(config: Config, seconds: float, compute: Compute, ranks: int) -> float:
+    """Measured, but for the gain of compiling where the seconds left are worth that."""
+    vocab_size = config.model.vocab_size or VOCABULARY
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    timed = time_step(config.model_copy(update={"model": model}), compute)
+    compiled = config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and has_compiler()
+    return timed.passes / ranks / (COMPILE_GAIN if compiled else 1) + timed.update
 
 
 def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
@@ -89,12 +127,17 @@ def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     return {"n_head": heads, "d_model": max(1, round(width / multiple)) * multiple}
 
 
-def paced_steps(train: TrainConfig, step: int, elapsed: float, per_step: float) -> int:
-    """The number of steps that ends with the minutes, at the seconds per step measured so far.
+def paced_steps(config: Config, since: Pace, now: Pace, elapsed: float, held_out: int) -> int:
+    """The number of steps that ends with the minutes, evaluations on `held_out` tokens included.
 
+    At the speed between two points of the run, each its step and the seconds of all updates so far.
     Never so low that the cool-down would have begun already; once it has, the number is fixed.
     """
+    train, step = config.train, now[0]
     if train.minutes is None or cooldown_steps(train) >= train.steps - step:
         return train.steps
-    steps = step + int((60 * train.minutes - FINISH - elapsed) / per_step)
+    per_step = (now[1] - since[1]) / (step - since[0])
+    evaluation = evaluation_seconds(config, per_step, held_out)
+    left = 60 * train.minutes - FINISH - elapsed - evaluation  # the last one
+    steps = step + int(left / (per_step + evaluation / train.eval_every))
     return max(steps, min(train.steps, math.ceil((step + 2) / (1 - train.cooldown))))

@@ -17,7 +17,7 @@ from gptmini.console import amount, table
 from gptmini.machine import Compute
 from gptmini.plan import cost
 from gptmini.plan.decide import decide
-from gptmini.plan.fit import COMPILE_GAIN, predict_step, proxy, worth_compiling
+from gptmini.plan.fit import COMPILE_GAIN, evaluation_seconds, predict_step, proxy, worth_compiling
 from gptmini.plan.memory import Memory, dry_run
 from gptmini.text.tokens import Corpus
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 START = 5  # seconds of a command before its steps: imports, text, timing, the first kernels
 COMPILING = 12  # seconds, on two cores
-EVALUATING = 0.5  # seconds after an evaluation: a sample, a checkpoint
 INDENT = " " * 12
 
 
@@ -88,7 +87,7 @@ def _text(config: Config, corpus: Corpus) -> dict[str, float]:
     epochs = corpus.epochs(config.seq_len, train.batch_size, train.steps, config.data.weights)
     return {
         "an_epoch": sum(map(len, corpus.training)),
-        "held_out": sum(map(len, corpus.validation)),
+        "held_out": corpus.held_out,
         "epochs": epochs,
     }
 
@@ -190,9 +189,7 @@ def _measured(
     waste = max(1.0, grown / memory.activations)
     compiled = worth_compiling(config, step.passes * train.steps)
     per_step = step.passes / (COMPILE_GAIN if compiled else 1) + step.update
-    # A pass without gradients takes a quarter of both, and evaluation is not compiled.
-    tokens = sum(map(len, corpus.validation))
-    once = EVALUATING + step.passes / 4 * tokens / (train.batch_size * config.seq_len)
+    once = evaluation_seconds(config, step.passes, corpus.held_out)
     first = config.base.run is not None  # before the first step
     evaluations = math.ceil(train.steps / train.eval_every) + first
     # The first step allocates for all the others and takes twice the time.

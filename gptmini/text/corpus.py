@@ -46,6 +46,12 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Tok
         return _whole(paths, settings, tokenizer, cache)
 
 
+def learns_vocabulary(config: Config) -> bool:
+    """Whether a vocabulary will be learned from the text, of a size that is left open."""
+    kind, vocab_size = config.tokenizer.kind, config.tokenizer.vocab_size
+    return kind in ("auto", "bpe") and vocab_size is None and parts.find(config.data.path) is None
+
+
 def check_paths(paths: list[str], settings: DataConfig) -> None:
     """DataError for paths that name no text and no token files."""
     if parts.find(paths) is None:
@@ -179,7 +185,9 @@ def _tokenizer(config: Config, training: list[Text], cache: Path) -> Tokenizer:
     kind, vocab_size = config.tokenizer.kind, config.tokenizer.vocab_size
     size = sum(text.bytes for text in training)
     if kind in ("auto", "bpe") and vocab_size is None:
-        kind, vocab_size = tokenizers.choose(kind, size, config.model.d_model)
+        train = config.train
+        planned = None if train.minutes is None else train.steps * train.batch_size * config.seq_len
+        kind, vocab_size = tokenizers.choose(kind, size, config.model.d_model, planned)
     if kind not in ("char", "bpe"):
         return tokenizers.create(kind)
     digest = hashlib.sha256("".join(text.digest for text in training).encode()).hexdigest()

@@ -23,6 +23,7 @@ from gptmini.text import bpe
 
 FORMAT = 1
 IMPORTED = "imported"  # the kind of a tokenizer that came with somebody else's model
+READ = 1000  # tokens that training should read for each one of a vocabulary
 BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -227,7 +228,9 @@ def find(name: str) -> Tokenizer:
     return create(name)
 
 
-def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
+def choose(
+    kind: str, text_bytes: int, d_model: int, tokens: int | None = None
+) -> tuple[str, int | None]:
     """Kind and vocabulary size for `auto`, or for `bpe` without a size.
 
     The power of two nearest to 20 d_model, so that the output head costs half as much as four
@@ -240,8 +243,20 @@ def choose(kind: str, text_bytes: int, d_model: int) -> tuple[str, int | None]:
         Shakespeare,    1.1 MB    2.33     2.15   2.10   2.03   1.98   1.97
         python-code,   10   MB    1.92     1.79   1.76   1.69   1.64   1.58
         seconds a step            0.13     0.14   0.15   0.16   0.19   0.25
+
+    If training is to read only so many `tokens`, one for each READ of them, but 512 at least. Best
+    bits per byte in equal seconds, with models of the size that `--minutes` chooses for them:
+
+        corpus, tokens read              char  bpe 512   1024   2048   4096
+        python-docs,  0.5 M (4 layers)   1.92     1.79
+        python-docs,  0.6 M                      1.694  1.700
+        python-docs,  1.2 M                      1.636  1.637         1.712
+        python-code,  1.1 M                             1.898  1.913
+        python-code,  2.3 M                             1.432  1.428
     """
     size = min(20 * d_model, text_bytes // 128, 32_768)
+    if tokens is not None:
+        size = min(size, max(tokens // READ, 512))
     vocab_size = 1 << round(math.log2(max(size, 1)))
     if kind == "auto" and vocab_size < 512:
         return "byte", None

@@ -224,6 +224,11 @@ class Corpus:
         return max(visited * share / CYCLE / windows(file, seq_len) for share, file in turns)
 
     @property
+    def held_out(self) -> int:
+        """Tokens to validate on."""
+        return sum(map(len, self.validation))
+
+    @property
     def beginnings(self) -> int:
         """Documents with text before them, whose document tokens each epoch reads.
 
@@ -245,7 +250,7 @@ class Corpus:
         return (
             f"  data      {self.name}: {_in_bytes(size)} -> {count:,} tokens "
             f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{why}); "
-            f"{sum(map(len, self.validation)):,} held out for validation"
+            f"{self.held_out:,} held out for validation"
         )
 
 

@@ -91,7 +91,7 @@ class Training:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))  # losses, for spikes
     saved: int | None = None  # the step of the newest checkpoint
     logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
-    first: tuple[int, float] | None = None  # step and time of this command's first update
+    first: tuple[int, float] | None = None  # step and seconds after this command's first update
 
     @property
     def step(self) -> int:

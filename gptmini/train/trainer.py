@@ -213,16 +213,16 @@ def _keep_pace(training: Training, bar: TrainingProgress) -> None:
 
     No step up to there depends on that number, so the final configuration describes the whole run.
     """
-    settings, now = training.config.train, (training.step, training.elapsed)
+    config, now = training.config, (training.step, training.progress.seconds)
     if training.first is None:  # a command's first update allocates for all the others
         training.first = now
-    elif training.step % settings.log_every == 0:
-        per_step = (now[1] - training.first[1]) / (now[0] - training.first[0])
-        steps = training.ranks.lead(lambda: paced_steps(settings, *now, per_step))
-        if settings.minutes and steps != settings.steps:
-            config = training.config = training.config.with_train(steps=steps)
-            training.ranks.lead(lambda: training.run.write_config(config))
-            bar.plan(steps, settings.minutes)
+    elif training.step % config.train.log_every == 0:
+        pace = (training.first, now, training.elapsed, training.corpus.held_out)
+        steps = training.ranks.lead(lambda: paced_steps(config, *pace))
+        if config.train.minutes and steps != config.train.steps:
+            training.config = config.with_train(steps=steps)
+            training.ranks.lead(lambda: training.run.write_config(training.config))
+            bar.plan(steps, config.train.minutes)
 
 
 def _save_is_due(training: Training) -> bool:
