@@ -16,13 +16,14 @@ from gptmini.runs.directory import RunDirectory
 
 
 def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_path: Path):
-    def chosen(steps: int, **model: float) -> float | None:
+    def chosen(steps: int, **model: float | None) -> float | None:
         config = tiny(data={"path": str(text_file)}, train={"steps": steps}, model=model)
         return decide(config, None, tmp_path / "cache").config.model.dropout
 
     assert chosen(10) == 0
     assert chosen(1000) == 0.2
     assert chosen(1000, dropout=0.05) == 0.05
+    assert chosen(1000, dropout=None) == 0.2
 
 
 def test_nothing_is_left_open(text_file: Path, tmp_path: Path):

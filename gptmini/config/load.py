@@ -99,11 +99,12 @@ def validate(data: dict[str, Any], origins: Origins) -> Config:
 
 
 def completed(config: Config, wanted: dict[str, dict[str, Any]]) -> Config:
-    """The configuration with the settings it leaves open taken from `wanted`, by section."""
-    given = config.model_dump(exclude_unset=True)
-    return validate(
-        given | {name: values | given.get(name, {}) for name, values in wanted.items()}, {}
-    )
+    """The configuration with the settings it leaves open, or null, from `wanted`, by section."""
+    data = config.model_dump(exclude_unset=True)
+    for section, values in wanted.items():
+        given = data.setdefault(section, {})
+        given |= {key: value for key, value in values.items() if given.get(key) is None}
+    return validate(data, {})
 
 
 def _contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list[Any]:
