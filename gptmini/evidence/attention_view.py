@@ -112,7 +112,7 @@ def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
         q, k, _ = module.heads(*arguments[:2])  # (1, H, T, K), (1, G, T, K)
         positions = torch.arange(q.shape[2], device=q.device)
         mask = visible(positions, positions, module.window)
-        k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)  # (1, H, T, K)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (1, H, T, K)
         layers.append(mechanisms.attention_weights(q[0], k[0], mask))
 
     hooks = [
