@@ -35,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
         return x * scale * weight
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         """LayerNorm's backward kernel at mean 0, without what depends on the mean.
 
@@ -74,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total / len(logits)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
         return logits.mul_(gradient), None
