@@ -1,4 +1,4 @@
-"""Plant bugs in the core and a few more files, one at a time, and list those that the tests do not see.
+"""Plant bugs in the core and beside it, one at a time, and list those that the tests do not see.
 
 Each bug replaces a text that must occur exactly once in its file. It is planted in a temporary copy
 of the checkout, and the tests that concern the file run until one fails. They run without a C++
