@@ -145,7 +145,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("mean left in the gradient", "return dx.addcmul_(scale, mean), ", "return dx, "),
         ("eps ignored in training", "/ x.shape[-1] + eps)", "/ x.shape[-1])"),
         ("target's logit not lifted", "gradient[:, :1], -1)", "gradient[:, :1], 0)"),
-        ("gradient of a chunk's mean", "div_(len(logits))", "div_(len(some))"),
+        ("gradient of a chunk's mean", "div_(len(logits))", "div_(len(chunk))"),
         ("weight of a micro-batch lost", "logits.mul_(gradient)", "logits"),
     ],
     "model/gpt": [

@@ -1,6 +1,7 @@
 """The one place where a run's configuration is made."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.errors import MachineError
 from gptmini.plan import decide as deciding
+from gptmini.plan import minutes
 from gptmini.plan.decide import decide, with_choices
 from gptmini.plan.fit import StepTime
 from gptmini.runs.directory import RunDirectory
@@ -119,3 +121,36 @@ def test_what_is_stated_stays_when_a_run_is_resumed():
     asked = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})
     kept = with_choices(asked, first)
     assert (kept.model.dropout, kept.train.micro_batch_size) == (0.3, 4)
+
+
+@pytest.mark.parametrize(("given", "vocabulary"), [(1, 512), (10, 2048)])
+def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
+    tmp_path: Path, monkeypatch, given: int, vocabulary: int
+):
+    letters = random.Random(0)
+    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(50_000)]
+    (tmp_path / "text.txt").write_text(" ".join(words))  # 300 kB
+    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    sections = {"data": {"path": str(tmp_path / "text.txt")}}
+    sections["train"] = {"minutes": given, "compile": "off", "device": "cpu", "dtype": "float32"}
+    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    assert config.model.vocab_size == vocabulary
+    assert config.train.steps == pytest.approx(120 * given, rel=0.1)
+
+
+def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 4000)
+    clock = [0.0]
+    prepare = deciding.prepare_corpus
+
+    def slow(*given):
+        clock[0] += 500
+        return prepare(*given)
+
+    monkeypatch.setattr(deciding, "prepare_corpus", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    sections = {"data": {"path": str(tmp_path / "text.txt")}}
+    sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
+    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    assert config.model.d_model == 128  # for 100 seconds; for 600 it would be 256

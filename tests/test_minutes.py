@@ -34,6 +34,7 @@ def planned(
     monkeypatch.setattr(minutes, "has_compiler", lambda: False)
     config = config.with_tokenizer("byte", 257)
     sizes, _ = minutes.choose_sizes(config, seconds, CPU)
+    assert minutes.has_sizes(sizes)
     return minutes.choose_steps(sizes, seconds, CPU, 1, held_out)
 
 
@@ -60,6 +61,7 @@ def test_evaluations_take_a_twentieth_of_the_time_or_there_is_one(monkeypatch, s
     tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
     updates = tokens * 6 * cost.parameter_count(plan.model) / 1e11
     assert count == 1 or evaluations < seconds / 20
+    assert plan.train.save_every <= max(1, plan.train.steps // 4)  # even if it evaluates once
     assert count == 10 * 0.8 or evaluations > 0.6 * seconds / 20
     assert 0.9 * seconds < updates + evaluations + minutes.FINISH < seconds + 0.1
 
@@ -69,6 +71,28 @@ def test_what_is_stated_wins_over_the_plan(monkeypatch):
     plan = planned(validate(stated, {}), 300, monkeypatch)
     assert (plan.model.d_model, plan.model.n_head, plan.model.head_dim) == (64, 2, 32)
     assert (plan.train.steps, plan.train.batch_size, plan.train.eval_every) == (7, 3, 1)
+
+
+def test_stated_evaluations_take_their_time_from_the_steps(monkeypatch):
+    steps = [
+        planned(validate({"train": {"eval_every": every}}, {}), 60, monkeypatch, 10**5).train.steps
+        for every in (10, 10_000)
+    ]
+    assert steps[0] < 0.9 * steps[1]
+
+
+def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
+    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    config = validate({"train": {"micro_batch_size": 16}}, {})
+    sizes, _ = minutes.choose_sizes(config.with_tokenizer("byte", 257), 30, CPU, ranks=2)
+    assert sizes.train.batch_size == 32
+
+
+def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
+    stated = {"model": {"n_layer": 4, "d_model": 256}, "train": {"batch_size": 16}}
+    config = validate(stated, {}).with_tokenizer("byte", 257)
+    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    assert minutes.choose_sizes(config, 30, CPU)[1] == 60
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 192, 256, 320, 768])
@@ -181,7 +205,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     steps=st.integers(50, 5000),
     per_step=st.floats(0.01, 10),
     given_minutes=st.floats(0.1, 100),
-    cooldown=st.floats(0.1, 0.9),
+    cooldown=st.floats(0.1, 0.9) | st.just(1.0),
     held_out=st.integers(0, 1_000_000),
 )
 def test_no_step_made_depends_on_the_new_number(

@@ -79,7 +79,7 @@ def test_the_step_computes_on_arm_what_it_does_here_in_slices_too(tmp_path: Path
         step = ArmStep([EMULATOR, program, memory], model, weights)
         expected, found = (run(each, tokens) for each in (step_of(model, weights), step))
         off = float((found - expected).norm() / expected.norm())
-        assert off < {"float32": 1e-6, "bfloat16": 5e-3, "int8": 2e-4}[weights]
+        assert off < {"float32": 1e-6, "bfloat16": 5e-3, "int8": 2e-3}[weights]
         slices = [run(step, tokens[a:b], 0, a) for a, b in ((0, 1), (1, 10), (10, LENGTH))]
         assert torch.equal(torch.cat(slices), found)
 

@@ -78,10 +78,11 @@ def test_torture_loses_no_run():
 def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
-    rows = output("bench_train.py", str(text), "--parts", "small", "--quick").splitlines()
+    rows = output("bench_train.py", str(text), "--parts", "small,share", "--quick").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
     assert float(cells[0][1]) > 0
     assert 1 < float(cells[1][2]) < 7
+    assert 0 < float(cells[2][1].split()[-1].rstrip("%")) < 200  # of what a large product reaches
 
 
 def test_bench_minutes_trains_every_arm_once(tmp_path: Path):
@@ -143,7 +144,7 @@ def test_bench_llama_times_llama_cpp():
         assert len(pairs) == 3
         for pair in pairs:
             ours, _, llama, ratio, _ = pair.replace(",", "").replace("(", "").split()
-            assert float(ratio) == pytest.approx(float(ours) / float(llama), abs=0.06)
+            assert float(ratio) == pytest.approx(float(ours) / float(llama), rel=0.05, abs=0.06)
 
 
 def test_bench_serve_times_the_server(tmp_path: Path):

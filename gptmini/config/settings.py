@@ -81,7 +81,7 @@ class ModelConfig(Section):
     rope_scaling: Annotated[list[Positive], Field(min_length=4, max_length=4)] | None = None
     """Slower rotation, as of Llama 3.1: factor, low_freq_factor, high_freq_factor, old context."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalization; on a CPU only layernorm has a fused kernel."""
+    """Normalization; on a CPU layernorm is the faster."""
     norm_eps: Positive = 1e-5
     """Added to the variance in norms, against division by zero."""
     activation: Literal["gelu", "swiglu", "relu2"] = "relu2"
@@ -148,7 +148,8 @@ class TokenizerConfig(Section):
     """One of byte, char and bpe (learned from the text); or the name of a tiktoken encoding such as
     gpt2; or a saved tokenizer (.json). auto: bpe, or byte for texts of less than 46 KB."""
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = None
-    """Number of tokens of a bpe tokenizer; null: by the size of text and model."""
+    """Number of tokens of a bpe tokenizer; null: by the size of text and model, and
+    under minutes also by the tokens that training will read."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.vocab_size is not None and self.kind != "bpe":

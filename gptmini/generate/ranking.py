@@ -42,7 +42,7 @@ def pick(weights: Weights, random: float) -> int:
     return block * BLOCK + int(sums.searchsorted(rest, side="right"))
 
 
-def _sorted(values: Logits, chosen: np.ndarray[tuple[int], np.dtype[np.bool]]) -> Tokens:
+def _sorted(values: Logits, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Tokens:
     """The chosen places, from the largest value to the smallest."""
     places = np.flatnonzero(chosen)
     # Numbers of 64 bits with the value above and the place below sort twenty times as fast as

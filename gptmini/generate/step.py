@@ -61,9 +61,9 @@ class NativeStep:
     """The compiled forward pass of one model over one cache of B rows.
 
     Weights are stored in the given precision; bfloat16 and int8 ones are multiplied with inputs of
-    16 bits, and the rest of the arithmetic is float32. A token's logits have the same bits whatever
-    else is in the call. C holds pointers into the model and the cache, so neither may be moved or
-    reallocated while this lives.
+    16 bits, keys and values rounded to bfloat16, and the rest of the arithmetic is float32. A
+    token's logits have the same bits whatever else is in the call. C holds pointers into the model
+    and the cache, so neither may be moved or reallocated while this lives.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""RMSNorm and cross-entropy with the results of torch's own, in less time and memory.
+"""RMSNorm and cross-entropy, in less time and memory than torch's own.
 
 Letters: N rows, D width, V vocabulary.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-AT_ONCE = 2**22  # logits in float32 at a time; so many stay in the caches of a CPU
+AT_ONCE = 2**22  # logits in float32 at a time; more would leave the caches of a CPU
 
 
 class RMSNorm(nn.RMSNorm):
@@ -64,12 +64,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         rows, total = max(1, AT_ONCE // logits.shape[1]), logits.new_zeros((), dtype=torch.float32)
-        for some, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
-            logs = some.float().log_softmax(-1)  # (rows, V)
+        for chunk, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
+            logs = chunk.float().log_softmax(-1)  # (rows, V)
             total -= logs.gather(1, labels).sum()
             gradient = logs.exp_()  # softmax, from which 1 is taken at the target
             gradient.scatter_add_(1, labels, torch.full_like(gradient[:, :1], -1))
-            some.copy_(gradient.div_(len(logits)))
+            chunk.copy_(gradient.div_(len(logits)))
         ctx.save_for_backward(logits)
         return total / len(logits)
 

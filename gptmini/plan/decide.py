@@ -21,7 +21,7 @@ from gptmini.machine import Compute
 from gptmini.plan.base import CHOSEN, begun_from, identified, introduce, shaped
 from gptmini.plan.cost import parameter_count
 from gptmini.plan.fit import choose_compile, micro_batch_size
-from gptmini.plan.minutes import choose_sizes, choose_steps
+from gptmini.plan.minutes import choose_sizes, choose_steps, has_sizes
 from gptmini.runs.directory import RunDirectory
 from gptmini.text.corpus import learns_vocabulary, prepare_corpus
 from gptmini.text.tokens import Corpus
@@ -88,9 +88,8 @@ def decide(
     planned = config.train.minutes is not None and existing is None
     if asked.base.run is not None:
         config, corpus = _fine_tuning(config, run, cache, compute if here else None)
-    elif planned and learns_vocabulary(config):  # one that suits the sizes and the steps
-        config, steps = choose_sizes(config, _left(config, started), compute, ranks)
-        corpus = prepare_corpus(config.with_train(steps=steps), cache)
+    elif planned and learns_vocabulary(config):
+        config, corpus = _sized_first(config, cache, started, compute, ranks)
     else:
         corpus = prepare_corpus(config, cache)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
@@ -99,7 +98,8 @@ def decide(
         introduce(config, corpus)
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if planned:
-        config, _ = choose_sizes(config, _left(config, started), compute, ranks)
+        if not has_sizes(config):
+            config, _ = choose_sizes(config, _left(config, started), compute, ranks)
         left = _left(config, started)
         config = choose_steps(config, left, compute, ranks, corpus.held_out)
     train = config.train
@@ -124,6 +124,17 @@ def decide(
     config = config.with_train(compile="on" if compiled else "off")
     per_step = None if timed is None else timed.passes + timed.update
     return Decision(config, corpus, compute, started, paced, per_step, outcome)
+
+
+def _sized_first(
+    config: Config, cache: Path, started: float, compute: Compute, ranks: int
+) -> tuple[Config, Corpus]:
+    """Sizes, and the text in a vocabulary that suits them and the steps; sizes may stay open."""
+    before = _left(config, started)
+    sized, steps = choose_sizes(config, before, compute, ranks)
+    corpus = prepare_corpus(sized.with_train(steps=steps), cache)
+    slow = _left(config, started) < 0.8 * before  # what is left may not suffice for these sizes
+    return config if slow else sized, corpus
 
 
 def _left(config: Config, started: float) -> float:

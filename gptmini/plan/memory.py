@@ -84,7 +84,8 @@ def dry_run(config: Config, compute: Compute) -> Memory:
             for _ in range(min(2, train.batch_size // size)):  # the second pass has gradients
                 tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
                 with compute.autocast():
-                    loss(model, tokens, tokens).backward()
+                    mean = loss(model, tokens, tokens)
+                mean.backward()
             nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
             optimizer.step(train.lr)
         state = sum(tensor.nbytes for tensor in optimizer.state().values())

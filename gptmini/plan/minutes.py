@@ -11,7 +11,7 @@ from gptmini.model.optim import cooldown_steps
 from gptmini.plan.cost import parameters
 from gptmini.plan.fit import COMPILE_GAIN, COMPILE_PAYS, evaluation_seconds, has_compiler, time_step
 
-Pace = tuple[int, float]
+Pace = tuple[int, float]  # a step, and the seconds of all updates so far
 
 FINISH = 2  # seconds kept for the sample from the best checkpoint
 EVALUATING = 0.05  # of the time at most for evaluations, but for the one at the end
@@ -40,6 +40,12 @@ RUNGS = (
 TOKENS_PER_WEIGHT = 0.9
 
 
+def has_sizes(config: Config) -> bool:
+    """Whether all is stated that `choose_sizes` chooses."""
+    sizes, train = {"n_layer", "n_head", "d_model"}, config.train
+    return sizes <= config.model.model_fields_set and "batch_size" in train.model_fields_set
+
+
 def choose_sizes(
     config: Config, seconds: float, compute: Compute, ranks: int = 1
 ) -> tuple[Config, int]:
@@ -48,16 +54,15 @@ def choose_sizes(
     Whatever the configuration states is kept. Models are timed from small to large, up to the
     largest that would still see enough tokens.
     """
-    sizes = {"n_layer", "n_head", "d_model"}
-    if sizes <= config.model.model_fields_set and "batch_size" in config.train.model_fields_set:
-        return config, config.train.steps
     given = amount(config.train.minutes or seconds / 60, "minute")
     say(f"  timing models for the {given} given ...")
     chosen, steps = config, 0  # none yet
+    unit = ranks * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
     for layers, width, rows in RUNGS:
         wanted = {"n_layer": layers, **_width_and_heads(config.model, width)}
-        candidate = completed(config, {"model": wanted, "train": {"batch_size": rows}})
-        if candidate == chosen:  # the sizes in which the two rungs differ are stated
+        batch = {"batch_size": math.ceil(rows / unit) * unit}
+        candidate = completed(config, {"model": wanted, "train": batch})
+        if steps and candidate == chosen:  # the sizes in which the two rungs differ are stated
             continue
         per_step = _seconds_per_step(candidate, seconds, compute, ranks)
         possible = _stated_steps(config) or max(1, int(seconds / per_step))
@@ -79,13 +84,20 @@ def choose_steps(
     per_step = _seconds_per_step(config, seconds, compute, ranks)
     evaluation = evaluation_seconds(config, per_step, held_out)
     evaluations = min(EVALUATIONS, max(1, int(EVALUATING * seconds / evaluation)))
+    if "eval_every" in config.train.model_fields_set:
+        per_step += evaluation / config.train.eval_every
+        evaluations = 1  # the last one
     left = seconds - FINISH - evaluations * evaluation
     if left < per_step and not _stated_steps(config):
         warn("train.minutes: too short for this machine; making a single step")
     steps = _stated_steps(config) or max(1, int(left / per_step))
     # A quarter fewer evaluations: the machine may turn out to be that much faster.
     interval = math.ceil(1.25 * steps / evaluations)
-    intervals = {"eval_every": interval, "save_every": interval, "log_every": max(1, steps // 100)}
+    intervals = {
+        "eval_every": interval,
+        "save_every": min(interval, max(1, steps // 4)),  # what a kill may cost
+        "log_every": max(1, steps // 100),
+    }
     return completed(config, {"train": {"steps": steps, **intervals}})
 
 
@@ -134,7 +146,8 @@ def paced_steps(config: Config, since: Pace, now: Pace, elapsed: float, held_out
     Never so low that the cool-down would have begun already; once it has, the number is fixed.
     """
     train, step = config.train, now[0]
-    if train.minutes is None or cooldown_steps(train) >= train.steps - step:
+    cooling = train.cooldown == 1 or cooldown_steps(train) >= train.steps - step
+    if train.minutes is None or cooling:
         return train.steps
     per_step = (now[1] - since[1]) / (step - since[0])
     evaluation = evaluation_seconds(config, per_step, held_out)

@@ -186,8 +186,9 @@ def _tokenizer(config: Config, training: list[Text], cache: Path) -> Tokenizer:
     size = sum(text.bytes for text in training)
     if kind in ("auto", "bpe") and vocab_size is None:
         train = config.train
-        planned = None if train.minutes is None else train.steps * train.batch_size * config.seq_len
-        kind, vocab_size = tokenizers.choose(kind, size, config.model.d_model, planned)
+        planned = train.minutes is not None and "steps" in train.model_fields_set
+        tokens = train.steps * train.batch_size * config.seq_len if planned else None
+        kind, vocab_size = tokenizers.choose(kind, size, config.model.d_model, tokens)
     if kind not in ("char", "bpe"):
         return tokenizers.create(kind)
     digest = hashlib.sha256("".join(text.digest for text in training).encode()).hexdigest()

@@ -23,7 +23,7 @@ from gptmini.text import bpe
 
 FORMAT = 1
 IMPORTED = "imported"  # the kind of a tokenizer that came with somebody else's model
-READ = 1000  # tokens that training should read for each one of a vocabulary
+TOKENS_PER_ENTRY = 1000  # that training should read, for each entry of a vocabulary
 BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -244,7 +244,7 @@ def choose(
         python-code,   10   MB    1.92     1.79   1.76   1.69   1.64   1.58
         seconds a step            0.13     0.14   0.15   0.16   0.19   0.25
 
-    If training is to read only so many `tokens`, one for each READ of them, but 512 at least. Best
+    If the `tokens` that training will read are few, one for each 1,000 of them, 512 at least. Best
     bits per byte in equal seconds, with models of the size that `--minutes` chooses for them:
 
         corpus, tokens read              char  bpe 512   1024   2048   4096
@@ -256,7 +256,7 @@ def choose(
     """
     size = min(20 * d_model, text_bytes // 128, 32_768)
     if tokens is not None:
-        size = min(size, max(tokens // READ, 512))
+        size = min(size, max(tokens // TOKENS_PER_ENTRY, 512))
     vocab_size = 1 << round(math.log2(max(size, 1)))
     if kind == "auto" and vocab_size < 512:
         return "byte", None
