@@ -16,8 +16,11 @@ PADDED, LANES = 64, 16  # as in product.h
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (N, K) as int8 with one scale per row (N,), so that each row's largest is 127."""
-    scales = weights.abs().amax(dim=1).clamp(min=1e-30) / 127  # (N,)
-    return (weights / scales[:, None]).round().to(torch.int8), scales
+    integers, scales = [], []
+    for rows in weights.split(1024):  # all of a vocabulary's rows would take the most memory
+        scales.append(rows.abs().amax(dim=1).clamp(min=1e-30) / 127)
+        integers.append((rows / scales[-1][:, None]).round().to(torch.int8))
+    return torch.cat(integers), torch.cat(scales)
 
 
 @torch.no_grad()
@@ -36,6 +39,11 @@ def padded(width: int, unit: int = PADDED) -> int:
     return -(-width // unit) * unit
 
 
+def pad(weights: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+    """Weights with zeros below and beside them; no copy of those that need none."""
+    return functional.pad(weights, (0, columns, 0, rows)) if rows or columns else weights
+
+
 # The first module of each matrix: its words, scales and bias, and how many rows and columns.
 Packed = dict[nn.Module, tuple[list[Tensor | None], int, int]]
 
@@ -49,10 +57,10 @@ def pack(
     weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
     bias = torch.cat([part["bias"].detach() for part in parts]) if "bias" in parts[0] else None
     if precision == "float32":
-        weights = functional.pad(weights, (0, -weights.shape[1] % PADDED))
+        weights = pad(weights, columns=-weights.shape[1] % PADDED)
         return [weights, None, bias], *weights.shape
     missing = -weights.shape[0] % PADDED
-    weights = functional.pad(weights, (0, -weights.shape[1] % PADDED, 0, missing))
+    weights = pad(weights, missing, -weights.shape[1] % PADDED)
     rows, columns = weights.shape
     bias = None if bias is None else functional.pad(bias, (0, missing))
     scales = None
