@@ -148,8 +148,7 @@ class TokenizerConfig(Section):
     """One of byte, char and bpe (learned from the text); or the name of a tiktoken encoding such as
     gpt2; or a saved tokenizer (.json). auto: bpe, or byte for texts of less than 46 KB."""
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = None
-    """Number of tokens of a bpe tokenizer; null: by the size of text and model, and
-    under minutes also by the tokens that training will read."""
+    """Number of tokens of a bpe tokenizer; null: as suits the text, the model and given minutes."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.vocab_size is not None and self.kind != "bpe":
