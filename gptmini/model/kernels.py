@@ -1,6 +1,6 @@
 """RMSNorm and cross-entropy, in less time and memory than torch's own.
 
-Letters: N rows, D width, V vocabulary.
+Letters: N rows, V vocabulary.
 """
 
 from typing import Any
