@@ -476,7 +476,12 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
             "        self._send()\n        for work",
             "        for work",
         ),
-        ("every micro-batch is sent", "self.made < self.n - 1", "self.made < 0"),
+        (
+            "every micro-batch is sent",
+            "self.made < self.n - 1",
+            "self.made < 0",
+            "the sum of the last one, which is of all, overwrites the others",
+        ),
         (
             "matrices change places",
             ".flatten(0, 1)[:count]",
