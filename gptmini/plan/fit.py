@@ -96,7 +96,7 @@ def time_step(
 def evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:
     """The time of an evaluation on `held_out` tokens, from that of a step.
 
-    A pass without gradients takes about a quarter of one with them.
+    Reading without gradients takes about a quarter of the time of a step on as many tokens.
     """
     return AFTER_EVALUATION + per_step / 4 * held_out / (config.train.batch_size * config.seq_len)
 

@@ -39,7 +39,7 @@ def size(
     """Everything as JSON data; times are for this machine or for `ranks` accelerators.
 
     With an accelerator and `model.vocab_size`, the text is needed only for a tokenizer that is
-    named; without it there are no epochs to count. `train.shard` shards as `shard` does.
+    named; without it there are no epochs to count. `train.shard` has the effect of `shard`.
     """
     choose = asked.train.micro_batch_size is None
     textless = asked.model.vocab_size is not None and asked.tokenizer.kind == "auto"

@@ -47,7 +47,7 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Tok
 
 
 def learns_vocabulary(config: Config) -> bool:
-    """Whether a vocabulary will be learned from the text, of a size that is left open."""
+    """Whether a vocabulary is to be learned from the text and its size is not stated."""
     kind, vocab_size = config.tokenizer.kind, config.tokenizer.vocab_size
     return kind in ("auto", "bpe") and vocab_size is None and parts.find(config.data.path) is None
 
