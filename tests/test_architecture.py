@@ -1,4 +1,4 @@
-"""The layout of the package: rooms whose imports point one way, a small core, and what never loads.
+"""The layout of the package: rooms whose imports point one way, and what never loads.
 
 The rooms and the rules are those of README's map: a room imports only rooms listed before it.
 """
@@ -36,11 +36,6 @@ ROOMS = {
     "serve": ["completions", "server"],
     "cli": ["app", "options", "train", "generate", "text", "evidence", "interop", "serve"],
 }
-CORE = [  # read in one sitting
-    *("model.attention", "model.layers", "model.gpt", "model.optim"),
-    *("generate.filters", "generate.sampler"),
-    *("train.batches", "train.evaluate", "train.trainer"),
-]
 DOORS = {  # the only modules that import a library
     "pydantic": {"config.section", "config.settings", "config.load"},
     "pydantic_core": {"config.section"},
@@ -144,7 +139,7 @@ def test_a_room_has_no_circles(room):
 def test_a_room_begins_with_a_docstring_and_nothing_else(room):
     (only,) = TREES[f"{room}.__init__"].body
     assert isinstance(only, ast.Expr)
-    assert 1 < len(ast.get_docstring(TREES[f"{room}.__init__"]).splitlines()) < 7
+    assert ast.get_docstring(TREES[f"{room}.__init__"])
 
 
 def test_the_model_knows_only_its_settings_and_its_errors():
@@ -198,25 +193,3 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
     used = {ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.expr)}
     allowed = {"console": CONSOLE_ONLY, "distributed.ranks": {"os.environ"}}  # torchrun's variables
     assert not (used & CONSOLE_ONLY) - allowed.get(name, set())
-
-
-def test_the_core_is_read_in_one_sitting():
-    lines = {name: len(SOURCES[name].splitlines()) for name in CORE}
-    assert sum(lines.values()) <= 1450, lines
-
-
-def test_files_are_short():
-    assert not {name for name in FILES if len(SOURCES[name].splitlines()) > 350}
-
-
-def test_functions_are_short():
-    """At most 60 lines after the signature, which declares a command's options, and docstring."""
-    long = {}
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                body = node.body[ast.get_docstring(node) is not None :] or node.body
-                lines = body[-1].end_lineno - body[0].lineno + 1
-                if lines > 60:
-                    long[f"{name}.{node.name}"] = lines
-    assert not long
