@@ -172,7 +172,7 @@ def test_every_configuration_is_described():
 
 def test_every_script_that_is_named_exists():
     texts = "".join(path.read_text() for path in READMES)
-    named = set(re.findall(r"python (scripts/\w+\.py)", texts))
+    named = set(re.findall(r"python ((?:scripts|tests)/[\w/]+\.py)", texts))
     assert named
     assert all((ROOT / name).is_file() for name in named)
     for script in (ROOT / "scripts").glob("*.py"):
