@@ -220,6 +220,18 @@ def test_narrow_weights_give_prompts_and_steps_one_arithmetic(weights, attention
 
 
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
+    model, prompt = model_of(length=256), [n * n % 50 for n in range(200)]
+    engine = engine_of(model, "compiled", 2)
+    engine([Text(0, prompt, 256)])
+    text = Text(1, prompt, 256)
+    for _ in decode(engine, [text], SampleConfig(max_new_tokens=60), 256):
+        pass
+    assert text.start > 0
+    assert text.reused == 128
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
 @pytest.mark.parametrize("weights", PRECISIONS)
 def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
     """A text that needs logits of its whole prompt overwrites the keys that others could share."""

@@ -144,7 +144,9 @@ class NativeEngine:
                 layer.keys[slot, :, :length] = layer.keys[donor, :, :length]
                 layer.values[slot, :, :length] = layer.values[donor, :, :length]
         self._prefilled[slot] = text.context[:length]
-        text.cached = text.reused = length
+        text.cached = length
+        if not text.tokens:  # a text that slid has told what its prompt reused
+            text.reused = length
 
     def _common(self, slot: int, text: Text) -> int:
         """How many tokens, in whole chunks, a slot has in common with a text's beginning."""
