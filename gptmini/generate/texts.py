@@ -53,7 +53,7 @@ class Text:
         self.start = len(prompt_tokens) - len(self.context)  # tokens that have left the context
         self.cached = 0  # the first `cached` tokens of `context` are in the KV cache
         self.wanted = 1  # how many of the last tokens need logits
-        self.reused = 0  # how many of them came from the cache of another text
+        self.reused = 0  # how many tokens of the prompt came from the cache of another text
         # For `read`.
         self._tokenizer, self._stops = tokenizer, stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
