@@ -108,6 +108,15 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(train, optimizer):
         assert losses(one) == losses(several)
 
 
+def test_the_bits_do_not_depend_on_how_many_matrices_a_rank_has(train):
+    """Four matrices of 10 x 35: on 4 ranks each has one."""
+    model = {"d_model": 35, "head_dim": 10, "attention": {"variant": "gqa", "n_kv_head": 1}}
+    settings = {"dtype": "float32", "micro_batch_size": 2}
+    one, *_ = train(1, "one", model=model, train=settings)
+    four, *_ = train(4, "four", model=model, train=settings)
+    assert same(weights(one), weights(four))
+
+
 def test_an_odd_number_of_micro_batches_has_its_tree_too(train):
     settings = {"batch_size": 12, "micro_batch_size": 1, "optimizer": "adamw"}
     one, *_ = train(1, "one", train=settings)

@@ -160,10 +160,25 @@ class Fast(Gradients):
         self.sent, self.made = [], 0
 
 
-def divided(ranks: Ranks) -> Callable[[Tensor], Tensor]:
+def one_by_one(matrices: Tensor) -> Tensor:
+    """`orthogonal`, with bits of each matrix (N, R, C) that do not depend on the others.
+
+    In a batch they may: kernels are chosen by the size of the whole batch, and round otherwise for
+    a matrix that does not begin at a multiple of 16 bytes, as those after one of an odd size.
+    """
+    return torch.cat([orthogonal(matrix) for matrix in matrices.contiguous().split(1)])
+
+
+def turning(reduce: str) -> Callable[[Tensor], Tensor]:
+    """How `train.reduce`, once decided, orthogonalizes the matrices that a rank has."""
+    return one_by_one if reduce == "exact" else orthogonal
+
+
+def divided(ranks: Ranks, reduce: str) -> Callable[[Tensor], Tensor]:
     """`orthogonal` for matrices (N, R, C) that all ranks have: each turns its share of them."""
+    turn = turning(reduce)
     if ranks.size == 1:
-        return orthogonal
+        return turn
 
     def shared(matrices: Tensor) -> Tensor:
         count, *shape = matrices.shape
@@ -171,7 +186,7 @@ def divided(ranks: Ranks) -> Callable[[Tensor], Tensor]:
         own = matrices[ranks.rank * share :][:share]
         turned = matrices.new_zeros(share, *shape)
         if len(own):
-            turned[: len(own)] = orthogonal(own)
+            turned[: len(own)] = turn(own)
         return ranks.gather(turned).flatten(0, 1)[:count]  # (N, R, C)
 
     return shared

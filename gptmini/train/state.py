@@ -141,7 +141,7 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
         model=model,
         optimizer=shards.optimizer(model, train, compute.dtype)
         if shards
-        else Optimizer(model, train, compute.dtype, divided(ranks)),
+        else Optimizer(model, train, compute.dtype, divided(ranks, train.reduce)),
         batches=Batches(
             *(corpus.training, config.data.weights, config.seq_len, train.batch_size, train.seed),
             rows=[row for m in micros for row in range(m * size, (m + 1) * size)],
