@@ -275,7 +275,9 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     if then.corpus != now.corpus:
         raise _other_text(training.config, run)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
-    if checkpoint.step:  # before its first update an optimizer has no state
+    if checkpoint.step == 0:
+        training.optimizer.reset()
+    else:
         fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
         training.optimizer.restore(checkpoint.optimizer)
     training.ranks.lead(lambda: run.set_aside_after(checkpoint.step))

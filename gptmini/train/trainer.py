@@ -244,6 +244,9 @@ def _rewind(training: Training, log: RunLog, bar: TrainingProgress, error: Diver
     restore(training, checkpoint)
     training.progress.lr_scale = scale
     training.model.zero_grad()
+    if training.progress.best is None:  # the weights of a base are saved before they are evaluated
+        assess(training)
+        training.ranks.lead(lambda: training.run.write_best(training.progress.best))
     log.back_to(training.step)
     bar.back_to(training.step)
     reason = error.lines[0].split(";")[0]
