@@ -1,8 +1,9 @@
 """How gradients are added: over the micro-batches of a rank, then over the ranks.
 
 `Exact` adds them in one binary tree over all micro-batches of a step. Each rank has a contiguous
-stretch of them, a subtree, so that 1, 2, 4 or 8 ranks make the same bits. `Fast` adds them in the
-order in which they come, and sends them while the backward pass still runs.
+stretch of them, a subtree, so that 1, 2, 4 or 8 ranks make the same bits, given micro-batches of
+one size and as many threads for each rank. `Fast` adds them in the order in which they come, and
+sends them while the backward pass still runs.
 
 Letters: n micro-batches of a rank, W ranks.
 """
