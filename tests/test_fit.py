@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,25 @@ def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
     assert fit.micro_batch_size(config, CPU) == 12
     monkeypatch.setattr(fit, "FAST_TOKENS", 4 * config.seq_len)
     assert fit.micro_batch_size(config, CPU) == 4
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
+def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected, monkeypatch):
+    config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
+    numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
+    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
+    assert [fit.micro_batch_size(config, CPU, n) for n in numbers] == [expected] * len(numbers)
+    fast = config.with_train(reduce="fast")
+    shares = [batch_size // n for n in numbers]
+    assert [fit.micro_batch_size(fast, CPU, n) for n in numbers] == shares
+    static = 16 * cost.parameter_count(config.model)
+    row = static // 8
+    monkeypatch.setattr(fit, "dry_run", lambda *_: SimpleNamespace(activations=row))
+    for most in numbers:  # so many processes fit, each with two rows
+        memory = most * static + 4 * row
+        monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
+        found = {fit.micro_batch_size(config, CPU, n) for n in numbers}
+        assert found == {2 if expected % 2 == 0 else 1}
 
 
 @pytest.mark.parametrize("kind", ["relu2", "swiglu"])

@@ -26,7 +26,7 @@ from gptmini.generate import native, precision
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.texts import Generation, Text, opening
+from gptmini.generate.texts import Generation, Text, opening, token_bias
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -186,20 +186,7 @@ class Run:
 
     def bias(self, sample: SampleConfig) -> Tensor | None:
         """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
-        entries = [("bias", *item) for item in sample.bias.items()]
-        entries += [("ban", text, float("-inf")) for text in sample.ban]
-        if not entries:
-            return None
-        bias = torch.zeros(self.tokenizer.vocab_size)
-        for key, text, value in entries:
-            tokens = self.tokenizer.encode(text).tolist()
-            if len(tokens) != 1:
-                parts = ", ".join(repr(self.tokenizer.decode([token])) for token in tokens)
-                raise ConfigError(
-                    f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
-                )
-            bias[tokens[0]] += value
-        return bias
+        return token_bias(self.tokenizer, sample)
 
     @cached_property
     def fingerprint(self) -> str:

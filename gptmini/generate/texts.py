@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
+from gptmini.errors import ConfigError
 from gptmini.generate.filters import log_probability
 from gptmini.text.tokenizer import Tokenizer
 
@@ -19,6 +21,24 @@ from gptmini.text.tokenizer import Tokenizer
 def opening(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     """The tokens that stand in for an empty prompt."""
     return tokenizer.encode(sample.start).tolist() if sample.start else [tokenizer.document_token]
+
+
+def token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:
+    """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
+    entries = [("bias", *item) for item in sample.bias.items()]
+    entries += [("ban", text, float("-inf")) for text in sample.ban]
+    if not entries:
+        return None
+    bias = torch.zeros(tokenizer.vocab_size)
+    for key, text, value in entries:
+        tokens = tokenizer.encode(text).tolist()
+        if len(tokens) != 1:
+            parts = ", ".join(repr(tokenizer.decode([token])) for token in tokens)
+            raise ConfigError(
+                f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
+            )
+        bias[tokens[0]] += value
+    return bias
 
 
 class Text:

@@ -159,7 +159,7 @@ def in_shares(config: Config, ranks: int, micro_batch: int | None) -> Config:
         problem = f"{size} does not divide the {rows} rows of each of {ranks} processes"
         if micro_batch is not None:
             raise ConfigError(f"train.micro_batch_size: {problem}; use a divisor of {rows}")
-        warn(f"train.micro_batch_size: {problem}; with another, the results differ in the last bit")
+        warn(f"train.micro_batch_size: {problem}; choosing another")
         config = config.with_train(micro_batch_size=None)
     power = ranks & (ranks - 1) == 0
     if train.reduce == "exact" and not power:

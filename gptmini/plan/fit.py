@@ -13,6 +13,7 @@ import torch
 from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.console import say
+from gptmini.distributed.gradients import EXACT_UP_TO
 from gptmini.errors import GptminiError, MachineError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, loss
@@ -39,18 +40,30 @@ class StepTime:
 def micro_batch_size(config: Config, compute: Compute, ranks: int = 1) -> int:
     """The largest divisor of a process's rows that fits in half the memory and in a CPU's caches.
 
-    `ranks` processes share out the rows of the batch.
+    `ranks` processes share out the rows of the batch. With `train.reduce: exact` the same number is
+    chosen for 1 to 8 of them: it divides the rows of each, and fits on all numbers of processes on
+    which the model does.
     """
-    batch = rows = config.train.batch_size // ranks
+    numbers = alike(config, ranks)
+    batch = rows = config.train.batch_size // max(numbers)
     if compute.device.type == "cpu":
         rows = min(rows, max(1, FAST_TOKENS // config.seq_len))
     count, sharded = parameter_count(config.model), config.train.shard
-    held = machine.training_bytes(count, compute.device, ranks, sharded)
-    free = machine.total_memory(compute.device) - held
+    total = machine.total_memory(compute.device)
+    left = [total - machine.training_bytes(count, compute.device, n, sharded) for n in numbers]
+    free = min((size for size in left if size > 0), default=0)
     if rows > 1 and rows * _row_at_most(config) > free // 2:  # else no need to weigh a row
         single = config.with_train(batch_size=1, micro_batch_size=1)
         rows = min(rows, max(1, free // 2 // dry_run(single, compute).activations))
     return max(n for n in range(1, rows + 1) if batch % n == 0)
+
+
+def alike(config: Config, ranks: int) -> list[int]:
+    """The numbers of processes that are to make the same bits as `ranks`."""
+    if config.train.reduce != "exact":
+        return [ranks]
+    powers = [2**k for k in range(EXACT_UP_TO.bit_length())]  # 1, 2, 4, 8
+    return sorted({ranks, *(n for n in powers if config.train.batch_size % n == 0)})
 
 
 def _row_at_most(config: Config) -> int:

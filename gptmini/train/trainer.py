@@ -182,13 +182,13 @@ def sample(training: Training) -> str:
     )
     model, tokenizer = training.model, training.corpus.tokenizer
     limit = training.config.model.context_length
-    text = Text(0, opening(tokenizer, settings), limit)
+    tokens = opening(tokenizer, settings)
+    text = Text(0, tokens, limit, tokenizer=tokenizer, stops=settings.stop)
     model.eval()
     with training.eagerly():
-        for _, token, _ in decode(TorchEngine(model), [text], settings, limit):
-            if token == tokenizer.document_token:
-                break
-    return tokenizer.decode(text.tokens)
+        for _, token, _ in decode(TorchEngine(model), [text], settings, limit, training.bias):
+            text.read(token)
+    return text.text
 
 
 def _is_finished(training: Training) -> bool:
@@ -244,6 +244,9 @@ def _rewind(training: Training, log: RunLog, bar: TrainingProgress, error: Diver
     restore(training, checkpoint)
     training.progress.lr_scale = scale
     training.model.zero_grad()
+    if training.progress.best is None:  # the weights of a base are saved before they are evaluated
+        assess(training)
+        training.ranks.lead(lambda: training.run.write_best(training.progress.best))
     log.back_to(training.step)
     bar.back_to(training.step)
     reason = error.lines[0].split(";")[0]
