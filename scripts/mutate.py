@@ -79,7 +79,7 @@ _PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("window one too wide", "distance < window", "distance <= window"),
         ("own position hidden", "mask = distance >= 0", "mask = distance > 0"),
         ("first real token hidden", "keys >= padding", "keys > padding"),
-        ("window forgotten in decoding", "self.window < len(keys)", "self.window < T"),
+        ("window forgotten in decoding", "self.window < S", "self.window < T"),
         ("one query taken as causal", "packed, k, v, mask, False,", "packed, k, v, mask, True,"),
         ("ring read the wrong way round", "(slot - slots) %", "(slots - slot) %"),
         (
