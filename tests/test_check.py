@@ -63,7 +63,9 @@ def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
     assert capsys.readouterr().err == ""
 
 
-def wider_window(module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | None):
+def wider_window(
+    module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | None
+) -> Tensor:
     return visible(queries, keys, 8, padding)
 
 

@@ -193,6 +193,6 @@ def test_links_and_pictures_exist(readme: Path):
 
 def test_the_readme_is_read_in_one_sitting():
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 200
+    assert len(lines) <= 230
     first_picture = next(number for number, line in enumerate(lines) if line.startswith("!["))
     assert first_picture < 20
