@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmini.generate.build import build
+from gptmini.generate.check import computes
 from gptmini.generate.engine import PREFILL, SPARE, Engine, TorchEngine, prefill
 from gptmini.generate.precision import Packed, cache_of
 from gptmini.generate.step import CALL, NativeStep
@@ -187,8 +188,9 @@ class NativeEngine:
 
 
 def library_for(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
-    """The compiled step, if it can compute this model."""
-    return build(cache) if use_cache and model.device.type == "cpu" else None
+    """The compiled step, if there is one here and it computes this model."""
+    library = build(cache) if use_cache and model.device.type == "cpu" else None
+    return library if library is not None and computes(library, model) else None
 
 
 def open_engine(
