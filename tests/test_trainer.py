@@ -230,6 +230,21 @@ def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, confi
         train(config.with_train(minutes=2.0))
 
 
+def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
+    def losses(**settings: int) -> tuple[list[float], str]:
+        out = train(tiny(data={"path": str(text_file)}, train=settings), f"run-{len(settings)}")
+        lines = (json.loads(line) for line in out.metrics.read_text().splitlines())
+        said = capsys.readouterr().err
+        return [line["val_loss"] for line in lines if "val_loss" in line], said
+
+    part, said = losses(eval_tokens=100)
+    assert "  evaluates on 100 of the 328 tokens held out, always the same\n" in said
+    whole, said = losses()
+    assert "evaluates on" not in said
+    assert part != whole
+    assert part == pytest.approx(whole, abs=0.3)
+
+
 def test_a_window_and_single_heads_are_in_the_header(train, text_file, capsys):
     model = {"n_layer": 1, "n_head": 1, "attention": {"window": 4}}
     train(tiny(data={"path": str(text_file)}, model=model, train={"steps": 1}))
