@@ -21,6 +21,7 @@ from gptmini.evidence.evaluate import evaluate_run, held_out
 from gptmini.generate.run import load
 from gptmini.interop import pooling
 from gptmini.plan import base as fine_tuning
+from gptmini.plan import minutes
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.text.corpus import prepare_corpus
@@ -348,7 +349,8 @@ def test_a_tokenizer_that_spells_the_text_out_is_noted(
         )
 
 
-def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune):
+def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monkeypatch):
+    monkeypatch.setattr(minutes, "UPDATES", 1)  # on a busy machine too
     asked = on(base, other_text)
     steps = {key: value for key, value in STEPS.items() if key in ("patience", "keep")}
     asked = validate(
