@@ -140,6 +140,7 @@ def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(50_000)]
     (tmp_path / "text.txt").write_text(" ".join(words))  # 300 kB
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": given, "compile": "off", "device": "cpu", "dtype": "float32"}
