@@ -69,6 +69,32 @@ def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, voc
         assert held < fit._row_at_most(config) < 50 * held
 
 
+@pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
+def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
+    """By this clock a pass takes a second, an update none."""
+    now, made = 0.0, 0
+
+    def slow(*given: Any) -> torch.Tensor:
+        nonlocal now, made
+        now, made = now + 1, made + 1
+        return loss(*given)
+
+    loss = fit.loss
+    monkeypatch.setattr(fit, "loss", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    config = tiny().with_tokenizer("byte", 257)
+    assert fit.time_step(config, CPU, limit=limit).passes == 1
+    assert made == passes
+
+
+def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
+    monkeypatch.setattr(fit, "time_step", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    known = fit.StepTime(0.1, 0.0)
+    config = tiny(train={"steps": 100})
+    assert fit.choose_compile(config, CPU, known) == (False, known, "")
+
+
 @pytest.mark.parametrize(
     ("asked", "seconds", "compiled"),
     [

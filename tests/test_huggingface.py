@@ -117,6 +117,23 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     assert export_run(converted, tmp_path / "out", cache=cache).architecture == "llama"
 
 
+def test_the_command_that_convert_prints_makes_the_steps_it_names(
+    imported, tmp_path, monkeypatch, capfd
+):
+    from test_readme import run as command
+
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    words = "gptmini convert run --attention mqa --steps 3 --out other"
+    assert command(words.split(), monkeypatch) == 0
+    said, printed = capfd.readouterr().err.splitlines()[-2:]
+    assert said.endswith("train it for 3 steps with:")
+    printed = printed.replace("TEXT", "text.txt") + " --set train.batch_size=1 --out tuned"
+    assert command(printed.split(), monkeypatch) == 0
+    assert RunDirectory(tmp_path / "tuned").steps()[0] == 3
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -270,6 +271,21 @@ def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, confi
     train(config)
     with pytest.raises(ConfigError, match=r"^train.minutes: not set in .*run, now 2\.0\n"):
         train(config.with_train(minutes=2.0))
+
+
+def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
+    def losses(**settings: int) -> tuple[list[float], str]:
+        out = train(tiny(data={"path": str(text_file)}, train=settings), f"run-{len(settings)}")
+        lines = (json.loads(line) for line in out.metrics.read_text().splitlines())
+        said = capsys.readouterr().err
+        return [line["val_loss"] for line in lines if "val_loss" in line], said
+
+    part, said = losses(eval_tokens=100)
+    assert re.search("evaluates on 100 of the [0-9]+ tokens held out, always the same\n", said)
+    whole, said = losses()
+    assert "evaluates on" not in said
+    assert part != whole
+    assert part == pytest.approx(whole, abs=0.3)
 
 
 def test_a_window_and_single_heads_are_in_the_header(train, text_file, capsys):

@@ -111,7 +111,7 @@ def convert(
     name = shlex.quote(str(out))
     further = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
     if not trained.corpus:  # imported
-        further = f"gptmini train --from {name} --data TEXT"
+        further = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
     say(
         f"{out}: {change}, from step {trained.step} of {path}; train it for {config.train.steps} "
         f"steps with:\n  {further}"

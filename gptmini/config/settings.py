@@ -234,7 +234,10 @@ class TrainConfig(Section):
     patience: Count | None = 5
     """Stop after this many evaluations of the cool-down without improvement; null: never."""
     eval_every: Steps = 100
-    """Steps between evaluations on the whole validation split."""
+    """Steps between evaluations on the validation split."""
+    eval_tokens: Count | None = None
+    """Held-out tokens read at each evaluation, in rows spread over the validation split; null: all,
+    or as many as fit minutes."""
     save_every: Steps = 100
     """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=1, le=1_000_000)] = 2

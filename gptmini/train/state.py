@@ -94,6 +94,8 @@ class Training:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))  # losses, for spikes
     saved: int | None = None  # the step of the newest checkpoint
     logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
+    evaluating: float = 0.0  # seconds that the last evaluation took
+    saving: float = 0.0  # seconds that the last checkpoint took
     first: tuple[int, float] | None = None  # step and seconds after this command's first update
 
     @property
