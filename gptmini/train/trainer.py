@@ -186,9 +186,9 @@ def sample(training: Training) -> str:
     model.eval()
     with training.eagerly():
         for _, token, _ in decode(TorchEngine(model), [text], settings, limit):
-            if token == tokenizer.document_token:
+            if token in tokenizer.end_tokens:
                 break
-    return tokenizer.decode(text.tokens)
+    return tokenizer.decode(token for token in text.tokens if token not in tokenizer.end_tokens)
 
 
 def _is_finished(training: Training) -> bool:
