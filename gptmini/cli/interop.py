@@ -81,6 +81,14 @@ def import_(
         f"vocabulary {run.tokenizer.vocab_size:,}; try it with:\n"
         f"  gptmini generate {name} --prompt TEXT"
     )
+    tokenizer = run.tokenizer
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    say(f"its texts end with {' or '.join(names[number] for number in tokenizer.end_tokens)}")
+    if tokenizer.chat_template is not None:
+        say(
+            "its chat template is kept for exports, but not applied: type its special tokens in a "
+            "prompt, with --special"
+        )
 
 
 def convert(

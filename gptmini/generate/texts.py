@@ -86,9 +86,10 @@ class Text:
         Characters that may turn out to be the beginning of a stop text are held back.
         """
         assert self._tokenizer is not None
-        if token == self._tokenizer.document_token:
-            self.finish_reason = "document"
         spelling = self._tokenizer.token_bytes(token)
+        if token in self._tokenizer.end_tokens:
+            self.finish_reason = "document"
+            spelling = b""
         # The decoder holds back an incomplete character, until the end makes it U+FFFD.
         characters = self._decoder.decode(spelling, final=self.finish_reason is not None)
         if characters and self._drop_space:
