@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gptmini.interop.export import export_run
     from gptmini.interop.huggingface import import_model
     from gptmini.model.gpt import GPT
-    from gptmini.train.fit import fit
+    from gptmini.train.api import fit
 
 __version__ = "0.1.0"
 __all__ = ["GPT", "Config", "ModelConfig", "Run", "export_run", "fit", "import_model", "load"]

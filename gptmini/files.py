@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptmini.errors import DataError, not_utf8
+from gptmini.errors import ConfigError, DataError, not_utf8
 
 CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
@@ -122,3 +122,24 @@ def decode_utf8(data: bytes, name: object) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise DataError(not_utf8(name, f"at byte {error.start}")) from None
+
+
+@contextmanager
+def atomic_output(out: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `out` when the block ends, or vanishes if it raises."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"--out {out}: already exists; choose another name")
+    partial = out.with_name(f".partial-{out.name}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_output(partial)  # of a process that was killed
+    try:
+        yield partial
+        rename(partial, out)
+    finally:
+        _remove_output(partial)
+
+
+def _remove_output(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)

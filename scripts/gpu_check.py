@@ -36,14 +36,14 @@ from gptmini import files, fit, load, machine
 from gptmini.config import yamlfile
 from gptmini.config.load import find, validate
 from gptmini.config.settings import Config
+from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import Stopped
+from gptmini.plan.cluster import ACCELERATORS
 from gptmini.plan.cost import training_flops
-from gptmini.plan.fit import time_step
-from gptmini.plan.ranks import ACCELERATORS
+from gptmini.plan.timing import time_step
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import metrics
-from gptmini.text import bpe, tokenizer
-from gptmini.text.corpus import prepare_corpus
+from gptmini.tokenizer import bpe, tokenizers
 from gptmini.train import trainer
 
 TOTAL = 525  # seconds for all parts, so that starting and writing still fit in nine minutes
@@ -62,7 +62,7 @@ class Check:
     def config(self, model: dict[str, Any] | None = None, **train: Any) -> Config:
         """configs/gpt2-124m.yaml, or a small model of its kind, with some settings changed."""
         stated, _ = yamlfile.read_file(find("gpt2-124m"))
-        size = tokenizer.read(self.vocabulary()).vocab_size
+        size = tokenizers.read(self.vocabulary()).vocab_size
         short = {"batch_size": 8, "micro_batch_size": 4, "steps": 6} if self.small else {}
         text = {"path": "builtin:python-docs", "validation": 0.005} if self.small else {}
         given = {"device": self.device, "steps": 100, "compile": "off", **short, **train}
@@ -86,14 +86,14 @@ class Check:
         path, known = self.folder / "tokenizer.json", os.environ.get("TIKTOKEN_CACHE_DIR")
         if not path.exists():
             if known and any(Path(known).glob("*")) and not self.small:
-                made = tokenizer.create("gpt2")
+                made = tokenizers.create("gpt2")
             else:
                 count = 743 if self.small else 50_000
                 pairs = sorted(product(range(256), repeat=2), key=max)[:count]  # ASCII first
                 spelled = [bytes(numbers) for numbers in [*zip(range(256)), *pairs]]
                 ranks = {spelling: rank for rank, spelling in enumerate(spelled)}
                 special = {"<|endoftext|>": len(ranks)}
-                made = tokenizer.bpe_tokenizer("pairs", bpe.PATTERN, ranks, special)
+                made = tokenizers.bpe_tokenizer("pairs", bpe.PATTERN, ranks, special)
             files.replace(path, made.to_json().encode())
         return path
 
@@ -134,7 +134,15 @@ def setup(check: Check) -> Facts:
 
 def tests(check: Check) -> Facts:
     """The tests marked `gpu`, without conftest.py, which needs more packages."""
-    words = ["-m", "gpu", "--noconftest", "-p", "no:cacheprovider", "-rfE", "tests/test_gpu.py"]
+    words = [
+        "-m",
+        "gpu",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "-rfE",
+        "tests/promises/test_gpu.py",
+    ]
     words += ["-k", "mha or bfloat16 or muon or bits"] if check.small else []
     os.environ["GPTMINI_TEST_DEVICE"] = check.device
     command = [sys.executable, "-m", "pytest", *words]

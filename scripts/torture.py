@@ -22,8 +22,8 @@ import torch
 import torch._dynamo  # the optimizer imports it, which takes longer than a run
 
 from gptmini.config.settings import Config
-from gptmini.distributed.ranks import join
-from gptmini.plan.together import decide_together
+from gptmini.distributed.group import join
+from gptmini.plan.broadcast import decide_together
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import typer
-from conftest import new_cache
 
 from gptmini.cli import app
 from gptmini.config import load
 from gptmini.config.load import CONFIGS, named_configs
+from gptmini.data import fetch
 from gptmini.serve import server
-from gptmini.text import fetch
+from tests.support import new_cache
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / folder / "README.md" for folder in ("", "scripts", "data", "configs", "tests")]

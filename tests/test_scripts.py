@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import tiny, train
+
+from tests.support import tiny, train
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -21,7 +22,7 @@ def output(name: str, *words: str) -> str:
 def test_bench_attention_prints_caches_by_the_formula():
     rows = [
         line.strip("| ").split(" | ")
-        for line in output("bench_attention.py", "--quick").splitlines()
+        for line in output("bench/attention.py", "--quick").splitlines()
     ]
     sizes = {row[1]: (row[6], row[7]) for row in rows if len(row) == 8 and row[0] == "128"}
     assert sizes.keys() == {"mha", "gqa:3", "mqa", "window 128"}
@@ -30,7 +31,7 @@ def test_bench_attention_prints_caches_by_the_formula():
 
 def test_bench_text_times_every_format_and_tokenizer():
     rows = [
-        line.strip("| ").split(" | ") for line in output("bench_text.py", "--quick").splitlines()
+        line.strip("| ").split(" | ") for line in output("bench/text.py", "--quick").splitlines()
     ]
     bytes_per_token = {
         row[0]: float(row[1]) for row in rows if len(row) == 4 and row[3].endswith(" x")
@@ -40,7 +41,7 @@ def test_bench_text_times_every_format_and_tokenizer():
 
 
 def test_gradient_checkpointing_saves_memory():
-    rows = [line.strip("| ").split(" | ") for line in output("bench_memory.py").splitlines()[2:]]
+    rows = [line.strip("| ").split(" | ") for line in output("bench/memory.py").splitlines()[2:]]
     peaks = {row[0]: float(row[1]) for row in rows}
     assert peaks["on"] < 0.7 * peaks["off"]
 
@@ -48,7 +49,7 @@ def test_gradient_checkpointing_saves_memory():
 def test_bench_plans_compares_tokens_with_the_published_ones():
     (row,) = [
         line.strip("| ").split(" | ")
-        for line in output("bench_plans.py", "--quick").splitlines()[2:]
+        for line in output("bench/plans.py", "--quick").splitlines()[2:]
     ]
     tokens, published = (float(row[n].replace(",", "")) for n in (6, 7))
     assert (row[2], published, row[8]) == ("8 x h100", 1000, f"{tokens / 1000:.2f} x")
@@ -64,7 +65,7 @@ def test_torture_loses_no_run():
 def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
-    rows = output("bench_train.py", str(text), "--parts", "small,share", "--quick").splitlines()
+    rows = output("bench/train.py", str(text), "--parts", "small,share", "--quick").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
     assert float(cells[0][1]) > 0
     assert 1 < float(cells[1][2]) < 7
@@ -76,7 +77,7 @@ def test_bench_minutes_trains_every_arm_once(tmp_path: Path):
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
     words = ["--shakespeare", str(text), "--texts", "shakespeare-char", "--minutes", "0.02"]
     results = tmp_path / "results.json"
-    first = output("bench_minutes.py", *words, "--arms", "plan,default", "--out", str(results))
+    first = output("bench/minutes.py", *words, "--arms", "plan,default", "--out", str(results))
     found = json.loads(results.read_text())
     assert found.keys() == {"shakespeare-char/0.02/plan", "shakespeare-char/0.02/default"}
     assert found["shakespeare-char/0.02/default"]["sizes"] == "4 x 192, char 257, 16 rows"
@@ -85,20 +86,20 @@ def test_bench_minutes_trains_every_arm_once(tmp_path: Path):
     assert row.startswith(
         f"| shakespeare-char | 0.02 | {found['shakespeare-char/0.02/plan']['bits']:.4f}"
     )
-    again = output("bench_minutes.py", *words, "--arms", "plan,default", "--out", str(results))
+    again = output("bench/minutes.py", *words, "--arms", "plan,default", "--out", str(results))
     assert (again, json.loads(results.read_text())) == (first, found)  # nothing is trained again
 
 
 def test_bench_minutes_states_what_a_configuration_made_by_hand_has(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import bench_minutes
+    monkeypatch.syspath_prepend(SCRIPTS / "bench")
+    import minutes
 
-    texts = bench_minutes.texts(Path("t.txt"), None, Path())
-    stated = set(bench_minutes.stated("shakespeare-char-best", texts["shakespeare-char"]))
+    texts = minutes.texts(Path("t.txt"), None, Path())
+    stated = set(minutes.stated("shakespeare-char-best", texts["shakespeare-char"]))
     assert {"model.n_layer=6", "model.dropout=0.15", "train.weight_decay=0.1"} <= stated
     assert not any(each.startswith("tokenizer") for each in stated)
-    assert "tokenizer.vocab_size=4096" in bench_minutes.stated("default", texts["python-docs"])
-    bench = bench_minutes.Bench(Path(), [])
+    assert "tokenizer.vocab_size=4096" in minutes.stated("default", texts["python-docs"])
+    bench = minutes.Bench(Path(), [])
     bench.spent = {
         "shakespeare-char-small": 0.4,
         "shakespeare-char": 2,
@@ -109,7 +110,7 @@ def test_bench_minutes_states_what_a_configuration_made_by_hand_has(monkeypatch)
 
 
 def test_bench_generate_times_hugging_face_and_gptmini():
-    rows = output("bench_generate.py", "--quick").splitlines()
+    rows = output("bench/generate.py", "--quick").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[5:]]
     names = [cell.strip() for cell in rows[3].strip("|").split("|")]
     assert [cell[0] for cell in cells] == ["tiny gqa, 2 x 8", "tiny mha, 1 x 8"]
@@ -122,7 +123,7 @@ def test_bench_generate_times_hugging_face_and_gptmini():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the clock of another process")
 def test_bench_llama_times_llama_cpp():
     pytest.importorskip("xllamacpp")
-    rows = output("bench_llama.py", "--quick", "--cpu").splitlines()[4:]
+    rows = output("bench/llama.py", "--quick", "--cpu").splitlines()[4:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in cells] == ["1 x 32, 64 new", "1 x 512, 1 new"]
     for _, theirs, *pairs in cells:
@@ -138,7 +139,7 @@ def test_bench_serve_times_the_server(tmp_path: Path):
     data = {"path": str(tmp_path / "text.txt")}
     train(tiny(data=data, train={"steps": 1}), tmp_path / "run", tmp_path / "cache")
     words = ["--clients", "2", "--prompts", "5", "--texts", "1", "--new", "4"]
-    (row,) = output("bench_serve.py", str(tmp_path / "run"), *words).splitlines()[2:]
+    (row,) = output("bench/serve.py", str(tmp_path / "run"), *words).splitlines()[2:]
     clients, name, speed, first, between = (cell.strip() for cell in row.strip("|").split("|"))
     assert (clients, name) == ("2 x 5", "gptmini")
     assert float(speed.replace(",", "")) > 0
@@ -146,7 +147,7 @@ def test_bench_serve_times_the_server(tmp_path: Path):
 
 
 def test_bench_size_compares_plans_with_trainings():
-    row = output("bench_size.py", "--quick").splitlines()[2]
+    row = output("bench/size.py", "--quick").splitlines()[2]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == "quick"
     assert 0.5 < float(cells[2].replace(",", "")) / float(cells[3].replace(",", "")) < 2
@@ -168,7 +169,7 @@ def test_gpu_check_runs_every_part_on_a_cpu(tmp_path: Path):
 
 
 def test_gpu_check_goes_on_after_a_part_that_fails_or_hangs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.syspath_prepend(SCRIPTS / "bench")
     import gpu_check
 
     def hangs(_: object) -> Iterator[tuple[str, int]]:

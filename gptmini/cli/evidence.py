@@ -58,12 +58,12 @@ def evaluate(
     path = run_directory(run)
     from gptmini.config import load as configuration
     from gptmini.console import say
-    from gptmini.text import corpus
+    from gptmini.data import corpus
 
     if data and "-" not in data:
         own = configuration.load(path / "config.yaml", []).data
         corpus.check_paths(data, own)  # a wrong path is named before torch is loaded
-    from gptmini.evidence.evaluate import evaluate_run, text_of
+    from gptmini.analysis.evaluate import evaluate_run, text_of
     from gptmini.generate.run import load
 
     trained = load(path, device, weights, cache)
@@ -141,9 +141,9 @@ def compare(
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS / ("compare" if variants else "compared")
+    from gptmini.analysis import compare as comparing
+    from gptmini.analysis import variants as figures
     from gptmini.console import say
-    from gptmini.evidence import compare as comparing
-    from gptmini.evidence import variants as figures
 
     measured = comparing.compare(variants, finished, seeds or 1, data, out, cache)
     if as_json:
@@ -188,7 +188,7 @@ def plot(
     """Draw the training curves of runs; a page also has samples and heads over time."""
     paths = [run_directory(run) for run in runs or [newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
-    from gptmini.evidence import report
+    from gptmini.analysis import report
 
     print(*report.write(paths, files, cache), sep="\n")
 
@@ -225,18 +225,18 @@ def inspect(
             raise ConfigError(f"{label}: {problem}; remove one of them")
     if mask is None and prompt is None:
         raise ConfigError("--prompt: missing; give a text to read")
+    from gptmini.analysis import plots
     from gptmini.console import say
-    from gptmini.evidence import plots
 
     if out is not None:
         plots.check(out, plots.KINDS if mask else (*plots.KINDS, ".html"))
     if generate is not None and (out is None or out.suffix.lower() != ".html"):
         raise ConfigError("--generate: works only with a page; add --out FILE.html")
     if mask is not None:
-        from gptmini.evidence import attention_view
+        from gptmini.analysis import attention_maps
 
-        cells = attention_view.named_mask(mask, size)
-        print(attention_view.mask_lines(cells))
+        cells = attention_maps.named_mask(mask, size)
+        print(attention_maps.mask_lines(cells))
         print("\nx visible, . masked; a row is a query, a column a key")
         if out is not None:
             plots.save(plots.mask(cells.numpy(), mask), out)
@@ -256,21 +256,21 @@ def _inspect_run(
     out: Path | None,
 ) -> None:
     """Print what heads attend to; write a page or picture of it."""
+    from gptmini.analysis import attention_maps, page_data, plots
     from gptmini.console import say
-    from gptmini.evidence import attention_view, plots, reading
     from gptmini.generate.run import load
 
     trained = load(path, "cpu", "float32")
-    text = reading.continued(trained, prompt, generate) if generate else None
+    text = page_data.continued(trained, prompt, generate) if generate else None
     tokens = text.prompt_tokens + text.tokens if text else trained.encode(prompt, "--prompt")
     layers = None if layer is None else [layer]
     is_page = out is not None and out.suffix.lower() == ".html"
     if is_page:
-        reading.check_length(trained.config.model, len(tokens))
-    view = attention_view.view(trained, tokens, layers, head)
+        page_data.check_length(trained.config.model, len(tokens))
+    view = attention_maps.view(trained, tokens, layers, head)
     say(f"{path}: step {trained.step}")
     if out is not None and is_page:  # first, as `| head` may close stdout
-        files.replace(out, reading.html(trained, tokens, text, (layer or 0, head or 0)))
+        files.replace(out, page_data.html(trained, tokens, text, (layer or 0, head or 0)))
     print(view.text())
     if out is not None and not is_page:
         plots.save(view.figure(), out)
@@ -324,11 +324,11 @@ def size(
     settings = configured(config, data, errors, attention, named, assignments, base)
     if base is not None:
         run_directory(base)  # a wrong name is answered with the nearest
-    from gptmini.plan import size as sizing
+    from gptmini.plan import report as sizing
 
     hardware = None
     if accelerator is not None:
-        from gptmini.plan import ranks as planning
+        from gptmini.plan import cluster as planning
 
         hardware = planning.accelerator(accelerator, utilization, network)
     facts = sizing.size(settings, cache, hardware, ranks, shard)

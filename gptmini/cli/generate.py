@@ -27,7 +27,7 @@ from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE, decode_utf8
 
 if TYPE_CHECKING:
-    from gptmini.evidence.evaluate import Score
+    from gptmini.analysis.evaluate import Score
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
@@ -109,7 +109,7 @@ def generate(
     path = run_directory(run, "--prompt", "--prompt-file")
     draft = run_directory(draft) if draft else None
     from gptmini.console import say
-    from gptmini.generate import bulk
+    from gptmini.generate import prompts_file
     from gptmini.generate.run import load
 
     trained = load(path, device, weights, cache)
@@ -124,7 +124,7 @@ def generate(
     how: Settings = {"use_cache": not no_cache, "special": special, "guess": guess}
     how["logprobs"] = as_json or prompts is not None
     if prompts is not None and out is not None:
-        bulk.generate(trained, prompts, out, samples, batch_size, settings, **how)
+        prompts_file.generate(trained, prompts, out, samples, batch_size, settings, **how)
     elif interactive:
         _converse(trained, settings | how, raw)
     else:
@@ -266,8 +266,8 @@ def score(
     path = run_directory(run, "--text", "--file")
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
+    from gptmini.analysis import evaluate as scoring
     from gptmini.console import say, stream_to_stdout
-    from gptmini.evidence import evaluate as scoring
     from gptmini.generate.run import load
 
     trained = load(path, device, weights)

@@ -108,10 +108,10 @@ def convert(
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini.console import say
     from gptmini.generate.run import load
-    from gptmini.interop import pooling
+    from gptmini.train import convert
 
     trained = load(path, weights="float32", cache=cache)
-    config = pooling.convert(trained, attention_settings(attention), steps, out, cache)
+    config = convert.convert(trained, attention_settings(attention), steps, out, cache)
     old, new = trained.config.model, config.model
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
     if new.n_kv_head == old.n_kv_head:

@@ -33,7 +33,7 @@ def train(
     """Learn a byte-pair encoding from texts."""
     from gptmini import console, files
     from gptmini.config import load
-    from gptmini.text import corpus, sources
+    from gptmini.data import corpus, sources
 
     if out.suffix != ".json":  # by which other commands know a tokenizer file
         out = Path(f"{out}.json")
@@ -61,9 +61,9 @@ def encode(
     """Print the tokens of a text as numbers."""
     from gptmini.console import stream_to_stdout
     from gptmini.files import decode_utf8
-    from gptmini.text import tokenizer
+    from gptmini.tokenizer import tokenizers
 
-    encoder = tokenizer.find(name)
+    encoder = tokenizers.find(name)
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     else:
@@ -79,9 +79,9 @@ def decode(
     """Print the text of tokens; a pipe or file gets the exact bytes."""
     from gptmini.console import stream_to_stdout
     from gptmini.files import decode_utf8
-    from gptmini.text import tokenizer
+    from gptmini.tokenizer import tokenizers
 
-    decoder = tokenizer.find(name)
+    decoder = tokenizers.find(name)
     if tokens is None:
         tokens = decode_utf8(sys.stdin.buffer.read(), "standard input").split()
     for word in tokens:
@@ -101,9 +101,10 @@ def info(
 ) -> None:
     """Show the vocabulary, the longest and the special tokens, and the compression of texts."""
     from gptmini.console import shown
-    from gptmini.text import corpus, tokenizer
+    from gptmini.data import corpus
+    from gptmini.tokenizer import tokenizers
 
-    inspected = tokenizer.find(name)
+    inspected = tokenizers.find(name)
     lengths = inspected.byte_lengths()
     special = inspected.special_tokens
     longest = lengths.argsort(kind="stable")[::-1][:10].tolist()
@@ -140,6 +141,6 @@ def fetch(
     out: Path = option(Path("data"), "DIR", "The folder to save it in."),
 ) -> None:
     """Download a known corpus and check its SHA-256."""
-    from gptmini.text import fetch
+    from gptmini.data import fetch
 
     print(fetch.fetch(name, out))

@@ -60,7 +60,7 @@ def train(
     """
     started = time.perf_counter()
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
-    from gptmini.text import corpus
+    from gptmini.data import corpus
 
     settings = configured(config, data, errors, attention, named, assignments, base)
     if out is None and config is not None:
@@ -74,10 +74,10 @@ def train(
         if "-" not in paths:
             corpus.check_paths(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
-    from gptmini.distributed.ranks import join
+    from gptmini.distributed.group import join
     from gptmini.generate.run import load
+    from gptmini.plan.broadcast import decide_together
     from gptmini.plan.decide import check_base, with_choices
-    from gptmini.plan.together import decide_together
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import state, trainer
@@ -123,11 +123,11 @@ def prepare(
     With --part, each of N machines prepares its share of the files, in one folder for all.
     """
     from gptmini import console
-    from gptmini.text import corpus, parts
+    from gptmini.data import corpus, shards
 
     settings = configured(config, data, errors, assignments=assignments)
     if out is not None:
-        made = parts.prepare(settings, *_part(part or "1/1"), out)
+        made = shards.prepare(settings, *_part(part or "1/1"), out)
         print(f"{made.path}: {made.text_bytes:,} bytes of text -> {len(made):,} tokens")
         console.say(f"train on all parts with: gptmini train --data {shlex.quote(str(out))}")
         return

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gptmini.distributed.ranks import Ranks
+from gptmini.distributed.group import Ranks
 from gptmini.model.optim import orthogonal
 
 EXACT_UP_TO = 8  # ranks, where train.reduce is auto

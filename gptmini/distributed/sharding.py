@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gptmini.config.settings import ModelConfig, TrainConfig
 from gptmini.distributed.gradients import Exact, Fast, Gradients, odd_part, swap, turning
-from gptmini.distributed.ranks import Ranks
+from gptmini.distributed.group import Ranks
+from gptmini.distributed.rows import AlignedAdamW, Drawing
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import Rotary
 from gptmini.model.optim import Optimizer
-from gptmini.model.rows import AlignedAdamW, Drawing
 from gptmini.runs.tensors import Part, Piece
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)

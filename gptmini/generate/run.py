@@ -23,16 +23,17 @@ from gptmini.config.settings import Config, SampleConfig
 from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import CACHE
-from gptmini.generate import native, precision
 from gptmini.generate.engine import Engine, TorchEngine
-from gptmini.generate.guess import Draft, Lookup
+from gptmini.generate.native import engine as native
+from gptmini.generate.native import precision
 from gptmini.generate.sampler import check_overflow, decode
+from gptmini.generate.speculative import Draft, Lookup
 from gptmini.generate.texts import Generation, Text, opening, token_bias
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import fitting
-from gptmini.text.tokenizer import Tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 
 class Run:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
 from gptmini.generate.filters import log_probability
-from gptmini.text.tokenizer import Tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 
 def opening(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:

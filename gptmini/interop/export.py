@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from gptmini import files
+from gptmini.analysis.evaluate import held_out
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
-from gptmini.evidence.evaluate import held_out
 from gptmini.generate.run import Run, load
 from gptmini.interop import architectures, gguf, huggingface
 from gptmini.interop.architectures import Tensors
 from gptmini.interop.folding import fold
 from gptmini.model.gpt import GPT
-from gptmini.text.tokenizer import Tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Of the largest logit. Folding and float32's rounding make up to 4e-6 of it, a rotary base of 10001
 # instead of 10000 3e-5.
@@ -84,7 +84,7 @@ def export_run(
     kind = architectures.choose(config)
     if to == "gguf":
         gguf.check(config, run.tokenizer, weights)
-    with huggingface.appearing(out) as partial:
+    with files.atomic_output(out) as partial:
         tokens = sample(run, cache)
         expected = logits(run.config.model, run.model.state_dict(), tokens)
         if not expected.isfinite().all():

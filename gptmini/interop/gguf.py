@@ -10,8 +10,8 @@ from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, MachineError
 from gptmini.generate.run import Run
 from gptmini.interop.architectures import Tensors, shapes
-from gptmini.text import tokenizer_json
-from gptmini.text.tokenizer import CharTokenizer, Tokenizer
+from gptmini.tokenizer import tokenizer_json
+from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 WORDS = {

@@ -5,10 +5,6 @@ Nothing in them can run code: a pickle is refused, and no name in an index may l
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +16,14 @@ from torch import Tensor
 from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, ConfigError, DataError, os_reason
+from gptmini.errors import CheckpointError, DataError, os_reason
 from gptmini.generate.run import Run, load
 from gptmini.interop import architectures
 from gptmini.interop.architectures import Tensors
-from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.text import tokenizer_json
-from gptmini.text.tokenizer import Tokenizer
-from gptmini.train.state import Progress
+from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer import tokenizer_json
+from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.train.state import write_run
 
 SHARD = 5_000_000_000  # bytes
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,27 +32,6 @@ TRAIN: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.1}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-
-
-@contextmanager
-def appearing(out: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `out` when the block ends, or vanishes if it raises."""
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"--out {out}: already exists; choose another name")
-    partial = out.with_name(f".partial-{out.name}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _remove(partial)  # of a process that was killed
-    try:
-        yield partial
-        files.rename(partial, out)
-    finally:
-        _remove(partial)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -74,7 +49,7 @@ def import_model(
     CheckpointError or DataError, naming the file and key, for what gptmini cannot represent.
     """
     folder, out = Path(folder), Path(out)
-    with appearing(out) as partial:
+    with files.atomic_output(out) as partial:
         model, weights, tokenizer = read(folder, context_length)
         if tokenizer.missing_bytes:
             warn(
@@ -85,16 +60,6 @@ def import_model(
         settings = Config(model=model, tokenizer=tokens, train=TrainConfig(**TRAIN))
         write_run(RunDirectory(partial), settings, weights, tokenizer)
     return load(out, weights="float32", cache=cache)
-
-
-def write_run(
-    directory: RunDirectory, config: Config, weights: Tensors, tokenizer: Tokenizer
-) -> None:
-    """Write a run at step 0 that was trained on no text of ours."""
-    progress = Progress("", tokenizer.fingerprint, torch.__version__, 1, "cpu", "float32", "off")
-    directory.create(config, tokenizer)
-    directory.check_space(sum(tensor.nbytes for tensor in weights.values()))
-    directory.save(Checkpoint(asdict(progress), weights, {}))
 
 
 def read(folder: Path, context_length: int | None = None) -> tuple[ModelConfig, Tensors, Tokenizer]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.model.kernels import RMSNorm
-from gptmini.model.scaling import scaled
 
 
 def norm(config: ModelConfig) -> nn.Module:
@@ -83,6 +82,20 @@ class Rotary(nn.Module):
         """Positions (T,) -> two tensors (T, K/2); positions (B, T) -> two (B, 1, T, K/2)."""
         cosines, sines = self.cosines[positions], self.sines[positions]
         return (cosines, sines) if positions.ndim == 1 else (cosines[:, None], sines[:, None])
+
+
+def scaled(frequencies: Tensor, scaling: list[float] | None) -> Tensor:
+    """Frequencies (K/2,) slowed down as in Llama 3.1, or as they are without `scaling`.
+
+    `scaling` is (factor, low, high, context). What turns at most `low` times in the old context is
+    divided by the factor, what turns at least `high` times stays, and between them it is mixed.
+    """
+    if scaling is None:
+        return frequencies
+    factor, low, high, context = scaling
+    turns = context * frequencies / (2 * torch.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -14,13 +14,14 @@ from gptmini import machine
 from gptmini.config.load import completed
 from gptmini.config.settings import Config, TokenizerConfig
 from gptmini.console import say_fact, warn
+from gptmini.data.corpus import learns_vocabulary, prepare_corpus
+from gptmini.data.token_file import Corpus
 from gptmini.distributed.gradients import EXACT_UP_TO
-from gptmini.distributed.ranks import ALONE, Ranks
+from gptmini.distributed.group import ALONE, Ranks
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
-from gptmini.plan.base import CHOSEN, begun_from, identified, introduce, shaped
 from gptmini.plan.cost import parameter_count
-from gptmini.plan.fit import StepTime, choose_compile, micro_batch_size
+from gptmini.plan.finetune import CHOSEN, begun_from, identified, introduce, shaped
 from gptmini.plan.minutes import (
     SHORT,
     choose_batch,
@@ -29,9 +30,8 @@ from gptmini.plan.minutes import (
     has_sizes,
     report_left,
 )
+from gptmini.plan.timing import StepTime, choose_compile, micro_batch_size
 from gptmini.runs.directory import RunDirectory
-from gptmini.text.corpus import learns_vocabulary, prepare_corpus
-from gptmini.text.tokens import Corpus
 
 # From this many epochs on. Bits per byte of builtin:python-docs (vocabulary 1,024, width 128) after
 # 4.9 epochs: 1.700 without dropout and 1.755 with 0.1; after 9.3 epochs: 1.694 and 1.637. Of Tiny

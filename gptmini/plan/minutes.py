@@ -9,7 +9,7 @@ from gptmini.console import amount, duration, say, say_fact, warn
 from gptmini.machine import Compute
 from gptmini.model.optim import cooldown_steps
 from gptmini.plan.cost import parameter_count, parameters, training_flops
-from gptmini.plan.fit import (
+from gptmini.plan.timing import (
     AFTER_EVALUATION,
     COMPILE_GAIN,
     COMPILE_PAYS,

@@ -42,8 +42,8 @@ from gptmini.runs.tensors import (
     read_json,
     read_verified,
 )
-from gptmini.text import tokenizer
-from gptmini.text.tokenizer import Tokenizer
+from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 FORMAT = 3
 KINDS = ("model", "optimizer")  # of tensor files
@@ -103,7 +103,7 @@ class RunDirectory:
 
     def tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
         """The run's tokenizer; DataError if it is not that of the checkpoint."""
-        own = tokenizer.read(self.tokenizer_file)
+        own = tokenizers.read(self.tokenizer_file)
         if checkpoint is not None and checkpoint.state["tokenizer"] != own.fingerprint:
             raise DataError(
                 f"{self.tokenizer_file}: not the tokenizer of this run, but a {own.kind} "

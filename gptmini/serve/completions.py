@@ -10,10 +10,10 @@ import torch
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
-from gptmini.generate.batch import Job, Pieces
 from gptmini.generate.filters import Adjustment
 from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
+from gptmini.serve.scheduler import Job, Pieces
 
 # Fields beside the settings of `sample`; null stands for the default.
 FIELDS: dict[str, Any] = {

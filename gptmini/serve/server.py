@@ -27,9 +27,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gptmini.errors import ConfigError, DataError, GptminiError, MachineError
-from gptmini.generate.batch import Batch, News, Pieces
 from gptmini.generate.run import Run
 from gptmini.serve.completions import Completion, TooLongError
+from gptmini.serve.scheduler import Batch, News, Pieces
 
 LOOPBACK = ["127.0.0.1", "localhost"]  # names of this machine
 PAGE = Path(__file__).with_name("page.html")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.text.tokens import CYCLE, TokenFile, shares, windows
+from gptmini.data.token_file import CYCLE, TokenFile, shares, windows
 
 ROUNDS = 4  # of the Feistel network
 IGNORE_INDEX = -100  # a target that does not count, as in torch

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.distributed.ranks import ALONE, Ranks
+from gptmini.distributed.group import ALONE, Ranks
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.train.batches import IGNORE_INDEX

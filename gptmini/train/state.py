@@ -16,18 +16,19 @@ from torch import Tensor
 from gptmini.config.load import differences
 from gptmini.config.settings import Config
 from gptmini.console import warn
+from gptmini.data.token_file import Corpus
 from gptmini.distributed.gradients import Gradients, divided
-from gptmini.distributed.ranks import Ranks
+from gptmini.distributed.group import Ranks
 from gptmini.distributed.sharding import Shards, gradients, own_micro_batches
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.generate.texts import token_bias
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
-from gptmini.plan.fit import compile_blocks
+from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.runs.tensors import WHOLE, Part, fitting
-from gptmini.text.tokens import Corpus
+from gptmini.runs.tensors import WHOLE, Part, Tensors, fitting
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.batches import Batches, draw
 
 if TYPE_CHECKING:  # plan.decide imports the text formats, which training must not depend on
@@ -363,3 +364,13 @@ def _other_text(config: Config, run: RunDirectory) -> DataError:
         f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
         f"choose another --out"
     )
+
+
+def write_run(
+    directory: RunDirectory, config: Config, weights: Tensors, tokenizer: Tokenizer
+) -> None:
+    """Write a run at step 0 that was trained on no text of ours."""
+    progress = Progress("", tokenizer.fingerprint, torch.__version__, 1, "cpu", "float32", "off")
+    directory.create(config, tokenizer)
+    directory.check_space(sum(tensor.nbytes for tensor in weights.values()))
+    directory.save(Checkpoint(asdict(progress), weights, {}))

@@ -2,8 +2,9 @@
 
 import re
 
-import plant_bugs
 import pytest
+
+from tests.stress import plant_bugs
 
 BUGS = plant_bugs.load()
 

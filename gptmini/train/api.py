@@ -1,0 +1,34 @@
+"""Training from Python: what `gptmini train` does, as one function.
+
+import gptmini
+run = gptmini.fit({"data": {"path": "my.txt"}, "train": {"minutes": 5}}, "runs/my")
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gptmini.config.load import validate
+from gptmini.config.settings import Config
+from gptmini.distributed.group import join
+from gptmini.files import CACHE
+from gptmini.generate.run import Run, load
+from gptmini.plan.broadcast import decide_together
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
+
+
+def fit(config: Config | Mapping[str, Any], out: str | Path, cache: Path = CACHE) -> Run:
+    """Train a run, or resume it, in the directory `out`; returns it with its best weights.
+
+    `config` states what differs from the defaults, in sections as a YAML file does. Progress goes
+    to stderr. Raises what the command reports, as `gptmini.errors` has it; after a signal that is
+    Stopped, and the same call resumes. Under torchrun, all processes train one model.
+    """
+    started = time.perf_counter()
+    asked = config if isinstance(config, Config) else validate(dict(config), {})
+    with join() as ranks:
+        decision = decide_together(asked, RunDirectory(Path(out)), cache, started, ranks)
+        trainer.train(decision, Path(out))
+    return load(out, asked.train.device, cache=cache)

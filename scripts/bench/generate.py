@@ -1,0 +1,304 @@
+"""Time generation beside Hugging Face on the same weights: python scripts/bench/generate.py
+
+Needs `pip install -e '.[bench]'`. In each row everything takes turns in one process. The table
+gives medians of tokens per second, prefill included, and ratios to `generate` of transformers in
+float32. Weights are random; the logits of both are compared before anything is timed. MHA has the
+shape of GPT-2, GQA and MQA that of Llama. Sampling is top-k 50. --quick times a tiny model.
+--guess RUN DRAFT times guessing ahead on trained runs instead.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from gptmini.config.settings import ModelConfig, SampleConfig
+from gptmini.files import CACHE
+from gptmini.generate.engine import Engine, TorchEngine
+from gptmini.generate.native.engine import NativeEngine, open_engine
+from gptmini.generate.native.precision import PRECISIONS
+from gptmini.generate.run import load
+from gptmini.generate.sampler import decode
+from gptmini.generate.texts import Generation, Text
+from gptmini.model.gpt import GPT
+
+SIZES = {
+    "tiny": {"n_layer": 2, "n_head": 6, "d_model": 96, "vocab_size": 65},
+    "10M": {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 65},
+    "124M": {"n_layer": 12, "n_head": 12, "d_model": 768, "vocab_size": 50257},
+}
+GPT2 = {"position": "learned", "activation": "gelu", "bias": True}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mha": {"variant": "mha"},
+    "gqa": {"variant": "gqa"},
+    "mqa": {"variant": "mqa"},
+}
+
+
+def model_config(size: str, variant: str) -> ModelConfig:
+    shape = GPT2 if variant == "mha" else LLAMA
+    heads = {"n_kv_head": SIZES[size]["n_head"] // 3} if variant == "gqa" else {}
+    attention = {"qk_norm": False, **VARIANTS[variant], **heads}
+    config = {"context_length": 1024, **SIZES[size], **shape, "attention": attention}
+    return ModelConfig.model_validate(config)
+
+
+def model_of(size: str, variant: str) -> GPT:
+    """With random weights."""
+    torch.manual_seed(0)
+    return GPT(model_config(size, variant)).eval()
+
+
+def gpt2_config(ours: ModelConfig) -> Any:
+    """The same shape for transformers."""
+    return transformers.GPT2Config(
+        vocab_size=ours.vocab_size or 0,
+        n_layer=ours.n_layer,
+        n_head=ours.n_head,
+        n_embd=ours.d_model,
+        n_positions=1024,
+    )
+
+
+def hugging_face(model: GPT) -> Any:
+    """The same weights in the model of transformers."""
+    ours = model.config
+    theirs: Any
+    if ours.position == "learned":
+        theirs = transformers.GPT2LMHeadModel(gpt2_config(ours))
+        theirs.load_state_dict(gpt2_names(model), strict=False)
+    else:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=ours.n_layer,
+            num_attention_heads=ours.n_head,
+            num_key_value_heads=ours.n_kv_head,
+            hidden_size=ours.d_model,
+            intermediate_size=ours.d_ff,
+            rms_norm_eps=ours.norm_eps,
+            max_position_embeddings=1024,
+            vocab_size=ours.vocab_size or 0,
+        )
+        theirs = transformers.LlamaForCausalLM(config)
+        theirs.load_state_dict(llama_names(model), strict=False)
+    tokens = torch.randint(ours.vocab_size or 1, (2, 40))
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            theirs.eval()(tokens).logits, model(tokens), atol=1e-3, rtol=1e-3
+        )
+    return theirs
+
+
+def gpt2_names(model: GPT) -> dict[str, Tensor]:
+    """Weights under GPT-2's names, its matrices transposed."""
+    weights = {"transformer.wte.weight": model.embed.weight, "lm_head.weight": model.embed.weight}
+    assert model.positions is not None
+    weights["transformer.wpe.weight"] = model.positions.weight
+    state = model.state_dict()
+    weights |= {
+        f"transformer.ln_f.{part}": state[f"final_norm.{part}"] for part in ("weight", "bias")
+    }
+    pairs = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.o_proj": "attn.c_proj"}
+    pairs |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+    for layer in range(model.config.n_layer):
+        ours, theirs = f"blocks.{layer}.", f"transformer.h.{layer}."
+        for part in ("weight", "bias"):
+            for name, other in pairs.items():
+                value = state[f"{ours}{name}.{part}"]
+                weights[f"{theirs}{other}.{part}"] = value.mT if value.ndim == 2 else value
+            qkv = torch.cat([state[f"{ours}attn.{x}_proj.{part}"] for x in "qkv"])
+            weights[f"{theirs}attn.c_attn.{part}"] = qkv.mT if qkv.ndim == 2 else qkv
+    return weights
+
+
+def llama_names(model: GPT) -> dict[str, Tensor]:
+    """Weights under Llama's names."""
+    renamed = {
+        "blocks": "model.layers",
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attn": "self_attn",
+        "embed": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    }
+    return {
+        ".".join(renamed.get(part, part) for part in name.split(".")): value
+        for name, value in model.state_dict().items()
+    }
+
+
+def ours(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
+    """Seconds in all and to the first token."""
+    sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
+    texts = [Text(n, prompt, 1024) for n, prompt in enumerate(prompts.tolist())]
+    started = time.perf_counter()
+    times = [time.perf_counter() for _ in decode(decoder, texts, sample, 1024)]
+    return times[-1] - started, times[0] - started
+
+
+def theirs(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
+    """The same for `generate` of transformers; the first token is timed in a separate call."""
+    seconds = []
+    for length in (n_new, 1):
+        started = time.perf_counter()
+        generate(model, prompts, length)
+        seconds.append(time.perf_counter() - started)
+    return seconds[0], seconds[1]
+
+
+def generate(model: Any, prompts: Tensor, n_new: int) -> None:
+    """By transformers."""
+    model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=n_new,
+        min_new_tokens=n_new,
+        do_sample=True,
+        top_k=50,
+        pad_token_id=0,
+    )
+
+
+def contestants(model: GPT, batch: int) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
+    """What is timed, by name."""
+    wide, narrow = hugging_face(model), hugging_face(model).to(torch.bfloat16)
+    calls: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
+        "HF": lambda prompts, n: theirs(wide, prompts, n),
+        "HF bf16": lambda prompts, n: theirs(narrow, prompts, n),
+        "torch": lambda prompts, n: ours(TorchEngine(model), model, prompts, n),
+    }
+    for weights in PRECISIONS:
+        engine = open_engine(model, weights, batch, CACHE)
+        if isinstance(engine, NativeEngine):
+            calls[weights] = lambda prompts, n, e=engine: ours(e, model, prompts, n)  # type: ignore[misc]
+    return calls
+
+
+def bandwidth() -> float:
+    """Bytes per second that all threads read from memory: the best of ten sums of 500 MB."""
+    numbers, best = torch.ones(125_000_000), float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        numbers.sum()
+        best = min(best, time.perf_counter() - started)
+    return numbers.nbytes / best
+
+
+def row(size: str, variant: str, batch: int, length: int, rounds: int, reads: float) -> None:
+    """Time one row of the table and print it; `reads` is the memory bandwidth in bytes/s."""
+    model = model_of(size, variant)
+    parameters = sum(p.numel() for p in model.parameters())
+    if model.positions is not None:
+        parameters -= model.positions.weight.numel()
+    if model.head is not None:
+        parameters -= model.embed.weight.numel()
+    calls = contestants(model, batch)
+    n_new = 16 if size == "tiny" else 200 if size == "10M" else 64 if batch < 32 else 32
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):  # with new prompts, as gptmini keeps what it has read
+        prompts = torch.randint(model.config.vocab_size or 1, (batch, length))
+        for name, call in calls.items():
+            seconds_and_first = call(prompts, n_new if turn else 2)
+            if turn:  # the first turn warms up
+                times[name].append(seconds_and_first)
+    base = statistics.median(seconds for seconds, _ in times["HF"])
+    cells = []
+    for name, turns in times.items():
+        seconds = statistics.median(seconds for seconds, _ in turns)
+        first = statistics.median(first for _, first in turns)
+        share = ""
+        if batch == 1 and name in PRECISIONS:
+            width = {"float32": 4, "bfloat16": 2, "int8": 1}[name]
+            each = (seconds - first) / (n_new - 1)
+            share = f" {parameters * width / each / reads:.0%}"
+        cells.append(
+            f"{batch * n_new / seconds:,.0f} ({base / seconds:.1f}x, {first * 1000:.0f} ms{share})"
+        )
+    print(f"| {size} {variant}, {batch} x {length} | {' | '.join(cells)} |", flush=True)
+
+
+def guesses(path: str, draft: str) -> None:
+    """Print what guessing ahead is worth to a trained run: the same texts with and without it."""
+    run, kinds = load(path), {"none": None, "lookup": "lookup", "draft": load(draft)}
+    print("| temperature | guesses by | right | tokens a second | to none |\n|---|---|---|---|---|")
+    for temperature in (0.0, 0.8):
+        speeds: dict[str, list[Generation]] = {name: [] for name in kinds}
+        texts = set()
+        for _ in range(5):
+            for name, guess in kinds.items():
+                generation = run.start(
+                    ["ROMEO:\n"], guess=guess, max_new_tokens=200, temperature=temperature
+                )
+                (sample,) = generation.finish()
+                speeds[name].append(generation)
+                texts.add(sample.text)
+        assert len(texts) == 1
+        base = statistics.median(speed.seconds for speed in speeds["none"])
+        for name, found in speeds.items():
+            seconds = statistics.median(speed.seconds for speed in found)
+            right = f"{found[0].guessed_right} of {found[0].guessed}"
+            print(
+                f"| {temperature} | {name} | {right} | {found[0].n_tokens / seconds:,.0f} "
+                f"| {base / seconds:.2f} x |"
+            )
+
+
+def memory(size: str, who: str) -> None:
+    """Generate one text and print the peak memory of this process in MiB."""
+    prompts = torch.randint(65, (1, 32))
+    if who == "HF":
+        theirs(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
+    else:
+        model = model_of(size, "mha")
+        ours(open_engine(model, who, 1, CACHE), model, prompts, 32)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line for line in lines if line.startswith("VmHWM"))
+    print(int(peak.split()[1]) // 1024)  # getrusage would include the parent's
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--guess", nargs=2, metavar=("RUN", "DRAFT"))
+    parser.add_argument("--memory", nargs=2, metavar=("SIZE", "WHO"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    if options.guess:
+        guesses(*options.guess)
+        return
+    if options.memory:
+        memory(*options.memory)
+        return
+    reads = bandwidth()
+    print(
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, reads {reads / 1e9:.1f} GB/s"
+    )
+    print("tokens per second (ratio to HF, time to first token, share of memory bandwidth)\n")
+    names = ["HF", "HF bf16", "gptmini in torch", *(f"gptmini {name}" for name in PRECISIONS)]
+    print(f"| model, batch x prompt | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
+    if options.quick:
+        row("tiny", "gqa", 2, 8, 1, reads)
+        row("tiny", "mha", 1, 8, 1, reads)
+        return
+    for size in ("10M", "124M"):
+        for variant in VARIANTS:
+            for batch, length in ((1, 32), (1, 512), (8, 32), (32, 32)):
+                row(size, variant, batch, length, 3, reads)
+        for who in ("HF", *PRECISIONS):
+            command = [sys.executable, __file__, "--memory", size, who]
+            peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            print(f"{size}, batch 1, peak memory of {who}: {peak.strip()} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Time generation beside llama.cpp on the same weights: python scripts/bench/llama.py
+
+Needs `pip install -e '.[bench,gguf]' xllamacpp`. llama.cpp runs as a server in a process of its
+own, with as many threads. In each row everything takes turns, four times, of which the first warms
+up. The table gives the best tokens per second, prefill and sampling (top-k 50) included; of a
+prompt of 512, the tokens of the prompt. --cpu counts seconds of the processor, all threads
+together, in place of those that pass: for a machine that has other work.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import torch
+import transformers
+from generate import LLAMA, SIZES, generate, hugging_face, ours
+from serve import free_port, llama_cpp, server
+from torch import Tensor
+
+from gptmini.config.settings import Config, ModelConfig
+from gptmini.files import CACHE
+from gptmini.generate.native.engine import open_engine
+from gptmini.generate.run import Run
+from gptmini.interop import gguf
+from gptmini.interop.folding import fold
+from gptmini.model.gpt import GPT
+from gptmini.tokenizer.tokenizers import CharTokenizer
+
+# What is compared: how gptmini stores weights, and llama.cpp.
+TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
+ROWS = ((1, 32, 64), (1, 512, 1), (8, 32, 32), (32, 32, 16))  # rows, prompt tokens, new tokens
+OWN = time.CLOCK_PROCESS_CPUTIME_ID
+
+
+def model_of(size: str) -> GPT:
+    """In the shape of Llama, with random weights."""
+    torch.manual_seed(0)
+    shape = {**SIZES[size], **LLAMA, "attention": {"variant": "mha", "qk_norm": False}}
+    vocab_size = max(SIZES[size]["vocab_size"], 400)  # 257 are bytes and the document token
+    shape |= {"vocab_size": vocab_size, "context_length": 1024}
+    return GPT(ModelConfig.model_validate(shape)).eval()
+
+
+@contextmanager
+def llama_server(model: GPT, kind: str, n_rows: int) -> Iterator[tuple[str, int]]:
+    """llama.cpp with the weights of a model: the address and process of its server."""
+    config, weights = fold(model.config, model.state_dict())
+    characters = map(chr, range(0x10000, 0x10000 + (config.vocab_size or 0) - 257))
+    run = Run(Path("random"), Config(), CharTokenizer("".join(characters)), model)
+    with tempfile.TemporaryDirectory() as folder:
+        path, port = Path(folder) / "model.gguf", free_port()
+        gguf.write(path, run, "llama", config, weights, kind)
+        with server(llama_cpp(path, port, n_rows, torch.get_num_threads()), port) as found:
+            yield found
+
+
+def ask(url: str, prompts: Tensor, n_new: int) -> None:
+    """Have llama.cpp continue the prompts."""
+    body = {"prompt": prompts.tolist(), "n_predict": n_new, "ignore_eos": True}
+    body |= {"samplers": ["top_k", "temperature"], "top_k": 50, "temperature": 1.0}
+    answer = httpx.post(f"{url}/completion", json=body | {"cache_prompt": False}, timeout=600)
+    texts = answer.json() if len(prompts) > 1 else [answer.json()]
+    assert [text["tokens_predicted"] for text in texts] == [n_new] * len(prompts), answer.text
+
+
+def row(model: GPT, batch: int, length: int, n_new: int, cpu: bool) -> None:
+    """Time one row of the table and print it."""
+    narrow = hugging_face(model).to(torch.bfloat16)
+    # What continues the prompts, and the clock of the process that does it.
+    calls: dict[str, tuple[Callable[[Tensor, int], object], int]] = {}
+    calls["HF"] = (lambda prompts, n: generate(narrow, prompts, n), OWN)
+    seconds: dict[str, float] = {}
+    with ExitStack() as servers:
+        for weights, kind in TYPES.items():
+            engine = open_engine(model, weights, batch, CACHE)
+            url, process = servers.enter_context(llama_server(model, kind, batch))
+            calls[weights] = (lambda prompts, n, e=engine: ours(e, model, prompts, n), OWN)  # type: ignore[misc]
+            other = ~process << 3 | 2  # how Linux numbers the clock of another process
+            calls[kind] = (lambda prompts, n, url=url: ask(url, prompts, n), other)  # type: ignore[misc]
+        for turn in range(4):  # with new prompts, as gptmini keeps what it has read
+            prompts = torch.randint(257, model.config.vocab_size or 0, (batch, length))
+            for name, (call, own) in calls.items():
+                clock = own if cpu else time.CLOCK_MONOTONIC
+                started = time.clock_gettime(clock)
+                call(prompts, n_new if turn else 1)
+                if turn:
+                    passed = time.clock_gettime(clock) - started
+                    seconds[name] = min(passed, seconds.get(name, passed))
+    tokens = batch * (length if n_new == 1 else n_new)
+    speeds = {name: tokens / each for name, each in seconds.items()}
+    cells = [f"{batch} x {length}, {n_new} new", f"{speeds['HF']:,.0f}"]
+    for weights, kind in TYPES.items():
+        ratio = speeds[weights] / speeds[kind]
+        cells.append(f"{speeds[weights]:,.0f} / {speeds[kind]:,.0f} ({ratio:.1f} x)")
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    if not sys.platform.startswith("linux"):
+        parser.error("needs Linux, for the clock of another process")
+    print(f"tokens per second of {torch.get_num_threads()} threads, gptmini / llama.cpp\n")
+    print("| rows x prompt | HF bfloat16 | float32 | bfloat16 | int8, q8_0 |")
+    print("|---|---|---|---|---|", flush=True)
+    model = model_of("tiny" if options.quick else "124M")
+    for batch, length, n_new in ROWS[:2] if options.quick else ROWS:
+        row(model, batch, length, n_new, options.cpu)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""The data and the file of a page: what a model reads, expects and keeps."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gptmini.analysis import page, page_data
+from gptmini.analysis.attention_maps import attention_weights, spell, summarize
+from gptmini.errors import CheckpointError, ConfigError
+from gptmini.generate.filters import choose, uniform
+from gptmini.generate.run import Run
+from gptmini.model.attention import KVCache
+from gptmini.model.gpt import GPT
+from gptmini.tokenizer.tokenizers import BpeTokenizer, ByteTokenizer, CharTokenizer
+from gptmini.train.evaluate import token_losses
+from tests.analysis.test_attention_maps import TOKENS, model_of
+from tests.support import tiny
+
+HOSTILE = (
+    "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>'\"&amp;\u2028\0\x1b\ud800"
+)
+
+
+def run_of(sample=None, tokenizer=None, **attention) -> Run:
+    """A model, of bytes if no tokenizer is given, with random weights."""
+    tokenizer = tokenizer or ByteTokenizer()
+    config = tiny(model={"attention": attention}, sample=sample or {})
+    config = config.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
+    torch.manual_seed(0)
+    model = GPT(config.model).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim == 2 else 1)
+    return Run(Path("runs/<b>"), config, tokenizer, model, {"step": 7, "corpus": ""})
+
+
+def unpacked(text: str, kind: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+def data_of(content: bytes) -> dict:
+    """The data in a page, found as a browser finds it."""
+
+    class Reader(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scripts: list[str] = []
+            self.inside = False
+
+        def handle_starttag(self, tag, attrs):
+            self.inside = tag == "script"
+            if self.inside:
+                self.scripts.append("")
+
+        def handle_data(self, text):
+            if self.inside:
+                self.scripts[-1] += text
+
+    reader = Reader()
+    reader.feed(content.decode())
+    data, code = reader.scripts
+    assert "</script>" not in code
+    return json.loads(data)
+
+
+@pytest.mark.parametrize("attention", [{}, {"variant": "mqa", "window": 3}], ids=str)
+def test_the_lens_agrees_with_a_model_that_ends_after_each_layer(attention):
+    model = model_of(**attention)
+    expected = page_data.lens(model, TOKENS)
+    with torch.no_grad():
+        assert torch.equal(expected.logits, model(torch.tensor([TOKENS]))[0])
+        blocks = model.blocks
+        for stage in range(3):
+            model.blocks = blocks[:stage]
+            logits = model(torch.tensor([TOKENS]))[0]
+            chances = logits.double().softmax(dim=-1)
+            best = chances.sort(descending=True, dim=-1)
+            assert torch.equal(expected.tokens[stage], best.indices[:, :10])
+            torch.testing.assert_close(expected.probabilities[stage].double(), best.values[:, :10])
+            inputs, targets = torch.tensor([TOKENS[:-1]]), torch.tensor([TOKENS[1:]])
+            losses, ranks = token_losses(model, inputs, targets)
+            assert expected.ranks[stage].tolist() == [*ranks[0].tolist(), 0]
+            torch.testing.assert_close(
+                expected.came[stage, :-1].double().log(), -losses[0], atol=1e-5, rtol=1e-5
+            )
+    assert not any(block._forward_hooks for block in blocks)
+    assert not blocks[0]._forward_pre_hooks
+
+
+def test_the_page_has_the_weights_of_the_model_in_eight_bits():
+    run = run_of(variant="gqa", n_kv_head=2)
+    part = page_data.part([run], TOKENS, "")
+    weights = attention_weights(run.model, TOKENS)
+    (read,) = part["readings"]
+    roots = unpacked(read["weights"], "u1").reshape(2, 4, 36) / 255
+    lower = weights[:, :, torch.ones(8, 8).tril().bool()].numpy()
+    assert np.abs(roots**2 - lower).max() < 0.004
+    assert read["measures"] == [[round(x, 4) for x in head[2:]] for head in summarize(weights)]
+    expected = page_data.lens(run.model, TOKENS)
+    listed = unpacked(read["tokens"], "<i4").reshape(3, 8, 10)
+    texts = [[part["spellings"][n] for n in row] for row in listed[2]]
+    assert texts == [[spell(run.tokenizer, token) for token in row] for row in expected.tokens[2]]
+    np.testing.assert_array_equal(
+        unpacked(read["probabilities"], "<f4"), expected.probabilities.flatten()
+    )
+    np.testing.assert_array_equal(unpacked(read["ranks"], "<i4"), expected.ranks.flatten())
+    np.testing.assert_array_equal(unpacked(read["came"], "<f4"), expected.came.flatten())
+    assert [part["spellings"][n] for n in part["tokens"]] == [
+        spell(run.tokenizer, token) for token in TOKENS
+    ]
+
+
+def test_the_square_root_scale_keeps_small_weights_apart():
+    weights = np.array([0, 1e-5, 0.001, 0.01, 0.5, 1])
+    assert page.eight_bits(weights).tolist() == [0, 1, 8, 26, 180, 255]
+
+
+@pytest.mark.parametrize(
+    ("attention", "rows"),
+    [
+        ({}, [("MHA", 4, True), ("GQA", 2, False), ("MQA", 1, False)]),
+        ({"variant": "mqa", "window": 5}, [("MHA", 4, False), ("GQA", 2, False), ("MQA", 1, True)]),
+        (
+            {"variant": "gqa", "n_kv_head": 2},
+            [("MHA", 4, False), ("GQA", 2, True), ("MQA", 1, False)],
+        ),
+    ],
+    ids=str,
+)
+def test_memory_is_that_of_a_full_cache(attention, rows):
+    config = run_of(**attention).config.model
+    kinds = page_data.memory(config, 16)
+    assert [(kind["name"], kind["kv_heads"], kind["own"]) for kind in kinds] == rows
+    own = next(kind["bytes"] for kind in kinds if kind["own"])
+    cache = KVCache(config, 1, torch.device("cpu"), torch.float32)
+    assert own[15] == cache.bytes
+    assert own[0] * (attention.get("window") or 16) == own[15]
+    assert kinds[0]["bytes"][3] == 4 * kinds[2]["bytes"][3]
+
+
+def test_the_notes_say_what_shares_and_what_a_window_hides():
+    notes = page_data.notes(run_of(variant="gqa", n_kv_head=2, window=5, full_every=2).config.model)
+    assert notes["heads"].startswith(
+        "Grouped-query attention (GQA): 4 query heads share 2 KV heads."
+    )
+    assert notes["layers"] == [
+        "window of 5: sees itself and the 4 before",
+        "sees all tokens before",
+    ]
+    assert notes["memory"].endswith("Layers with a window keep only the last 5 tokens.")
+    notes = page_data.notes(run_of(variant="mqa", window=1).config.model)
+    assert notes["heads"].startswith("Multi-query attention (MQA): 4 query heads share 1 KV head.")
+    assert notes["layers"] == ["window of 1: sees only itself"] * 2
+    assert "window" not in page_data.notes(run_of().config.model)["memory"]
+
+
+def test_draws_are_those_of_the_sampler():
+    sample = {"top_k": 20, "top_p": 0.8, "temperature": 1.5, "repetition_penalty": 1.3}
+    run = run_of(sample)
+    text = page_data.continued(run, "abc", 9)
+    tokens = text.prompt_tokens + text.tokens
+    part = page_data.part([run], tokens, "", text)
+    drawn = part["readings"][0]["draws"]
+    after = unpacked(drawn["drawn"], "<f4").reshape(9, 11)
+    expected = page_data.lens(run.model, tokens)
+    assert (part["drawn"], len(drawn["kept"])) == (9, 9)
+    assert part["sampling"] == "temperature 1.5, top_k 20, top_p 0.8, repetition_penalty 1.3"
+    for place, token in enumerate(text.tokens):
+        at = 2 + place
+        scores = expected.logits[at].clone()
+        for seen in set(tokens[: at + 1]):
+            scores[seen] = scores[seen] / 1.3 if scores[seen] > 0 else scores[seen] * 1.3
+        assert choose(scores, run.config.sample, uniform(1337, 0, place)) == token
+        best = (scores / 1.5).double().topk(20)
+        chances = best.values.softmax(dim=0)
+        kept = chances.cumsum(dim=0) - chances < 0.8
+        assert drawn["kept"][place] == kept.sum()
+        chances = chances[kept] / chances[kept].sum()
+        left = dict(zip(best.indices[kept].tolist(), chances.tolist(), strict=True))
+        listed = [*expected.tokens[-1, at].tolist(), token]
+        assert after[place] == pytest.approx([left.get(n, 0) for n in listed], abs=1e-5)
+        removed = 1 - expected.logits[at].double().softmax(dim=0)[list(left)].sum()
+        assert drawn["removed"][place] == pytest.approx(removed.item(), abs=1e-5)
+
+
+def test_a_prompt_that_ends_with_a_space_leaves_only_tokens_that_begin_with_one(tiny_encoding):
+    run = run_of({"top_k": None}, tokenizer=BpeTokenizer(tiny_encoding))
+    text = page_data.continued(run, "the ", 2)
+    assert text.prompt_tokens == [257]
+    part = page_data.part([run], text.prompt_tokens + text.tokens, "", text)
+    assert part["readings"][0]["draws"]["kept"] == [2, 260]  # " " and " the", then any
+
+
+def test_greedy_draws_keep_one_token():
+    run = run_of({"temperature": 0})
+    text = page_data.continued(run, "abc", 3)
+    drawn = page_data.part([run], text.prompt_tokens + text.tokens, "", text)["readings"][0][
+        "draws"
+    ]
+    assert drawn["kept"] == [1, 1, 1]
+    assert unpacked(drawn["drawn"], "<f4").reshape(3, 11)[:, [0, 10]].tolist() == [[1, 1]] * 3
+
+
+def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch):
+    run = run_of()
+    with pytest.raises(ConfigError, match=r"--generate 15: 18 tokens .* generate at most 13$"):
+        page_data.continued(run, "abc", 15)
+    assert len(page_data.continued(run, "abc", 13).tokens) == 13
+    for T in (1, 8, 16):
+        content = page_data.html(run, [65] * T, None, (0, 0))
+        assert len(content) < page_data.page_bytes(run.config.model, T)
+    monkeypatch.setattr(page, "LIMIT", page_data.page_bytes(run.config.model, 11))
+    page_data.check_length(run.config.model, 11)
+    with pytest.raises(ConfigError, match=r"a page of 12 tokens .* at most 11 tokens$"):
+        page_data.html(run, [65] * 12, None, (0, 0))
+
+
+def test_a_page_of_many_heads_and_tokens_stays_small():
+    config = tiny(model={"n_layer": 6, "n_head": 6, "d_model": 384, "context_length": 512})
+    model = config.with_tokenizer("gpt2", 50257).model
+    assert page_data.page_bytes(model, 128) < 2_000_000
+    assert page_data.page_bytes(model, 512) < 30_000_000
+
+
+def test_weights_that_are_not_finite_are_refused():
+    run = run_of()
+    with torch.no_grad():
+        run.model.embed.weight[65, 0] = torch.nan
+    with pytest.raises(CheckpointError, match="not finite"):
+        page_data.part([run], [65, 66], "")
+
+
+def test_tokens_are_spelled_in_text_and_symbols():
+    tokenizer = CharTokenizer("é中\u202e\u200b")
+    spelled = {
+        text: [spell(tokenizer, n) for n in tokenizer.encode(text)] for text in "a \n中\u202e"
+    }
+    assert spelled["a"] == [["a"]]
+    assert spelled[" "] == [["", "␣"]]
+    assert spelled["\n"] == [["", "\\n"]]
+    assert spelled["中"] == [["中"]]
+    assert spelled["\u202e"] == [["", "\\u202e"]]  # would turn the text around
+    assert spell(tokenizer, tokenizer.document_token) == ["", "<doc>"]
+    emoji = tokenizer.encode("😀a").tolist()
+    assert [spell(tokenizer, n) for n in emoji] == [
+        *(["", x] for x in ("f0", "9f", "98", "80")),
+        ["a"],
+    ]
+    assert page_data.completed(tokenizer, emoji) == ["", "", "", "😀", ""]
+    assert page_data.completed(tokenizer, [0xF0, 65, 0xE4, 0xBD]) == ["", "", "", ""]
+
+
+def test_nothing_in_the_data_can_leave_its_place():
+    part = page.table([HOSTILE, '"DATA"'], [["POLICY"]])
+    content = page.render(HOSTILE, "POLICY", [part])
+    assert data_of(content) == {"title": HOSTILE, "lead": "POLICY", "parts": [part]}
+    text = content.decode()
+    inert = text[text.index('id="data">') + 10 : text.index("</script>")]
+    assert inert.isascii()
+    assert not set(inert) & {*"<>&", *map(chr, range(32))}
+    assert text.replace(inert, "") == page.render("", "", []).decode().replace(
+        '{"title": "", "lead": "", "parts": []}', ""
+    )
+
+
+def test_the_policy_allows_the_script_of_the_page_and_nothing_else():
+    text = page.render("", "", []).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', text)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules.keys() == {
+        *("default-src", "script-src", "style-src", "base-uri", "form-action"),
+        "require-trusted-types-for",
+    }
+    assert {rules[name] for name in ("default-src", "base-uri", "form-action")} == {"'none'"}
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_the_template_is_short_and_sets_only_text():
+    lines = page.TEMPLATE.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 500
+    assert max(map(len, lines)) <= 100
+    text = "\n".join(lines)
+    for wrong in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "style="):
+        assert wrong not in text
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]

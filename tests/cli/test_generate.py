@@ -1,0 +1,372 @@
+"""`gptmini generate` and `gptmini score` as they are used, and misused."""
+
+import io
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gptmini import console
+from gptmini.cli import generate
+from gptmini.cli.generate import LARGEST
+from tests.support import SMALL, WORDS
+
+FEW = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n}. {WORDS}\n" for n in range(40)))
+    words = [sys.executable, "-m", "gptmini", "train", "--data", str(text), *SMALL]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    return folder / "runs" / "text"
+
+
+@pytest.fixture
+def run(trained: Path, gptmini) -> str:
+    """In the directory of the test."""
+    shutil.copytree(trained, "runs/text")
+    return "runs/text"
+
+
+def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_a_prompt_from_anywhere_gives_the_same_text(gptmini, run, monkeypatch):
+    code, expected, _ = gptmini("generate", "--prompt", "the é", *FEW)
+    assert code == 0
+    for end in ("", "\n", "\r\n"):  # as an editor or `echo` ends a file
+        Path("prompt.txt").write_bytes(f"the é{end}".encode())
+        assert gptmini("generate", "--prompt-file", "prompt.txt", *FEW)[1] == expected
+        give(monkeypatch, f"the é{end}".encode())
+        assert gptmini("generate", "--prompt-file", "-", *FEW)[1] == expected
+    Path("prompt.txt").write_text("the é\n\n")
+    with_break = gptmini("generate", "--prompt", "the é\n", *FEW)[1]
+    assert gptmini("generate", "--prompt-file", "prompt.txt", *FEW)[1] == with_break
+
+
+def test_several_samples_are_the_same_in_any_batch(gptmini, run):
+    words = ["generate", "--prompt", "the ", "--samples", "5", *FEW]
+    code, out, _ = gptmini(*words)
+    assert code == 0
+    assert out.count("--- ") == 5
+    assert gptmini(*words, "--batch-size", "2")[1] == out
+    code, text, _ = gptmini("generate", "--prompt", "the ", *FEW)
+    assert out.startswith("--- 1\n" + text)
+
+
+def test_json_holds_samples_speed_and_engine(gptmini, run):
+    words = ["generate", run, "--prompt", "the ", "--samples", "3", "--json", *FEW]
+    code, out, err = gptmini(*words)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [sample["number"] for sample in found["samples"]] == [0, 1, 2]
+    for sample in found["samples"]:
+        assert sample["finish_reason"] in ("length", "document")
+        assert len(sample["tokens"]) == len(sample["logprobs"]) > 0
+        assert all(logprob <= 0 for logprob in sample["logprobs"])
+    assert found["tokens_per_second"] > 0
+    assert 0 < found["time_to_first_token"] < 60
+    assert found["engine"] == ("compiled" if shutil.which("g++") else "torch")
+    again = json.loads(gptmini(*words, "--lookup")[1])
+    assert again["samples"] == found["samples"]
+    by_draft = json.loads(gptmini(*words, "--draft", run)[1])
+    assert by_draft["samples"] == found["samples"]
+    assert by_draft["guessed"] == by_draft["guessed_right"] > 0
+
+
+def test_stop_texts_bans_and_penalties_reach_the_sampler(gptmini, run):
+    greedy = ["generate", "--prompt", "a", "--temperature", "0", "--max-new-tokens", "60"]
+    text = gptmini(*greedy)[1][1:-1]
+    place = text.index(text[7:9])
+    assert gptmini(*greedy, "--stop", text[7:9])[1] == "a" + text[:place] + "\n"
+    assert text[0] not in gptmini(*greedy, "--set", f'sample.ban=["{text[0]}"]')[1][1:]
+    assert gptmini(*greedy, "--set", "sample.bias={z: 100}")[1] == "a" + "z" * 60 + "\n"
+    assert gptmini(*greedy, "--set", 'sample.bias={"=": 100}')[1] == "a" + "=" * 60 + "\n"
+    penalties = ["--set", "sample.repetition_penalty=5", "--set", "sample.frequency_penalty=2"]
+    other = gptmini(*greedy, *penalties)[1]
+    # An option overrides --set.
+    assert gptmini(*greedy, "--set", "sample.max_new_tokens=1")[1] == gptmini(*greedy)[1]
+    assert len(set(other)) > len(set(text))
+
+
+def test_a_file_of_prompts(gptmini, run):
+    Path("in.jsonl").write_text('"the "\n{"prompt": "a", "key": [1]}\n')
+    words = ["generate", run, "--prompts", "in.jsonl", "--out", "out.jsonl", *FEW]
+    code, out, err = gptmini(*words)
+    assert (code, out, err) == (0, "", "")
+    first, second = map(json.loads, Path("out.jsonl").read_text().splitlines())
+    assert "the " + first["text"] + "\n" == gptmini("generate", "--prompt", "the ", *FEW)[1]
+    assert second["key"] == [1]
+    before = Path("out.jsonl").read_bytes()
+    assert gptmini(*words)[0] == 0
+    assert Path("out.jsonl").read_bytes() == before
+    code, _, err = gptmini(*words, "--weights", "float32")
+    assert (code, err.count("\n")) == (3, 1)
+    assert gptmini("generate", "--prompts", "in.jsonl")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xfe", "standard input: not UTF-8 at byte 0"),
+        (b"x" * (LARGEST + 1), "standard input: over 16 MiB"),
+    ],
+)
+def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data, message):
+    give(monkeypatch, data)
+    code, out, err = gptmini("generate", run, "--prompt-file", "-")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert message in err
+    give(monkeypatch, data)
+    assert gptmini("score", "--file", "-")[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prompt", "\udc80"], 3, "character 0 is not valid Unicode"),
+        (["--prompt-file", "nothere"], 5, "nothere: no such file"),
+        (["--prompt", "x" * 30, "--set", "sample.overflow=error"], 2, "do not fit the context"),
+        (["--set", "train.lr=1"], 2, "only sampling settings apply here; write sample.KEY=VALUE"),
+        (["--set", "sample.temprature=1"], 2, "no such setting; did you mean"),
+        (["--temperature", "-1"], 2, "--temperature: "),
+        (["--draft", "nothere"], 4, "nothere: no run here"),
+        (["--prompts", "a", "--out", "-"], 2, "--out -: the output must be a file"),
+        (["-i", "--json"], 2, "--json: cannot be combined with --interactive"),
+        (["-i", "--samples", "2"], 2, "--samples: cannot be combined with --interactive"),
+        (
+            ["--prompts", "a", "--out", "b", "--json"],
+            2,
+            "--json: cannot be combined with --prompts",
+        ),
+    ],
+)
+def test_impossible_requests_fail_in_one_line(gptmini, run, words, code, message):
+    found, out, err = gptmini("generate", run, *words)
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["The class"], 'The class: no run here; did you mean --prompt "The class"?'),
+        (["a\nb " + "c" * 5000], 'did you mean --prompt "a b ccc'),
+        (["tex"], "tex: no run here; did you mean runs/text?"),
+        (["runs/txt"], "runs/txt: no run here; did you mean runs/text?"),
+        (["runs/text/config.yaml"], "did you mean runs/text?"),
+        (["runs/text/checkpoints/step-00000004"], "did you mean runs/text?"),
+        (["note.txt"], "note.txt: no run here; did you mean --prompt-file note.txt?"),
+        (["Ada"], "Ada: no run here; the newest is runs/text; a text goes after --prompt"),
+        (["runs/text", "--draft", "tex"], "tex: no run here; did you mean runs/text?"),
+    ],
+)
+def test_what_is_not_a_run_is_answered_with_what_was_meant(gptmini, run, monkeypatch, words, hint):
+    Path("note.txt").write_text("the ")
+    monkeypatch.setitem(sys.modules, "gptmini.generate.run", None)  # torch would be loaded for it
+    code, out, err = gptmini("generate", *words)
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert hint in err
+    if "--draft" not in words:
+        code, _, err = gptmini("score", *words)
+        assert code == 4
+        assert hint.replace("--prompt-file", "--file").replace("--prompt", "--text") in err
+
+
+def test_a_line_break_typed_with_a_backslash_is_explained(gptmini, run):
+    hint = r"\n is taken as two characters; for a line break, type $'\n' in bash"
+    _, _, err = gptmini("generate", run, "--prompt", r"a\nb", "--stop", r"\n", *FEW)
+    assert err == f"--prompt: {hint}\n--stop: {hint}\n"
+    assert gptmini("generate", run, "--prompt", "a\nb", "--stop", "\n", *FEW)[2] == ""
+
+
+def test_text_piped_in_without_an_option_is_pointed_out(run):
+    words = [sys.executable, "-m", "gptmini", "generate", run, *FEW]
+    for given, hint in ((b"the", b"standard input is not read; to continue it, add "), (None, b"")):
+        stdin = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
+        done = subprocess.run(words, capture_output=True, check=True, **stdin)
+        assert done.stderr.startswith(hint)
+        assert done.stderr.count(b"\n") == (given is not None)
+
+
+def test_a_stdout_of_ascii_only_gets_question_marks(run, tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "gptmini", "generate", run, "--prompt", "é€", *FEW]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert done.stdout.startswith(b"??")
+
+
+def test_nul_and_special_text_in_a_prompt_are_text(gptmini, run):
+    code, out, _ = gptmini("generate", "--prompt", "<|endoftext|>", *FEW)
+    assert code == 0
+    assert out.startswith("<|endoftext|>")
+    assert out != gptmini("generate", "--prompt", "<|endoftext|>", "--special", *FEW)[1]
+    Path("nul").write_bytes(b"a\0b")
+    assert gptmini("generate", "--prompt-file", "nul", *FEW)[1].startswith("a\0b")
+
+
+# -- a conversation --------------------------------------------------------------------------------
+
+
+def converse(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Type these lines, then Ctrl-D."""
+    left = iter(lines)
+
+    def typed(_: str) -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+
+
+def test_an_empty_line_continues_and_a_new_line_starts_over(gptmini, run, monkeypatch):
+    greedy = [run, "--temperature", "0", *FEW]
+    converse(monkeypatch, "the ", "", "a")
+    code, out, err = gptmini("generate", "-i", *greedy)
+    assert code == 0
+    assert "Ctrl-C" in err
+    first = gptmini("generate", "--prompt", "the ", *greedy)[1]
+    both = gptmini("generate", "--prompt", first[:-1], *greedy)[1]
+    third = gptmini("generate", "--prompt", "a", *greedy)[1]
+    assert out == first + both.removeprefix(first[:-1]) + third
+
+
+def test_a_prompt_typed_again_gives_another_text_unless_there_is_a_seed(gptmini, run, monkeypatch):
+    hot = [run, "--temperature", "3", "--max-new-tokens", "8"]
+    converse(monkeypatch, "a", "a")
+    talk = gptmini("generate", "-i", *hot)[1]
+    samples = gptmini("generate", "--prompt", "a", "--samples", "2", *hot)[1]
+    assert talk == samples.replace("--- 1\n", "").replace("--- 2\n", "")
+    assert samples.count("--- ") == 2
+    once = gptmini("generate", "--prompt", "a", "--seed", "7", *hot)[1]
+    converse(monkeypatch, "a", "a")
+    assert gptmini("generate", "-i", "--seed", "7", *hot)[1] == once * 2
+    assert talk != gptmini("generate", "--prompt", "a", *hot)[1] * 2
+
+
+@pytest.mark.parametrize("word", ["exit", "quit "])
+def test_exit_and_quit_end_a_conversation(gptmini, run, monkeypatch, word):
+    converse(monkeypatch, word, "a")
+    assert gptmini("generate", run, "-i")[:2] == (0, "")
+
+
+def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch):
+    lines = ["the ", "a"]
+
+    def typed(_: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    monkeypatch.setattr("builtins.input", typed)
+    stream_to_stdout, calls = console.stream_to_stdout, []
+
+    def interrupted(texts, raw=False):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        stream_to_stdout(texts, raw)
+
+    monkeypatch.setattr(console, "stream_to_stdout", interrupted)
+    assert gptmini("generate", run, "--interactive", "--max-new-tokens", "4")[0] == 0
+    assert len(calls) == 3  # a text, the end of its line, and the text of the second prompt
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_ctrl_c_in_a_terminal(run, tmp_path):
+    """In a real terminal, a text of a million tokens stops and the prompt comes back."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = ["-m", "gptmini", "generate", run, "-i", "--max-new-tokens", "1000000"]
+        command += ["--set", "sample.bias={a: 100}"]  # a text without an end
+        os.execv(sys.executable, [sys.executable, *command])
+    seen = b""
+
+    def output() -> bytes:
+        """What the program has printed within a second, if anything: a read never blocks."""
+        readable, _, _ = select.select([terminal], [], [], 1)
+        try:
+            return os.read(terminal, 65536) if readable else b""
+        except OSError:  # the program has ended
+            time.sleep(0.1)
+            return b""
+
+    def until(what: bytes, after: int = 0) -> int:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while what not in seen[after:] and time.monotonic() < deadline:
+            seen += output()
+        return seen.index(what, after) + len(what)
+
+    done = status = 0
+    try:
+        place = until(b"> ")
+        os.write(terminal, b"the\n")
+        place = until(b"aaaa", place)
+        os.write(terminal, b"\x03")
+        place = until(b"\n> ", place)
+        time.sleep(0.5)  # Python misses a Ctrl-C between its prompt and the read that follows
+        os.write(terminal, b"\x03")  # there is no text to stop
+        place = until(b"\n> ", place)
+        os.write(terminal, b"\x04")
+        deadline = time.monotonic() + 60
+        while not done and time.monotonic() < deadline:
+            output()
+            done, status = os.waitpid(pid, os.WNOHANG)
+    finally:
+        if not done:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(terminal)
+    assert done
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# -- score -----------------------------------------------------------------------------------------
+
+
+def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
+    code, out, err = gptmini("score", "--text", "the fox")
+    assert (code, err) == (0, "runs/text, step 4\n")
+    assert gptmini("score", run, "--text", "the fox") == (0, out, "")
+    lines = out.splitlines()
+    assert len(lines) == 1 + 7 + 1
+    assert "7 tokens, 7 bytes: loss" in lines[-1]
+    found = json.loads(gptmini("score", "--text", "the fox", "--json")[1])
+    assert [row["text"] for row in found["scores"]] == list("the fox")
+    assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
+    assert f"loss {found['loss']:.4f}" in lines[-1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert list(generate._colored(cli_generate_score(found)))[-1] == "\n"
+    code, _, err = gptmini("score")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def cli_generate_score(found: dict):
+    from gptmini.analysis.evaluate import Score
+
+    rows = found["scores"]
+    columns = ("text", "token", "logprob", "rank")
+    return Score(*([row[name] for row in rows] for name in columns), found["bytes"])
+
+
+def test_surprise_is_a_color():
+    from gptmini.analysis.evaluate import Score
+
+    found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
+    text = "".join(generate._colored(found))
+    assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"

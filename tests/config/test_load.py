@@ -1,0 +1,227 @@
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from gptmini.config.load import DEFAULT, differences, find, full_key, load, named_configs, validate
+from gptmini.config.settings import Config, ModelConfig, default_d_ff
+from gptmini.config.yamlfile import dump
+from gptmini.errors import ConfigError
+from tests.support import tiny
+
+
+def errors(data) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        validate(data, {})
+    return list(error.value.lines)
+
+
+def test_every_mistake_of_a_file_is_one_line_with_its_place(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model:\n  n_layer: four\n  n_embd: 3\n  attention: {variant: mqa, n_kv_head: 4}\n"
+        "train:\n  lr: -1\n  stepz: 4\n  betas: [0.9, 2]\n  dropout: 0.1\nmodle: {}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load(path, [("--set train.seed", ("train", "seed"), -1)])
+    expected = [
+        ":2: model.n_layer: expected a whole number, not 'four'",
+        ":3: model.n_embd: no such setting; did you mean model.d_model?",
+        ":4: model.attention.n_kv_head: variant mqa has 1 KV head, not 4",
+        ":6: train.lr: must be at least 1e-08, not -1",
+        ":7: train.stepz: no such setting; did you mean train.steps?",
+        ":8: train.betas.1: must be less than 1, not 2",
+        ":9: train.dropout: no such setting; did you mean model.dropout?",
+        ":10: modle: no such section; did you mean model?",
+    ]
+    lines = error.value.lines
+    for words in expected:
+        assert any(line.startswith(f"{path}{words}") for line in lines), words
+    assert any(line == "--set train.seed: must be at least 0, not -1" for line in lines)
+    assert len(lines) == len(expected) + 1
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            {"model": {"n_head": 3, "d_model": 256}},
+            "d_model: 256 is not a multiple of 6 (2 x n_head, as rope rotates pairs); use 252 or "
+            "258",
+        ),
+        ({"model": {"n_head": 4, "head_dim": 5}}, "head_dim: 5 is odd, but rope rotates pairs"),
+        (
+            {"model": {"attention": {"variant": "gqa"}}},
+            "n_kv_head: variant gqa needs a number of KV heads",
+        ),
+        ({"model": {"attention": {"variant": "gqa", "n_kv_head": 3}}}, "use one of 1, 2, 4"),
+        (
+            {"model": {"attention": {"n_kv_head": 2}}},
+            "variant mha has 4 KV heads, one per query head, not 2",
+        ),
+        ({"model": {"attention": {"window": 0}}}, "window: must be at least 1, not 0"),
+        ({"model": {"attention": {"full_every": 4}}}, "full_every: has no effect without a window"),
+        ({"model": {"n_layer": True}}, "n_layer: expected a whole number, not true"),
+        ({"model": {"n_layer": 2.5}}, "n_layer: expected a whole number, not 2.5"),
+        ({"model": {"dropout": 1}}, "dropout: must be less than 1"),
+        ({"model": {"dropout": 1 / 512}}, "rounds to 0/256; use 0 or 0.0039"),
+        ({"model": {"dropout": 0.9981}}, "0.9981 rounds to 256/256; use 0 or 0.9961"),
+        ({"train": {"lr": 1e-320}}, "lr: must be at least 1e-08"),
+        ({"train": {"muon_lr": 1e-9}}, "muon_lr: must be at least 1e-08"),
+        ({"model": {"norm": "batchnorm"}}, "norm: must be layernorm or rmsnorm, not 'batchnorm'"),
+        ({"train": {"steps": 10**30}}, "steps: must be at most 1000000000"),
+        ({"train": {"steps": 5, "warmup_steps": 9}}, "warmup_steps: 9 is more than steps (5)"),
+        ({"train": {"min_lr": 1.0}}, "min_lr: 1.0 is more than lr"),
+        ({"train": {"batch_size": 8, "micro_batch_size": 3}}, "3 does not divide batch_size 8"),
+        ({"train": {"seq_len": 999}}, "seq_len: 999 is more than model.context_length (256)"),
+        ({"train": {"lr": float("nan")}}, "lr: must be a finite number"),
+        ({"sample": {"temperature": 1e-45}}, "use 0 (greedy)"),
+        ({"sample": {"top_p": 1.5}}, "top_p: must be at most 1"),
+        ({"data": 4}, "data: expected settings of the form key: value"),
+    ],
+)
+def test_wrong_settings_name_the_key_and_what_is_right(data, words):
+    (line,) = errors(data)
+    assert words in line
+    assert "; " in line or "must be" in line or "expected" in line
+    assert not {"Input", "valid", "None", "True", "found"} & set(line.split())
+
+
+def test_contradictions_are_reported_together():
+    lines = errors(
+        {
+            "model": {"n_head": 3, "d_model": 256, "attention": {"variant": "gqa", "n_kv_head": 2}},
+            "train": {"steps": 5, "warmup_steps": 9, "min_lr": 1.0},
+        }
+    )
+    assert len(lines) == 4  # width, KV heads, warm-up, floor of the rate
+
+
+def test_each_variant_has_its_number_of_kv_heads():
+    kv_heads = {
+        variant: ModelConfig.model_validate(
+            {"n_head": 8, "attention": {"variant": variant, "n_kv_head": given}}
+        ).n_kv_head
+        for variant, given in [("mha", None), ("mqa", None), ("gqa", 2)]
+    }
+    assert kv_heads == {"mha": 8, "mqa": 1, "gqa": 2}
+
+
+def test_swiglu_has_about_as_many_weights_as_two_matrices():
+    for width in (64, 256, 576, 768):
+        assert 3 * width * default_d_ff(width, "swiglu") == pytest.approx(8 * width**2, rel=0.03)
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path: Path):
+    config = tiny(train={"lr": 1e-5}, data={"path": "010"}).with_tokenizer("bpe", 700)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config.model_dump()))
+    assert load(path, []) == config
+
+
+def test_vocab_size_must_be_the_tokenizers():
+    assert Config().with_tokenizer("byte", 65).model.vocab_size == 65
+    with pytest.raises(ConfigError, match=r"50257.*byte has 257"):
+        tiny(model={"vocab_size": 50257}).with_tokenizer("byte", 257)
+
+
+def test_differences_name_the_key_and_both_values():
+    assert list(differences(tiny(), tiny(train={"lr": 1.0}))) == [("train.lr", 2e-3, 1.0)]
+
+
+def test_configurations_are_found_by_name_and_path():
+    for path in named_configs():
+        assert find(str(path)) == path
+    assert find("attention/mqa").name == "mqa.yaml"
+    with pytest.raises(ConfigError, match="did you mean shakespeare-char"):
+        find("shakespear-char")
+
+
+def test_a_single_text_will_do_for_a_list():
+    sections = {"sample": {"stop": ".", "ban": "x"}, "train": {"log_to": "wandb"}}
+    config = validate({**sections, "data": {"path": "a.txt"}}, {})
+    assert (config.sample.stop, config.sample.ban) == (["."], ["x"])
+    assert (config.train.log_to, config.data.path) == (["wandb"], ["a.txt"])
+    assert validate(config.model_dump(), {}) == config
+
+
+def test_a_value_is_not_a_section(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("data: 3\n")
+    with pytest.raises(ConfigError, match="data is a value"):
+        load(path, [("--data", ("data", "path"), "x")])
+
+
+def test_contradictions_are_reported_beside_malformed_settings():
+    lines = errors({"train": {"lr": -1, "steps": 5, "warmup_steps": 9}})
+    assert [line.split(":")[0] for line in lines] == ["train.lr", "train.warmup_steps"]
+    lines = errors({"train": {"seq_len": 999, "lr": -1}})
+    assert [line.split(":")[0] for line in lines] == ["train.lr", "train.seq_len"]
+    # with the number of heads unknown nothing is said about the width
+    (line,) = errors({"model": {"n_head": "six", "d_model": 90}})
+    assert line.startswith("model.n_head")
+
+
+def test_a_section_set_as_a_whole_is_named_with_the_key(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("train:\n  lr: 1e-3\n")
+    with pytest.raises(ConfigError) as error:
+        load(path, [("--set train", ("train",), {"lr": -1})])
+    assert error.value.lines[0].startswith("--set train: train.lr: must be at least 1e-08")
+
+
+def test_options_and_places_are_named_as_the_user_gave_them(tmp_path: Path):
+    with pytest.raises(ConfigError) as error:
+        load(None, [("--steps", ("train", "steps"), 0), ("--set train.lr", ("train", "lr"), "abc")])
+    assert error.value.lines == (
+        "--steps: must be at least 1, not 0",
+        "--set train.lr: expected a number, not 'abc'",
+    )
+
+
+def test_every_setting_is_described():
+    def undescribed(section: type[BaseModel]) -> list[str]:
+        fields = section.model_fields.items()
+        inner = [f.annotation for _, f in fields if isinstance(f.annotation, type(BaseModel))]
+        here = [n for n, f in fields if f.annotation not in inner and not f.description]
+        return here + [name for each in inner for name in undescribed(each)]
+
+    assert undescribed(Config) == []
+
+
+def test_a_setting_is_known_by_its_own_and_other_projects_names():
+    assert [full_key(name) for name in ("lr", "learning_rate", "n_embd", "foo")] == [
+        "train.lr",
+        "train.lr",
+        "model.d_model",
+        None,
+    ]
+
+
+def test_a_dropout_that_is_not_refused_drops_some_and_keeps_some():
+    for share in (0.0039, 0.1, 0.5, 0.9961):
+        dropout = ModelConfig(dropout=share).dropout
+        assert dropout == share
+        assert 0 < round(256 * dropout) < 256
+
+
+def test_minutes_on_the_command_line_win_over_the_steps_of_a_file(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    intervals = "warmup_steps: 9, eval_every: 50, save_every: 50, log_every: 5"
+    path.write_text(f"train: {{steps: 600, {intervals}, lr: 1e-3}}\n")
+    minutes = ("--minutes", ("train", "minutes"), 5.0)
+    assert load(path, [minutes]).train.model_fields_set == {"minutes", "lr"}
+    both = load(path, [("--steps", ("train", "steps"), 70), minutes]).train
+    assert (both.steps, both.eval_every, both.warmup_steps) == (70, 100, 7)
+    assert load(path, [("--set train.minutes", ("train", "minutes"), None)]).train.steps == 600
+    path.write_text("train: {steps: 600, minutes: 5}\n")
+    assert load(path, []).train.steps == 600
+
+
+def test_the_default_configuration_is_the_defaults_and_leaves_open_what_is_chosen():
+    default = load(DEFAULT, [])
+    assert default == Config()
+    planned = load(DEFAULT, [("--minutes", ("train", "minutes"), 5.0)])
+    assert not planned.tokenizer.model_fields_set
+    assert not {"n_layer", "n_head", "d_model", "dropout"} & planned.model.model_fields_set
+    assert not {"steps", "batch_size", "eval_every", "compile"} & planned.train.model_fields_set

@@ -1,0 +1,356 @@
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from gptmini import files
+from gptmini.config.settings import DataConfig
+from gptmini.data import corpus as corpora
+from gptmini.data import formats, sources, token_file
+from gptmini.data.token_file import Corpus, TokenFile
+from gptmini.errors import DataError, MachineError
+from gptmini.tokenizer import tokenizers
+from tests.support import WORDS, gpt2, tiny
+
+DOCUMENT = 256
+
+
+def prepared(path: object, cache: Path, kind: str = "byte", **data: Any) -> Corpus:
+    given = data | {"path": list(map(str, path)) if isinstance(path, list) else str(path)}
+    config = tiny(data=given, tokenizer={"kind": kind}, model={"context_length": 2, "n_head": 1})
+    return corpora.prepare_corpus(config, cache)
+
+
+def tokens_of(*texts: TokenFile) -> list[int]:
+    return [token for text in texts for token in text.read(0, len(text)).tolist()]
+
+
+def test_the_tail_is_held_out(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("héllo\r\nwörld\n".encode())
+    corpus = prepared(path, tmp_path / "cache", validation=0.34)
+    expected = [DOCUMENT, *"héllo\nwörld\n".encode()]
+    assert tokens_of(*corpus.training) == expected[:-6]  # no character is cut in two
+    assert tokens_of(*corpus.validation) == expected[-6:]
+    assert corpus.summary("byte") == (
+        f"  data      {path}: 14 bytes -> 15 tokens (byte, vocabulary 257); "
+        f"6 held out for validation"
+    )
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, kind):
+    path = tmp_path / "a.txt"
+    path.write_text("the cat sat on the mat " * 90 + "the zyzzyva 東 " * 10)
+    corpus = prepared(path, tmp_path / "cache", kind, validation=0.02, test=0.05)
+    known = {corpus.tokenizer.decode([token]) for token in range(corpus.tokenizer.vocab_size)}
+    assert not {"東", "zy", " zyzzyva"} & known
+    assert "東" in corpora.learn("char", None, [sources.find([str(path)], DataConfig())]).characters
+    if kind == "bpe":
+        assert {" the", " cat"} <= known
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(
+    lines=st.lists(st.text("ab é東", min_size=1, max_size=30), min_size=1, max_size=20),
+    validation=st.floats(1e-6, 0.49),
+    test=st.floats(1e-6, 0.49),
+    split=st.sampled_from(["tail", "documents"]),
+)
+def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, test, split):
+    assume("".join(lines).strip())  # blank texts are refused
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(lines))
+    whole = sources.find([str(path)], DataConfig(split=split, separator="\n"))
+    documents = [piece.text for piece in whole.pieces()]
+    sides = {}
+    for side in ("training", "validation", "test"):
+        try:
+            pieces = list(sources.Part(whole, side, validation, test).pieces())
+        except DataError:  # no document for it
+            pieces = []
+        sides[side] = [piece.text for piece in pieces]
+    parts = [*sides["training"], *sides["test"], *sides["validation"]]
+    if split == "tail":
+        assert "".join(parts) == "".join(documents)
+    else:
+        assert sorted(parts) == sorted(documents)
+
+
+def test_the_test_part_changes_nothing_but_is_left_out(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text(WORDS * 40)
+    corpus = prepared(path, tmp_path / "cache", validation=0.1, test=0.2)
+    assert corpus.test == []
+    config = tiny(data={"path": str(path), "validation": 0.1, "test": 0.2})
+    with_test = corpora.prepare_corpus(config, tmp_path / "cache", with_test=True)
+    assert with_test.content == corpus.content
+    sides = [with_test.training, with_test.test, with_test.validation]
+    whole = [token for side in sides for token in tokens_of(*side)]
+    assert whole == [DOCUMENT, *(WORDS * 40).encode()]
+    lengths = [sum(map(len, side)) / len(WORDS * 40) for side in sides]
+    assert lengths == pytest.approx([0.7, 0.2, 0.1], abs=0.01)
+    other = prepared(path, tmp_path / "cache", validation=0.2, test=0.1)
+    assert other.content != corpus.content
+
+
+def test_a_long_first_line_does_not_move_the_cut(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("title\n" + "x" * 20_000)
+    corpus = prepared(path, tmp_path / "cache", validation=0.1)
+    assert sum(map(len, corpus.validation)) == pytest.approx(2000, abs=10)
+
+
+def test_whole_documents_are_held_out(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("|".join(f"document {n}" for n in range(200)))
+    corpus = prepared(path, tmp_path / "c", split="documents", separator="|", validation=0.2)
+    sides = [tokens_of(*side) for side in (corpus.training, corpus.validation)]
+    assert all(side[0] == DOCUMENT for side in sides)
+    assert sum(side.count(DOCUMENT) for side in sides) == 200
+    path.write_text("one document")
+    with pytest.raises(DataError, match=r"leaves no document for validation; .*data.split=tail"):
+        prepared(path, tmp_path / "c", split="documents", validation=1e-9)
+
+
+def test_a_separate_text_is_held_out(tmp_path: Path):
+    ours, theirs = tmp_path / "a.txt", tmp_path / "b.txt"
+    ours.write_text("all of this")
+    theirs.write_text("none of that")
+    corpus = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    assert tokens_of(*corpus.training) == [DOCUMENT, *b"all of this"]
+    assert tokens_of(*corpus.validation) == [DOCUMENT, *b"none of that"]
+    theirs.write_text("something else")
+    again = prepared(ours, tmp_path / "cache", validation_path=str(theirs))
+    assert again.content != corpus.content
+
+
+def test_weighted_texts_are_kept_apart_and_others_together(tmp_path: Path):
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in paths:
+        path.write_text(path.stem * 20)
+    apart = prepared(paths, tmp_path / "cache", weights=[3.0, 1.0], validation=0.2)
+    assert [set(tokens_of(one)) - {DOCUMENT} for one in apart.training] == [{97}, {98}]
+    assert [len(one) for one in apart.validation] == [4, 4]
+    together = prepared(paths, tmp_path / "cache", validation=0.2)
+    expected = [DOCUMENT, *b"a" * 20, DOCUMENT, *b"b" * 20]
+    assert tokens_of(*together.training, *together.validation) == expected
+
+
+def test_too_short_a_text_is_refused_with_both_lengths(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 19)
+    config = tiny(data={"path": str(path)}, model={"context_length": 10})
+    expected = (
+        r"a.txt: too short: 2 of its 20 .* for validation, but one window needs 11; use about 110"
+    )
+    with pytest.raises(DataError, match=expected):
+        corpora.prepare_corpus(config, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t ", b"\xef\xbb\xbf"])
+def test_blank_text_is_refused_and_leaves_nothing(tmp_path: Path, content):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a.txt: contains no text"):
+        prepared(path, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "auto"])
+def test_the_cache_is_reused_and_repaired(text_file: Path, tmp_path: Path, kind):
+    cache = tmp_path / "cache"
+    first = prepared(text_file, cache, kind)
+    path = first.training[0].path
+    made = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
+    assert prepared(text_file, cache, kind).training[0].path == path
+    assert made == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in cache.iterdir()}
+    for file, (whole, _) in made.items():
+        for damaged in (whole[: len(whole) // 2], b"", b"x" * 200):
+            file.write_bytes(damaged)
+            prepared(text_file, cache, kind)
+            assert file.read_bytes() == whole
+    assert made.keys() == set(cache.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_a_fifo_in_the_cache_is_replaced(text_file: Path, tmp_path: Path, kind):
+    cache = tmp_path / "cache"
+    prepared(text_file, cache, kind)
+    made = {file: file.read_bytes() for file in cache.iterdir()}
+    for file in made:
+        file.unlink()
+        os.mkfifo(file)
+    prepared(text_file, cache, kind)
+    assert {file: file.read_bytes() for file in cache.iterdir()} == made
+
+
+def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_path: Path):
+    first = prepared(text_file, tmp_path / "cache", "bpe")
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text_file.read_bytes())
+    again = prepared(copy, tmp_path / "cache", "bpe")
+    assert again.training[0].path == first.training[0].path
+    assert again.content == first.content
+    copy.write_text(WORDS * 9)
+    assert prepared(copy, tmp_path / "cache", "bpe").content != first.content
+
+
+def test_text_that_changes_while_read_leaves_nothing(text_file: Path, tmp_path: Path, monkeypatch):
+    create = tokenizers.create
+
+    def change_the_file(*arguments: Any) -> tokenizers.Tokenizer:
+        text_file.write_text("other words")
+        return create(*arguments)
+
+    monkeypatch.setattr(tokenizers, "create", change_the_file)
+    with pytest.raises(DataError, match="changed while being read"):
+        prepared(text_file, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_killed_at_any_moment_it_leaves_nothing_that_looks_complete(
+    text_file: Path, tmp_path: Path, monkeypatch
+):
+    whole = tmp_path / "whole"
+    prepared(text_file, whole, "bpe")
+    names = sorted(file.name for file in whole.iterdir())
+    cache = tmp_path / "cache"
+    calls = moment = 0
+
+    class Killed(BaseException):
+        pass
+
+    @contextmanager
+    def interrupted(path: Path) -> Iterator[Any]:
+        nonlocal calls
+        calls += 1
+        with path.with_name(f".tmp-1-{path.name}").open("wb") as file:
+            yield file
+            if calls == moment:
+                os.truncate(file.fileno(), 50)
+                raise Killed
+        os.replace(file.name, path)
+
+    for moment in (1, 2):  # noqa: B007 - read by interrupted
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "atomic_write", interrupted)
+            with pytest.raises(Killed):
+                prepared(text_file, cache, "bpe")
+        assert {f.name for f in cache.iterdir() if not f.name.startswith(".")} < set(names)
+    prepared(text_file, cache, "bpe")
+    for name in names:
+        assert (cache / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_cache_that_cannot_be_written_names_the_option(text_file: Path):
+    with pytest.raises(MachineError, match="--cache"):
+        prepared(text_file, text_file / "below-a-file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" " * 3_000_000, "x" * 3_000_000, "\t" * 1_500_000 + "x", "東" * 1_000_000, "ab" * 10**6],
+)
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+def test_texts_without_words_take_bounded_time(tmp_path: Path, kind, text):
+    if kind == "gpt2":
+        gpt2()
+    path = tmp_path / "a.txt"
+    path.write_text(text if text.strip() else text + "x")
+    started = time.perf_counter()
+    corpus = prepared(path, tmp_path / "cache", kind)
+    assert time.perf_counter() - started < 60  # a quadratic way takes hours
+    tokens = tokens_of(*corpus.training, *corpus.validation)
+    assert corpus.tokenizer.decode(tokens) == path.read_text()
+    sides = corpus.training + corpus.validation
+    assert sum(text.text_bytes for text in sides) == path.stat().st_size
+
+
+def test_token_files_are_the_same_on_any_number_of_cores(
+    text_file: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(tokenizers, "BLOCK", 64)
+    whole = []
+    for cores in (1, 2, 7):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        corpus = prepared(text_file, tmp_path / f"cache{cores}", "bpe")
+        whole.append(corpus.training[0].path.read_bytes())
+    assert whole[0] == whole[1] == whole[2]
+    assert len(whole[0]) > token_file.HEADER.size
+
+
+def test_leftovers_of_killed_processes_are_deleted_after_a_day(text_file: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    (cache / ".tmp-1" / "standard input").mkdir(parents=True)
+    for name in (".tmp-2-x.tokens", ".tmp-3-x.tokens"):
+        (cache / name).write_bytes(b"x")
+    for name in (".tmp-1", ".tmp-2-x.tokens"):
+        os.utime(cache / name, (0, 0))
+    prepared(text_file, cache)
+    assert [file.name for file in cache.glob(".tmp-*")] == [".tmp-3-x.tokens"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(content=st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
+def test_any_bytes_round_trip_or_are_one_error(tmp_path: Path, kind, content):
+    if kind == "gpt2":
+        gpt2()
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    try:
+        corpus = prepared(path, tmp_path / "cache", kind, errors="replace", validation=0.5)
+    except DataError as error:
+        short = len(content) < 20
+        no_text = (
+            b"\0" in content
+            or formats.not_text(path, content)
+            or not content.strip()
+            or content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        )
+        assert short or no_text, error
+        assert len(error.lines) == 1
+        return
+    text = content.decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
+    tokens = tokens_of(*corpus.training, *corpus.validation)
+    assert tokens[0] == corpus.tokenizer.document_token
+    assert corpus.tokenizer.document_token not in tokens[1:]
+    assert corpus.tokenizer.decode(tokens) == text
+
+
+def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ranks |= {f" {number}".encode(): number for number in range(256, 70_000)}
+    encoding = tiktoken.Encoding(
+        "large", pat_str=r" \d+|.", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000}
+    )
+    (tmp_path / "t.json").write_text(tokenizers.BpeTokenizer(encoding).to_json())
+    numbers = [256, 300, 65_535, 65_536, 69_999] * 100
+    (tmp_path / "a.txt").write_text("".join(f" {number}" for number in numbers))
+    kind = str(tmp_path / "t.json")
+    corpus = prepared(tmp_path / "a.txt", tmp_path / "cache", kind, validation=0.3)
+    assert tokens_of(*corpus.training, *corpus.validation) == [70_000, *numbers]
+    assert corpus.training[0].dtype.itemsize == 4
+
+
+@pytest.mark.parametrize("split", ["tail", "documents"])
+def test_of_a_large_text_less_than_a_tenth_is_held_out(tmp_path: Path, monkeypatch, split):
+    path = tmp_path / "a.txt"
+    path.write_text("|".join(f"document {number:5}" for number in range(2000)))
+    for held_out, expected in [(1_500_000, 0.1), (600, 0.02)]:
+        monkeypatch.setattr(corpora, "HELD_OUT", held_out)
+        corpus = prepared(path, tmp_path / "cache", split=split, separator="|")
+        ((training,), (validation,)) = corpus.training, corpus.validation
+        share = len(validation) / (len(training) + len(validation))
+        assert share == pytest.approx(expected, rel=0.3)
+    corpus = prepared(path, tmp_path / "cache", split=split, separator="|", validation=0.5)
+    assert len(corpus.validation[0]) == pytest.approx(len(corpus.training[0]), rel=0.2)

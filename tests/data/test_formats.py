@@ -1,0 +1,189 @@
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gptmini.config.settings import DataConfig
+from gptmini.data import formats, sources
+from gptmini.errors import DataError
+from gptmini.tokenizer import tokenizers
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
+IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+
+
+def documents(path: Path, **options: str) -> list[str]:
+    """The documents of a file, joined from their pieces."""
+    texts: list[str] = []
+    for piece in sources.find([str(path)], DataConfig.model_validate(options)).pieces():
+        texts += [""] if piece.starts_document else []
+        texts[-1] += piece.text
+    return texts
+
+
+def with_line_feeds(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+@IN_A_FOLDER
+@given(text=TEXTS, block=st.integers(1, 9))
+def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, text, block):
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    monkeypatch.setattr(formats, "BLOCK", block)
+    monkeypatch.setattr(tokenizers, "BLOCK", block)
+    assert documents(path) == [with_line_feeds(text)] * bool(text)
+
+
+@IN_A_FOLDER
+@given(text=st.text("ab-\r\n é", max_size=60), block=st.integers(1, 9))
+@pytest.mark.parametrize("separator", ["-", "\n\n", "-\n-", "ab"])
+def test_separators_split_documents_wherever_blocks_end(
+    tmp_path: Path, monkeypatch, text, separator, block
+):
+    path = tmp_path / "a.md"
+    path.write_bytes(text.encode())
+    monkeypatch.setattr(formats, "BLOCK", block)
+    monkeypatch.setattr(tokenizers, "BLOCK", block)
+    expected = [document for document in with_line_feeds(text).split(separator) if document]
+    assert documents(path, separator=separator) == expected
+
+
+def packed(data: bytes, packing: str) -> bytes:
+    if packing == ".gz":  # in two members, as `cat a.gz b.gz` makes
+        return gzip.compress(data[:5], mtime=0) + gzip.compress(data[5:], mtime=0)
+    if packing == ".zst":
+        return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (data[:5], data[5:]))
+    return data
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@IN_A_FOLDER
+@given(texts=st.lists(TEXTS, min_size=1, max_size=5))
+def test_lines_rows_and_columns_are_documents(tmp_path: Path, packing, texts):
+    expected = [text for text in texts if text]
+    lines = "".join(json.dumps({"n": 1, "body": text}) + "\n\n" for text in texts)
+    table = io.StringIO()
+    rows = csv.writer(table)
+    rows.writerows([["n", "body"], *([1, text] for text in texts)])
+    for name, content in (("a.jsonl", lines), ("a.CSV", table.getvalue())):
+        path = tmp_path / (name + packing)
+        path.write_bytes(packed(content.encode(), packing))
+        assert documents(path, text_key="body") == expected
+
+
+def test_parquet_columns_are_documents(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": [1, 2, 3], "text": ["one", "", "zwölf"]}), path)
+    assert documents(path) == ["one", "zwölf"]
+    with pytest.raises(
+        DataError, match=r"no field 'body' \(it has: n, text\); .*data.text_key=KEY"
+    ):
+        documents(path, text_key="body")
+    with pytest.raises(DataError, match=r"a.parquet: row 1: field 'n' is 1, not text"):
+        documents(path, text_key="n")
+
+
+def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "BLOCK", 10)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "seven words are in this one sentence"}) + "\n")
+    source = sources.find([str(path)], DataConfig())
+    pieces = [piece.text for piece in source.pieces()]
+    assert pieces == ["seven", " words", " are in", " this one", " sentence"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"x" * 100 + b"\xff", "a.txt: not UTF-8 at byte 100; .*--errors replace"),
+        ("a.txt", b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "not UTF-8 at byte 13;"),
+        ("a.txt", b"x" * (formats.BLOCK + 5) + b"\xc3", f"not UTF-8 at byte {formats.BLOCK + 5};"),
+        ("a.txt", "text".encode("utf-16"), "a.txt: UTF-16, not UTF-8; convert it with: iconv"),
+        ("a.txt", "text".encode("utf-16-le"), "a.txt: binary data, not plain text; choose"),
+        ("a.txt", b"x" * 9999 + b"\0", "NUL bytes, so it is not text"),
+        ("a.png", b"\x89PNG\r\n", "a.png: a PNG picture, not plain text; choose a text file"),
+        ("a.gz", gzip.compress(b"\0", mtime=0), "a.gz: binary data"),
+        ("a.docx", b"PK\3\4...", "a.docx: a Word document, not plain text; save it as plain text"),
+        ("a.zip", b"PK\3\4...", "a.zip: a ZIP archive, not plain text; unpack it"),
+        ("a.PDF", b"%PDF-1.4\n", "a.PDF: a PDF document, .*pdftotext"),
+        ("a.rtf", b"{\\rtf1", "a.rtf: an RTF document"),
+        ("a.doc", b"\xd0\xcf\x11\xe0\xa1", "a.doc: a Word, Excel or PowerPoint document"),
+        ("a.txt", gzip.compress(b"text", mtime=0), "a.txt: gzip data, .*; end its name in .gz"),
+        ("a.txt", "显示使用说明, 1\n".encode("gb18030"), "iconv -f GB18030 -t UTF-8, or pass"),
+        ("a.txt", "déjà vu".encode("latin-1"), "at byte 1; .*iconv -f WINDOWS-1252 -t UTF-8, or"),
+        ("a.txt", "déjà ".encode() + b"\xff", "at byte 7; convert it, or pass"),
+        ("a.txt.gz", b"no gzip at all", r"a.txt.gz: damaged \(Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"x" * 99, mtime=0)[:-9], r"a.txt.gz: damaged \("),
+        ("a.txt.zst", b"no zstd at all", r"a.txt.zst: damaged \("),
+        ("a.txt.zst", packed(b"x" * 999, ".zst")[:-9], r"a.txt.zst: damaged \("),
+        ("a.parquet", b"no table", r"a.parquet: damaged \("),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a.jsonl:2: not valid JSON \(Expecting"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl:3: not a JSON object; write it as"),
+        (
+            "a.jsonl",
+            b'{"title": "a", "body": "b"}\n',
+            r"a.jsonl:1: no field 'text' \(it has: title, body\)",
+        ),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: field 'text' is empty; fix"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: not UTF-8 at byte 10; convert"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "field 'text' has half a character .* at position 0"),
+        ("a.csv", b"text\nfine\n\xff\n", "a.csv: not UTF-8 after line 0; convert"),
+        ("a.csv", b"title,body\na,b\n", r"a.csv:2: no field 'text' \(it has: title, body"),
+        ("a.csv", b"title,text\na\n", "a.csv:2: field 'text' is empty"),
+    ],
+)
+def test_invalid_text_is_reported_with_its_position(tmp_path: Path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as error:
+        documents(path)
+    assert len(error.value.lines) == 1
+
+
+def test_line_ends_become_line_feeds_in_plain_text(tmp_path: Path):
+    for name, content, expected in [
+        ("a.txt", b"one\r\ntwo\rthree\n\r\n", ["one\ntwo\nthree\n\n"]),
+        ("b.txt.gz", gzip.compress(b"one\r\ntwo", mtime=0), ["one\ntwo"]),
+        ("a.jsonl", b'{"text": "one\\r\\ntwo"}\r\n', ["one\r\ntwo"]),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        assert documents(tmp_path / name) == expected
+    path = tmp_path / "a.txt"
+    assert documents(path, separator="\r\n") == documents(path, separator="\n")
+    assert documents(path, separator="\n") == ["one", "two", "three"]
+
+
+def test_bad_bytes_can_be_replaced(tmp_path: Path):
+    for name, content, expected in [
+        ("a.txt", b"a\xffb\xc3", "a\ufffdb\ufffd"),
+        ("a.jsonl", b'{"text": "a\xffb"}', "a\ufffdb"),
+        ("b.jsonl", b'{"text": "a\\ud800b"}', "a\ufffdb"),
+        ("a.csv", b"text\na\xffb\n", "a\ufffdb"),
+    ]:
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert documents(path, errors="replace") == [expected]
+
+
+def test_without_pyarrow_its_formats_name_the_extra(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    for name in ("a.parquet", "a.txt.zst"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(DataError, match="run pip install pyarrow"):
+            documents(tmp_path / name)
+
+
+def test_text_that_looks_like_a_special_token_is_text(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("one<|endoftext|>two")
+    assert documents(path) == ["one<|endoftext|>two"]
+    assert documents(path, separator="<|endoftext|>") == ["one", "two"]

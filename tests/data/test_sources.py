@@ -1,0 +1,277 @@
+import gc
+import inspect
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from gptmini import files
+from gptmini.config.settings import DataConfig
+from gptmini.data import sources
+from gptmini.data.sources import Part
+from gptmini.errors import DataError
+
+
+def texts(*paths: str, **options: object) -> list[str]:
+    source = sources.find(list(paths), DataConfig.model_validate(options))
+    return [piece.text for piece in source.pieces()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "texts"
+    for name in ("b.md", "a.txt", "sub/c.txt", "sub/deep/d.txt", ".hidden", ".git/x", "empty.txt"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.stem * (name != "empty.txt"))
+    return root
+
+
+def test_folders_are_read_in_order_without_hidden_files(folder: Path):
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    assert texts(f"{folder}/sub", str(folder / "b.md")) == ["c", "d", "b"]
+
+
+def test_globs_select_files(folder: Path):
+    assert texts(f"{folder}/**/*.txt") == ["a", "c", "d"]
+    assert texts(f"{folder}/*.md") == ["b"]
+    (folder / "a[1].txt").write_text("not a pattern")
+    assert texts(f"{folder}/a[1].txt") == ["not a pattern"]
+
+
+def test_links_to_folders_are_not_followed(folder: Path, capsys, monkeypatch):
+    (folder / "sub" / "one").symlink_to(folder)
+    (folder / "sub" / "two").symlink_to(folder)  # 2 ** 40 paths
+    for path, expected in [
+        ("", ["a", "b", "c", "d"]),
+        ("/**", ["a", "b", "c", "d"]),
+        ("/**/*.txt", ["a", "c", "d"]),
+        ("/**/sub/**/*.txt", ["c", "d"]),
+    ]:
+        assert texts(f"{folder}{path}") == expected
+        assert capsys.readouterr().err == (
+            f"warning: {folder}{path}: symbolic links to folders are skipped: "
+            f"{folder}/sub/one and 1 more\n"
+        )
+    assert texts(f"{folder}/sub/one/*.md") == ["b"]  # a link that is named is followed
+    monkeypatch.chdir(folder)
+    assert texts("**/*.txt") == texts("./**/*.txt") == ["a", "c", "d"]
+
+
+def test_a_loop_of_links_ends(folder: Path):
+    (folder / "sub" / "loop").symlink_to(folder)
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    (folder / "self").symlink_to(folder / "self")
+    with pytest.raises(DataError, match="self: too many levels of symbolic links"):
+        texts(str(folder))
+
+
+def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
+    (folder / "cover.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    (folder / "sub" / "x.bin").write_bytes(b"a\0")
+    for path, expected in [("", ["a", "b", "c", "d"]), ("/*", ["a", "b"])]:
+        assert texts(f"{folder}{path}") == expected
+        more = "" if path else " and 1 more"
+        assert capsys.readouterr().err == (
+            f"warning: {folder}{path}: files that are not text are skipped: "
+            f"{folder}/cover.jpg (a JPEG picture){more}\n"
+        )
+    with pytest.raises(DataError, match=r"cover.jpg: a JPEG picture, not plain text; choose"):
+        texts(str(folder / "cover.jpg"))
+    with pytest.raises(
+        DataError, match=r"no text files found, only .*jpg \(a JPEG picture\); give"
+    ):
+        texts(f"{folder}/*.jpg")
+    (folder / "sub" / "utf16.txt").write_text("text", "utf-16")
+    with pytest.raises(DataError, match=r"utf16.txt: UTF-16, not UTF-8; .*iconv"):
+        texts(str(folder))
+
+
+def test_html_is_read_with_a_warning(folder: Path, capsys):
+    (folder / "sub" / "e.html").write_text("<p>e</p>")
+    for _ in range(2):  # and one warning
+        assert texts(str(folder / "sub")) == ["c", "<p>e</p>", "d"]
+    assert capsys.readouterr().err == (
+        f"warning: {folder}/sub/e.html: HTML, trained on with its tags; extract the text to avoid "
+        f"that\n"
+    )
+
+
+def test_carriage_returns_change_the_digest_and_are_announced(folder: Path, capsys):
+    def digest(content: bytes) -> str:
+        (folder / "a.txt").write_bytes(content)
+        return sources.find([str(folder / "a.txt")], DataConfig()).digest
+
+    # these two were the hashes when CR was kept: the first stays valid, the second must not
+    assert digest(b"one\ntwo\n").startswith("4ef6cb1ab957")
+    assert capsys.readouterr().err == ""
+    assert not digest(b"one\r\ntwo").startswith("4e5aa637a183")
+    assert capsys.readouterr().err == (
+        f"{folder}/a.txt: Windows line ends (CR LF) are read as LF\n"
+    )
+
+
+def test_unusable_paths_are_reported(tmp_path: Path, folder: Path):
+    (tmp_path / "empty").mkdir()
+    for path, words in [
+        (str(tmp_path / "empty"), "no files found"),
+        (f"{tmp_path}/*.rst", "no files found"),
+        (str(tmp_path / "none.txt"), "no such file"),
+        ("a\0b", "embedded null"),
+        ("/dev/null", "not a regular file"),
+        ("builtin:x", "choose builtin:python-docs or builtin:python-code"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            texts(path)
+    os.mkfifo(folder / "sub" / "fifo")
+    with pytest.raises(DataError, match=r"sub/fifo: not a regular file; pipe it in with --data -"):
+        texts(str(folder))
+
+
+def test_a_missing_known_corpus_names_its_download(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as error:
+        texts("data/tinyshakespeare.txt")
+    assert error.value.lines == (
+        "data/tinyshakespeare.txt: no such file or directory; get it with: "
+        "gptmini data fetch tinyshakespeare",
+    )
+    with pytest.raises(DataError, match=r"none\.txt: no such file or directory; check the path"):
+        texts("data/none.txt")
+
+
+def test_an_unreadable_file_among_many_is_reported(folder: Path, monkeypatch):
+    opened = files.open_regular
+
+    def refuse(path: Path) -> object:  # root could read what is only locked by its mode
+        if path.name == "c.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path)
+
+    monkeypatch.setattr(files, "open_regular", refuse)
+    with pytest.raises(DataError, match=r"sub/c.txt: permission denied"):
+        texts(str(folder))
+
+
+def test_a_file_that_vanishes_or_changes_is_reported(folder: Path):
+    source = sources.find([str(folder)], DataConfig())
+    (folder / "b.md").write_text("another text")
+    with pytest.raises(DataError, match=r"b.md: changed while being read"):
+        list(source.pieces())
+    (folder / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a.txt: no such file"):
+        _ = source.digest
+
+
+@pytest.mark.parametrize("name", sources.BUILTIN)
+def test_builtin_corpora_have_many_documents(name):
+    pieces = list(sources.find([name], DataConfig()).pieces())
+    assert sum(piece.starts_document for piece in pieces) > 50
+    assert sum(len(piece.text) for piece in pieces) > 300_000
+
+
+def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
+    def digest(*paths: Path, **options: object) -> str:
+        settings = DataConfig.model_validate(options)
+        return sources.find([str(path) for path in paths], settings).digest
+
+    a, b = folder / "a.txt", folder / "b.md"
+    first = digest(a, b)
+    assert first == digest(a, b, validation=0.5, split="documents")
+    os.utime(a, (0, 0))
+    assert first == digest(a, b)
+    moved = folder / "moved.txt"
+    moved.write_bytes(a.read_bytes())
+    assert first == digest(moved, b)
+    moved.rename(folder / "a.jsonl")
+    others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
+    others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
+    source = sources.find([str(a), str(b)], DataConfig())
+    others += [Part(source, side, 0.1, 0.0).digest for side in ("training", "validation")]
+    a.write_text("A")
+    others.append(digest(a, b))
+    assert len({first, *others}) == 10
+
+
+def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    words = [f"document {n}" for n in range(1000)]
+
+    def sides(documents: list[str]) -> list[list[str]]:
+        path.write_text("|".join(documents))
+        settings = {"separator": "|", "split": "documents"}
+        source = sources.find([str(path)], DataConfig.model_validate(settings))
+        parts = [Part(source, side, 0.2, 0.0).pieces() for side in ("training", "validation")]
+        return [[piece.text for piece in part] for part in parts]
+
+    training, validation = sides(words)
+    assert sorted(training + validation) == sorted(words)
+    assert 150 < len(validation) < 250
+    fewer = sides(words[::-3])
+    assert set(fewer[0]) <= set(training)
+    assert set(fewer[1]) <= set(validation)
+
+
+def test_standard_input_becomes_a_temporary_file(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
+    (tmp_path / "cache").mkdir()
+    with sources.stdin_as_file(["a", "-"], tmp_path / "cache") as paths:
+        assert paths[0] == "a"
+        assert texts(paths[1]) == ["typed in"]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+class Stop(BaseException):
+    """A signal that ends the program, wherever it arrives."""
+
+
+def interrupted(work: Callable[[], None], at: int) -> bool:
+    """Raise Stop before the at-th line, call or return of Python code; whether that came."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        # A tracer that raises where a generator yields ends it past its `finally`. No signal does.
+        if event != "return" or not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            count += 1
+            if count == at:
+                raise Stop
+        return trace
+
+    gc.disable()  # or Stop could end a generator of somebody else
+    sys.settrace(trace)
+    try:
+        work()
+    except Stop:
+        pass
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return count >= at
+
+
+@pytest.mark.filterwarnings("ignore")  # of a file that was about to be closed
+@pytest.mark.parametrize("way", ["standard input", "atomic write"])
+def test_a_signal_at_any_moment_leaves_no_temporary_file(tmp_path: Path, monkeypatch, way):
+    def from_stdin() -> None:
+        with sources.stdin_as_file(["-"], tmp_path) as (path,):
+            assert Path(path).read_text() == "typed in"
+
+    def written() -> None:
+        with files.atomic_write(tmp_path / "whole") as file:
+            file.write(b"text")
+
+    work, at, more = {"standard input": from_stdin, "atomic write": written}[way], 0, True
+    while more:
+        at += 1
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
+        more = interrupted(work, at)
+        assert [path.name for path in tmp_path.iterdir() if path.name != "whole"] == [], at
+        if (tmp_path / "whole").exists():
+            assert (tmp_path / "whole").read_bytes() == b"text"
+    assert at > 20

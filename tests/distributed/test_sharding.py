@@ -1,0 +1,180 @@
+"""Several processes that share the weights of one model, started as torchrun does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptmini import machine
+from gptmini.config.settings import Config
+from gptmini.distributed.group import Ranks
+from gptmini.distributed.sharding import own_micro_batches
+from gptmini.errors import MachineError
+from gptmini.plan.cost import parameter_count
+from gptmini.plan.decide import decide
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from tests.support import ROOT, new_cache, tiny, train
+
+# Trains what a JSON file names, one run after the other, in processes that start only once.
+SCRIPT = """
+import json, sys, time
+from pathlib import Path
+from gptmini.config.load import validate
+from gptmini.distributed.group import join
+from gptmini.plan.broadcast import decide_together
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
+
+cases, cache = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+with join() as ranks:
+    for name, settings in cases.items():
+        run, config, started = Path(name), validate(settings, {}), time.perf_counter()
+        trainer.train(decide_together(config, RunDirectory(run), cache, started, ranks), run)
+"""
+TRAIN = {
+    **{"steps": 4, "eval_every": 2, "save_every": 2, "log_every": 1, "keep": 1},
+    **{"reduce": "exact", "compile": "off", "dtype": "bfloat16", "shard": True},
+}
+# Widths whose rows do not fill vectors, and fewer rows than ranks; micro-batches in a tree, or
+# added from left to right in groups of three.
+CASES: dict[str, dict[str, Any]] = {
+    "muon": {
+        "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "dropout": 0.1}
+        | {"attention": {"variant": "mqa"}},
+        "train": TRAIN
+        | {"batch_size": 24, "micro_batch_size": 2, "grad_clip": 0.1, "dtype": "float32"},
+    },
+    "adamw": {
+        "model": {"d_model": 12, "n_head": 6, "dropout": 0.2, "bias": True, "norm": "rmsnorm"}
+        | {"tie_embeddings": False, "position": "learned", "activation": "swiglu"},
+        "train": TRAIN
+        | {"batch_size": 8, "micro_batch_size": 1, "optimizer": "adamw"}
+        | {"gradient_checkpointing": True},
+    },
+}
+# No cool-down, so that more steps are the same run.
+CHAIN = CASES["muon"]["train"] | {"batch_size": 8, "warmup_steps": 0, "cooldown": 0.0}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case on 1, 2 and 4 processes as runs/CASE-N, and a chain of resumes against a whole."""
+    folder = tmp_path_factory.mktemp("sharded")
+    cache = new_cache(folder)
+    text = folder / "text.txt"
+    text.write_text(
+        "".join(f"{n}. the quick brown fox jumps over the lazy dog\n" for n in range(60))
+    )
+
+    def config(case: str, **changes: Any) -> Config:
+        settings = CASES[case] | {"data": {"path": str(text)}}
+        return tiny(**settings | {"train": settings["train"] | changes})
+
+    def launch(processes: int, chain_steps: int, *cases: str) -> None:
+        asked = {str(folder / f"{case}-{processes}"): config(case) for case in cases}
+        asked[str(folder / "chain")] = config("muon", **CHAIN | {"steps": chain_steps})
+        (folder / "script.py").write_text(SCRIPT)
+        stated = {name: each.model_dump(exclude_unset=True) for name, each in asked.items()}
+        (folder / "cases.json").write_text(json.dumps(stated))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        words = [folder / "script.py", folder / "cases.json", cache]
+        done = subprocess.run(
+            [sys.executable, *(torchrun if processes > 1 else []), *map(str, words)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+
+    for case in CASES:
+        train(config(case), folder / f"{case}-1", cache)
+    train(config("muon", **CHAIN | {"steps": 8}), folder / "whole", cache)
+    launch(2, 2, *CASES)
+    launch(4, 4, *CASES)
+    launch(1, 6)
+    launch(2, 8)
+    return folder
+
+
+def last(run: Path) -> Checkpoint:
+    checkpoint = RunDirectory(run).newest()
+    assert checkpoint is not None
+    return checkpoint
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Equal weights, state of the optimizer and metrics, to the last bit."""
+    one, two = last(run), last(other)
+    for left, right in ((one.model, two.model), (one.optimizer, two.optimizer)):
+        assert left.keys() == right.keys()
+        assert [name for name in left if not left[name].equal(right[name])] == []
+    lines = []
+    for folder in (run, other):
+        read = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        clock = ("seconds", "tokens_per_second", "peak_memory")
+        lines.append([{key: line[key] for key in line if key not in clock} for line in read])
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_weights_are_those_of_one_process(runs: Path, case: str, processes: int):
+    assert_same(runs / f"{case}-{processes}", runs / f"{case}-1")
+
+
+def test_a_run_resumed_on_2_then_4_then_1_then_2_processes_is_one_that_never_stopped(runs: Path):
+    assert_same(runs / "chain", runs / "whole")
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_each_process_writes_its_share_and_no_more(runs: Path, processes: int):
+    folder = runs / f"adamw-{processes}" / "checkpoints" / "step-00000004"
+    shards = [
+        f"{kind}-{number:05d}-of-{processes:05d}.safetensors"
+        for kind in ("model", "optimizer")
+        for number in range(1, processes + 1)
+    ]
+    assert {file.name for file in folder.iterdir()} == {*shards, "state.json", "manifest.json"}
+    sizes = [(folder / name).stat().st_size for name in shards[:processes]]
+    header = 4096  # of a safetensors file, at most
+    weights = sum(tensor.nbytes for tensor in last(runs / "adamw-1").model.values())
+    assert max(sizes) < 1.1 * weights / processes + header
+
+
+def test_commands_read_a_sharded_run_as_any_other(runs: Path, gptmini):
+    answers = []
+    for name in ("muon-1", "muon-4"):
+        run = str(runs / name)
+        code, text, err = gptmini("generate", run, "--prompt", "the", "--samples", "2")
+        assert code == 0, err
+        code, facts, err = gptmini("evaluate", run, "--json")
+        assert code == 0, err
+        answers.append((text, facts.replace(run, "")))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (6, 2), (3, 4), (8, 8)])
+def test_every_micro_batch_belongs_to_one_rank(n: int, size: int, sharded: bool):
+    own = [own_micro_batches(n, Ranks(rank, size), sharded) for rank in range(size)]
+    assert sorted(number for numbers in own for number in numbers) == list(range(n * size))
+    assert {len(numbers) for numbers in own} == {n}
+
+
+def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):
+    config = tiny(data={"path": str(text_file)}, train={"micro_batch_size": 1})
+    decided = decide(config, None, tmp_path, ranks=2)
+    assert not decided.config.train.shard
+    whole = 16 * parameter_count(decided.config.model)
+    monkeypatch.setattr(machine, "total_memory", lambda _: 2 * whole - 1)  # of two processes
+    assert decide(config, None, tmp_path, ranks=2).config.train.shard
+    assert not decide(config, None, tmp_path, ranks=1).config.train.shard
+    monkeypatch.setattr(machine, "total_memory", lambda _: whole - 1)
+    with pytest.raises(MachineError, match="bytes"):
+        decide(config, None, tmp_path, ranks=2)

@@ -1,0 +1,252 @@
+import copy
+import os
+import platform
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptmini import files
+from gptmini.config.settings import ModelConfig
+from gptmini.generate.native import build, precision
+from gptmini.generate.native.step import NativeStep
+from gptmini.model.gpt import GPT
+
+LENGTH = 40  # more than two blocks of keys
+
+TARGETS = [build.NATIVE]  # this processor, and what it would do with fewer instructions
+if platform.machine() == "x86_64":
+    TARGETS += [
+        ("-march=native", "-mno-avx512bf16", "-mno-avx512vnni"),
+        ("-march=native", "-mno-avx512f"),
+        ("-march=x86-64",),
+    ]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+
+
+@st.composite
+def models(draw: st.DrawFn) -> GPT:
+    one_of = lambda *choices: draw(st.sampled_from(choices))
+    variant, window = one_of("mha", "gqa", "mqa"), one_of(None, 1, 3, 7)
+    n_head = one_of(2, 4, 6)
+    config = ModelConfig.model_validate(
+        {
+            "vocab_size": one_of(5, 37, 130),
+            "n_layer": 3,
+            "n_head": n_head,
+            "d_model": 8 * n_head,
+            "head_dim": one_of(8, 10, 32),
+            "d_ff": one_of(8, 40, 100),
+            "context_length": LENGTH,
+            "attention": {
+                "variant": variant,
+                "n_kv_head": 2 if variant == "gqa" else None,
+                "window": window,
+                "full_every": one_of(None, 2) if window else None,
+                "qk_norm": one_of(True, False),
+                "qkv_bias": one_of(None, True, False),
+            },
+            "position": one_of("learned", "rope", "none"),
+            "norm": one_of("layernorm", "rmsnorm"),
+            "activation": one_of("gelu", "swiglu", "relu2"),
+            "bias": one_of(True, False),
+            "tie_embeddings": one_of(True, False),
+        }
+    )
+    torch.manual_seed(draw(st.integers(0, 99)))
+    model = GPT(config).eval()
+    with torch.no_grad():  # norms and biases that differ from their initial values
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+def step_of(
+    model: GPT, weights: str = "float32", n_rows: int = 1, target: tuple[str, ...] = build.NATIVE
+) -> NativeStep:
+    library = build.build(files.CACHE, target)
+    assert library is not None
+    cache = precision.cache_of(model.config, weights, n_rows, spare=LENGTH)
+    return NativeStep(library, model, weights, cache)
+
+
+def run(step: NativeStep, tokens: list[int], row: int = 0, start: int = 0) -> torch.Tensor:
+    """The logits of all tokens of a row, from position `start` on."""
+    places = range(len(tokens))
+    return step(tokens, [row] * len(tokens), [start + place for place in places], places).clone()
+
+
+def rounded_inputs(model: GPT, weights: str) -> GPT:
+    """The model in torch with the inputs of every product, keys and values rounded likewise."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        if weights == "bfloat16":
+            return x.bfloat16().float()
+        sizes = x.abs()
+        scale = torch.maximum(sizes.amax(-1, True) / 32767, sizes.sum(-1, True) / 16e6)
+        scale = scale.clamp(min=1e-30)
+        return (x / scale).round() * scale
+
+    def cached(heads: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
+        def narrow(*given: Any) -> tuple[torch.Tensor, ...]:
+            q, k, v = heads(*given)
+            return q, k.bfloat16().float(), v.bfloat16().float()
+
+        return narrow
+
+    model = copy.deepcopy(model)
+    for block in model.blocks:
+        if weights != "float32":
+            block.attn.heads = cached(block.attn.heads)
+    for module in model.modules():
+        if weights != "float32" and isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+    if weights != "float32":  # a tied head is no module
+        model.final_norm.register_forward_hook(lambda _, __, output: rounded(output))
+    return model
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", TARGETS, ids=" ".join)
+@settings(max_examples=30, deadline=None)
+@given(model=models(), weights=st.sampled_from(list(precision.PRECISIONS)), seed=st.integers(0, 99))
+def test_the_step_computes_the_model_and_the_same_bits_in_any_company_and_slices(
+    target, model, weights, seed
+):
+    pieces = random.Random(seed)
+    precision.round_weights(model, weights)
+    step = step_of(model, weights, 4, target)
+    tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
+    alone = torch.cat([run(step, [t], 0, p) for p, t in enumerate(tokens)])
+    with torch.no_grad():
+        expected = rounded_inputs(model, weights)(torch.tensor([tokens]))[0]
+    # Sums in another order may round an input or a key the other way, rarely and by 1/256.
+    off = float((alone - expected).norm() / expected.norm())
+    assert off < {"float32": 1e-5, "bfloat16": 5e-3, "int8": 2e-3}[weights]
+
+    done = {1: 0, 2: 0, 3: 0}  # rows, each fed the same tokens in pieces of its own
+    while any(end < LENGTH for end in done.values()):
+        places = []
+        for row, start in done.items():
+            end = min(LENGTH, start + pieces.choice([0, 1, 3, 9, LENGTH]))
+            places += [(row, place) for place in range(start, end)]
+            done[row] = end
+        if places:
+            rows, positions = map(list, zip(*places, strict=True))
+            wanted = [n for n in range(len(places)) if pieces.random() < 0.7]
+            found = step([tokens[p] for p in positions], rows, positions, wanted)
+            assert torch.equal(found, alone[[positions[n] for n in wanted]])
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", precision.PRECISIONS)
+def test_any_number_of_threads_gives_the_same_bits(weights):
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(vocab_size=50, n_layer=2)).eval()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        step = step_of(model, weights)
+        whole = run(step, [*range(40)])
+        found.append(torch.cat([whole, *(run(step, [n], 0, n) for n in range(20))]))
+    torch.set_num_threads(1)
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    assert torch.equal(whole[:20], found[0][40:])
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", precision.PRECISIONS)
+def test_damaged_weights_and_values_are_noticed(weights):
+    """As a NaN in the logits: no rounding of inputs may hide one."""
+    torch.manual_seed(0)
+    for value in (torch.nan, torch.inf):
+        model = GPT(ModelConfig(vocab_size=50, n_layer=2, tie_embeddings=False)).eval()
+        with torch.no_grad():
+            model.embed.weight[3, 5] = value
+        logits = run(step_of(model, weights), [1, 3, 2])
+        assert torch.isfinite(logits[0]).all()
+        assert not torch.isfinite(logits[1:].sum(1)).any()
+
+
+@needs_compiler
+def test_int8_sums_of_extreme_inputs_stay_within_32_bits():
+    """Equal signs everywhere and one input far above the others, in thousands of columns."""
+    model = GPT(ModelConfig(vocab_size=50, n_layer=1, d_ff=8192, activation="relu2", bias=True))
+    with torch.no_grad():
+        model.blocks[0].mlp.up_proj.weight.zero_()
+        down = model.blocks[0].mlp.down_proj.weight  # rows that differ: the norm drops the mean
+        down.copy_(torch.randn(len(down), 1).expand_as(down) / 100)
+        for largest in (1.0, 30.0):
+            model.blocks[0].mlp.up_proj.bias.fill_(1.0)[7] = largest
+            precision.round_weights(model, "int8")
+            expected = model(torch.tensor([[1]]))[0]
+            found = run(step_of(model, "int8"), [1])
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@given(st.integers(0, 1000))
+def test_int8_weights_are_at_most_half_a_step_off(seed):
+    weights = torch.randn(7, 33, generator=torch.Generator().manual_seed(seed))
+    weights[0] = 0
+    whole, scales = precision.quantize(weights)
+    assert whole.abs().max() == 127
+    off = (whole * scales[:, None] - weights).abs()
+    assert (off <= scales[:, None] * 0.501).all()
+
+
+def test_rounding_leaves_norms_and_positions_unchanged():
+    model = GPT(ModelConfig(vocab_size=50, n_layer=1, position="learned"))
+    before = copy.deepcopy(model.state_dict())
+    precision.round_weights(model, "bfloat16")
+    changed = {name for name, now in model.state_dict().items() if not now.equal(before[name])}
+    assert changed == {name for name, now in before.items() if now.ndim == 2} - {"positions.weight"}
+    precision.round_weights(model, "float32")
+
+
+def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.build(tmp_path / "one") is None
+    assert capsys.readouterr().err == ""
+    broken = tmp_path / "g++"
+    for command, reason in [
+        ("echo notes; echo 'x.cpp:1: fatal error: no <cmath>' >&2; exit 1", "x.cpp:1: fatal error"),
+        ("exit 3", "(exit 3)"),
+    ]:
+        broken.write_text(f"#!/bin/sh\n{command}\n")
+        broken.chmod(0o755)
+        build.build.cache_clear()
+        assert build.build(tmp_path / "two") is None
+        assert build.build(tmp_path / "two") is None
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("warning: g++: cannot compile the decoder (")
+        assert reason in line
+
+
+@needs_compiler
+def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
+    assert build.build(tmp_path) is not None
+    (library,) = (tmp_path / "native").iterdir()
+    made = library.stat().st_mtime_ns
+    build.build.cache_clear()
+    assert build.build(tmp_path) is not None
+    assert library.stat().st_mtime_ns == made
+    library.chmod(stat.S_IMODE(library.stat().st_mode) | 0o002)  # anybody could write it
+    build.build.cache_clear()
+    assert build.build(tmp_path) is None
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path):
+    (tmp_path / "native").write_text("a file where the folder should be")
+    assert build.build(tmp_path) is None
+    assert os.listdir(tmp_path) == ["native"]

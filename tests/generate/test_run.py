@@ -1,0 +1,261 @@
+import copy
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptmini.errors import ConfigError, DataError
+from gptmini.generate.filters import log_probability
+from gptmini.generate.native import engine as native
+from gptmini.generate.run import Run, load
+from gptmini.generate.texts import Text
+from gptmini.model.gpt import GPT
+from gptmini.tokenizer.tokenizers import BpeTokenizer, CharTokenizer
+from tests.support import tiny, train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    config = tiny(data={"path": str(folder / "text.txt")}, train={"steps": 3})
+    train(config, folder / "run", folder / "cache")
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path) -> Run:
+    return load(trained)
+
+
+def facts(samples: list[Text]) -> list[dict]:
+    return [sample.to_dict() for sample in samples]
+
+
+def test_a_run_streams_what_it_generates_and_repeats_itself(run: Run):
+    text = run.generate("the ", max_new_tokens=30, top_k=None)
+    assert text == "".join(run.stream("the ", max_new_tokens=30, top_k=None))
+    assert text != run.generate("the ", max_new_tokens=30, top_k=None, seed=2)
+    with pytest.raises(ConfigError, match=r"sample.temperature: must be at least 0"):
+        run.generate("x", temperature=-1.0)
+
+
+def test_an_empty_prompt_starts_where_the_run_says(run: Run):
+    document = run.tokenizer.document_token
+    settings = {"max_new_tokens": 1, "temperature": 0}
+    for start, token in [({}, 32), ({"start": "x"}, 120), ({"start": None}, document)]:
+        with torch.no_grad():
+            logits = run.model(torch.tensor([[token]]))[0, -1]
+        (sample,) = run.start([""], **settings, **start).finish()
+        assert sample.tokens == [int(logits.argmax())]
+
+
+def test_the_sample_of_training_is_what_the_run_generates(trained: Path):
+    run = load(trained, weights="float32")
+    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == run.step
+    assert last["sample"] == run.generate("", overflow="stop") != run.generate("", start=None)
+
+
+def test_prompts_together_are_what_they_are_alone(run: Run):
+    prompts = ["the ", "", "a dog and a fox " * 3, "é"]
+    generation = run.start(prompts, max_new_tokens=40, temperature=1.5, logprobs=True)
+    pieces: dict[int, str] = dict.fromkeys(range(4), "")
+    for number, piece in generation:
+        pieces[number] += piece
+    assert [sample.text for sample in generation.samples] == list(pieces.values())
+    for number, prompt in enumerate(prompts):
+        alone = run.start([prompt], [number], max_new_tokens=40, temperature=1.5, logprobs=True)
+        ((found,), (expected,)) = facts(alone.finish()), facts([generation.samples[number]])
+        # Without the compiled steps, logits differ by about 1e-6 between batches.
+        assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-5)
+        assert found == expected
+    assert generation.n_tokens == sum(len(sample.tokens) for sample in generation.samples)
+    assert 0 < generation.first_token < generation.seconds
+
+
+def test_two_generations_may_take_turns(run: Run):
+    prompts, settings = ["the ", "a dog"], {"max_new_tokens": 30, "temperature": 1.5}
+    expected = facts(run.start(prompts, **settings).finish())
+    one, other = (run.start(prompts, guess="lookup", **settings) for _ in range(2))
+    for _ in itertools.zip_longest(one, other):
+        pass
+    assert facts(one.samples) == facts(other.samples) == expected
+
+
+def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
+    """Each thread draws its texts in small steps, so that all of them are under way together."""
+    prompts = ["the ", "a dog", "", "jumps over"] * 4
+    settings = {"max_new_tokens": 40, "temperature": 1.5, "guess": load(run.path)}
+    alone = [run.generate(prompt, seed=seed, **settings) for seed, prompt in enumerate(prompts)]
+    together = threading.Barrier(8)
+
+    def draw(number: int) -> str:
+        pieces = run.stream(prompts[number], seed=number, **settings)
+        first = next(pieces)
+        together.wait(60)
+        return first + "".join(pieces)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(draw, range(16))) == alone
+
+
+def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
+    opened, open_engine = [], native.open_engine
+
+    def counted(*arguments):
+        opened.append(open_engine(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(native, "open_engine", counted)
+    for prompt in ("a", "the", ""):
+        run.generate(prompt)
+    assert len(opened) == 1
+    next(run.stream("a"))  # an abandoned stream gives its engine back
+    run.generate("b")
+    assert len(opened) == 1
+    first, second = run.stream("a"), run.stream("a")
+    assert len(opened) == 1  # none until the first token is asked for
+    assert next(first) == next(second)
+    assert len(opened) == 2
+    first.close()
+    second.close()
+    run.start(["a", "b", "c"]).finish()
+    run.generate("a")
+    assert len(opened) <= 3
+
+
+def test_engines_of_one_run_share_its_weights(run: Run):
+    with run.engine(1) as first, run.engine(1) as second:
+        if not isinstance(first, native.NativeEngine):
+            pytest.skip("needs g++")
+        steps = [first._step._model, second._step._model]
+        assert len({step.layers[0].qkv.data for step in steps}) == 1
+        assert len({step.head.data for step in steps}) == 1
+        assert len({step.layers[0].keys for step in steps}) == 2
+
+
+def test_a_run_that_has_generated_can_be_copied(run: Run):
+    text = run.generate("the ")
+    assert copy.deepcopy(run).generate("the ") == text
+
+
+def test_a_run_says_what_it_is_and_feeds_its_model(run: Run):
+    assert repr(run).startswith(f"<Run {run.path}: step 3, ")
+    assert run.encode("The") == [84, 104, 101]
+    with torch.no_grad():
+        assert run.model(torch.tensor([run.encode("The")])).shape == (1, 3, 257)
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], None, b"a", 7])
+def test_a_prompt_that_is_not_a_text_is_refused(run: Run, prompt):
+    kind = type(prompt).__name__
+    with pytest.raises(ConfigError, match=f"prompt: must be a text, not {kind}"):
+        run.generate(prompt)
+    with pytest.raises(ConfigError, match="prompts: must be a list of texts, not str"):
+        run.start("abc")
+
+
+def test_a_single_stop_text_needs_no_list(run: Run):
+    settings = {"max_new_tokens": 40, "temperature": 0}
+    text = run.generate("the ", **settings)
+    assert run.generate("the ", stop=text[3], **settings) == text[: text.index(text[3])]
+    assert text[0] not in run.generate("the ", ban=text[0], **settings)
+
+
+def test_log_probabilities_are_those_of_the_model(trained: Path):
+    run = load(trained, weights="float32")
+    generation = run.start(["the"], max_new_tokens=6, logprobs=True, temperature=1.5, top_k=3)
+    (sample,) = generation.finish()
+    tokens = [*b"the", *sample.tokens]
+    with torch.no_grad():
+        logits = run.model(torch.tensor([tokens]))[0]
+    expected = [log_probability(logits[2 + n], token) for n, token in enumerate(sample.tokens)]
+    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_cache_changes_no_text_in_float32(trained: Path):
+    """In the other precisions the compiled engine rounds the inputs of products, torch does not."""
+    run = load(trained, weights="float32")
+    settings = {"max_new_tokens": 60, "temperature": 1.5, "top_k": None}
+    assert run.generate("the ", **settings) == run.generate("the ", **settings, use_cache=False)
+
+
+def test_unknown_weights_are_refused(trained: Path):
+    with pytest.raises(ConfigError, match="--weights int4: not supported; choose float32"):
+        load(trained, weights="int4")
+
+
+def test_bans_and_bias_name_tokens_by_their_text(run: Run):
+    plain = run.generate("the ", max_new_tokens=40, temperature=0)
+    likeliest = plain[0]
+    without = run.generate("the ", max_new_tokens=40, temperature=0, ban=[likeliest])
+    assert likeliest in plain
+    assert likeliest not in without
+    assert run.generate("a", max_new_tokens=5, bias={"z": 100.0}) == "zzzzz"
+    with pytest.raises(ConfigError, match=r"sample.ban: 'no' is not one token but 'n', 'o'"):
+        run.generate("a", ban=["no"])
+
+
+def test_special_text_is_text_unless_asked_for(run: Run):
+    text = "<|endoftext|>"
+    (sample,) = run.start([f"a{text}the"], special=True, max_new_tokens=1).samples
+    assert sample.prompt_tokens == [97, run.tokenizer.document_token, *b"the"]
+    (sample,) = run.start([f"a{text}"], max_new_tokens=1).samples
+    assert sample.prompt_tokens == [97, *text.encode()]
+
+
+def test_a_long_prompt_keeps_its_tail_and_says_so(run: Run, capsys):
+    tail = "x" * 16
+    assert run.generate("abc" + tail) == run.generate(tail)
+    assert "warning: prompt: 19 tokens; the model sees the last 16" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_not_valid_unicode_is_refused(run: Run):
+    with pytest.raises(DataError, match="prompt: character 1 is not valid Unicode"):
+        run.generate("a\udc80")
+
+
+def test_a_tokenizer_of_another_run_is_refused(trained: Path):
+    file = trained / "tokenizer.json"
+    before = file.read_text()
+    file.write_text(CharTokenizer("é").to_json())
+    with pytest.raises(DataError, match="not the tokenizer of this run"):
+        load(trained)
+    file.write_text(before)
+
+
+def test_a_draft_needs_the_same_tokenizer(run: Run):
+    other = Run(Path("other"), run.config, CharTokenizer("é"), run.model)
+    with pytest.raises(ConfigError, match="draft other: its tokenizer differs"):
+        run.start(["a"], guess=other)
+    plain = run.generate("the ", max_new_tokens=50)
+    assert run.generate("the ", max_new_tokens=50, guess=run) == plain
+    assert run.generate("the ", max_new_tokens=50, guess="lookup") == plain
+
+
+def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):
+    """The model has seen " the", and a space alone only where no word follows."""
+    tokenizer = BpeTokenizer(tiny_encoding)
+    model = GPT(tiny().with_tokenizer("bpe", tokenizer.vocab_size).model).eval()
+    other = Run(run.path, run.config, tokenizer, model)
+    generations = [other.start(["the "], max_new_tokens=1, seed=seed) for seed in range(40)]
+    for generation in generations:
+        list(generation)
+    assert {one.samples[0].text for one in generations} == {"", "the"}  # a space, or " the"
+    assert generations[0].samples[0].prompt_tokens == [257]  # "the" alone
+    # A text beside it with the same number is not affected.
+    settings = {"max_new_tokens": 9, "temperature": 0, "bias": {" the": 100.0}}
+    spaced, plain = other.start(["the ", "the"], [0, 0], **settings).finish()
+    assert (spaced.text, plain.text) == ("the" + " the" * 8, " the" * 9)
+    generation = other.start([" "], max_new_tokens=1, seed=0)
+    assert generation.samples[0].prompt_tokens == tokenizer.encode(" ").tolist()
+
+
+def test_a_sample_is_json(run: Run):
+    (sample,) = run.start(["the"], max_new_tokens=2).finish()
+    assert json.loads(json.dumps(sample.to_dict()))["finish_reason"] == "length"

@@ -1,0 +1,432 @@
+"""Every engine, batch and guesser draws the same tokens."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptmini import files
+from gptmini.config.settings import SampleConfig
+from gptmini.errors import ConfigError
+from gptmini.generate import engine as torch_engine
+from gptmini.generate.engine import Engine, TorchEngine
+from gptmini.generate.native import engine as native
+from gptmini.generate.native.engine import NativeEngine, open_engine
+from gptmini.generate.native.precision import PRECISIONS
+from gptmini.generate.sampler import check_overflow, decode
+from gptmini.generate.speculative import Draft, Lookup
+from gptmini.generate.texts import Text
+from gptmini.model.gpt import GPT
+from tests.support import tiny
+
+LIMIT = 16
+ENGINES = ["torch", "no cache"] + ["compiled"] * (shutil.which("g++") is not None)
+
+
+def model_of(
+    variant: str = "gqa",
+    position: str = "rope",
+    extra: dict | None = None,
+    seed: int = 5,
+    length: int = LIMIT,
+) -> GPT:
+    torch.manual_seed(seed)
+    heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None} | (extra or {})
+    shape = {"attention": heads, "position": position, "tie_embeddings": False}
+    shape["context_length"] = length
+    model = GPT(tiny(model=shape).with_tokenizer("byte", 50).model).eval()
+    with torch.no_grad():  # strong weights: a text that varies, far from ties
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model
+
+
+def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
+    if engine == "compiled":
+        compiled = open_engine(model, "float32", n_texts, files.CACHE)
+        assert isinstance(compiled, NativeEngine)
+        return compiled
+    return TorchEngine(model, use_cache=engine == "torch")
+
+
+def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[list[int]]:
+    """What follows each of the prompts, drawn together."""
+    guesser = given.pop("guesser", None)
+    numbers = given.pop("numbers", range(len(prompts)))
+    sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
+    limit = model.config.context_length
+    texts = [Text(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
+    together = engine_of(model, engine, len(texts))
+    for text, token, logits in decode(together, texts, sample, limit, guesser=guesser):
+        assert text.tokens[-1] == token
+        assert logits.shape == (50,)
+    return [text.tokens for text in texts]
+
+
+@pytest.mark.parametrize("position", ["rope", "learned", "none"])
+@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_and_without_the_cache_the_same_tokens_ten_contexts_long(
+    variant, position, temperature
+):
+    model = model_of(variant, position)
+    given = {"temperature": temperature, "max_new_tokens": 160}
+    first, *others = (drawn(model, [[3, 1, 4, 1, 5]], engine, **given) for engine in ENGINES)
+    assert all(other == first for other in others)
+    assert len(first[0]) == 160
+    assert len(set(first[0])) > 5
+
+
+@pytest.mark.parametrize("attention", [{"window": 5}, {"window": 5, "full_every": 2}], ids=str)
+def test_windows_slide_the_same_with_and_without_the_cache(attention):
+    model = model_of(extra=attention)
+    first, *others = (drawn(model, [[3, 1, 4]], e, max_new_tokens=160) for e in ENGINES)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, attention):
+    """Any length, past the context, with its own random numbers, beside texts that end sooner."""
+    model = model_of(position=position, extra=attention)
+    prompts = [[7], list(range(12)), [3, 1, 4, 1], list(range(40)), [7]]
+    together = drawn(model, prompts, engine, max_new_tokens=50)
+    for number, prompt in enumerate(prompts):
+        (alone,) = drawn(model, [prompt], engine, max_new_tokens=50, numbers=[number])
+        assert together[number] == alone
+    assert together[0] != together[4]  # the same prompt, other random numbers
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_text_that_ends_does_not_change_the_others(engine):
+    model = model_of()
+    sample = SampleConfig(max_new_tokens=30, temperature=1.0)
+    texts = [Text(n, [n], LIMIT) for n in range(3)]
+    expected = drawn(model, [[0], [1], [2]], engine, max_new_tokens=30, top_k=50)
+    for text, _, _ in decode(engine_of(model, engine, 3), texts, sample, LIMIT):
+        if text is texts[1] and len(text.tokens) == 7:
+            text.finish_reason = "mine"
+    assert [text.tokens for text in texts] == [expected[0], expected[1][:7], expected[2]]
+    assert [text.finish_reason for text in texts] == ["length", "mine", "length"]
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+def test_the_compiled_engine_gives_a_text_the_same_bits_in_every_batch():
+    model = model_of()
+    texts = [Text(n, list(range(n + 1, n + 1 + n % 7 + 1)), LIMIT) for n in range(40)]
+    together = engine_of(model, "compiled", 40)(texts)  # in several calls
+    for text, logits in zip(texts, together, strict=True):
+        text.cached = 0
+        assert torch.equal(engine_of(model, "compiled")([text])[0], logits)
+
+
+def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    model, prompt = model_of(extra={"window": 5, "full_every": 2}), list(range(15))
+    whole = drawn(model, [prompt], "torch", temperature=0, max_new_tokens=20)
+    monkeypatch.setattr(torch_engine, "PREFILL", 4)
+    monkeypatch.setattr(torch_engine, "SPARE", 2)
+    monkeypatch.setattr(native, "SPARE", 2)
+    for engine in ENGINES:
+        assert drawn(model, [prompt], engine, temperature=0, max_new_tokens=20) == whole
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("attention", [{}, {"window": 5}, {"window": 5, "full_every": 2}], ids=str)
+def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monkeypatch):
+    for module, name, value in [(native, "PREFILL", 4), (native, "SPARE", 1)]:
+        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(torch_engine, name, value)
+    model = model_of(extra=attention)
+    engine = engine_of(model, "compiled", 3)
+    first = Text(0, [*range(15)], LIMIT)
+    others = [Text(1, [7], LIMIT), Text(2, [*range(9), 40, 41, 42, 43, 44], LIMIT)]
+    chunks = 0
+    while engine.prefill_chunk(first):  # the last takes what a call can do at once
+        chunks += 1
+        engine(others[:1])  # a row that is not evicted meanwhile
+        others[0].context.append(chunks)
+        assert others[0].cached == chunks
+        assert first.cached == 4 * chunks
+    assert chunks == 3
+    for text in (first, others[1]):
+        (found,) = engine([text])
+        found = found.clone()
+        alone = Text(9, text.prompt_tokens, LIMIT)
+        assert torch.equal(engine_of(model, "compiled")([alone])[0], found)
+    # Nine tokens in common are two chunks of four; a window has overwritten its first keys.
+    assert others[1].reused == (0 if attention else 8)
+    # Steps follow the shared part, and a text that takes an ended one's slot finds no old keys.
+    first.finish_reason = others[0].finish_reason = "length"
+    # A rest of one token would take the compiled step, so a chunk less is shared.
+    for prompt, shared in (([0, 1, 2], 0), ([*range(9)], 4), ([*range(4), 9, 9, 9], 4)):
+        text = Text(3, prompt, LIMIT)
+        for token in range(3):
+            (found,) = engine([text])
+            found = found.clone()
+            alone = Text(9, prompt, LIMIT)
+            lonely = engine_of(model, "compiled")
+            for earlier in range(token):
+                lonely([alone])
+                alone.context.append(earlier)
+            assert torch.equal(lonely([alone])[0], found)
+            text.context.append(token)
+        assert text.reused == (0 if attention else shared)
+        text.finish_reason = "length"
+    # Keys that steps have made are not shared: their last bits differ from those of a prefill.
+    text = Text(3, [*range(20, 26)], LIMIT)
+    for new in ([], [26], [27], [*range(28, 33)]):
+        text.context += new
+        engine([text])
+    again = Text(4, [*range(20, 34)], LIMIT)
+    engine([again])
+    assert again.reused == (0 if attention else 4)
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_narrow_weights_give_prompts_and_steps_one_arithmetic(weights, attention, monkeypatch):
+    """The bits are the same token by token, in chunks, in calls that cut a prompt, in company."""
+    for module in (native, torch_engine):
+        monkeypatch.setattr(module, "PREFILL", 16)
+    monkeypatch.setattr(native, "CALL", 32)
+    model = model_of(extra=attention, length=128)
+    open_one = lambda n=1: open_engine(model, weights, n, files.CACHE)
+    prompt = [n * n % 50 for n in range(100)]
+    slowly, engine = Text(0, prompt[:1], 128), open_one()
+    (expected,) = engine([slowly])
+    for token in prompt[1:]:
+        slowly.context.append(token)
+        (expected,) = engine([slowly])
+    expected = expected.clone()
+
+    together = open_one(3)
+    texts = [Text(1, prompt, 128), Text(2, prompt[:70], 128), Text(3, prompt, 128)]
+    while together.prefill_chunk(texts[0]):
+        pass
+    found = together(texts)  # the first ends, the second is cut, the third begins as the first
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[2], expected)
+    assert texts[2].reused == (0 if attention else 80)
+    texts[1].context, texts[1].wanted = list(prompt), 30
+    (rest,) = together(texts[1:2])
+    assert torch.equal(rest[-1:], expected)
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
+    model, prompt = model_of(length=256), [n * n % 50 for n in range(200)]
+    engine = engine_of(model, "compiled", 2)
+    engine([Text(0, prompt, 256)])
+    text = Text(1, prompt, 256)
+    for _ in decode(engine, [text], SampleConfig(max_new_tokens=60), 256):
+        pass
+    assert text.start > 0
+    assert text.reused == 128
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("weights", PRECISIONS)
+def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
+    """A text that needs logits of its whole prompt overwrites the keys that others could share."""
+    model = model_of(length=256)
+    prompt = [n * n % 50 for n in range(200)]
+    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 256)])
+    engine = open_engine(model, weights, 1, files.CACHE)
+    before, scored, again = Text(0, prompt, 256), Text(1, [7] * 100, 256), Text(2, prompt, 256)
+    engine([before])
+    before.finish_reason = "length"
+    scored.wanted = len(scored.context)
+    engine([scored])
+    scored.finish_reason = "length"
+    assert torch.equal(engine([again])[0], expected)
+    assert again.reused == 0
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("weights", PRECISIONS)
+def test_tokens_taken_back_are_no_longer_shared(weights):
+    """Not even if they were part of a prompt, once others have taken their place."""
+    model = model_of(length=256)
+    prompt = [n * n % 50 for n in range(200)]
+    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 256)])
+    engine = open_engine(model, weights, 2, files.CACHE)
+    before, again = Text(0, prompt, 256), Text(1, prompt, 256)
+    engine([before])
+    before.context[100:], before.cached = [7], 100
+    engine([before])
+    assert torch.equal(engine([again])[0], expected)
+    assert again.reused == 0
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("weights", PRECISIONS)
+def test_a_chunk_that_goes_round_a_ring_leaves_no_keys_to_share(weights):
+    model = model_of(extra={"window": 120}, length=512)
+    tokens = [n * n % 50 for n in range(500)]
+    prompt = tokens[:200]
+    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 512)])
+    engine = open_engine(model, weights, 2, files.CACHE)
+    before, again = Text(0, tokens[:128], 512), Text(1, prompt, 512)
+    for end in (129, 500):  # a step, then chunks behind it
+        engine([before])
+        before.context = tokens[:end]
+    while engine.prefill_chunk(before):
+        pass
+    assert torch.equal(engine([again])[0], expected)
+    assert again.reused == 0
+
+
+def test_sampling_loads_neither_the_compiled_engine_nor_guessers():
+    check = (
+        "import sys, gptmini.generate.sampler as _; "
+        "sys.exit(any(f'gptmini.generate.{name}' in sys.modules for name in ('native', 'guess')))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_stop_and_error_past_the_context():
+    model = model_of()
+    base = {"max_new_tokens": 50, "temperature": 0}
+    (slide,) = drawn(model, [[3, 1]], "torch", **base)
+    (stop,) = drawn(model, [[3, 1]], "torch", **base, overflow="stop")
+    assert stop == slide[: 16 - 2 + 1]  # the last token needs no place of its own
+    with pytest.raises(ConfigError, match="2 prompt tokens and 16 new ones do not fit"):
+        check_overflow(2, SampleConfig(max_new_tokens=16, overflow="error"), LIMIT)
+    check_overflow(2, SampleConfig(max_new_tokens=15, overflow="error"), LIMIT)
+    assert len(drawn(model, [[3, 1]], "torch", max_new_tokens=15, overflow="error")[0]) == 15
+
+
+def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
+    """Against a loop over the whole model: penalties see the prompt and the text, slid or not."""
+    model, prompt = model_of(), [3, 1, 4, 1, 5]
+    given = {"repetition_penalty": 1.7, "frequency_penalty": 0.5, "presence_penalty": 0.9}
+    sample = SampleConfig.model_validate({"max_new_tokens": 30, "temperature": 0, **given})
+    bias = torch.randn(50)
+    text = Text(0, prompt, LIMIT)
+    drawn: list[int] = []
+    for _, token, logits in decode(TorchEngine(model), [text], sample, LIMIT, bias):
+        context = prompt + drawn
+        # A context that is full keeps its newer half, 8 tokens, and grows again to 16.
+        start = 0 if len(context) <= LIMIT else (len(context) - LIMIT - 1) // 9 * 9 + 9
+        with torch.no_grad():
+            own = model(torch.tensor([context[start:]]))[0, -1]
+        torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
+        scores = own + bias
+        for seen in set(context):
+            scores[seen] *= 1.7 if scores[seen] < 0 else 1 / 1.7
+        for seen in set(drawn):
+            scores[seen] -= 0.9 + 0.5 * drawn.count(seen)
+        assert token == int(scores.argmax())
+        drawn.append(token)
+        assert text.context == (prompt + drawn)[text.start :]
+    assert len(drawn) == 30
+
+
+def test_the_first_token_may_be_limited_and_no_other():
+    model, allowed = model_of(), torch.zeros(50, dtype=torch.bool)
+    allowed[7] = True
+    text = Text(0, [3, 1, 4], LIMIT, allowed_first=allowed)
+    sample = SampleConfig(max_new_tokens=20, temperature=1.0)
+    for _ in decode(TorchEngine(model), [text], sample, LIMIT):
+        pass
+    assert text.tokens[0] == 7
+    assert len(set(text.tokens)) > 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_greedy_is_the_argmax_of_the_whole_model(engine):
+    model = model_of()
+    tokens = [3, 1, 4]
+    for token in drawn(model, [tokens], engine, temperature=0, max_new_tokens=10)[0]:
+        with torch.no_grad():
+            assert token == int(model(torch.tensor([tokens]))[0, -1].argmax())
+        tokens.append(token)
+
+
+def test_the_cost_of_a_token_stays_bounded(monkeypatch: pytest.MonkeyPatch):
+    model, seen = model_of(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda t, *r: seen.append(t.shape[1]) or hidden(t, *r))
+    drawn(model, [[1] * 100], "torch", max_new_tokens=160)
+    assert seen[0] == 16  # the last context of the prompt
+    assert sum(seen) <= 3 * 160
+    assert max(seen) == 16
+
+
+class Oracle:
+    """Guesses the tokens that will be drawn, except at the places in `wrong`."""
+
+    def __init__(self, texts: list[list[int]], wrong: set[int]) -> None:
+        self._texts, self._wrong = texts, wrong
+
+    def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+        guesses = []
+        for text, limit in zip(texts, limits, strict=True):
+            start = len(text.tokens)
+            ahead = self._texts[text.number][start : start + limit]
+            guesses.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
+        return guesses
+
+
+@settings(max_examples=25, deadline=None)
+@given(wrong=st.sets(st.integers(0, 59)), temperature=st.sampled_from([0, 1.0]))
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("attention", [{}, {"window": 5}], ids=str)
+def test_guesses_right_or_wrong_change_no_token(engine, attention, wrong, temperature):
+    model, prompts = model_of(extra=attention), [[3, 1, 4, 1], [5], list(range(20))]
+    given = {"max_new_tokens": 60, "temperature": temperature}
+    plain = drawn(model, prompts, engine, **given)
+    oracle = Oracle(plain, wrong)
+    assert drawn(model, prompts, engine, **given, guesser=oracle) == plain
+    (alone,) = drawn(model, prompts[:1], engine, **given, guesser=oracle)
+    assert alone == plain[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("temperature", [0, 0.3])
+def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
+    model, other = model_of(), model_of("mqa", "learned", seed=6)
+    given = {"max_new_tokens": 90, "temperature": temperature}
+    plain = drawn(model, [[3, 1, 4]], engine, **given)
+    sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
+    for guessing, right in ((model, True), (other, False)):
+        draft = Draft(guessing, engine_of(guessing, "torch"), sample)
+        assert drawn(model, [[3, 1, 4]], engine, **given, guesser=draft) == plain
+        text = Text(0, [3, 1, 4], LIMIT)
+        draft = Draft(guessing, engine_of(guessing, "torch"), sample)
+        for _ in decode(engine_of(model, engine), [text], sample, LIMIT, guesser=draft):
+            pass
+        assert len(text.tokens) == 256
+        assert (text.guessed_right == text.guessed > 100) == right
+    assert drawn(model, [[3, 1, 4]], engine, **given, guesser=Lookup()) == plain
+
+
+def test_a_prefill_carries_no_guesses():
+    class Everywhere:
+        def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
+            asked.append(limits[0])
+            return [[1] * limit for limit in limits]
+
+    asked: list[int] = []
+    drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, guesser=Everywhere())
+    assert asked[0] == 0
+    assert max(asked) == 3
+    assert asked.count(0) > 1  # also after each slide
+
+
+def test_lookup_guesses_what_followed_last_time():
+    text = Text(0, [1, 2, 3, 4, 1, 2], LIMIT)
+    lookup = Lookup()
+    assert lookup([text], [2]) == [[3, 4]]
+    text.tokens += [9]
+    assert lookup([text], [4]) == [[]]
+    text.tokens += [1, 2]
+    assert lookup([text], [4]) == [[9, 1, 2]]  # the latest place
+    assert lookup([Text(1, [5], LIMIT)], [4]) == [[]]

@@ -1,0 +1,215 @@
+import pytest
+import torch
+from torch import nn
+
+from gptmini.config.settings import ModelConfig, TrainConfig
+from gptmini.distributed.gradients import divided, one_by_one
+from gptmini.distributed.group import Ranks
+from gptmini.model.gpt import GPT
+from gptmini.model.optim import Muon, Optimizer, learning_rate, orthogonal
+
+
+def rates(**settings) -> list[float]:
+    config = TrainConfig.model_validate({"lr": 1.0, "min_lr": 0.1} | settings)
+    return [learning_rate(config, step) for step in range(config.steps)]
+
+
+def test_linear_cooldown_after_a_plateau():
+    found = rates(steps=100, warmup_steps=10, cooldown=0.5, schedule="linear")
+    assert found[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert found[10:51] == [1.0] * 41
+    assert found[75] == pytest.approx(0.1 + 0.9 * 25 / 50)
+    assert found[99] == pytest.approx(0.1 + 0.9 / 50)
+    assert all(a >= b for a, b in zip(found[10:], found[11:], strict=False))
+
+
+def test_cosine_cooldown_over_all_steps_is_gpt2s():
+    found = rates(steps=100, warmup_steps=10, cooldown=1.0, schedule="cosine")
+    assert found[10] == 1.0
+    assert found[55] == pytest.approx(0.55)  # half way between 1 and 0.1
+    assert found[99] == pytest.approx(0.1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps": 1},
+        {"steps": 5, "warmup_steps": 5},
+        {"steps": 5, "warmup_steps": 0, "cooldown": 0.0},
+    ],
+)
+def test_short_runs_have_a_rate_at_every_step(settings):
+    assert all(0 < rate <= 1 for rate in rates(**settings))
+
+
+def small(**settings: bool) -> GPT:
+    return GPT(
+        ModelConfig(
+            **settings,
+            vocab_size=11,
+            n_layer=1,
+            n_head=2,
+            d_model=8,
+            context_length=4,
+            position="learned",
+            bias=True,
+            norm="layernorm",
+        )
+    )
+
+
+def roles(parameters: list[torch.Tensor], model: GPT) -> set[str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter].split(".")[-2] for parameter in parameters}
+
+
+MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
+
+
+def test_only_matrices_of_linear_layers_decay():
+    model = small()
+    settings = TrainConfig(optimizer="adamw", weight_decay=0.1)
+    ((adamw, _),) = Optimizer(model, settings).parts
+    decayed, others = adamw.param_groups
+    assert roles(decayed["params"], model) == MATRICES
+    assert all(p.ndim == 2 for p in decayed["params"])
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
+    model = small(tie_embeddings=tied)
+    (adamw, _), (muon, scale) = Optimizer(model, TrainConfig(muon_lr=0.04, lr=0.01)).parts
+    assert isinstance(muon, Muon)
+    assert scale == 4
+    (group,) = muon.param_groups
+    assert roles(group["params"], model) == MATRICES
+    rest = [p for group in adamw.param_groups for p in group["params"]]
+    assert len(rest) + len(group["params"]) == len(list(model.parameters()))
+    assert "embed" in roles(rest, model)
+    assert ("head" in roles(adamw.param_groups[0]["params"], model)) == (not tied)
+
+
+def test_an_update_of_muon_is_equally_long_in_every_direction():
+    """Whatever the singular values of the gradient, those of the update are close to each other."""
+    model = small()
+    weight = model.blocks[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * torch.logspace(0, 2, parameter.shape[-1])
+    Optimizer(model, TrainConfig(lr=0.01, muon_lr=0.01, weight_decay=0.0)).step(0.01)
+    # up_proj has 4 times as many rows as columns, and √4 = 2
+    values = torch.linalg.svdvals(before - weight) / (0.01 * 2)
+    assert values.min() > 0.5
+    assert values.max() < 1.5
+
+
+class Recording(Ranks):
+    """One of several processes, which keeps what it would send."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent = tensor
+        return torch.stack([tensor] * self.size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(10, 35), (3, 7), (16, 35), (16, 32), (22, 44), (33, 77)])
+@pytest.mark.parametrize("count", [1, 4, 8, 9])
+def test_bits_of_a_matrix_do_not_depend_on_how_many_a_rank_has(dtype, shape, count):
+    """Kernels may round otherwise for one matrix than for several, and by its alignment."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(count, *shape, generator=generator).to(dtype)
+    alone = divided(Ranks(), "exact")(matrices)
+    assert alone.float() == pytest.approx(orthogonal(matrices).float(), abs=0.05)
+    for size in range(2, 9):
+        sent = []
+        for rank in range(size):
+            ranks = Recording(rank, size)
+            assert divided(ranks, "exact")(matrices).shape == matrices.shape
+            sent.append(ranks.sent)
+        assert torch.equal(torch.cat(sent)[:count], alone)
+
+
+def test_fast_sums_leave_muon_its_batches():
+    assert divided(Ranks(), "fast") is orthogonal
+
+
+def test_a_rank_without_matrices_turns_none():
+    nothing = torch.empty(0, 3, 5)
+    assert one_by_one(nothing).shape == (0, 3, 5)
+
+
+def test_muon_computes_what_torchs_does():
+    """Several matrices of several shapes, over several steps, against torch's own."""
+    torch.manual_seed(0)
+    shapes = [(8, 8), (32, 8), (8, 32), (8, 8), (8, 32)]
+    ours = [torch.randn(shape) for shape in shapes]
+    theirs = [matrix.clone() for matrix in ours]
+    # torch's works in bfloat16 only
+    pair = (
+        Muon(ours, 0.1, torch.bfloat16),
+        torch.optim.Muon([nn.Parameter(m) for m in theirs], weight_decay=0.1),
+    )
+    theirs = pair[1].param_groups[0]["params"]
+    for _ in range(4):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        for optimizer in pair:
+            optimizer.param_groups[0]["lr"] = 0.02
+            optimizer.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other.detach(), atol=2e-3, rtol=0)
+        assert (mine - other).abs().max() < 0.05 * 4 * 0.02 * 2
+
+
+def test_adamw_is_its_formula():
+    """Over several steps, with betas, decay and rates that change, in numbers written out."""
+    torch.manual_seed(0)
+    model, (beta1, beta2) = small(), (0.5, 0.7)
+    settings = TrainConfig(optimizer="adamw", betas=[beta1, beta2], weight_decay=0.1)
+    optimizer = Optimizer(model, settings)
+    expected = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+    mean = {name: torch.zeros_like(p) for name, p in expected.items()}
+    square = {name: torch.zeros_like(p) for name, p in expected.items()}
+    for count, lr in enumerate([0.03, 0.05, 0.02, 0.04], 1):
+        for name, parameter in model.named_parameters():
+            gradient = torch.randn_like(parameter)
+            parameter.grad = gradient.clone()
+            decay = 0.1 if name.split(".")[-2] in MATRICES and parameter.ndim == 2 else 0.0
+            mean[name] = beta1 * mean[name] + (1 - beta1) * gradient
+            square[name] = beta2 * square[name] + (1 - beta2) * gradient.double() ** 2
+            first, second = mean[name] / (1 - beta1**count), square[name] / (1 - beta2**count)
+            expected[name] *= 1 - lr * decay
+            expected[name] -= lr * first / (second.sqrt() + 1e-8)
+        optimizer.step(lr)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.double(), expected[name], atol=1e-5, rtol=1e-4)
+        assert parameter.grad is None
+
+
+def step(model: GPT, optimizer: Optimizer) -> None:
+    model(torch.arange(4)[None]).square().sum().backward()
+    optimizer.step(1e-3)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_restoring_the_state_continues_with_the_same_bits(kind):
+    torch.manual_seed(0)
+    model, settings = small(), TrainConfig(optimizer=kind)
+    optimizer = Optimizer(model, settings)
+    step(model, optimizer)
+    state = {name: value.clone() for name, value in optimizer.state().items()}
+    assert {n: t.shape for n, t in state.items()} == {
+        n: t.shape for n, t in optimizer.state_like().items()
+    }
+    twin = small()
+    twin.load_state_dict(model.state_dict())
+    twin_optimizer = Optimizer(twin, settings)
+    twin_optimizer.restore(dict(reversed(state.items())))
+    step(model, optimizer)
+    step(twin, twin_optimizer)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,167 @@
+"""The one place where a run's configuration is made."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from gptmini.config.load import validate
+from gptmini.config.settings import Config
+from gptmini.errors import MachineError
+from gptmini.plan import decide as deciding
+from gptmini.plan import minutes
+from gptmini.plan.decide import decide, with_choices
+from gptmini.plan.timing import StepTime
+from gptmini.runs.directory import RunDirectory
+from tests.support import tiny
+
+
+def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_path: Path):
+    def chosen(steps: int, **model: float | None) -> float | None:
+        config = tiny(data={"path": str(text_file)}, train={"steps": steps}, model=model)
+        return decide(config, None, tmp_path / "cache").config.model.dropout
+
+    assert chosen(10) == 0
+    assert chosen(1000) == 0.2
+    assert chosen(1000, dropout=0.05) == 0.05
+    assert chosen(1000, dropout=None) == 0.2
+
+
+def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
+    config = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache").config
+    assert config.model.vocab_size == 257
+    assert config.model.dropout is not None
+    assert config.train.micro_batch_size is not None
+    assert config.train.compile in ("on", "off")
+
+
+@pytest.mark.parametrize(
+    ("documents", "steps", "text", "start"),
+    [
+        (1, 10_000, "the cat\nsat ", "\n"),  # its only document token is hardly ever read
+        (1, 1000, "a cat in a hat ", " "),
+        (1, 1000, "猫猫坐", "猫"),
+        (3, 10_000, "the cat\nsat ", None),
+        (3, 2, "the cat\nsat ", "\n"),
+        (300, 100, "the cat\nsat ", None),
+    ],
+)
+def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
+    documents: int, steps: int, text: str, start: str | None, tmp_path: Path
+):
+    each = json.dumps({"text": text * (600 // documents)}) + "\n"
+    (tmp_path / "text.jsonl").write_text(each * documents)
+    data = {"path": str(tmp_path / "text.jsonl")}
+    config = tiny(data=data, train={"steps": steps, "compile": "off"})
+    assert decide(config, None, tmp_path / "cache").config.sample.start == start
+    for stated in ("cat", None):
+        config = tiny(data=data, sample={"start": stated})
+        assert decide(config, None, tmp_path / "cache").config.sample.start == stated
+
+
+def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked, run = tiny(data={"path": str(text_file)}), RunDirectory(tmp_path / "run")
+    decision = decide(asked, run, tmp_path / "cache")
+    run.create(decision.config, decision.corpus.tokenizer)
+    monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(deciding, "micro_batch_size", lambda *_: pytest.fail("measured"))
+    assert decide(asked, run, tmp_path / "cache").config == decision.config
+
+
+def test_what_compiling_brought_is_in_the_decision(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    result = (True, StepTime(1.0, 0.5), "1.000 s/step instead of 2.000")
+    monkeypatch.setattr(deciding, "choose_compile", lambda *_: result)
+    decision = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
+    assert decision.config.train.compile == "on"
+    assert decision.seconds_per_step == 1.5
+    assert decision.compiling == "1.000 s/step instead of 2.000"
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_made(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gptmini.machine.total_memory", lambda _: 1 << 10)
+    monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
+    with pytest.raises(MachineError, match="parameters needs"):
+        decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
+
+
+def test_compared_runs_share_how_they_compute_but_not_how_long():
+    def run(**sections: dict) -> Config:
+        return validate(sections, {})
+
+    sizes = {"d_model": 64, "n_layer": 2, "dropout": 0.1}
+    first = run(model=sizes, train={"minutes": 1.0, "steps": 7, "batch_size": 8, "compile": "on"})
+    other = with_choices(run(train={"minutes": 1.0}), first, same_run=False)
+    assert (other.model.d_model, other.model.n_layer, other.model.dropout) == (64, 2, 0.1)
+    assert (other.train.batch_size, other.train.compile) == (8, "on")
+    assert "steps" not in other.train.model_fields_set
+    resumed = with_choices(run(train={"minutes": 1.0}), first)
+    assert resumed.train.steps == 7
+    by_steps = with_choices(run(train={"steps": 9}), first, same_run=False)
+    assert (by_steps.model.d_model, by_steps.train.compile) == (192, "on")
+
+
+def test_other_runs_evaluate_on_the_part_that_the_first_chose():
+    planned = {"minutes": 1.0, "steps": 60, "warmup_steps": 6, "eval_tokens": 5000}
+    first = validate({"train": planned}, {})
+    asked = validate({"train": {"minutes": 3.0}}, {})
+    for same in (True, False):
+        assert with_choices(asked, first, same_run=same).train.eval_tokens == 5000
+    by_steps = validate({"train": {"steps": 60}}, {})
+    assert with_choices(by_steps, first, same_run=False).train.eval_tokens is None
+
+
+def test_more_minutes_prolong_a_resumed_run():
+    first = validate({"train": {"minutes": 1.0, "steps": 60, "warmup_steps": 6}}, {})
+    steps = {
+        minutes: with_choices(validate({"train": {"minutes": minutes}}, {}), first).train.steps
+        for minutes in (0.01, 1.0, 3.0)
+    }
+    assert steps == {0.01: 6, 1.0: 60, 3.0: 180}
+
+
+def test_what_is_stated_stays_when_a_run_is_resumed():
+    first = validate({"model": {"dropout": 0.1}, "train": {"micro_batch_size": 2}}, {})
+    asked = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})
+    kept = with_choices(asked, first)
+    assert (kept.model.dropout, kept.train.micro_batch_size) == (0.3, 4)
+
+
+@pytest.mark.parametrize(("given", "vocabulary"), [(1, 512), (10, 2048)])
+def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
+    tmp_path: Path, monkeypatch, given: int, vocabulary: int
+):
+    letters = random.Random(0)
+    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(50_000)]
+    (tmp_path / "text.txt").write_text(" ".join(words))  # 300 kB
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    sections = {"data": {"path": str(tmp_path / "text.txt")}}
+    sections["train"] = {"minutes": given, "compile": "off", "device": "cpu", "dtype": "float32"}
+    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    assert config.model.vocab_size == vocabulary
+    assert config.train.steps == pytest.approx(120 * given, rel=0.1)
+
+
+def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 4000)
+    clock = [0.0]
+    prepare = deciding.prepare_corpus
+
+    def slow(*given):
+        clock[0] += 500
+        return prepare(*given)
+
+    monkeypatch.setattr(deciding, "prepare_corpus", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    sections = {"data": {"path": str(tmp_path / "text.txt")}}
+    sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
+    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    assert config.model.d_model == 128  # for 100 seconds; for 600 it would be 256

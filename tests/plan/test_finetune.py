@@ -1,0 +1,468 @@
+"""Fine-tuning: a run that begins with the weights and the tokenizer of another."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptmini.analysis.evaluate import evaluate_run, held_out
+from gptmini.config.load import validate
+from gptmini.config.settings import Config
+from gptmini.data.corpus import prepare_corpus
+from gptmini.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    GptminiError,
+    Stopped,
+)
+from gptmini.generate.run import load
+from gptmini.plan import finetune as fine_tuning
+from gptmini.plan import minutes
+from gptmini.plan.decide import decide
+from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer.tokenizers import create
+from gptmini.train import convert, trainer
+from tests.support import SMALL, gpt2, new_cache, tiny
+from tests.support import train as begin_training
+
+CLOCK = {"seconds", "tokens_per_second", "peak_memory"}
+STEPS = {"steps": 6, "eval_every": 3, "save_every": 2, "log_every": 1, "patience": None, "keep": 9}
+
+
+@pytest.fixture
+def other_text(tmp_path: Path) -> Path:
+    path = tmp_path / "other.txt"
+    path.write_text("".join(f"{n} apples, {n + 1} pears and the fox\n" for n in range(60)))
+    return path
+
+
+@pytest.fixture
+def base(text_file: Path, tmp_path: Path) -> RunDirectory:
+    """A run whose tokenizer was learned from its text and whose shape is not the default."""
+    config = tiny(
+        data={"path": str(text_file)},
+        tokenizer={"kind": "bpe", "vocab_size": 300},
+        model={"attention": {"variant": "gqa", "n_kv_head": 2}, "norm": "rmsnorm"},
+        train={"lr": 4e-3, "muon_lr": 0.01, "betas": [0.8, 0.9], "batch_size": 4},
+    )
+    begin_training(config, tmp_path / "base", new_cache(tmp_path))
+    return RunDirectory(tmp_path / "base")
+
+
+@pytest.fixture
+def asked(base: RunDirectory, other_text: Path) -> Config:
+    return on(base, other_text)
+
+
+def on(trained: RunDirectory, text: Path, **sections: dict[str, Any]) -> Config:
+    """The configuration of a fine-tuning that takes a second."""
+    own = {"base": {"run": str(trained.path)}, "data": {"path": str(text)}, "train": STEPS}
+    names = own.keys() | sections.keys()
+    tree = {name: own.get(name, {}) | sections.get(name, {}) for name in names}
+    return validate({**tree, "sample": {"max_new_tokens": 8}}, {})
+
+
+@pytest.fixture
+def tune(tmp_path: Path):
+    def run(config: Config, name: str = "tuned") -> RunDirectory:
+        out = RunDirectory(tmp_path / name)
+        trainer.train(decide(config, out, tmp_path / "cache"), out.path)
+        return out
+
+    return run
+
+
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Every file of a folder with its bytes and the time of its last change."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def result(run: RunDirectory) -> tuple[Any, ...]:
+    """The newest weights and optimizer, and the metrics without what a clock said."""
+    checkpoint = run.newest()
+    assert checkpoint is not None
+    tensors = {**checkpoint.model, **{f"o/{k}": v for k, v in checkpoint.optimizer.items()}}
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return (
+        checkpoint.step,
+        {name: tensor.numpy().tobytes() for name, tensor in tensors.items()},
+        [{key: line[key] for key in line.keys() - CLOCK} for line in lines],
+    )
+
+
+def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(base, asked, tune):
+    before = contents(base.path)
+    run = tune(asked)
+    assert contents(base.path) == before
+    start = run.load(0, with_optimizer=True)
+    best = base.best()
+    assert start.model.keys() == best.model.keys()
+    assert all(torch.equal(start.model[name], best.model[name]) for name in best.model)
+    assert start.optimizer == {}
+    assert run.tokenizer_file.read_bytes() == base.tokenizer_file.read_bytes()
+    assert run.steps()[0] == 6
+    assert not torch.equal(run.newest().model["embed.weight"], best.model["embed.weight"])
+
+
+def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, asked, tune, tmp_path, capsys):
+    run = tune(on(base, Path(asked.data.path[0]), train={**STEPS, "dtype": "float32"}))
+    first, *rest = (json.loads(line) for line in run.metrics.read_text().splitlines())
+    text = held_out(load(run.path, "cpu", "float32", tmp_path / "cache"), tmp_path / "cache")
+    expected = evaluate_run(load(base.path, "cpu", "float32", tmp_path / "cache"), text)
+    assert (first["step"], first["tokens"]) == (0, 0)
+    assert first["val_loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert first["val_bpb"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
+    assert isinstance(first["sample"], str)
+    assert [line["step"] for line in rest] == [1, 2, 3, 4, 5, 6]
+    assert f"step 0/6   0%  val {expected.loss:.4f}" in capsys.readouterr().err
+
+
+def test_if_tuning_only_harms_the_base_remains_the_best(base, text_file, tune, tmp_path):
+    run = tune(on(base, text_file, train={**STEPS, "lr": 5.0, "muon_lr": 5.0, "keep": 1}))
+    assert sorted(run.steps()) == [0, 6]
+    best = load(run.path, "cpu", "float32", tmp_path / "cache")
+    assert best.step == 0
+    assert torch.equal(best.model.embed.weight, base.best().model["embed.weight"])
+
+
+def test_a_rewind_to_the_base_begins_again_and_remembers_its_loss(
+    base, text_file, tune, tmp_path, monkeypatch
+):
+    settings = STEPS | {"lr": 5.0, "muon_lr": 5.0, "keep": 1, "save_every": 6, "eval_every": 6}
+    settings |= {"on_divergence": "rewind"}
+    config = on(base, text_file, train=settings)
+    with monkeypatch.context() as patch:
+        begin = trainer.begin
+
+        def slower(training: Any) -> None:
+            begin(training)
+            training.progress.lr_scale = 0.5
+
+        patch.setattr(trainer, "begin", slower)
+        straight = tune(config, "straight")
+    update = trainer.update
+
+    def diverging(training: Any) -> Any:
+        if training.step == 3 and training.progress.lr_scale == 1:
+            raise DivergedError("loss nan")
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", diverging)
+    run = tune(config)
+    assert result(run) == result(straight)
+    assert sorted(run.steps()) == [0, 6]
+    for each in (run, straight):
+        best = json.loads((each.path / "best.json").read_text())
+        first = json.loads(each.metrics.read_text().splitlines()[0])
+        assert (best["step"], best["val_loss"]) == (0, first["val_loss"])
+    found = load(run.path, "cpu", "float32", tmp_path / "cache")
+    assert torch.equal(found.model.embed.weight, base.best().model["embed.weight"])
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [("assess", 1), ("sample", 1), ("update", 1), ("update", 2), ("save", 1), ("update", 6)],
+)
+def test_a_killed_run_needs_no_base_to_end_in_the_same_bits(
+    base, asked, tune, monkeypatch, function, call
+):
+    whole = result(tune(asked, "whole"))
+    original, calls = getattr(trainer, function), 0
+
+    def killed(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Killed
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, function, killed)
+        with pytest.raises(Killed):
+            tune(asked)
+    shutil.rmtree(base.path)
+    assert result(tune(asked)) == whole
+    assert whole[0] == 6
+    assert [line["step"] for line in whole[2]] == list(range(7))
+
+
+def test_a_kill_before_the_run_is_there_is_a_fresh_start(base, asked, tune, monkeypatch):
+    whole = result(tune(asked, "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "create", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            tune(asked)
+    assert result(tune(asked)) == whole
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_a_signal_during_the_first_evaluation_saves(base, asked, tune, monkeypatch):
+    whole = result(tune(asked, "whole"))
+    assess = trainer.assess
+
+    def interrupted(training: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return assess(training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "assess", interrupted)
+        with pytest.raises(Stopped, match="after step 1, saved"):
+            tune(asked)
+    assert result(tune(asked)) == whole
+
+
+def test_without_a_checkpoint_it_never_begins_untrained(asked, tune):
+    run = tune(asked)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from; delete"):
+        tune(asked)
+
+
+def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
+    def decided(**sections: dict[str, Any]) -> Config:
+        return decide(on(base, other_text, **sections), None, tmp_path / "cache").config
+
+    config, trained = decided(), base.config()
+    theirs = trained.model.model_dump(exclude={"dropout"})
+    assert config.model.model_dump(exclude={"dropout"}) == theirs
+    assert config.tokenizer == trained.tokenizer
+    assert config.train.lr == pytest.approx(fine_tuning.RATE * 4e-3)
+    assert config.train.muon_lr == pytest.approx(fine_tuning.RATE * 0.01)
+    assert (config.train.betas, config.train.batch_size) == ([0.8, 0.9], 4)
+    assert config.train.optimizer == "muon"
+    stated = decided(
+        model={"dropout": 0.3, "n_layer": 2, "attention": {"weight_dropout": 0.1}},
+        train={**STEPS, "lr": 1e-3, "optimizer": "adamw", "batch_size": 2, "seq_len": 8},
+    )
+    assert stated.model.dropout == 0.3
+    assert stated.model.attention.weight_dropout == 0.1
+    assert stated.model.n_kv_head == 2
+    assert (stated.train.lr, stated.train.optimizer, stated.train.batch_size) == (1e-3, "adamw", 2)
+    assert stated.seq_len == 8
+
+
+def test_a_base_that_adamw_trained_is_tuned_with_adamw(base, other_text, text_file, tmp_path):
+    adamw = tiny(data={"path": str(text_file)}, train={"optimizer": "adamw"})
+    begin_training(adamw, tmp_path / "adamw", tmp_path / "cache")
+    asked = on(RunDirectory(tmp_path / "adamw"), other_text)
+    assert decide(asked, None, tmp_path / "cache").config.train.optimizer == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"model": {"d_model": 64}}, "model.d_model: 64, but .*base has 32; leave it out"),
+        (
+            {"model": {"attention": {"variant": "mqa"}}},
+            "model.attention.variant: mqa, but .* has gqa; gptmini convert makes",
+        ),
+        ({"model": {"context_length": 8}}, "model.context_length: 8, .* 16; set train.seq_len"),
+        ({"model": {"bias": True}}, "model.bias: true, but .* has false"),
+        ({"model": {"attention": {"window": 4}}}, "attention.window: 4, but .* has null"),
+        ({"tokenizer": {"kind": "byte"}}, "tokenizer.kind: byte, but .* has bpe; leave it out"),
+        ({"model": {"vocab_size": 257}}, "model.vocab_size: 257, but .* has 300"),
+        ({"base": {"step": 1}}, "base.step: 1, but the best checkpoint of .* has "),
+        ({"base": {"sha256": "ab"}}, "base.sha256: ab, but the best checkpoint of .* has "),
+    ],
+)
+def test_what_contradicts_the_base_is_refused_by_its_key(
+    base, other_text, tmp_path, sections, line
+):
+    with pytest.raises(ConfigError, match=line) as refused:
+        decide(on(base, other_text, **sections), None, tmp_path / "cache")
+    assert len(refused.value.lines) == 1
+
+
+def test_the_origin_is_recorded_and_can_be_repeated(base, asked, tune):
+    run = tune(asked)
+    origin = run.config().base
+    assert origin.run == str(base.path)
+    weights = base.checkpoints / f"step-{origin.step:08d}" / "model.safetensors"
+    assert origin.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert result(tune(run.config(), "again")) == result(run)
+
+
+def test_the_same_command_resumes_and_another_base_is_refused(base, asked, tune, tmp_path):
+    run = tune(asked)
+    first = run.config()
+    assert decide(asked, run, tmp_path / "cache").config == first
+    assert tune(asked.with_train(steps=8)).steps()[0] == 8
+    shutil.copytree(base.path, tmp_path / "copy")
+    for other in (tmp_path / "copy", None):
+        elsewhere = asked.base.model_copy(update={"run": other and str(other)})
+        with pytest.raises(ConfigError, match=r"base\.run: .*base in .*tuned, now "):
+            tune(asked.model_copy(update={"base": elsewhere}))
+
+
+def test_a_base_that_cannot_be_used_is_named_and_nothing_is_left(base, asked, tune, tmp_path):
+    def refused(kind: type[GptminiError], match: str, config: Config = asked) -> None:
+        with pytest.raises(kind, match=match):
+            tune(config)
+        assert not (tmp_path / "tuned").exists()
+
+    refused(CheckpointError, "no run here", on(RunDirectory(tmp_path / "x"), tmp_path))
+    with pytest.raises(ConfigError, match=r"base: is the base itself, .*; choose another"):
+        tune(asked, "base")
+    tokenizer = base.tokenizer_file.read_bytes()
+    base.tokenizer_file.write_text(json.dumps({"format": 1, "kind": "byte"}))
+    refused(DataError, "not the tokenizer of this run")
+    base.tokenizer_file.write_bytes(tokenizer)
+    for file in base.checkpoints.glob("*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    refused(CheckpointError, "every checkpoint is damaged")
+    shutil.rmtree(base.checkpoints)
+    refused(CheckpointError, "no checkpoint yet")
+
+
+def test_a_base_that_changes_meanwhile_is_noticed(base, asked, tmp_path):
+    out = RunDirectory(tmp_path / "tuned")
+    decision = decide(asked, out, tmp_path / "cache")
+    (base.path / "best.json").unlink()
+    longer = base.config().with_train(steps=8)
+    begin_training(longer, base.path, tmp_path / "cache")
+    assert base.best().step != decision.config.base.step
+    with pytest.raises(CheckpointError, match="changed while this run was prepared"):
+        trainer.train(decision, out.path)
+    assert not out.exists
+
+
+def test_a_text_shorter_than_a_window_is_refused(base, tmp_path, tune):
+    short = tmp_path / "short.txt"
+    short.write_text("the fox")
+    with pytest.raises(DataError, match="too short"):
+        tune(on(base, short))
+
+
+ENGLISH = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune. "
+)
+CHINESE = "凡是有钱的单身汉。总想娶位太太。这已经成了一条举世公认的真理。"
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "text", "noted"),
+    [
+        ("gpt2", "", ENGLISH, None),
+        ("gpt2", "", CHINESE, 2.0),
+        ("bpe", ENGLISH, ENGLISH, None),
+        ("bpe", ENGLISH, CHINESE, 3.0),
+        ("bpe", CHINESE, CHINESE, None),
+        ("bpe", CHINESE, ENGLISH, None),
+        ("char", CHINESE, CHINESE, None),
+        ("char", ENGLISH, ENGLISH, None),
+        ("char", ENGLISH, CHINESE, 3.0),
+        ("byte", "", CHINESE, None),
+    ],
+)
+def test_a_tokenizer_that_spells_the_text_out_is_noted(
+    kind, trained, text, noted, tmp_path, capsys
+):
+    made = gpt2() if kind == "gpt2" else create(kind, 400, [trained * 20])
+    (tmp_path / "tokenizer.json").write_text(made.to_json())
+    (tmp_path / "new.txt").write_text(text * 100)
+    tokenizer = {"kind": str(tmp_path / "tokenizer.json")}
+    config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
+    config = config.model_copy(update={"base": config.base.model_copy(update={"run": "base"})})
+    corpus = prepare_corpus(config, tmp_path / "cache")
+    fine_tuning.introduce(config, corpus)
+    said = capsys.readouterr().err
+    if noted is None:
+        assert "warning" not in said
+    else:
+        assert "new.txt: the tokenizer of base does not suit it, with " in said
+        assert float(said.partition("suit it, with ")[2].split()[0]) == pytest.approx(
+            noted, rel=0.2
+        )
+
+
+def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monkeypatch):
+    monkeypatch.setattr(minutes, "UPDATES", 1)  # on a busy machine too
+    asked = on(base, other_text)
+    steps = {key: value for key, value in STEPS.items() if key in ("patience", "keep")}
+    asked = validate(
+        {**asked.model_dump(exclude_unset=True), "train": {**steps, "minutes": 0.05}}, {}
+    )
+    run = tune(asked)
+    config = run.config()
+    assert config.model.model_copy(update={"dropout": 0}) == base.config().model.model_copy(
+        update={"dropout": 0}
+    )
+    assert (config.train.batch_size, config.base.step) == (4, base.best().step)
+    assert run.steps()[0] == config.train.steps
+    assert decide(asked, run, run.path.parent / "cache").config == config
+
+
+def test_a_plan_needs_no_weights(base, asked, tmp_path):
+    for file in base.checkpoints.glob("*/model.safetensors"):
+        file.unlink()
+    config = decide(asked, None, tmp_path / "cache", here=False).config
+    assert config.model.n_kv_head == 2
+    assert config.base.sha256 is None
+
+
+def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, asked, tune, tmp_path):
+    run = load(tune(asked).path, "cpu", "float32", tmp_path / "cache")
+    shutil.rmtree(base.path)
+    mqa = {"variant": "mqa", "n_kv_head": None}
+    out = tmp_path / "pooled"
+    config = convert.convert(run, mqa, 2, out, tmp_path / "cache")
+    assert config.base.run is None
+    assert RunDirectory(out).tokenizer().fingerprint == run.tokenizer.fingerprint
+    begin_training(RunDirectory(out).config(), out, tmp_path / "cache")
+    assert RunDirectory(out).steps()[0] == 2
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def test_the_command_line_tunes_plans_and_shows_the_origin(gptmini, text_file, other_text):
+    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    small = ["--steps", "2", "--set", "sample.max_new_tokens=4"]
+    words = ["--from", "runs/text/", "--data", "other.txt", *small]
+    code, out, _ = gptmini("size", *words, "--json")
+    assert code == 0
+    count = sum(t.numel() for t in RunDirectory(Path("runs/text")).best().model.values())
+    assert json.loads(out)["parameters"]["all"] == count
+    assert not Path("runs/other-from-text").exists()
+    code, _, err = gptmini("train", *words)
+    assert code == 0, err
+    assert "  base      runs/text, step 4: its weights and tokenizer\n" in err
+    assert math.isfinite(float(err.partition("step 0/2   0%  val ")[2].split()[0]))
+    assert RunDirectory(Path("runs/other-from-text")).config().base.run == "runs/text"
+    shutil.rmtree("runs/text")
+    assert "already finished at step 2" in gptmini("train", *words)[2]
+    assert "already finished at step 2" in gptmini("train", "runs/other-from-text")[2]
+    pytest.importorskip("matplotlib")
+    assert gptmini("plot", "runs/other-from-text", "--out", "a.html")[0] == 0
+    assert "runs/text, step 4" in Path("a.html").read_text()
+
+
+def test_mistakes_are_one_line(gptmini, text_file, other_text):
+    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    data = ["--data", "other.txt"]
+    for words, code, line in [
+        (["--from", "runs/text"], 2, "--from runs/text: on which text? add --data PATH"),
+        (["--from", "runs/txt", *data], 4, "runs/txt: no run here; did you mean runs/text?"),
+        (["--from", "runs/text", *data, "--out", "runs/text"], 2, "runs/text: is the base itself"),
+        (["--from", "runs/text", *data, "--attention", "mqa"], 2, "model.attention.variant: mqa"),
+        ([*data, "--set", "base.step=3"], 2, "--set base.step: has no effect without base.run"),
+        (["--from", "runs/text", "--data", "missing.txt"], 3, "missing.txt"),
+    ]:
+        found, _, err = gptmini("train", *words)
+        assert found == code, err
+        assert line in err
+        assert err.count("gptmini: ") == 1

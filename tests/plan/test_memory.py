@@ -1,0 +1,104 @@
+"""What a training would hold, against what tensors with memory do."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from gptmini.machine import Compute
+from gptmini.model.gpt import GPT, loss
+from gptmini.model.optim import Optimizer
+from gptmini.plan.memory import StorageCounter, dry_run
+from tests.support import tiny
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+SHAPE = {"n_layer": 4, "n_head": 4, "d_model": 64, "context_length": 64}
+
+
+def config_of(optimizer: str = "muon", **train):
+    config = tiny(
+        model={**SHAPE, "dropout": 0.1},
+        train={"optimizer": optimizer, "batch_size": 8, "micro_batch_size": 8, **train},
+    )
+    return config.with_tokenizer("byte", 257)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
+    """The same counting on real tensors, whose kernels choose for themselves what to keep."""
+    config = config_of(optimizer, gradient_checkpointing=checkpointing)
+    compute = Compute(torch.device("cpu"), dtype)
+    with StorageCounter() as held:
+        model = GPT(config.model).train()
+        model.gradient_checkpointing = checkpointing
+        learner = Optimizer(model, config.train, dtype)
+        for _ in range(2):
+            tokens = torch.zeros(8, 64, dtype=torch.long)
+            with compute.autocast():
+                mean = loss(model, tokens, tokens)
+            mean.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            learner.step(1e-3)
+    found = dry_run(config, compute)
+    assert found.weights + found.gradients + found.optimizer + found.activations == pytest.approx(
+        held.peak, rel=0.02
+    )
+    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    assert found.weights == pytest.approx(sum(weights.values()), rel=0.01)  # and rotary tables
+    assert found.optimizer == sum(tensor.nbytes for tensor in learner.state().values())
+
+
+def test_what_is_released_is_not_counted():
+    with StorageCounter() as held:
+        one = torch.zeros(1000)
+        view = one[10:]
+        assert held.bytes == 4000
+        del one
+        assert held.bytes == 4000
+        del view
+        assert held.bytes == 0
+        torch.zeros(500)
+    assert held.peak == 4000
+
+
+def test_windows_cost_activations_and_checkpointing_saves_them():
+    few = dry_run(config_of(micro_batch_size=2), CPU)
+    many = dry_run(config_of(), CPU)
+    saving = dry_run(config_of(gradient_checkpointing=True), CPU)
+    assert 3 < many.activations / few.activations < 4.5
+    assert saving.activations < 0.6 * many.activations
+    assert few.weights == many.weights == saving.weights
+
+
+def test_no_weights_are_made(monkeypatch):
+    """A model of a trillion parameters is weighed like any other."""
+    config = tiny(model={"n_layer": 1, "n_head": 1, "d_model": 262_144, "context_length": 16})
+    found = dry_run(config.with_tokenizer("byte", 257), CPU)
+    assert found.weights > 3e12
+
+
+SAVE = """
+import sys, torch
+from pathlib import Path
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.machine import peak_memory, resident_memory
+cpu, run = torch.device("cpu"), RunDirectory(Path(sys.argv[1]))
+weights = {str(n): torch.ones(5_000_000) for n in range(4)}
+state = {str(n): torch.ones(5_000_000) for n in range(6)}
+run.checkpoints.mkdir()
+before = resident_memory(cpu)
+run.save(Checkpoint({"step": 1, "best": None}, weights, state))
+print(peak_memory(cpu) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_saving_takes_the_weights_and_twice_the_state(tmp_path):
+    """As `Memory.saving` has it, in a process of its own whose peak the system tells."""
+    command = [sys.executable, "-c", SAVE, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert int(found) == pytest.approx(80e6 + 2 * 120e6, rel=0.1)

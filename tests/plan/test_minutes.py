@@ -1,0 +1,303 @@
+"""Sizes and steps for a number of minutes, and keeping to them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptmini.config.load import validate
+from gptmini.config.settings import Config, TrainConfig
+from gptmini.machine import Compute
+from gptmini.model.optim import learning_rate
+from gptmini.plan import cost, minutes
+from gptmini.plan.timing import StepTime
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
+from tests.support import tiny, train
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def planned(
+    config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch, held_out: int = 0
+) -> Config:
+    """A plan on a machine that makes 10¹⁰ multiplications with a parameter in a second."""
+
+    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+        tokens = config.train.batch_size * config.seq_len
+        return StepTime(6 * cost.parameter_count(config.model) * tokens / 1e11, 0.0)
+
+    monkeypatch.setattr(minutes, "time_step", computed)
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    config = config.with_tokenizer("byte", 257)
+    sizes, _ = minutes.choose_sizes(config, seconds, CPU)
+    assert minutes.has_sizes(sizes)
+    return minutes.choose_steps(sizes, seconds, CPU, 1, held_out)
+
+
+def test_more_minutes_make_a_larger_model(monkeypatch):
+    widths = []
+    for seconds in (30, 300, 3000, 30_000, 300_000, 3_000_000):
+        plan = planned(Config(), seconds, monkeypatch)
+        widths.append(plan.model.d_model)
+        tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
+        assert tokens * 6 * cost.parameter_count(plan.model) / 1e11 <= seconds
+        assert plan.train.eval_every <= max(1, plan.train.steps // 2)
+    assert widths == sorted(widths)
+    assert widths[0] == 128
+    assert widths[-1] == 768
+
+
+@pytest.mark.parametrize("held_out", [10_000, 100_000, 1_000_000])
+@pytest.mark.parametrize("seconds", [30, 120, 900])
+def test_reading_held_out_text_takes_a_twentieth_of_the_time(monkeypatch, seconds, held_out):
+    plan = planned(Config(), seconds, monkeypatch, held_out)
+    forward = 2 * cost.parameter_count(plan.model) * 0.75 / 1e11  # a quarter of 6 per parameter
+    count = math.ceil(plan.train.steps / plan.train.eval_every)
+    read = plan.train.eval_tokens or held_out
+    evaluations = count * (0.5 + forward * read)
+    tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
+    updates = tokens * 6 * cost.parameter_count(plan.model) / 1e11
+    assert count * forward * read < seconds / 20
+    assert count == 1 or evaluations < seconds / 20
+    assert plan.train.save_every <= max(1, plan.train.steps // 4)  # even if it evaluates once
+    all_read = plan.train.eval_tokens is None
+    assert all_read == (2 * forward * held_out <= seconds / 20)  # twice as slow at worst
+    assert count == 10 * 0.8 or evaluations > 0.6 * seconds / 20 / (1 if all_read else 2)
+    assert 0.9 * seconds < updates + evaluations + minutes.FINISH < seconds + 0.1
+
+
+def test_what_is_stated_wins_over_the_plan(monkeypatch):
+    stated = {"model": {"d_model": 64, "n_head": 2}, "train": {"steps": 7, "batch_size": 3}}
+    plan = planned(validate(stated, {}), 300, monkeypatch)
+    assert (plan.model.d_model, plan.model.n_head, plan.model.head_dim) == (64, 2, 32)
+    assert (plan.train.steps, plan.train.batch_size, plan.train.eval_every) == (7, 3, 1)
+
+
+def test_stated_evaluations_take_their_time_from_the_steps(monkeypatch):
+    steps = [
+        planned(validate({"train": {"eval_every": every}}, {}), 60, monkeypatch, 10**5).train.steps
+        for every in (10, 10_000)
+    ]
+    assert steps[0] < 0.9 * steps[1]
+
+
+def tuned(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, update: float = 0.5, **train: Any
+) -> Config:
+    """A fine-tuning of 135 M parameters where 10¹¹ operations take a second."""
+    probed: list[int] = []
+
+    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+        tokens = config.train.batch_size * config.seq_len
+        probed.append(tokens)
+        flops = cost.training_flops(config.model, config.seq_len)
+        return StepTime(flops * tokens / 1e11, update)
+
+    monkeypatch.setattr(minutes, "time_step", computed)
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    grouped = {"variant": "gqa", "n_kv_head": 3}
+    model = {"n_layer": 30, "n_head": 9, "d_model": 576, "d_ff": 1536, "activation": "swiglu"}
+    model |= {"context_length": 2048, "attention": grouped, "vocab_size": 49_152}
+    asked = validate({"base": {"run": "base"}, "model": model, "train": train}, {})
+    config, step = minutes.choose_batch(asked, asked, seconds, CPU, 1, 10_000)
+    assert probed == [minutes.PROBE]  # nothing larger is timed
+    tokens = config.train.batch_size * config.seq_len
+    flops = cost.training_flops(config.model, config.seq_len)
+    assert step.passes == pytest.approx(flops * tokens / 1e11)
+    return minutes.choose_steps(config, seconds, CPU, 1, 100_000, step)
+
+
+def test_fine_tuning_makes_dozens_of_updates_where_the_time_allows(monkeypatch):
+    shapes = []
+    for seconds in (300, 600, 6000, 60_000):
+        plan = tuned(seconds, monkeypatch)
+        assert plan.train.steps > 0.7 * minutes.UPDATES
+        shapes.append((plan.train.batch_size, plan.seq_len))
+    assert shapes == [(2, 256), (4, 256), (16, 512), (16, 2048)]
+
+
+def test_fine_tuning_keeps_what_is_stated_and_no_row_is_longer_than_the_text(monkeypatch):
+    stated = tuned(120, monkeypatch, batch_size=4, seq_len=512)
+    assert (stated.train.batch_size, stated.seq_len) == (4, 512)
+    assert (tuned(120, monkeypatch, seq_len=512).train.batch_size) == 1
+    config = validate({"base": {"run": "base"}}, {}).with_tokenizer("byte", 257)
+    short, _ = minutes.choose_batch(config, config, 60, CPU, 1, 40)
+    assert short.seq_len == 40
+
+
+def test_a_batch_is_not_cut_where_the_update_takes_the_time(monkeypatch):
+    plan = tuned(120, monkeypatch, update=30.0)
+    assert plan.train.batch_size * plan.seq_len >= 2048
+
+
+def test_a_fine_tuning_reads_so_little_that_two_evaluations_fit(monkeypatch):
+    plan = tuned(120, monkeypatch)
+    read = plan.train.eval_tokens or 100_000
+    forward = cost.training_flops(plan.model, plan.seq_len) / 4 / 1e11
+    assert 2 * 2 * read * forward <= 120 / 20 or read == minutes.READ_AT_LEAST
+
+
+def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    config = validate({"train": {"micro_batch_size": 16}}, {})
+    sizes, _ = minutes.choose_sizes(config.with_tokenizer("byte", 257), 30, CPU, ranks=2)
+    assert sizes.train.batch_size == 32
+
+
+def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
+    stated = {"model": {"n_layer": 4, "d_model": 256}, "train": {"batch_size": 16}}
+    config = validate(stated, {}).with_tokenizer("byte", 257)
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    assert minutes.choose_sizes(config, 30, CPU)[1] == 60
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256, 320, 768])
+def test_a_stated_width_gets_heads_that_fit_it(monkeypatch, width):
+    model = planned(validate({"model": {"d_model": width}}, {}), 3e5, monkeypatch).model
+    assert model.d_model == width
+    assert width % (2 * model.n_head) == 0
+    assert 43 < model.head_dim < 100
+
+
+@pytest.mark.parametrize("head", [16, 32, 128])
+def test_heads_of_a_stated_size_fill_the_width(monkeypatch, head):
+    for stated in ({}, {"d_model": 256}):
+        model = planned(
+            validate({"model": {"head_dim": head, **stated}}, {}), 300, monkeypatch
+        ).model
+        assert model.n_head * head == model.d_model
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("seconds", [30, 300, 3000, 30_000, 300_000])
+def test_planned_heads_can_share_the_kv_heads(monkeypatch, kv_heads, seconds):
+    model = {"attention": {"variant": "gqa", "n_kv_head": kv_heads}}
+    plan = planned(validate({"model": model}, {}), seconds, monkeypatch).model
+    assert plan.n_head % kv_heads == 0
+    assert plan.d_model == plan.n_head * plan.head_dim
+
+
+def test_a_planned_width_fits_stated_heads(monkeypatch):
+    plan = planned(validate({"model": {"n_head": 6}}, {}), 30, monkeypatch).model
+    assert (plan.n_head, plan.d_model) == (6, 132)
+
+
+def test_minutes_that_are_too_short_are_said_to_be(monkeypatch, capsys):
+    assert planned(Config().with_train(minutes=0.01), 0.6, monkeypatch).train.steps == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "  timing models for the 0.01 minutes given ...",
+        "warning: train.minutes: too short for this machine; making a single step",
+    ]
+
+
+def test_a_plan_says_what_preparing_has_left(capsys):
+    minutes.report_left(2.0, 43.0)
+    minutes.report_left(1.0, -30.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "  time      1:17 of 2 minutes spent on preparing, 0:43 left",
+        "  time      1:30 of 1 minute spent on preparing, none left",
+    ]
+
+
+def test_slow_evaluations_and_checkpoints_leave_fewer_steps():
+    settings = {"minutes": 1.0, "steps": 100, "warmup_steps": 5, "eval_every": 10, "save_every": 10}
+    config = Config(train=TrainConfig.model_validate(settings))
+
+    def steps(**slow: float) -> int:
+        return minutes.paced_steps(config, (1, 0.5), (11, 5.5), 6.0, 0, **slow)
+
+    # 0.5 s a step and 0.5 s an evaluation: 11 + (60 - 2 - 6 - 0.5) / 0.55
+    assert steps() == 104
+    assert steps(evaluating=2.0) == 11 + int((60 - 2 - 6 - 2) / 0.7)
+    assert steps(evaluating=2.0, saving=1.0) == 11 + int((60 - 2 - 6 - 3) / 0.8)
+
+
+class Clock:
+    """A time that passes only when steps are made."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (3.0, 3.0), (0.4, 0.4), (1.0, 1.04)])
+def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
+    """The plan thinks a step takes half a second; before and after step 100 it takes another.
+
+    An evaluation takes half a second, and a quarter of the time of the steps on as many tokens.
+    """
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    update, evaluation, first = trainer.update, trainer.evaluation, minutes.RUNGS[:1]
+    monkeypatch.setattr(minutes, "RUNGS", first)
+
+    def timed(training: Any) -> Any:
+        clock.now += speeds[training.step > 100] / 2
+        return update(training)
+
+    def evaluated(training: Any) -> Any:
+        steps = training.corpus.held_out / (training.config.train.batch_size * 8)
+        clock.now += 0.5 + steps / 4 * speeds[training.step > 100] / 2
+        return evaluation(training)
+
+    monkeypatch.setattr(trainer, "update", timed)
+    monkeypatch.setattr(trainer, "evaluation", evaluated)
+    config = tiny(data={"path": str(text_file)})
+    sections = config.model_dump(exclude_unset=True)
+    del sections["train"]["steps"]
+    config = validate(
+        sections
+        | {
+            "train": {
+                **sections["train"],
+                "minutes": 2.0,
+                "patience": None,
+                "eval_every": 50,
+                "save_every": 50,
+            }
+        },
+        {},
+    )
+    run = tmp_path / "run"
+    train(config, run, tmp_path / "cache", clock.now)
+    assert clock.now - 1000 == pytest.approx(120 - minutes.FINISH, rel=0.05)
+    finished = RunDirectory(run)
+    final, checkpoint = finished.config(), finished.newest()
+    assert checkpoint is not None
+    assert checkpoint.step == final.train.steps
+    # The configuration that it ended with makes the same run.
+    weights = checkpoint.model
+    train(final.with_train(minutes=None), tmp_path / "again", tmp_path / "cache")
+    again = RunDirectory(tmp_path / "again").newest()
+    assert again is not None
+    assert all(torch.equal(weights[name], again.model[name]) for name in weights)
+    # The same command finds it finished.
+    train(config, run, tmp_path / "cache")
+
+
+@given(
+    step=st.integers(1, 1000),
+    steps=st.integers(50, 5000),
+    per_step=st.floats(0.01, 10),
+    given_minutes=st.floats(0.1, 100),
+    cooldown=st.floats(0.1, 0.9) | st.just(1.0),
+    held_out=st.integers(0, 1_000_000),
+)
+def test_no_step_made_depends_on_the_new_number(
+    step, steps, per_step, given_minutes, cooldown, held_out
+):
+    step = min(step, steps)
+    given_ = {"minutes": given_minutes, "steps": steps, "warmup_steps": 5, "cooldown": cooldown}
+    settings = TrainConfig.model_validate(given_)
+    now = (step, step * per_step)
+    found = minutes.paced_steps(Config(train=settings), (0, 0.0), now, 0.0, held_out)
+    changed = settings.model_copy(update={"steps": found})
+    for made in range(step):
+        assert learning_rate(changed, made) == learning_rate(settings, made)

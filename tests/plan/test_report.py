@@ -1,0 +1,171 @@
+"""Plans: their figures against those of the training that follows."""
+
+import json
+
+import pytest
+
+from gptmini import machine
+from gptmini.plan import report, timing
+from gptmini.runs.directory import RunDirectory
+from tests.support import SMALL, tiny
+
+WORDS = ["--data", "text.txt", *SMALL]
+
+
+def planned(gptmini, *words: str) -> dict:
+    code, out, err = gptmini("size", *WORDS, *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_plan_is_what_the_training_does(gptmini, text_file, tmp_path):
+    found = planned(gptmini)
+    assert not (tmp_path / "runs").exists()
+    code, _, err = gptmini("train", *WORDS, "--out", "run")
+    assert code == 0, err
+    run = RunDirectory(tmp_path / "run")
+    checkpoint = run.newest()
+    count = sum(tensor.numel() for tensor in checkpoint.model.values())
+    assert found["parameters"]["all"] == count
+    assert sum(n for part, n in found["parameters"].items() if part != "all") == count
+    assert found["memory"]["weights"] == pytest.approx(4 * count, rel=0.02)
+    assert found["memory"]["optimizer"] == sum(t.nbytes for t in checkpoint.optimizer.values())
+    assert found["micro_batch_size"] == run.config().train.micro_batch_size
+    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert (found["steps"], found["tokens"]["seen"]) == (last["step"], last["tokens"])
+    assert f"= {found['tokens']['epochs']:.1f} epochs" in err
+    (row,) = [row for row in found["cache"] if row["variant"] == "mha"]
+    assert f"KV cache {row['bytes']['16'] / 2**20:,.1f} MiB" in err
+    assert found["tokens"]["compute_optimal"] == 20 * count
+    assert found["time"]["evaluations"] == 2
+
+
+def test_variants_are_reckoned_side_by_side(gptmini, text_file):
+    rows = {row["variant"]: row for row in planned(gptmini, "--attention", "gqa:2")["cache"]}
+    assert list(rows) == ["mha", "gqa:2", "mqa"]
+    assert rows["mha"]["bytes_per_token"] == 4 * rows["mqa"]["bytes_per_token"]
+    assert rows["gqa:2"]["bytes"]["256"] == 16 * rows["gqa:2"]["bytes"]["16"]
+    window = planned(gptmini, "--attention", "window:4")["cache"][0]
+    assert window["bytes"]["16"] == window["bytes"]["256"] == 4 * window["bytes_per_token"]
+
+
+def test_a_short_training_takes_seconds_and_windows_are_named(gptmini, text_file):
+    words = ["--attention", "window:4", "--accelerator", "h100", "--steps", "1"]
+    code, out, err = gptmini("size", *WORDS, *words)
+    assert code == 0, err
+    assert "  mqa, window 4 " in out
+    assert "seen in 1 step: " in out
+    assert "time        about a second on 1 x h100" in out
+
+
+def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
+    found = planned(gptmini, "--accelerator", "h100", "--utilization", "0.5")
+    flops = found["flops_per_token"]["training"] * found["tokens"]["seen"]
+    assert found["time"]["minutes"] == pytest.approx(flops / (0.5 * 989e12) / 60)
+    assert found["time"]["fits"] is True
+    code, _, err = gptmini("size", *WORDS, "--accelerator", "abacus")
+    assert (code, "use one of l4" in err) == (2, True)
+
+
+def test_ranks_share_batches_and_with_shard_the_weights(gptmini, text_file):
+    words = ["--accelerator", "H100", "--ranks"]
+    alone = planned(gptmini, *words, "1")["memory"]
+    replica = planned(gptmini, *words, "4", "--set", "train.micro_batch_size=1")
+    assert replica["memory"]["weights"] == alone["weights"]
+    assert replica["time"]["collectives"] == {"all_reduce": 4 * replica["parameters"]["all"]}
+    code, out, err = gptmini("size", *WORDS, *words, "4", "--shard", "--network", "100")
+    assert code == 0, err
+    assert "MiB per rank at the peak, micro-batch 1" in out
+    assert "on 4 x h100, sharded\n            the training fits in the 80 GB of one h100" in out
+    assert "of 450 GB/s within a machine of 8, 100 Gbit/s per rank between)" in out
+    assert " all-gathered, " in out
+    assert max(map(len, out.splitlines())) <= 80
+    for words, said in (
+        (["--ranks", "256"], "--ranks: needs --accelerator"),
+        (["--utilization", "0.3"], "--utilization: needs --accelerator"),
+        (["--shard", "--accelerator", "h100"], "--shard: one rank"),
+        (["--ranks", "3", "--accelerator", "h100"], "not divide among 3 processes; use 3 or 6"),
+    ):
+        code, _, err = gptmini("size", *WORDS, *words)
+        assert (code, said in err) == (2, True), err
+
+
+def test_a_stated_vocabulary_needs_no_text(gptmini):
+    words = ["--data", "nothing.txt", "--accelerator", "h100", *SMALL]
+    code, out, err = gptmini("size", *words, "--set", "model.vocab_size=128256")
+    assert (code, err) == (0, "")
+    assert "\ndata        256 seen in 4 steps\n" in out
+    assert gptmini("size", *words)[0] == 3
+
+
+def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text_file):
+    words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 8}"]
+    code, out, err = gptmini("size", *WORDS, *words)
+    assert code == 0, err
+    assert "the training does not fit in the 24 GB of one l4;\n" in out
+    advice = "set train.gradient_checkpointing=true or lower model.d_model or model.n_layer"
+    assert out.endswith(f"{report.INDENT}{advice}\n")
+
+
+def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
+    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 10)
+    monkeypatch.setattr(report, "_measured", lambda *_: pytest.fail("tried"))
+    code, out, _ = gptmini("size", *WORDS)
+    assert code == 0
+    assert "does not fit in the memory of this machine, cpu" in out
+    code, _, err = gptmini("size", *WORDS, "--minutes", "3", "--accelerator", "h100")
+    assert (code, "remove --accelerator" in err) == (2, True)
+
+
+def test_people_can_read_it(gptmini, text_file):
+    code, out, _ = gptmini("size", *WORDS)
+    assert code == 0
+    heads = [line.split("  ")[0] for line in out.splitlines() if line[0] != " "]
+    assert heads == ["parameters", "compute", "memory", "KV cache", "data", "time"]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_minutes_are_planned_as_train_plans_them(gptmini, text_file):
+    words = ["--data", "text.txt", "--set", "model.context_length=16", "--minutes", "0.1"]
+    code, out, err = gptmini("size", *words, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert 0.02 < found["time"]["minutes"] < 0.4
+
+
+def test_deep_models_are_timed_by_a_few_layers(monkeypatch, text_file, tmp_path):
+    """With layers of 2 s and 0.1 s, and 1 s and 0.3 s beside them, ten take 21 s and 1.3 s."""
+    seen = []
+
+    def time_step(config, compute, repeats):
+        layers = config.model.n_layer
+        seen.append(layers)
+        return timing.StepTime(1 + 2 * layers, 0.3 + 0.1 * layers)
+
+    monkeypatch.setattr(timing, "time_step", time_step)
+    config = tiny(model={"n_layer": 10}, train={"batch_size": 8, "micro_batch_size": 4})
+    cpu = machine.pick_compute("cpu", "float32")
+    step = timing.predict_step(config.with_tokenizer("byte", 257), cpu)
+    assert (step.passes, step.update) == pytest.approx((2 * 21, 1.3))
+    assert seen == [3, 1]
+
+
+def test_a_missing_text_is_named(gptmini):
+    code, _, err = gptmini("size", "--data", "nothing.txt")
+    assert code == 3
+    assert "nothing.txt" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "short"),
+    [
+        (0, "0 "),
+        (999, "999 "),
+        (1234, "1.23 k"),
+        (4.56e9, "4.56 G"),
+        (7.8e15, "7.80e+03 T"),
+        (4.5e6, "4.50 M"),
+    ],
+)
+def test_numbers_are_short(number, short):
+    assert report._short(number) == short

@@ -1,0 +1,170 @@
+"""What a run chooses for itself: micro-batches, compiled blocks, sizes and steps for minutes."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gptmini import machine
+from gptmini.errors import MachineError
+from gptmini.machine import Compute
+from gptmini.model.gpt import GPT
+from gptmini.plan import cost, timing
+from gptmini.plan.memory import dry_run
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
+from tests.support import tiny, train
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
+    config = tiny(train={"batch_size": 12}).with_tokenizer("byte", 257)
+    row = dry_run(config.with_train(batch_size=1, micro_batch_size=1), CPU).activations
+    static = 16 * cost.parameter_count(config.model)
+    for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
+        memory = static + 2 * rows * row
+        monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
+        assert timing.micro_batch_size(config, CPU) == expected
+    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(timing, "dry_run", lambda *_: pytest.fail("weighed a row for nothing"))
+    assert timing.micro_batch_size(config, CPU) == 12
+    monkeypatch.setattr(timing, "FAST_TOKENS", 4 * config.seq_len)
+    assert timing.micro_batch_size(config, CPU) == 4
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
+def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected, monkeypatch):
+    config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
+    numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
+    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
+    assert [timing.micro_batch_size(config, CPU, n) for n in numbers] == [expected] * len(numbers)
+    fast = config.with_train(reduce="fast")
+    shares = [batch_size // n for n in numbers]
+    assert [timing.micro_batch_size(fast, CPU, n) for n in numbers] == shares
+    static = 16 * cost.parameter_count(config.model)
+    row = static // 8
+    monkeypatch.setattr(timing, "dry_run", lambda *_: SimpleNamespace(activations=row))
+    for most in numbers:  # so many processes fit, each with two rows
+        memory = most * static + 4 * row
+        monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
+        found = {timing.micro_batch_size(config, CPU, n) for n in numbers}
+        assert found == {2 if expected % 2 == 0 else 1}
+
+
+@pytest.mark.parametrize("kind", ["relu2", "swiglu"])
+@pytest.mark.parametrize("seq_len", [8, 512])
+@pytest.mark.parametrize(("width", "heads", "vocab_size"), [(512, 2, 257), (32, 8, 5000)])
+def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, vocab_size):
+    shape = {"d_model": width, "n_head": heads, "head_dim": 64, "context_length": seq_len}
+    other = {"activation": kind, "vocab_size": vocab_size, "dropout": 0.2, "norm": "rmsnorm"}
+    attention = {"backend": "eager", "weight_dropout": 0.1}
+    model = {**shape, **other, "n_layer": 1, "attention": attention}
+    config = tiny(model=model, train={"batch_size": 1, "micro_batch_size": 1})
+    for dtype in (torch.float32, torch.bfloat16):
+        held = dry_run(config, Compute(torch.device("cpu"), dtype)).activations
+        assert held < timing._row_at_most(config) < 50 * held
+
+
+@pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
+def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
+    """By this clock a pass takes a second, an update none."""
+    now, made = 0.0, 0
+
+    def slow(*given: Any) -> torch.Tensor:
+        nonlocal now, made
+        now, made = now + 1, made + 1
+        return loss(*given)
+
+    loss = timing.loss
+    monkeypatch.setattr(timing, "loss", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    config = tiny().with_tokenizer("byte", 257)
+    assert timing.time_step(config, CPU, limit=limit).passes == 1
+    assert made == passes
+
+
+def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
+    monkeypatch.setattr(timing, "time_step", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    known = timing.StepTime(0.1, 0.0)
+    config = tiny(train={"steps": 100})
+    assert timing.choose_compile(config, CPU, known) == (False, known, "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds", "compiled"),
+    [
+        ("auto", [0.1], False),  # too short a run
+        ("auto", [2.0, 1.0], True),
+        ("auto", [2.0, 2.1], False),  # slower
+        ("on", [0.1, 0.2], True),
+        ("off", [], False),
+    ],
+)
+def test_blocks_are_compiled_if_it_pays(monkeypatch, asked, seconds, compiled):
+    times = iter(seconds)
+    monkeypatch.setattr(timing, "time_step", lambda *_, **__: timing.StepTime(next(times), 0.0))
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    config = tiny(train={"compile": asked, "steps": 100}).with_tokenizer("byte", 257)
+    assert timing.choose_compile(config, CPU)[0] == compiled
+    assert next(times, None) is None
+
+
+def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkeypatch):
+    def broken(*_: Any) -> float:
+        raise RuntimeError("no C++ compiler\nand a long story")
+
+    config = tiny(train={"steps": 100}).with_tokenizer("byte", 257)
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
+    monkeypatch.setattr(timing, "COMPILE_PAYS", 0)
+    compiled, timed, outcome = timing.choose_compile(config, CPU)
+    assert not compiled
+    assert timed is not None
+    assert outcome == "compile failed (no C++ compiler)"
+    with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
+        timing.choose_compile(config.with_train(compile="on"), CPU)
+
+
+def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
+    monkeypatch.setattr(timing, "has_compiler", lambda: False)
+    model = GPT(tiny().with_tokenizer("byte", 257).model)
+    with pytest.raises(MachineError, match="no C\\+\\+ compiler found; use auto or off"):
+        timing.compile_blocks(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
+    text_file: Path, tmp_path: Path, monkeypatch
+):
+    def run(name: str, compile: str = "on", dropout: float = 0.1) -> dict[str, torch.Tensor]:
+        settings = {"compile": compile, "dtype": "float32"}
+        config = tiny(data={"path": str(text_file)}, model={"dropout": dropout}, train=settings)
+        train(config, tmp_path / name, tmp_path / "cache")
+        found = RunDirectory(tmp_path / name).newest()
+        assert found is not None
+        return found.model
+
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        update = trainer.update
+
+        def stop(training: Any) -> Any:
+            if training.step == 4:
+                raise KeyboardInterrupt
+            return update(training)
+
+        patch.setattr(trainer, "update", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run("stopped")
+    again = run("stopped")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    plain, compiled = run("plain", "off", 0.0), run("compiled", "on", 0.0)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(compiled[name], tensor, atol=2e-4, rtol=1e-3)

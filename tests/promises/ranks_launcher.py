@@ -1,0 +1,152 @@
+"""Start ranks as forks of one process, which spares each the import of torch.
+
+python ranks_launcher.py RANKS FAULT ARGUMENT... runs `gptmini ARGUMENT...` in every rank, with the
+variables that torchrun sets, and ends with the exit codes as JSON on stdout. FAULT breaks one thing
+in one rank; `none` breaks nothing. {rank} in an argument is the number of the rank.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+
+import torch
+
+from gptmini import files
+from gptmini.cli import app
+from gptmini.distributed import group
+from gptmini.plan import broadcast
+from gptmini.train import state, trainer
+
+
+def nan(rank: int) -> None:
+    """Rank 1's third update has a loss that is not a number."""
+    loss, calls = trainer.loss, []
+
+    def broken(*inputs: object) -> object:
+        calls.append(1)
+        return loss(*inputs) * (math.nan if rank == 1 and len(calls) == 3 else 1)
+
+    trainer.loss = broken
+
+
+def seeded(rank: int) -> None:
+    """Every rank draws its own initial weights."""
+    draw = state.draw
+    state.draw = lambda *words: draw(*words, rank)
+
+
+def signalled(rank: int, number: int) -> None:
+    """Rank 1 gets a signal in its third update."""
+    update, calls = trainer.update, []
+
+    def interrupted(training: object) -> object:
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return update(training)
+
+    trainer.update = interrupted
+
+
+def killed(rank: int) -> None:
+    signalled(rank, signal.SIGKILL)
+
+
+def stopped(rank: int) -> None:
+    signalled(rank, signal.SIGTERM)
+
+
+def full(rank: int) -> None:
+    """The disk of rank 0 is full at the first checkpoint."""
+
+    def failing(*_: object) -> None:
+        assert rank == 0
+        raise OSError(28, "No space left on device")
+
+    files.write = failing
+
+
+def silent(rank: int) -> None:
+    """Rank 1 hangs where rank 0 waits for what it has to say."""
+    group.SILENCE = 2
+    if rank == 1:
+        save = trainer.save
+
+        def hanging(training: object) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            save(training)
+
+        trainer.save = hanging
+
+
+def watched(rank: int) -> None:
+    """Every rank but 0 notes the files that it opens to write."""
+    if rank:
+
+        def note(event: str, details: tuple[object, ...]) -> None:
+            if event == "open" and isinstance(details[2], int) and details[2] & os.O_ACCMODE:
+                print(f"rank {rank} writes {details[0]}", file=sys.stderr)
+
+        sys.addaudithook(note)
+
+
+def misread(rank: int) -> None:
+    """Rank 1 reads another text."""
+    opened = broadcast._opened
+    if rank == 1:
+        broadcast._opened = lambda *inputs: replace(opened(*inputs), content="another")
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (nan, seeded, killed, stopped, full, silent, watched, misread)
+} | {"none": lambda _: None}
+
+
+def start(rank: int, size: int, port: int, fault: str, arguments: list[str]) -> int:
+    """Fork a rank that runs the command; returns its process."""
+    if process := os.fork():
+        return process
+    os.dup2(2, 1)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if size > 1:
+        os.environ |= dict(zip(names, map(str, (rank, rank, size, "127.0.0.1", port)), strict=True))
+    sys.argv = ["gptmini", *(word.replace("{rank}", str(rank)) for word in arguments)]
+    code = 1
+    try:
+        FAULTS[fault](rank)
+        app.main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    size, fault, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    ranks_of = {start(rank, int(size), port, fault, arguments): rank for rank in range(int(size))}
+    codes: dict[int, int] = {}
+    stopped_ones = set()
+    while len(codes) + len(stopped_ones) < len(ranks_of):
+        process, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped_ones.add(process)
+        else:
+            codes[ranks_of[process]] = os.waitstatus_to_exitcode(status)
+    for process in stopped_ones:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        codes[ranks_of[process]] = -signal.SIGSTOP
+    print(json.dumps([codes[rank] for rank in sorted(codes)]))
+
+
+if __name__ == "__main__":
+    main()

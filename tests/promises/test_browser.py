@@ -1,0 +1,265 @@
+"""The pages in a real browser: Chromium with the network off, driven by Playwright."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptmini.analysis import page, page_data
+from gptmini.analysis.attention_maps import attention_weights, summarize
+from tests.analysis.test_page_data import HOSTILE, run_of
+from tests.support import SMALL
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="no playwright: pip install -e '.[browser]'"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
+
+TEXT = list(b"the cat sat on")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, tmp_path: Path) -> Iterator[Any]:
+    """Opens a page from its bytes or path; fails at the end if anything went wrong inside."""
+    contexts, wrong = [], []
+
+    def visit(content: bytes | Path, width: int = 1280, scheme: str = "light") -> Any:
+        if isinstance(content, bytes):
+            (tmp_path / "page.html").write_bytes(content)
+            content = tmp_path / "page.html"
+        size = {"width": width, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("console", lambda message: wrong.append(message.text))
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("dialog", lambda dialog: wrong.append("dialog"))
+        tab.on("request", lambda request: requests.append(request.url))
+        requests: list[str] = []
+        tab.goto(content.resolve().as_uri())
+        assert requests == [content.resolve().as_uri()]
+        return tab
+
+    visit.wrong = wrong
+    yield visit
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def lit(tab: Any) -> list[tuple[bool, str, bool]]:
+    """For each token: whether it is hidden, its title, whether it is the one that looks."""
+    script = """tokens => tokens.map(token => [token.classList.contains("hidden"), token.title,
+      token.classList.contains("at"), getComputedStyle(token).backgroundColor])"""
+    return tab.eval_on_selector_all(".token", script)
+
+
+def percent(text: str) -> float:
+    return float(re.search(r"([\d.]+) %", text)[1]) / 100
+
+
+@pytest.mark.parametrize("attention", [{}, {"variant": "gqa", "n_kv_head": 2, "window": 4}])
+def test_pointing_at_a_token_lights_what_the_tensor_says(visit, attention):
+    run = run_of(**attention)
+    tab = visit(page_data.html(run, TEXT, None, (1, 2)))
+    weights = attention_weights(run.model, TEXT)[1, 2]
+    for query in (5, 13, 0):
+        tab.locator(".token").nth(query).hover()
+        shown = lit(tab)
+        window = attention.get("window", 99)
+        assert [hidden for hidden, *_ in shown] == [
+            not query - window < key <= query for key in range(14)
+        ]
+        assert [at for _, _, at, _ in shown] == [key == query for key in range(14)]
+        for key, (hidden, title, _, color) in enumerate(shown):
+            if not hidden:
+                weight = weights[query, key].item()
+                assert percent(title) == pytest.approx(weight, abs=0.006)
+                red = int(re.match(r"rgba?\((\d+)", color)[1])
+                root = weight**0.5  # of the ramp: 255, 96, 6
+                assert root < 0.03 or red == pytest.approx(
+                    255 - 318 * root if root < 0.5 else 186 - 180 * root, abs=4
+                )
+    tab.mouse.move(0, 0)
+    assert [at for _, _, at, _ in lit(tab)].index(True) == 13  # the last one is chosen
+
+
+def test_keys_move_through_tokens_and_heads(visit):
+    tab = visit(page_data.html(run_of(), list(b"one\ntwo\nsix"), None, (0, 0)))
+
+    def at() -> int:
+        focused = tab.evaluate("document.activeElement.dataset.k")
+        assert [at for _, _, at, _ in lit(tab)].index(True) == int(focused)
+        return int(focused)
+
+    tab.locator(".token[tabindex='0']").focus()
+    moves = ["ArrowLeft", "ArrowLeft", "ArrowUp", "ArrowDown", "Home", "ArrowLeft", "End"]
+    seen = [tab.keyboard.press(key) or at() for key in [*moves, "ArrowRight", "ArrowUp"]]
+    assert seen == [9, 8, 4, 8, 0, 0, 10, 10, 6]
+    tab.locator(".tile[tabindex='0']").focus()
+    for key in ("ArrowDown", "ArrowRight", "Enter"):
+        tab.keyboard.press(key)
+    assert "layer 1, head 1" in tab.locator(".map h3").inner_text()
+
+
+def test_the_expectations_are_those_of_python(visit):
+    run = run_of()
+    expected = page_data.lens(run.model, TEXT)
+    tab = visit(page_data.html(run, TEXT, None, (0, 0)))
+    tab.locator(".token").nth(5).click()
+    for stage in (2, 0, 1):
+        tab.locator(".stages button").nth(stage).click()
+        shown = tab.locator(".expect .bars > span:nth-child(3n)").all_inner_texts()
+        chances = expected.probabilities[stage, 5].tolist()
+        assert [percent(text) for text in shown[:10]] == pytest.approx(chances, abs=0.006)
+        rank, came = expected.ranks[stage, 5].item(), expected.came[stage, 5].item()
+        outcome = tab.locator(".expect > p").first.inner_text()
+        assert f"rank {rank} of 257, " in outcome
+        assert percent(outcome) == pytest.approx(came, abs=0.006)
+        if stage == 2:
+            bits = float(re.search(r"([\d.]+) bits", outcome)[1])
+            assert bits == pytest.approx(-torch.tensor(came).log2().item(), abs=0.051)
+
+
+def test_several_heads_are_averaged(visit):
+    run = run_of()
+    tab = visit(page_data.html(run, TEXT, None, (0, 1)))
+    tab.get_by_role("button", name="average several").click()
+    tab.locator(".tile").nth(6).click()
+    weights = attention_weights(run.model, TEXT)
+    mean = (weights[0, 1, 13] + weights[1, 2, 13]) / 2
+    shown = [percent(title) for _, title, *_ in lit(tab)]
+    assert shown == pytest.approx(mean.tolist(), abs=0.006)
+    tab.get_by_role("button", name="mean of its heads").nth(1).click()
+    shown = [percent(title) for _, title, *_ in lit(tab)]
+    assert shown == pytest.approx(weights[1, :, 13].mean(dim=0).tolist(), abs=0.006)
+
+
+def test_heads_that_share_a_kv_head_stand_in_one_frame(visit):
+    run = run_of(variant="gqa", n_kv_head=2)
+    tab = visit(page_data.html(run, TEXT, None, (0, 0)))
+    frames = tab.locator(".group")
+    assert frames.count() == 4  # two in each layer
+    assert frames.nth(1).locator(".tile b").all_inner_texts() == ["head 2", "head 3"]
+    labels = [tile.get_attribute("aria-label") for tile in tab.locator(".tile").all()]
+    for label, means in zip(labels, summarize(attention_weights(run.model, TEXT)), strict=True):
+        assert label.startswith(
+            f"layer {means.layer}, head {means.head}, KV head {means.head // 2}"
+        )
+        assert label.endswith(f"entropy {means.entropy:.2f}")
+        assert percent(label) == pytest.approx(means.previous, abs=0.0051)
+
+
+def test_tables_say_the_same(visit):
+    run = run_of(window=3)
+    tab = visit(page_data.html(run, TEXT, None, (1, 3)))
+    tab.locator("summary", has_text="tables").click()
+    rows = tab.locator("details tr").all_inner_texts()
+    weights = attention_weights(run.model, TEXT)[1, 3, 13]
+    cells = [row.split("\t") for row in rows[1:15]]
+    assert [cell[3] for cell in cells[:11]] == ["hidden"] * 11
+    assert [float(cell[3]) for cell in cells[11:]] == pytest.approx(weights[11:], abs=0.005)
+    assert len(rows) == 1 + 14 + 1 + 8
+
+
+def test_draws_show_what_the_filters_removed(visit):
+    run = run_of({"top_k": 3})
+    text = page_data.continued(run, "abc", 9)
+    tab = visit(page_data.html(run, text.prompt_tokens + text.tokens, text, (0, 0)))
+    note = tab.locator(".expect .note", has_text="Drawn with")
+    assert "top_k 3. The filters kept 3 tokens and removed" in note.inner_text()
+    assert tab.locator(".expect .bars > .gone").count() >= 2 * 7
+    assert tab.locator(".expect .bars i.after").count() == 3
+    tab.locator(".token").nth(0).hover()
+    assert note.count() == 0
+
+
+def test_hostile_texts_are_shown_and_run_nothing(visit):
+    part = page_data.part([run_of()], TEXT, HOSTILE)
+    part["spellings"] = [[HOSTILE, HOSTILE] for _ in part["spellings"]]
+    part["whole"] = [HOSTILE] * len(TEXT)
+    part["sampling"] = HOSTILE
+    lines = [page.series(HOSTILE, [(0, 1), (1, 2)])]
+    parts = [
+        page.table([HOSTILE], [[HOSTILE]], HOSTILE, HOSTILE),
+        page.charts([page.chart(HOSTILE, HOSTILE, HOSTILE, lines)], HOSTILE),
+        {"type": "samples", "heading": HOSTILE, "items": [[HOSTILE, HOSTILE]]},
+        part,
+    ]
+    plain = visit(page.render("", "", [])).evaluate("document.scripts.length")
+    tab = visit(page.render(HOSTILE, HOSTILE, parts))
+    assert tab.evaluate("document.scripts.length") == plain
+    assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
+    for selector in ("h1", "#lead", "td", "pre", "svg + *, .card h3", ".token", ".label"):
+        assert "<img src=x onerror=alert(1)>" in tab.locator(selector).first.text_content()
+    assert tab.evaluate("document.querySelector('pre').textContent") == HOSTILE
+    # The policy also stops what somebody would write into the page later.
+    assert tab.evaluate("(() => { try { document.body.innerHTML = 'x' } catch { return 1 } })()")
+    assert "requires 'TrustedHTML'" in visit.wrong.pop()
+
+
+@pytest.fixture
+def plotted(gptmini, text_file: Path) -> Path:
+    for out, attention in (("runs/a", "mha"), ("runs/b", "window:4")):
+        words = ["--data", "text.txt", *SMALL, "--attention", attention]
+        assert gptmini("train", *words, "--out", out)[0] == 0
+    assert gptmini("plot", "runs/a", "runs/b", "--out", "plot.html")[0] == 0
+    assert gptmini("compare", "runs/a", "runs/b", "--out", "c")[0] == 0
+    return text_file.parent
+
+
+def test_a_plot_shows_the_heads_at_every_checkpoint(visit, plotted):
+    tab = visit(plotted / "plot.html")
+    steps = tab.locator("button", has_text=re.compile("^step "))
+    assert steps.all_inner_texts() == ["step 2", "step 4"] * 2
+    figures = tab.locator(".tile").first
+    newest = figures.inner_text()
+    steps.first.click()
+    assert figures.inner_text() != newest
+    steps.nth(1).click()
+    assert figures.inner_text() == newest
+    assert tab.locator(".charts svg").count() == 4
+    assert "runs/a, validation" in tab.locator(".charts svg").first.get_attribute("aria-label")
+
+
+def of_long_words() -> bytes:
+    long = "x" * 300
+    part = page_data.part([run_of()], TEXT, long)
+    part["spellings"] = [[long, "␣" * 300] for _ in part["spellings"]]
+    lines = [page.series(long, [(0, 1), (1, 2)])]
+    samples = {"type": "samples", "heading": long, "items": [[long, long]]}
+    parts = [page.table([long], [[long]], long, long), samples, part]
+    parts += [page.charts([page.chart(long, "x", long, lines)], long)]
+    return page.render(long, long, parts)
+
+
+def test_nothing_overflows(visit, plotted):
+    run = run_of(variant="gqa", n_kv_head=2)
+    pages = [
+        page_data.html(run, [*b"A long line. \n"], None, (0, 0)),
+        plotted / "plot.html",
+        plotted / "c" / "compare.html",
+        of_long_words(),
+    ]
+    # Texts that are wider than what they are in.
+    script = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1)
+      .map(node => node.className)"""
+    for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
+        for content in pages:
+            tab = visit(content, width, scheme)
+            assert tab.evaluate("document.documentElement.scrollWidth") == width
+            inner = ".card, .tile, .token, .measure, .row"
+            assert tab.eval_on_selector_all(inner, script) == []

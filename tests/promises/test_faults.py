@@ -1,0 +1,569 @@
+"""What can go wrong with a run: crashes, power cuts, full disks, signals, divergence, bad files."""
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gptmini import files
+from gptmini.config import load
+from gptmini.config.load import named_configs
+from gptmini.config.settings import Config
+from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
+from gptmini.model.optim import Optimizer
+from gptmini.runs import tensors
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.tokenizer.tokenizers import ByteTokenizer
+from gptmini.train import trainer
+from tests.support import SMALL, tiny
+from tests.support import train as begin_training
+
+TRAIN = {"steps": 6, "save_every": 2, "eval_every": 3, "log_every": 1}
+
+
+class Killed(BaseException):
+    """Simulates the end of the process."""
+
+
+@pytest.fixture
+def config(text_file: Path) -> Config:
+    """A run with dropout, so that random numbers matter."""
+    return tiny(data={"path": str(text_file)}, model={"dropout": 0.2}, train=TRAIN)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., RunDirectory]:
+    def run(config: Config, name: str = "run") -> RunDirectory:
+        begin_training(config, tmp_path / name, tmp_path / "cache")
+        return RunDirectory(tmp_path / name)
+
+    return run
+
+
+def result(run: RunDirectory) -> tuple[bytes, list[dict[str, Any]]]:
+    """The final weights and all metrics that do not depend on the clock."""
+    final = run.checkpoints / "step-00000006" / "model.safetensors"
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        del line["seconds"]
+        line.pop("tokens_per_second", None)
+        line.pop("peak_memory", None)
+    return final.read_bytes(), lines
+
+
+class Machine:
+    """A machine that loses its power at a chosen call to the disk.
+
+    Before or after that call, every file of the run loses half of its bytes that were not synced,
+    and all further calls fail.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, at: int, after: bool) -> None:
+        self.folder, self.at, self.after = folder, at, after
+        self.calls, self.dead = 0, False
+        self.synced = {file.stat().st_ino: file.stat().st_size for file in self._files()}
+        for owner, name in [
+            (os, "replace"),
+            (os, "fsync"),
+            (os, "open"),
+            (shutil, "rmtree"),
+            (files, "write"),
+            (files, "sync_directory"),
+            (Path, "mkdir"),
+            (Path, "unlink"),
+        ]:
+            patch.setattr(owner, name, self._counted(getattr(owner, name), name))
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.folder.rglob("*") if path.is_file()]
+
+    def _counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self.dead:
+                raise Killed
+            if name == "open" and str(self.folder) not in str(arguments[0]):
+                return function(*arguments, **options)
+            self.calls += 1
+            number = self.calls
+            if number == self.at and not self.after:
+                self._lose_power()
+            answer = function(*arguments, **options)
+            if name == "fsync":
+                status = os.fstat(arguments[0])
+                self.synced[status.st_ino] = status.st_size
+            if number == self.at:
+                self._lose_power()
+            return answer
+
+        return call
+
+    def _lose_power(self) -> None:
+        for file in self._files():
+            status = file.stat()
+            kept = self.synced.get(status.st_ino, 0)
+            if status.st_size > kept:
+                os.truncate(file, kept + (status.st_size - kept) // 2)
+        self.dead = True
+        raise Killed
+
+
+def lost(train: Callable[..., RunDirectory], config: Config, stride: int, tmp: Path) -> list[str]:
+    """Crash at every stride-th call and resume; list the runs that end unlike one never stopped."""
+    whole = result(train(config, "whole"))
+    bad, at = [], 0
+    while True:
+        at += stride
+        for after in (False, True):
+            shutil.rmtree(tmp / "run", ignore_errors=True)
+            with pytest.MonkeyPatch.context() as patch:
+                machine = Machine(tmp / "run", patch, at, after)
+                with suppress(Killed):
+                    train(config)
+            if machine.calls < at:
+                return bad
+            try:
+                if result(train(config)) != whole:
+                    bad.append(f"call {at}: other bits")
+            except GptminiError as error:
+                bad.append(f"call {at}: {error}")
+
+
+def test_a_power_cut_at_any_call_to_the_disk_loses_nothing(train, config, tmp_path, capsys):
+    assert lost(train, config, 1, tmp_path) == []
+
+
+@pytest.mark.parametrize("mutant", ["no sync", "no check", "no rename", "no seed", "no optimizer"])
+def test_the_test_above_would_notice(train, config, tmp_path, monkeypatch, mutant):
+    if mutant == "no sync":
+        monkeypatch.setattr(files, "sync", lambda descriptor: None)
+    elif mutant == "no check":  # of what a power cut has left of files that were not synced
+        monkeypatch.setattr(files, "sync", lambda descriptor: None)
+        monkeypatch.setattr(tensors, "read_verified", lambda path, _: path.read_bytes())
+    elif mutant == "no rename":
+        monkeypatch.setattr(files, "replace", lambda path, data: path.write_bytes(data))
+    elif mutant == "no seed":
+        seed = torch.manual_seed
+        monkeypatch.setattr(trainer.torch, "manual_seed", lambda n: seed(1) if n < 9 else None)
+    else:
+        monkeypatch.setattr(Optimizer, "restore", lambda *_: None)
+    try:
+        found = lost(train, config, 7, tmp_path)
+    except Exception as error:  # a mutant may also fail in worse ways
+        found = [repr(error)]
+    assert found
+
+
+def test_every_error_of_the_disk_keeps_the_checkpoint_before(tmp_path: Path):
+    numbers = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EMFILE)
+    run = RunDirectory(tmp_path / "run")
+    run.create(tiny(), ByteTokenizer())
+
+    def state(step: int) -> Checkpoint:
+        tensors = {"a": torch.full((5,), float(step))}
+        return Checkpoint({"step": step, "best": {"step": 1, "val_loss": 1.0}}, tensors, tensors)
+
+    run.save(state(1))
+    step = tried = 1
+    for number in numbers:
+        at = 0
+        while True:
+            at += 1
+            step += 1
+            with pytest.MonkeyPatch.context() as patch:
+                calls = _failing(patch, at, number)
+                try:
+                    run.save(state(step))
+                except MachineError as error:
+                    tried += 1
+                    text = error.lines[0]
+                    assert f"could not save step {step} ({os.strerror(number).lower()})" in text
+                    assert " bytes needed, " in text
+            newest = run.newest()
+            assert newest is not None
+            assert newest.model["a"].tolist() == [newest.step] * 5
+            assert run.best().step == 1
+            if calls[0] < at:  # the save is over before the call that should fail
+                assert newest.step == step
+                break
+    assert tried > 60
+
+
+def _failing(patch: pytest.MonkeyPatch, at: int, number: int) -> list[int]:
+    """Let this call to the disk fail; the list counts the calls."""
+    calls = [0]
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == at:
+                raise OSError(number, os.strerror(number))
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, name in [(os, "replace"), (os, "fsync"), (files, "write"), (Path, "mkdir")]:
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+    return calls
+
+
+def in_a_child(function: Callable[[], None]) -> int:
+    """The exit status of a function run in a fork of this process."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        except GptminiError as error:
+            code = error.exit_code
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_disk_that_fills_up_keeps_what_is_there(train, config, tmp_path: Path):
+    whole = result(train(config, "whole"))
+    largest = max(file.stat().st_size for file in (tmp_path / "whole").rglob("*") if file.is_file())
+
+    def limited(size: int) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        try:
+            train(config)
+        except OSError as error:
+            raise MachineError(str(error)) from None
+
+    for size in range(0, largest, largest // 6):
+        assert in_a_child(lambda size=size: limited(size)) == 5
+        assert result(train(config)) == whole
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
+    monkeypatch.setattr(trainer, "update", None)
+    with pytest.raises(
+        MachineError, match=r"a checkpoint needs [\d,]+ bytes, 1,000 are free; make"
+    ):
+        train(config)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("where", ["update", "evaluate", "save"])
+def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
+    whole = result(train(config, "whole"))
+    number, said = getattr(signal, name), name.replace("SIGINT", "Ctrl-C")
+    function = getattr(trainer, where)
+    calls = 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            os.kill(os.getpid(), number)
+        return function(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, where, interrupted)
+        with pytest.raises(GptminiError, match=f"stopped by {said} after step .*saved") as stopped:
+            train(config)
+    assert stopped.value.exit_code == 128 + number
+    assert result(train(config)) == whole
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    update = trainer.update
+
+    def hang_up(training: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", hang_up)
+    try:
+        assert train(config).steps()[0] == 6
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkeypatch):
+    whole = result(train(config, "whole"))
+    save, saved = trainer.save, []
+
+    def note(training: Any) -> None:
+        saved.append(training.step)
+        if training.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        save(training)
+
+    update = trainer.update
+
+    def ask(training: Any) -> Any:
+        if training.step == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return update(training)
+
+    monkeypatch.setattr(trainer, "save", note)
+    monkeypatch.setattr(trainer, "update", ask)
+    assert result(train(config)) == whole
+    assert 5 in saved
+
+
+def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
+    config = config.with_train(save_every=6, eval_every=6)
+    save, update, saved = trainer.save, trainer.update, []
+
+    def ask(training: Any) -> Any:
+        if training.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return update(training)
+
+    monkeypatch.setattr(
+        trainer, "save", lambda training: (saved.append(training.step), save(training))
+    )
+    monkeypatch.setattr(trainer, "update", ask)
+    train(config)
+    assert saved == [3, 6]
+
+
+def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
+    """Let step 5 diverge unless the rate is at most `limit` times the planned one."""
+    loss = trainer.loss
+
+    def unstable(training: Any) -> Any:
+        bad = training.step == 4 and training.progress.lr_scale > limit
+        monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * (float("nan") if bad else 1.0))
+        return update(training)
+
+    update = trainer.update
+    monkeypatch.setattr(trainer, "update", unstable)
+
+
+def test_a_run_that_diverges_rewinds_and_continues_at_a_lower_rate(
+    train, config, monkeypatch, capsys
+):
+    config = tiny(
+        data={"path": config.data.path},
+        model={"dropout": 0.2},
+        train=TRAIN | {"on_divergence": "rewind"},
+    )
+    diverging(monkeypatch, 0.25)
+    whole = train(config, "whole")
+    assert capsys.readouterr().err.count("; rewinding to step 4 at 0.") == 2
+    assert [line["step"] for line in result(whole)[1]] == [1, 2, 3, 4, 5, 6]
+    found = whole.newest()
+    assert found is not None
+    assert found.state["lr_scale"] == 0.25
+    with monkeypatch.context() as patch:
+        update = trainer.update
+
+        def kill(training: Any) -> Any:
+            if training.step == 5:
+                raise Killed
+            return update(training)
+
+        patch.setattr(trainer, "update", kill)
+        with pytest.raises(Killed):
+            train(config)
+    assert result(train(config)) == result(whole)
+
+
+def test_a_rewind_takes_back_the_metrics_after_the_checkpoint(train, config, monkeypatch):
+    settings = TRAIN | {"on_divergence": "rewind", "save_every": 3}
+    diverging(monkeypatch, 0.5)  # at step 5, after the checkpoint of step 3
+    run = train(tiny(data={"path": config.data.path}, train=settings))
+    lines = result(run)[1]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    rates = [line["lr"] / config.train.lr for line in lines]
+    assert rates[3] <= 0.5  # of the second time
+
+
+def test_a_run_that_diverges_at_any_rate_ends(train, config, monkeypatch):
+    config = tiny(data={"path": config.data.path}, train=TRAIN | {"on_divergence": "rewind"})
+    diverging(monkeypatch, 0)
+    with pytest.raises(DivergedError, match=r"loss nan.* in the windows at tokens \d+, "):
+        train(config)
+
+
+def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys):
+    config = tiny(data={"path": config.data.path}, train={"steps": 40, "lr": 1e-6})
+    update = trainer.update
+
+    def spike(training: Any) -> Any:
+        metrics = update(training)
+        return metrics | ({"train_loss": 9.0} if training.step == 29 else {})
+
+    monkeypatch.setattr(trainer, "update", spike)
+    train(config)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "the windows at" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("warning: step 30: loss 9 after 5.")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8))
+def test_in_any_history_the_newest_intact_and_the_best_are_there(tmp_path: Path, history):
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    run = RunDirectory(tmp_path / "run")
+    run.create(tiny(), ByteTokenizer())
+    best, whole = 0, []
+    for step, (is_best, damaged) in enumerate(history, 1):
+        best = step if is_best or not best else best
+        tensors = {"a": torch.full((2,), float(step))}
+        run.save(Checkpoint({"step": step, "best": {"step": best}}, tensors, tensors))
+        whole.append(step)
+        kept = run.steps()
+        assert kept[0] == step
+        assert best in kept or best not in whole
+        assert len(kept) <= 3
+        if damaged and len(whole) > 1:
+            (run.checkpoints / f"step-{step:08d}" / "model.safetensors").write_bytes(b"x")
+            whole.remove(step)
+            newest = run.newest()
+            assert newest is not None
+            assert newest.step == max(set(whole) & set(kept))
+            run.set_aside_after(newest.step)
+
+
+class Canary:
+    """A pickle that leaves a file behind when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_no_file_can_run_code(gptmini, train, config, text_file: Path, tmp_path: Path):
+    canary = tmp_path / "canary"
+    evil = pickle.dumps(Canary(canary))
+    run = train(config)
+    (tmp_path / "evil.yaml").write_text(f"train: !!python/object/apply:os.mkdir [{canary}]")
+    (tmp_path / "evil.json").write_bytes(evil)
+    for name in ("a.txt", "a.jsonl", "a.csv", "a.parquet", "a.txt.gz", "a.txt.zst"):
+        (tmp_path / name).write_bytes(evil)
+    commands = [["train", "evil.yaml"], ["tokenizer", "encode", "evil.json", "x"]]
+    commands += [["data", "prepare", "--data", str(f)] for f in tmp_path.glob("a.*")]
+    commands += [["train", "--set", "tokenizer.kind=evil.json"]]
+    for words in commands:
+        assert gptmini(*words)[0] in (2, 3), words
+    for file in [file for file in run.path.rglob("*") if file.is_file()]:
+        kept = file.read_bytes()
+        file.write_bytes(evil)
+        code, _, err = gptmini("generate", str(run.path), "--max-new-tokens", "1")
+        assert code in (0, 2, 3, 4), err
+        assert "Traceback" not in err
+        file.write_bytes(kept)
+    for file in (tmp_path / "cache").iterdir():
+        if file.is_file():
+            file.write_bytes(evil)
+    assert gptmini("data", "prepare", "--data", str(text_file))[0] == 0
+    assert not canary.exists()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(data=st.data())
+def test_no_configuration_makes_us_crash(tmp_path: Path, data):
+    texts = [path.read_text() for path in named_configs()]
+    text = data.draw(st.sampled_from(texts))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text)))
+        drop = data.draw(st.integers(0, 5))
+        extra = st.text(max_size=4) | st.sampled_from(["-1", "1e999", ": ", "[", "{", "null", "\t"])
+        text = text[:at] + data.draw(extra) + text[at + drop :]
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text.encode("utf-8", "replace"))
+    try:
+        load.load(path, [])
+    except ConfigError as error:
+        assert all(line for line in error.lines)
+
+
+def test_only_intact_checkpoints_count_as_kept(tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.create(tiny(), ByteTokenizer())
+    tensors = {"a": torch.zeros(9)}
+    for step in range(1, 6):
+        run.save(Checkpoint({"step": step, "best": {"step": 1}}, tensors, tensors), keep=3)
+        if step == 4:
+            (run.checkpoints / "step-00000004" / "optimizer.safetensors").write_bytes(b"x")
+    assert run.steps() == [5, 4, 3, 2, 1]  # 5, 3 and 2 are whole, 4 is not, 1 is the best
+    run.save(Checkpoint({"step": 6, "best": {"step": 1}}, tensors, tensors), keep=1)
+    assert run.steps() == [6, 1]
+
+
+def test_a_run_that_is_moved_away_is_not_started_afresh(train, config, tmp_path, monkeypatch):
+    update = trainer.update
+
+    def move(training: Any) -> Any:
+        if training.step == 3:
+            training.run.path.rename(tmp_path / "moved")
+        return update(training)
+
+    whole = result(train(config, "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "update", move)
+        with pytest.raises(MachineError, match="could not save step 4"):
+            train(config)
+    assert not (tmp_path / "run").exists()
+    assert result(train(config, "moved")) == whole
+
+
+def test_a_run_can_be_read_while_it_is_written(train, config, tmp_path):
+    busy = tiny(
+        data={"path": config.data.path},
+        train={"steps": 60, "save_every": 1, "eval_every": 1, "keep": 1},
+    )
+    train(tiny(data={"path": config.data.path}, train={"steps": 1}), "other")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            train(busy)
+        finally:
+            os._exit(0)
+    run, read = RunDirectory(tmp_path / "run"), 0
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if run.exists and run.steps():
+            assert run.best().model
+            read += 1
+    assert read > 5
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcode 東", "new\nline", "-x", "a" * 200])
+def test_runs_may_have_any_name(train, config, name):
+    assert train(config, name).steps()[0] == 6
+
+
+def test_a_model_too_large_for_memory_is_refused_before_it_is_made(train, config):
+    large = tiny(data={"path": config.data.path}, model={"d_model": 1_000_000, "n_layer": 100})
+    with pytest.raises(MachineError, match=r"parameters needs [\d,]+ bytes, cpu has"):
+        train(large)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")],
+)
+def test_too_little_memory_is_the_limit_of_the_machine(gptmini, text_file, monkeypatch, error):
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer, "update", fail)
+    code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 5
+    assert "out of memory; lower train.micro_batch_size" in err

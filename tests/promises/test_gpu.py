@@ -1,0 +1,182 @@
+"""A GPU computes what a CPU does. Nothing of conftest.py is used, so that these run anywhere.
+
+`scripts/gpu_check.py` runs them on a bare machine, and on a CPU in place of the GPU in the suite.
+"""
+
+import copy
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptmini.config.settings import AttentionConfig, ModelConfig
+from gptmini.errors import Stopped
+from gptmini.generate.run import load
+from gptmini.model.attention import attend, visible
+from gptmini.model.gpt import GPT, loss
+from gptmini.plan.timing import compile_blocks
+from gptmini.runs.directory import RunDirectory
+from gptmini.runs.log import metrics
+from gptmini.train import trainer
+from gptmini.train.api import fit
+
+DEVICE = os.environ.get("GPTMINI_TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # a driver or compiler may warn of anything
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs CUDA"),
+]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mha": {},
+    "gqa": {"variant": "gqa", "n_kv_head": 2},
+    "mqa": {"variant": "mqa"},
+    "window": {"window": 8},
+    "window, every second layer full": {"window": 8, "full_every": 2},
+    "gqa in a window": {"variant": "gqa", "n_kv_head": 2, "window": 8},
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt-2": {"position": "learned", "activation": "gelu", "bias": True, "tie_embeddings": True},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False},
+    "default": {},
+}
+LINE = "{}. The cat of the king sat on mat {}, and {} is not {}.\n"
+TEXT = "".join(LINE.format(n, n % 7, n, n + 1) for n in range(300))
+
+
+def made(attention: dict[str, Any] | None = None, **settings: Any) -> GPT:
+    """A model with the same random weights each time, on the CPU."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 101, "n_layer": 2, "n_head": 4, "d_model": 64, "context_length": 64}
+    config = AttentionConfig.model_validate(attention or {})
+    return GPT(ModelConfig(attention=config, **{**sizes, **settings}))
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    """The loss on fixed tokens, and its gradients by parameter, on the CPU."""
+    drawn = torch.randint(101, (3, 41), generator=torch.Generator().manual_seed(1))
+    tokens = drawn.to(model.device)
+    value = loss(model, tokens[:, :-1], tokens[:, 1:])
+    value.backward()
+    found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"loss": value.detach().cpu()}
+
+
+def assert_equal_gradients(ours: GPT, reference: GPT) -> None:
+    torch.testing.assert_close(gradients(ours), gradients(reference), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_attention_has_the_loss_and_gradients_of_the_cpu(variant, backend):
+    model = made({**VARIANTS[variant], "backend": backend})
+    reference = made({**VARIANTS[variant], "backend": "eager"})
+    assert_equal_gradients(model.to(DEVICE), reference)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_kind_of_model_has_the_loss_and_gradients_of_the_cpu(style, checkpointing):
+    model = made(**STYLES[style])
+    model.gradient_checkpointing = checkpointing
+    assert_equal_gradients(copy.deepcopy(model).to(DEVICE), model)
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("kernel", ["flash", "sdpa", "sdpa in a window"])
+def test_eager_and_fused_attention_agree_in_bfloat16(kernel, n_kv_head):
+    backend, _, windowed = kernel.partition(" ")
+    random = torch.Generator().manual_seed(2)
+    heads = [
+        torch.randn(2, n, 300, 64, generator=random).to(DEVICE, torch.bfloat16)
+        for n in (4, n_kv_head, n_kv_head)
+    ]
+    positions = torch.arange(300, device=DEVICE)
+    mask = visible(positions, positions, 32) if windowed else None
+
+    def outcome(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        q, k, v = (head.detach().clone().to(dtype).requires_grad_() for head in heads)
+        mixed = attend(q, k, v, mask, backend=backend)
+        mixed.square().sum().backward()
+        return [tensor.float() for tensor in (mixed.detach(), q.grad, k.grad, v.grad)]
+
+    exact = outcome(torch.float32, "eager")
+    for name in ("eager", backend):
+        for right, ours in zip(exact, outcome(torch.bfloat16, name), strict=True):
+            assert (ours - right).norm() < 0.015 * right.norm()  # bfloat16 rounds by up to 0.004
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_compiled_blocks_equal_those_that_are_not(style):
+    model = made(**STYLES[style]).to(DEVICE)
+    compiled = copy.deepcopy(model)
+    compile_blocks(compiled)
+    assert_equal_gradients(compiled, model)
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+def settings(folder: Path, device: str, model: dict[str, Any], **train: Any) -> dict[str, Any]:
+    """A small training in float32, which needs no other settings to be the same everywhere."""
+    (folder / "text.txt").write_text(TEXT)
+    sizes = {"n_layer": 2, "n_head": 4, "d_model": 64, "context_length": 32, "dropout": 0}
+    fixed = {"device": device, "dtype": "float32", "compile": "off", "micro_batch_size": 4}
+    intervals = {"eval_every": 4, "save_every": 4, "log_every": 1, "batch_size": 8}
+    return {
+        "model": {**sizes, **model},
+        "tokenizer": {"kind": "byte"},
+        "data": {"path": str(folder / "text.txt")},
+        "train": {**fixed, **intervals, "steps": 8, **train},
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_training_follows_that_of_the_cpu(optimizer, tmp_path):
+    losses = []
+    for device in ("cpu", DEVICE):
+        asked = settings(tmp_path, device, {}, optimizer=optimizer)
+        fit(asked, tmp_path / f"on {device}", tmp_path / "cache")
+        lines = metrics(tmp_path / f"on {device}" / "metrics.jsonl")
+        losses.append([(line["train_loss"], line.get("val_loss", 0.0)) for line in lines])
+    assert losses[0][-1][1] < losses[0][3][1]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("attention", [{}, {"variant": "gqa", "n_kv_head": 2, "window": 8}])
+def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_path):
+    asked = settings(tmp_path, "cpu", {"attention": attention}, steps=60, eval_every=60)
+    fit(asked, tmp_path / "run", tmp_path / "cache")
+    prompts = ["The cat ", "12. The", "", "a text that fills more than the 32 positions of context"]
+    drawn: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0}
+    plain = load(tmp_path / "run", "cpu", "float32").start(prompts, use_cache=False, **drawn)
+    expected = [text.tokens for text in plain.finish()]
+    run = load(tmp_path / "run", DEVICE, "float32", cache=tmp_path / "cache")
+    together = [text.tokens for text in run.start(prompts, **drawn).finish()]
+    alone = [run.start([prompt], **drawn).finish()[0].tokens for prompt in prompts]
+    assert together == alone == expected
+
+
+def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path):
+    update = trainer.update
+
+    def stopping(training: Any) -> dict[str, Any]:
+        if training.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(training)
+
+    model = {"dropout": 0.1, "attention": {"backend": "eager"}}  # fused kernels may vary
+    asked = settings(tmp_path, DEVICE, model)
+    with mock.patch.object(trainer, "update", stopping), pytest.raises(Stopped):
+        fit(asked, tmp_path / "stopped", tmp_path / "cache")
+    assert RunDirectory(tmp_path / "stopped").steps()[0] == 5
+    for name in ("stopped", "straight"):
+        fit(asked, tmp_path / name, tmp_path / "cache")
+    ends = [RunDirectory(tmp_path / name).load(8, True) for name in ("stopped", "straight")]
+    assert ends[0].sha256 == ends[1].sha256
+    for name, state in ends[0].optimizer.items():
+        assert torch.equal(state, ends[1].optimizer[name]), name

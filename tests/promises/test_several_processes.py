@@ -1,0 +1,282 @@
+"""Several processes that train one model: the same bits as one, and failures that end them all."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gptmini.distributed import group
+from gptmini.errors import ConfigError, RankError
+from gptmini.runs.directory import RunDirectory
+from tests.support import prose
+
+LAUNCHER = Path(__file__).with_name("ranks_launcher.py")
+SETTINGS = {
+    "model": {"n_layer": 2, "d_model": 32, "n_head": 2, "context_length": 32, "dropout": 0.1},
+    "tokenizer": {"kind": "byte"},
+    "train": {
+        **{"batch_size": 8, "micro_batch_size": 1, "reduce": "exact", "compile": "off"},
+        **{"warmup_steps": 0, "cooldown": 0, "dtype": "bfloat16", "patience": "null"},
+        **{"steps": 4, "eval_every": 2, "save_every": 2, "log_every": 1},
+    },
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(prose(1500))
+    return path
+
+
+def words(text, out, settings=SETTINGS):
+    """The command's words after `gptmini`."""
+    assignments = [
+        f"--set={section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for section, values in settings.items()
+        for key, value in values.items()
+        if value is not None
+    ]
+    cache = out.with_name("cache")
+    paths = ["--data", str(text), "--out", str(out), "--cache", str(cache)]
+    return ["train", *paths, "--no-sample", *assignments]
+
+
+@pytest.fixture
+def train(tmp_path, text):
+    """Trains on so many ranks; returns the run, the exit codes and what was said."""
+
+    def run(n_ranks, name="run", fault="none", **changes):
+        out = tmp_path / name
+        settings = {key: values | changes.get(key, {}) for key, values in SETTINGS.items()}
+        done = subprocess.run(
+            [
+                sys.executable,
+                LAUNCHER,
+                str(n_ranks),
+                fault,
+                *words(text, tmp_path / name, settings),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return RunDirectory(out), json.loads(done.stdout), done.stderr
+
+    return run
+
+
+def weights(run, step=4):
+    return load_file(run.checkpoints / f"step-{step:08d}" / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def losses(run):
+    names = ("step", "train_loss", "val_loss", "grad_norm")
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [{name: line.get(name) for name in names} for line in lines]
+
+
+def errors(said):
+    return [line for line in said.splitlines() if line.startswith("gptmini:")]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_the_bits_do_not_depend_on_the_number_of_ranks(train, optimizer):
+    """Dropout, accumulation, bfloat16; weights, losses, gradient norms and evaluations."""
+    settings = {"optimizer": optimizer}
+    if optimizer == "adamw":
+        settings |= {"dtype": "float32", "micro_batch_size": None}  # the same is chosen for all
+    one, _, said = train(1, "one", train=settings)
+    assert "step 4/4" in said
+    for n_ranks in (2, 4):
+        several, codes, said = train(n_ranks, f"on-{n_ranks}", train=settings)
+        assert codes == [0] * n_ranks
+        assert said.count("step 4/4 100%  val") == 1
+        assert same(weights(one), weights(several))
+        assert losses(one) == losses(several)
+
+
+def test_the_bits_do_not_depend_on_how_many_matrices_a_rank_has(train):
+    """Four matrices of 10 x 35: on 4 ranks each has one."""
+    model = {"d_model": 35, "head_dim": 10, "attention": {"variant": "gqa", "n_kv_head": 1}}
+    settings = {"dtype": "float32", "micro_batch_size": 2}
+    one, *_ = train(1, "one", model=model, train=settings)
+    four, *_ = train(4, "four", model=model, train=settings)
+    assert same(weights(one), weights(four))
+
+
+def test_an_odd_number_of_micro_batches_has_its_tree_too(train):
+    settings = {"batch_size": 12, "micro_batch_size": 1, "optimizer": "adamw"}
+    one, *_ = train(1, "one", train=settings)
+    several, *_ = train(4, "four", train=settings)  # 3 micro-batches each
+    assert same(weights(one), weights(several))
+
+
+def test_a_run_continues_on_any_number_of_ranks(train):
+    straight, *_ = train(1, "straight", train={"steps": 8})
+    for steps, n_ranks in ((2, 2), (4, 4), (6, 1), (8, 2)):
+        run, codes, said = train(n_ranks, train={"steps": steps, "reduce": "exact"})
+        assert codes == [0] * n_ranks, said
+        assert "bit-identical" not in said
+    assert same(weights(straight, 8), weights(run, 8))
+    assert losses(straight)[-1] == losses(run)[-1]
+
+
+def test_a_run_continues_on_more_ranks_than_it_has_micro_batches(train):
+    settings = {"micro_batch_size": None, "reduce": "fast"}
+    train(1, train=settings | {"steps": 2})
+    run, codes, said = train(4, train=settings)
+    assert codes == [0] * 4
+    assert "8 does not divide the 2 rows of each of 4 processes; choosing another" in said
+    assert "micro_batch_size was 8, is 2; results will no longer be bit-identical" in said
+    assert run.config().train.micro_batch_size == 2
+
+
+def test_fast_reduction_agrees_but_for_rounding_on_any_number_of_ranks(train):
+    settings = {"batch_size": 6, "dtype": "float32", "reduce": "fast"}
+    one, *_ = train(1, "one", model={"dropout": 0}, train=settings)
+    three, codes, _ = train(3, "three", model={"dropout": 0}, train=settings)
+    assert codes == [0, 0, 0]
+    for ours, theirs in zip(losses(one), losses(three), strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
+
+
+def test_only_rank_0_writes_into_the_run(train, tmp_path):
+    _, codes, said = train(2, fault="watched")
+    assert codes == [0, 0]
+    written = re.findall(r"rank 1 writes (\S+)", said)
+    assert not [path for path in written if str(tmp_path / "run") in path]
+
+
+def test_a_rank_that_dies_ends_the_others_and_the_rest_is_trained_again(train):
+    whole, *_ = train(2, "whole")
+    run, codes, said = train(2, fault="killed")
+    assert codes == [7, -9]
+    (line,) = errors(said)
+    assert re.match(r"gptmini: rank 1 \(process \d+ on .+\) no longer answers; run the same", line)
+    assert run.steps() == [2]
+    run, codes, _ = train(2)
+    assert codes == [0, 0]
+    assert same(weights(whole), weights(run))
+
+
+def test_a_rank_that_hangs_is_named(train):
+    _, codes, said = train(2, fault="silent")
+    assert codes[0] == 7
+    assert "gptmini: rank 1 (process" in said
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(train):
+    whole, *_ = train(2, "whole")
+    run, codes, said = train(2, fault="stopped")
+    assert codes == [143, 143]
+    (line,) = errors(said)
+    assert "stopped by SIGTERM after step 3, saved" in line
+    assert run.steps()[0] == 3
+    train(2)
+    assert same(weights(whole), weights(run))
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(train):
+    run, codes, said = train(2, fault="nan", train={"micro_batch_size": 4})
+    assert codes == [6, 6]
+    (line,) = errors(said)
+    assert "loss nan" in line
+    assert run.steps() == [2]
+
+
+def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
+    run, codes, said = train(2, fault="seeded")
+    assert codes == [7, 7]
+    assert "rank 1: embed.weight is" in errors(said)[0]
+    assert run.steps() == []
+
+
+def test_a_full_disk_on_rank_0_ends_all_with_its_line(train):
+    _, codes, said = train(2, fault="full")
+    assert codes == [5, 5]
+    (line,) = errors(said)
+    assert "could not save step 2 (no space left on device)" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"lr": "1e-{rank}"}, "rank 1: train.lr is 0.1, on rank 0 1.0; start all ranks"),
+        ({"batch_size": 9}, "train.batch_size: 9 rows do not divide among 2 processes"),
+        ({"micro_batch_size": 8}, "train.micro_batch_size: 8 does not divide the 4 rows of each"),
+    ],
+)
+def test_ranks_that_cannot_train_together_are_refused(train, settings, reason):
+    _, codes, said = train(2, train=settings)
+    assert codes in ([7, 7], [2, 2])
+    (line,) = errors(said)
+    assert reason in line
+
+
+def test_ranks_with_another_text_are_refused(train):
+    _, codes, said = train(2, fault="misread")
+    assert codes == [7, 7]
+    assert "rank 1: the text is another, on rank 0 " in errors(said)[0]
+
+
+def test_half_of_torchruns_variables_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE: not set, but RANK is"), group.join():
+        pass
+
+
+def test_ranks_that_never_come_are_counted(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(group, "JOINING", 0.2)
+    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4}
+    for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(RankError, match=r"1 of 4 ranks joined within 0\.2 seconds"), group.join():
+        pass
+
+
+DIES_ONCE = """
+import os, signal
+from gptmini.cli import app
+from gptmini.train import trainer
+update = trainer.update
+def dying(training):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if training.step == 3 and os.environ["RANK"] == "1" and first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update(training)
+trainer.update = dying
+app.main()
+"""
+
+
+def test_torchrun_starts_a_run_again_after_a_rank_died(train, tmp_path, text):
+    whole, *_ = train(2, "whole")
+    script = tmp_path / "dies_once.py"
+    script.write_text(DIES_ONCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "--max-restarts=1", script, *words(text, tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 (process" in done.stderr
+    assert "resuming after step 2" in done.stderr
+    assert same(weights(whole), weights(RunDirectory(tmp_path / "run")))

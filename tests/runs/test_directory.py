@@ -1,0 +1,400 @@
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptmini import files
+from gptmini.errors import CheckpointError, ConfigError, MachineError
+from gptmini.runs.directory import Checkpoint, RunDirectory, newest_run
+from gptmini.runs.tensors import Manifest, Part, Piece, fitting
+from gptmini.tokenizer.tokenizers import ByteTokenizer
+from tests.support import tiny
+
+
+class Killed(BaseException):
+    """Simulates the end of the process."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create(tiny(), ByteTokenizer())
+    return run
+
+
+def checkpoint(step: int, best: int | None = None) -> Checkpoint:
+    """A checkpoint whose tensors hold its step."""
+    state = {"step": step, "best": None if best is None else {"step": best, "val_loss": 1.0}}
+    tensors = {"a": torch.full((5,), float(step)), "b": torch.arange(6.0).view(2, 3)}
+    return Checkpoint(state, tensors, {"a/exp_avg": torch.full((5,), -float(step))})
+
+
+def newest_step(run: RunDirectory) -> int:
+    found = run.newest()
+    assert found is not None
+    assert found.model["a"].tolist() == [found.step] * 5
+    assert found.optimizer["a/exp_avg"].tolist() == [-found.step] * 5
+    return found.step
+
+
+def test_a_saved_checkpoint_loads_as_it_was(run: RunDirectory):
+    assert run.newest() is None
+    run.save(checkpoint(3))
+    assert newest_step(run) == 3
+    assert run.config() == tiny()
+    assert run.tokenizer().kind == "byte"
+
+
+def test_the_newest_two_and_the_best_are_kept(run: RunDirectory):
+    for step in range(1, 7):
+        run.save(checkpoint(step, best=min(step, 2)))
+    assert run.steps() == [6, 5, 2]
+    assert run.best().step == 2
+    assert json.loads((run.path / "best.json").read_bytes())["step"] == 2
+    assert not list(run.checkpoints.glob(".*"))
+
+
+shutil_rmtree = shutil.rmtree
+CALLS = ("write", "rename", "sync_directory", "remove_tree", "replace")
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
+    """End the process at this call of `files`, before it, or after half a write."""
+    count = 0
+
+    def counted(function):
+        def call(path: Path, *rest) -> None:
+            nonlocal count
+            count += 1
+            if count == number:
+                if not before and function.__name__ == "write":
+                    path.write_bytes(rest[0][: len(rest[0]) // 2])
+                elif not before and function is shutil_rmtree:
+                    next(path.iterdir()).unlink()
+                elif not before:
+                    function(path, *rest)
+                raise Killed
+            function(path, *rest)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(files, name, counted(getattr(files, name)))
+    for module, name in ((os, "replace"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+
+
+def save_whole(run: RunDirectory, whole: Checkpoint) -> None:
+    run.save(whole)
+
+
+def save_sharded(run: RunDirectory, whole: Checkpoint, count: int = 2) -> None:
+    """Save as `count` processes do, each of which has its rows of every tensor."""
+    run.begin_save()
+    manifest: Manifest = {}
+    for number in range(count):
+        own = {"model": {}, "optimizer": {}}
+        for kind, tensors in (("model", whole.model), ("optimizer", whole.optimizer)):
+            for name, tensor in tensors.items():
+                own[kind][name] = Piece(tensor, 0, ())
+                if tensor.ndim:
+                    rows = part_of(number, count).rows(len(tensor))
+                    own[kind][name] = Piece(tensor[rows], rows.start, tuple(tensor.shape))
+        manifest |= run.save_shard(whole.step, number + 1, count, own)
+    run.save(Checkpoint(whole.state, {}, {}), shards=manifest)
+
+
+def part_of(number: int, count: int) -> Part:
+    """The rows that torch.chunk gives to one of `count` processes."""
+
+    def rows(n_rows: int) -> slice:
+        before = torch.arange(n_rows).chunk(count)[:number]
+        start = sum(len(chunk) for chunk in before)
+        own = torch.arange(n_rows).chunk(count)[number : number + 1]
+        return slice(start, start + sum(len(chunk) for chunk in own))
+
+    return Part(rows)
+
+
+@pytest.mark.parametrize("save", [save_whole, save_sharded])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, before, save):
+    for step in (1, 2, 3):
+        save(run, checkpoint(step, best=1))
+    template = run.path.with_name("template")
+    shutil.copytree(run.path, template)
+    number, killed = 0, True
+    while killed:
+        number += 1
+        shutil.rmtree(run.path)
+        shutil.copytree(template, run.path)
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, number, before)
+            try:
+                save(run, checkpoint(4, best=4))
+                killed = False
+            except Killed:
+                pass
+        assert newest_step(run) in (3, 4)
+        save(run, checkpoint(4, best=4))  # the next save cleans up
+        assert newest_step(run) == 4
+        assert run.steps() == [4, 3]
+        assert not list(run.checkpoints.glob(".*"))
+    assert number > 10
+
+
+def test_a_checkpoint_is_synced_before_its_name_appears(run: RunDirectory, monkeypatch):
+    synced: set[int] = set()
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check_rename(source, target) -> None:
+        if Path(target).name == "step-00000001":
+            inside = {path.stat().st_ino for path in Path(source).iterdir()}
+            assert len(inside) == 4
+            assert inside | {Path(source).stat().st_ino} <= synced
+        replace(source, target)
+
+    monkeypatch.setattr(files, "sync", note_sync)
+    monkeypatch.setattr(os, "replace", check_rename)
+    run.save(checkpoint(1))
+    assert run.checkpoints.stat().st_ino in synced
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+def test_damage_anywhere_is_found_and_the_previous_checkpoint_used(
+    run: RunDirectory, name: str, capsys
+):
+    run.save(checkpoint(1))
+    run.save(checkpoint(2))
+    path = run.checkpoints / "step-00000002" / name
+    whole = path.read_bytes()
+    cases = [whole[:cut] for cut in range(0, len(whole), len(whole) // 15)]
+    for at in range(0, len(whole), max(1, len(whole) // 40)):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        cases.append(bytes(flipped))
+    for damaged in cases:
+        path.write_bytes(damaged)
+        if name == "manifest.json" and _same_json(damaged, whole):
+            continue
+        assert newest_step(run) == 1
+        last_line = capsys.readouterr().err.splitlines()[-1]
+        assert last_line.startswith("warning: ")
+        assert "step-00000002" in last_line
+        assert last_line.endswith("; using step 1")
+    path.unlink()
+    assert newest_step(run) == 1
+
+
+def _same_json(one: bytes, other: bytes) -> bool:
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("reading", [1, 2, 3, 5])
+@pytest.mark.parametrize("writing", [1, 2, 3, 5])
+def test_any_number_of_processes_reads_what_any_number_wrote(run: RunDirectory, writing, reading):
+    whole = checkpoint(1)
+    whole.model["c"] = torch.randn(11, 2, 3)
+    whole.optimizer |= {"c/exp_avg": torch.randn(11, 2, 3), "c/step": torch.tensor(7.0)}
+    save_sharded(run, whole, writing)
+    parts = [
+        run.load(1, with_optimizer=True, part=part_of(number, reading)) for number in range(reading)
+    ]
+    for name, tensor in whole.model.items():
+        assert torch.cat([part.model[name] for part in parts]).equal(tensor)
+    for name, tensor in whole.optimizer.items():
+        rows = [part.optimizer[name] for part in parts if name in part.optimizer]
+        assert (torch.cat(rows) if tensor.ndim else rows[0]).equal(tensor)
+    loaded = run.load(1, with_optimizer=True)
+    assert loaded.optimizer.keys() == whole.optimizer.keys()
+    assert all(tensor.equal(loaded.model[name]) for name, tensor in whole.model.items())
+
+
+def test_a_process_opens_only_the_files_with_its_rows(run: RunDirectory):
+    save_sharded(run, checkpoint(1))
+    (run.checkpoints / "step-00000001" / "model-00002-of-00002.safetensors").unlink()
+    (run.checkpoints / "step-00000001" / "optimizer-00002-of-00002.safetensors").unlink()
+    assert run.load(1, True, part_of(0, 2)).model["a"].tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        run.load(1, True, part_of(1, 2))
+
+
+@pytest.mark.parametrize("number", range(1, 3))
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_damage_in_any_shard_is_found_and_the_previous_checkpoint_used(
+    run: RunDirectory, kind: str, number: int, capsys
+):
+    save_sharded(run, checkpoint(1))
+    save_sharded(run, checkpoint(2))
+    file = run.checkpoints / "step-00000002" / f"{kind}-{number:05d}-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert newest_step(run) == 1
+    assert f"{file.name}: damaged (its contents do not match" in capsys.readouterr().err
+    save_sharded(run, checkpoint(3))
+    assert run.steps() == [3, 2, 1]  # a damaged one does not count as kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries, name: entries.pop(name),
+        lambda entries, name: entries.update({f"../../{name}": entries.pop(name)}),
+        lambda entries, name: entries[name]["tensors"]["a"].update(start=4),
+        lambda entries, name: entries[name]["tensors"]["a"].update(rows=[1]),
+        lambda entries, name: entries[name]["tensors"]["a"].update(shape=[6]),
+        lambda entries, name: entries[name]["tensors"]["a"].update(shape=["x"]),
+        lambda entries, name: entries[name]["tensors"].pop("a"),
+        lambda entries, name: entries[name].update(tensors=[1]),
+        lambda entries, name: entries.update({name: None}),
+    ],
+)
+def test_a_manifest_that_places_rows_wrongly_is_damage(run: RunDirectory, change):
+    save_sharded(run, checkpoint(1))
+    file = run.checkpoints / "step-00000001" / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    change(manifest, "model-00002-of-00002.safetensors")
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.load(1)
+
+
+def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(run: RunDirectory):
+    for step in (1, 2):
+        run.save(checkpoint(step))
+        (run.checkpoints / f"step-{step:08d}" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError) as error:
+        run.newest()
+    assert len(error.value.lines) == 3
+    assert "step-00000002" in error.value.lines[0]
+
+
+def test_other_names_are_not_checkpoints(run: RunDirectory):
+    run.save(checkpoint(7))
+    for name in ("step-1", "step-00000009.bak", ".tmp", "step-0000000x"):
+        shutil.copytree(run.checkpoints / "step-00000007", run.checkpoints / name)
+    assert run.steps() == [7]
+    (run.checkpoints / "step-00000007").rename(run.checkpoints / "step-00000008")
+    with pytest.raises(CheckpointError, match="step 7"):
+        run.newest()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[", b"[" * 100_000, b"3", b"{}", b'{"format": 1, "step": 7}', b'{"step": -7}'],
+)
+def test_files_by_others_with_matching_hashes_are_refused_as_damaged(run: RunDirectory, content):
+    run.save(checkpoint(7))
+    folder = run.checkpoints / "step-00000007"
+    (folder / "state.json").write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"step-00000007.*state\.json"):
+        run.newest()
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"step-00000007.*(manifest|state)\.json"):
+        run.newest()
+
+
+def test_a_damaged_best_falls_back_to_the_newest(run: RunDirectory):
+    run.save(checkpoint(1, best=1))
+    run.save(checkpoint(2, best=1))
+    assert run.best().step == 1
+    (run.checkpoints / "step-00000001" / "model.safetensors").unlink()
+    assert run.best().step == 2
+
+
+def test_tensors_must_fit_the_model():
+    found = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    expected = {"a": torch.zeros(2), "b": torch.zeros(4), "c": torch.zeros(1)}
+    with pytest.raises(CheckpointError) as error:
+        fitting(found, expected, Path("here"))
+    assert [
+        "tensor b: (3,) in the checkpoint, (4,)" in error.value.lines[0],
+        "tensor c: missing in the checkpoint, (1,)" in error.value.lines[1],
+    ] == [True, True]
+
+
+def test_pruning_leaves_the_best_and_the_newest(run: RunDirectory):
+    """A process that is killed after writing a checkpoint has deleted nothing yet."""
+    for step in range(1, 7):
+        run.save(checkpoint(step, best=2), keep=9)
+    run.prune({"step": 2}, 2)
+    assert run.steps() == [6, 5, 2]
+
+
+def test_the_newest_run_is_the_one_whose_last_checkpoint_is_newest(tmp_path: Path):
+    assert newest_run(tmp_path) is None
+    for name, step in {"finished": 7, "earlier": 9, "converted": 0, "begun": None}.items():
+        run = RunDirectory(tmp_path / name)
+        run.create(tiny(), ByteTokenizer())
+        if step is not None:
+            run.save(checkpoint(step))
+    for number, name in enumerate(("earlier", "finished", "converted")):
+        for manifest in (tmp_path / name).glob("checkpoints/*/manifest.json"):
+            os.utime(manifest, (number, number))
+    assert newest_run(tmp_path) == tmp_path / "finished"
+    for name in ("finished", "earlier"):
+        shutil.rmtree(tmp_path / name)
+    os.utime(tmp_path / "converted" / "config.yaml", (1, 1))
+    assert newest_run(tmp_path) == tmp_path / "begun"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+@pytest.mark.parametrize("name", ["config.yaml", "best.json", "manifest.json", "state.json"])
+def test_a_fifo_is_refused_and_not_waited_for(run: RunDirectory, name: str):
+    run.save(checkpoint(1, best=1))
+    (path,) = run.path.rglob(name)
+    path.unlink()
+    os.mkfifo(path)
+    if name == "config.yaml":
+        with pytest.raises(ConfigError, match=r"config.yaml: not a regular file"):
+            run.config()
+    elif name == "best.json":
+        assert run.best().step == 1
+    else:
+        with pytest.raises(CheckpointError, match=rf"{name}: damaged"):
+            run.newest()
+
+
+def test_a_missing_run_and_a_missing_checkpoint_are_reported(tmp_path: Path, run: RunDirectory):
+    with pytest.raises(CheckpointError, match="no run here"):
+        RunDirectory(tmp_path / "none").config()
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        run.best()
+
+
+def test_one_writer_at_a_time(run: RunDirectory):
+    with (
+        run.lock(),
+        pytest.raises(MachineError, match=rf"process {os.getpid()} on .* is training"),
+        run.lock(),
+    ):
+        pass
+    with run.lock():  # free again
+        pass
+
+
+def test_a_file_appears_complete_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "a"
+    files.replace(path, b"one")
+    with pytest.raises(ZeroDivisionError), files.atomic_write(path) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["a"]

@@ -1,0 +1,142 @@
+"""metrics.jsonl, and the same metrics in TensorBoard and Weights & Biases."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptmini.errors import MachineError
+from gptmini.runs import log
+from tests.support import new_cache, tiny, train
+
+EVALUATED = {"val_loss": 1.5, "val_bpb": 2.0, "sample": "a", "peak_memory": 1}
+
+
+def stamp(step: int) -> dict:
+    return {"step": step, "tokens": 64 * step, "seconds": 0.5}
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_tensorboard_has_every_number_and_resumes_with_the_run(text_file, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cache, run = new_cache(tmp_path), tmp_path / "run"
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["tensorboard"]})
+    train(config, run, cache)
+    train(config.with_train(steps=9), run, cache)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for key in ("train_loss", "val_bpb", "lr", "grad_norm"):
+        found = [(event.step, event.value) for event in events.Scalars(key)]
+        logged = [(line["step"], line[key]) for line in lines(run) if key in line]
+        assert [step for step, _ in found] == [step for step, _ in logged]
+        assert [value for _, value in found] == pytest.approx([value for _, value in logged])
+    assert events.Tags()["tensors"] == ["sample/text_summary"]
+
+
+@pytest.mark.slow
+def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tmp_path / "run"
+    logged, log_of_wandb = [], wandb.Run.log
+    monkeypatch.setattr(
+        wandb.Run,
+        "log",
+        lambda self, data, step: (logged.append(data), log_of_wandb(self, data, step=step)),
+    )
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    train(config, run, new_cache(tmp_path))
+    assert logged == lines(run)
+    name = (run / "wandb.id").read_text()
+    assert list((run / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(
+    text_file, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    with pytest.raises(MachineError, match="run pip install wandb, or remove"):
+        train(config, tmp_path / "run", new_cache(tmp_path))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_tracker_that_fails_does_not_end_the_training(text_file, tmp_path, monkeypatch, capsys):
+    def write(metrics):
+        raise ConnectionError("nobody there")
+
+    def close():
+        raise AssertionError("it was dropped when it failed")
+
+    monkeypatch.setitem(log.TRACKERS, "wandb", lambda *_: (write, close))
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    train(config, tmp_path / "run", new_cache(tmp_path))
+    assert len(lines(tmp_path / "run")) == 6
+    err = capsys.readouterr().err
+    failed = "wandb failed (ConnectionError('nobody there')); continuing without it"
+    assert err.count(f"warning: train.log_to: {failed}") == 1
+
+
+def test_a_tracker_that_cannot_start_is_named(text_file, tmp_path, monkeypatch):
+    def broken(*_):
+        raise ValueError("not logged in")
+
+    monkeypatch.setitem(log.TRACKERS, "wandb", broken)
+    config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
+    with pytest.raises(MachineError, match="wandb: not logged in; fix this, or remove wandb from"):
+        train(config, tmp_path / "run", new_cache(tmp_path))
+
+
+def test_a_log_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(stamp(step))}\n" for step in (1, 2, 3)) + '{"st')
+    written = log.RunLog(tmp_path, tiny(), 2)
+    written.write(stamp(3) | EVALUATED)
+    assert lines(tmp_path) == [stamp(1), stamp(2), stamp(3) | EVALUATED]
+    written.back_to(1)
+    written.write(stamp(2))
+    written.close()
+    assert log.metrics(path) == lines(tmp_path) == [stamp(1), stamp(2)]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null",
+        "[1]",
+        "{",
+        "[" * 100_000,
+        '{"step": 2}',
+        '{"step": Infinity, "tokens": 1, "seconds": 1}',
+        '{"step": 1e999, "tokens": 1, "seconds": 1}',
+        '{"step": "5", "tokens": 1, "seconds": 1}',
+        '{"step": 2.5, "tokens": 1, "seconds": 1}',
+        '{"step": true, "tokens": 1, "seconds": 1}',
+        '{"step": 2, "tokens": NaN, "seconds": 1}',
+        '{"step": 2, "tokens": -1, "seconds": 1}',
+        '{"step": 2, "tokens": 1' + "0" * 400 + ', "seconds": 1}',
+        '{"step": 2, "tokens": 1, "seconds": 1, "train_loss": 2.0}',
+        '{"step": 2, "tokens": 1, "seconds": 1, "val_loss": 2.0}',
+        json.dumps({"step": 2, "tokens": 1, "seconds": 1} | {**EVALUATED, "sample": 3}),
+        "\x00\xff",
+    ],
+    ids=range(17),
+)
+def test_a_line_that_training_did_not_write_is_skipped_with_a_warning(tmp_path, capsys, line):
+    path = tmp_path / "metrics.jsonl"
+    first, last = json.dumps(stamp(1)), json.dumps(stamp(3) | EVALUATED)
+    path.write_text("\n".join([first, line, line, last, ""]), encoding="latin-1")
+    assert log.metrics(path) == [stamp(1), stamp(3) | EVALUATED]
+    expected = f"warning: {path}: skipped 2 lines not written by training\n"
+    assert capsys.readouterr().err == expected
+    log.RunLog(tmp_path, tiny(), 3).close()  # as when the run is resumed
+    assert lines(tmp_path) == [stamp(1), stamp(3) | EVALUATED]
+    assert capsys.readouterr().err == expected

@@ -1,0 +1,65 @@
+"""Training from Python."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptmini
+from gptmini.errors import ConfigError
+from gptmini.runs.directory import RunDirectory
+from tests.support import SMALL, TINY, new_cache, tiny
+
+
+def asked(text_file: Path) -> dict:
+    return {**TINY, "data": {"path": str(text_file)}}
+
+
+def test_it_returns_the_trained_run_and_resumes_it(text_file: Path, tmp_path: Path):
+    cache = new_cache(tmp_path)
+    run = gptmini.fit(asked(text_file), tmp_path / "run", cache)
+    assert isinstance(run, gptmini.Run)
+    best = RunDirectory(tmp_path / "run").best()
+    assert run.step == best.step > 0
+    for name, tensor in run.model.state_dict().items():
+        torch.testing.assert_close(tensor, best.model[name], rtol=1e-2, atol=1e-2)  # bfloat16
+    assert run.generate("the", max_new_tokens=3)
+    before = RunDirectory(tmp_path / "run").steps()
+    gptmini.fit(asked(text_file), str(tmp_path / "run"), cache)  # finished already
+    assert RunDirectory(tmp_path / "run").steps() == before
+    longer = {**TINY["train"], "steps": 8}
+    gptmini.fit({**asked(text_file), "train": longer}, tmp_path / "run", cache)
+    assert RunDirectory(tmp_path / "run").steps()[0] == 8
+
+
+def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path):
+    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    import gptmini as package
+
+    command = RunDirectory(tmp_path / "runs" / "text")
+    package.fit(command.config(), tmp_path / "again", tmp_path / "cache")
+    again = RunDirectory(tmp_path / "again")
+    assert again.config() == command.config()
+    ours, theirs = again.newest(), command.newest()
+    assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
+
+
+def test_a_mistake_is_named_by_its_key(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"train\.setps: no such setting; did you mean train.steps"
+    ):
+        gptmini.fit({"train": {"setps": 3}}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_thread_may_train(text_file: Path, tmp_path: Path):
+    """Only the main thread can handle signals."""
+    config = tiny(data={"path": str(text_file)})
+    runs: list[gptmini.Run] = []
+    thread = threading.Thread(
+        target=lambda: runs.append(gptmini.fit(config, tmp_path / "run", new_cache(tmp_path)))
+    )
+    thread.start()
+    thread.join()
+    assert [run.path for run in runs] == [tmp_path / "run"]

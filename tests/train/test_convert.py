@@ -1,0 +1,135 @@
+"""Pooling KV heads: exact where nothing is pooled, right where heads agree, and trainable."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import ConfigError, DataError
+from gptmini.generate.run import Run, load
+from gptmini.model.gpt import GPT
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import convert
+from tests.support import new_cache, tiny, train
+
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def model_of(n_kv_head: int, **settings) -> GPT:
+    torch.manual_seed(0)
+    config = ModelConfig.model_validate(
+        {
+            **{"vocab_size": 30, "n_layer": 2, "n_head": 8, "d_model": 32, "context_length": 12},
+            **{"attention": {"variant": "gqa", "n_kv_head": n_kv_head}, **settings},
+        }
+    )
+    return GPT(config).eval()
+
+
+def pooled(model: GPT, n_kv_head: int) -> GPT:
+    made = model_of(n_kv_head, bias=model.config.bias)
+    made.load_state_dict(convert.pool_kv_heads(model.state_dict(), made.config))
+    return made
+
+
+@pytest.mark.parametrize("heads", [8, 4, 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_pooling_to_the_same_number_of_heads_changes_nothing(heads, bias):
+    model = model_of(heads, bias=bias)
+    made = pooled(model, heads)
+    assert torch.equal(made(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_equal_heads_pool_without_loss(heads):
+    model = model_of(8, bias=True)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "k_proj" in name or "v_proj" in name:
+                few = torch.randn(heads, 1, 4, *tensor.shape[1:])
+                tensor.copy_(few.expand(-1, 8 // heads, *few.shape[2:]).reshape(tensor.shape))
+    torch.testing.assert_close(pooled(model, heads)(TOKENS), model(TOKENS))
+
+
+def test_a_pooled_head_is_the_mean_of_those_it_replaces():
+    model = model_of(4)
+    before = model.blocks[1].attn.v_proj.weight
+    after = pooled(model, 2).blocks[1].attn.v_proj.weight
+    rows: list[Tensor] = [(before[0:4] + before[4:8]) / 2, (before[8:12] + before[12:16]) / 2]
+    torch.testing.assert_close(after, torch.cat(rows))
+    assert torch.equal(pooled(model, 2).embed.weight, model.embed.weight)
+
+
+@pytest.fixture
+def trained(text_file: Path, tmp_path: Path) -> Run:
+    config = tiny(data={"path": str(text_file)}, train={"steps": 20, "eval_every": 10})
+    train(config, tmp_path / "run", new_cache(tmp_path))
+    return load(tmp_path / "run", "cpu", "float32", tmp_path / "cache")
+
+
+def test_a_converted_run_generates_and_can_be_trained_further(trained, tmp_path):
+    out, cache = tmp_path / "pooled", tmp_path / "cache"
+    mqa = {"variant": "mqa", "n_kv_head": None}
+    config = convert.convert(trained, mqa, None, out, cache)
+    assert config.train.steps == 2
+    assert config.model.n_kv_head == 1
+    start = load(out, "cpu", "float32", cache)
+    assert start.step == 0
+    assert start.generate("the", max_new_tokens=3)
+    for name, tensor in start.model.state_dict().items():
+        if "k_proj" not in name and "v_proj" not in name:
+            assert torch.equal(tensor, trained.model.state_dict()[name])
+    train(RunDirectory(out).config(), out, cache)
+    after = RunDirectory(out).newest()
+    assert after.step == 2
+    assert not torch.equal(after.model["embed.weight"], start.model.embed.weight)
+
+
+def test_interrupted_uptraining_ends_in_the_same_bits(trained, tmp_path, monkeypatch):
+    cache, ends = tmp_path / "cache", []
+    heads = {"variant": "gqa", "n_kv_head": 2}
+    for name, stop in (("whole", None), ("halved", 2)):
+        out = tmp_path / name
+        config = convert.convert(trained, heads, 4, out, cache)
+        if stop:
+            train(config.with_train(save_every=1, keep=9), out, cache)
+            for step in (3, 4):
+                (out / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"{step}")
+        train(RunDirectory(out).config(), out, cache)
+        ends.append(copy.deepcopy(load(out, "cpu", "float32", cache).model.state_dict()))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_conversions_that_cannot_work_are_refused(trained, tmp_path, text_file):
+    cache = tmp_path / "cache"
+    wrong = {"variant": "gqa", "n_kv_head": 3}
+    with pytest.raises(ConfigError, match="3"):
+        convert.convert(trained, wrong, None, tmp_path / "a", cache)
+    half = {"variant": "gqa", "n_kv_head": 2}
+    convert.convert(trained, half, None, tmp_path / "half", cache)
+    fewer = load(tmp_path / "half", "cpu", "float32", cache)
+    with pytest.raises(ConfigError, match=r"2 KV heads, which do not pool into 4; .* one of 1, 2"):
+        convert.convert(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b", cache)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        convert.convert(trained, half, None, tmp_path / "half", cache)
+    text_file.write_text(text_file.read_text() + "more")
+    with pytest.raises(DataError, match="not the text"):
+        convert.convert(trained, half, None, tmp_path / "c", cache)
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_interrupted_conversion_leaves_no_run_without_weights(trained, tmp_path, monkeypatch):
+    def full(*_) -> None:
+        raise OSError(28, "no space left on device")
+
+    half, out = {"variant": "gqa", "n_kv_head": 2}, tmp_path / "half"
+    monkeypatch.setattr(RunDirectory, "write_config", full)
+    with pytest.raises(OSError, match="no space"):
+        convert.convert(trained, half, None, out, tmp_path / "cache")
+    assert not RunDirectory(out).exists
+    monkeypatch.undo()
+    convert.convert(trained, half, None, out, tmp_path / "cache")
+    assert load(out, "cpu", "float32", tmp_path / "cache").step == 0

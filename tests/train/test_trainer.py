@@ -1,0 +1,469 @@
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from gptmini.config.settings import Config
+from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
+from gptmini.generate.run import Run
+from gptmini.machine import pick_device, signals
+from gptmini.runs.directory import RunDirectory
+from gptmini.train import trainer
+from tests.support import prepared, tiny
+from tests.support import train as begin_training
+
+CLOCK = {"seconds", "tokens_per_second", "peak_memory"}  # what depends on the moment
+
+
+@pytest.fixture
+def config(text_file: Path) -> Config:
+    return tiny(data={"path": str(text_file)}, model={"dropout": 0.1})
+
+
+@pytest.fixture
+def train(tmp_path: Path):
+    def run(config: Config, name: str = "run") -> RunDirectory:
+        begin_training(config, tmp_path / name, tmp_path / "cache")
+        return RunDirectory(tmp_path / name)
+
+    return run
+
+
+def weights(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
+    path = run.checkpoints / f"step-{step:08d}" / "model.safetensors"
+    return safetensors.torch.load_file(path)
+
+
+def metrics(run: RunDirectory) -> list[dict]:
+    """The lines of metrics without what a clock said."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, act) -> None:
+    """Do something to the process in the middle of its n-th update."""
+    update, made = trainer.update, 0
+
+    def counting(training):
+        nonlocal made
+        made += 1
+        if made == updates:
+            act()
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", counting)
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill() -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4, 5, 6])
+def test_a_killed_run_ends_in_the_same_bits(train, config, monkeypatch, updates):
+    whole = train(config, "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates, kill)
+        with pytest.raises(Killed):
+            train(config, "killed")
+    killed = train(config, "killed")
+    assert same(weights(whole, 6), weights(killed, 6))
+    assert metrics(whole) == metrics(killed)
+    assert [line["step"] for line in metrics(killed)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_and_the_run_goes_on(
+    train, config, text_file, monkeypatch, number, code
+):
+    whole = train(config, "whole")
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(Stopped, match=rf"by {name} after step 2, saved") as stopped:
+            train(config)
+    assert stopped.value.exit_code == code
+    assert RunDirectory(text_file.parent / "run").steps() == [2]
+    assert RunDirectory(stopped_path := train(config).path).steps()[0] == 6
+    assert same(weights(whole, 6), weights(RunDirectory(stopped_path), 6))
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_a_second_ctrl_c_stops_at_once():
+    with pytest.raises(KeyboardInterrupt), signals() as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received.stop == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_same_command_twice_gives_the_same_bits(train, config):
+    first, second = train(config, "a"), train(config, "b")
+    assert same(weights(first, 6), weights(second, 6))
+    other_seed = train(tiny(data={"path": config.data.path}, train={"seed": 1}), "c")
+    assert not same(weights(first, 6), weights(other_seed, 6))
+
+
+@pytest.mark.parametrize("grad_clip", [1e9, 0.01])
+@pytest.mark.parametrize("micro_batch_size", [4, 2, 1])
+def test_an_update_is_that_of_the_large_batch(text_file, tmp_path, micro_batch_size, grad_clip):
+    """Loss, gradients, their norm, clipping and rate, against one plain pass over all rows."""
+    settings = {"micro_batch_size": micro_batch_size, "grad_clip": grad_clip, "warmup_steps": 5}
+    config = tiny(data={"path": str(text_file)}, train=settings | {"dtype": "float32"})
+    training = prepared(config, tmp_path / "run", tmp_path / "cache")
+    model, optimizer, given = training.model, training.optimizer, []
+    for step in (2, 5):
+        training.progress.step = step
+        tokens, targets = training.batches.batch(step)
+        scores = model(tokens).log_softmax(-1)
+        expected_loss = -scores.gather(-1, targets[..., None]).mean()
+        gradients = torch.autograd.grad(expected_loss, list(model.parameters()))
+        norm = sum(gradient.square().sum() for gradient in gradients).sqrt().item()
+        assert 0.01 < norm < 1e9
+        optimizer.step = given.append  # type: ignore[method-assign]
+        metrics = trainer.update(training)
+        rate = config.train.lr * {2: 3 / 5, 5: 1}[step]
+        assert given.pop() == metrics["lr"] == pytest.approx(rate)
+        assert metrics["train_loss"] == pytest.approx(expected_loss.item(), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            clipped = gradient * min(1, grad_clip / norm)
+            bound = clipped.abs().max().item()
+            torch.testing.assert_close(parameter.grad, clipped, atol=1e-4 * bound, rtol=1e-3)
+            parameter.grad = None
+
+
+def test_accumulated_gradients_train_as_the_large_batch(train, text_file):
+    data = {"path": str(text_file)}
+    runs = [
+        train(tiny(data=data, train={"dtype": "float32", "micro_batch_size": size}), f"m{size}")
+        for size in (4, 1)
+    ]
+    whole, part = [weights(run, 6) for run in runs]
+    for name, tensor in whole.items():
+        torch.testing.assert_close(part[name], tensor, atol=2e-5, rtol=1e-3)
+
+
+def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before(
+    train, text_file, monkeypatch
+):
+    """On a clock by which step n takes n seconds."""
+    update, now = trainer.update, 0.0
+
+    def timed(training: Any) -> Any:
+        nonlocal now
+        now += training.step + 1
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", timed)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
+    intervals = {"steps": 10, "log_every": 4, "eval_every": 100, "save_every": 100}
+    run = train(tiny(data={"path": str(text_file)}, train=intervals))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 4, 8, 10]
+    assert [line["seconds"] for line in lines] == [1, 10, 36, 55]
+    speeds = [64 / 1, 3 * 64 / (2 + 3 + 4), 4 * 64 / (5 + 6 + 7 + 8), 2 * 64 / (9 + 10)]
+    assert [line["tokens_per_second"] for line in lines] == [round(speed, 1) for speed in speeds]
+
+
+def test_the_rate_is_scaled_after_a_rewind(text_file, tmp_path):
+    training = prepared(tiny(data={"path": str(text_file)}), tmp_path / "run", tmp_path / "cache")
+    training.progress.lr_scale = 0.25
+    rates: list[float] = []
+    training.optimizer.step = rates.append  # type: ignore[method-assign]
+    assert trainer.update(training)["lr"] == rates[0] == training.config.train.lr / 4
+
+
+def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
+    train(config)
+    shorter = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
+    assert train(shorter).config().train.steps == 6
+    err = capsys.readouterr().err
+    assert err.endswith(
+        "run: already has 6 steps, more than --steps 2; pass a larger --steps to train longer\n"
+    )
+    train(config)
+    err = capsys.readouterr().err
+    assert "run: already finished at step 6; pass a larger --steps" in err
+    assert "resuming" not in err
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
+    run = train(longer)
+    assert run.steps()[0] == 9
+    assert run.config().train.steps == 9
+
+
+def test_another_micro_batch_is_said_to_change_the_bits(train, config, capsys):
+    train(config.with_train(micro_batch_size=4, steps=2))
+    capsys.readouterr()
+    train(config.with_train(micro_batch_size=4, steps=4))
+    assert "bit-identical" not in capsys.readouterr().err
+    train(config.with_train(micro_batch_size=2, steps=6))
+    line = "run: micro_batch_size was 4, is 2; results will no longer be bit-identical\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
+    """With bias, bans and stop texts; after a few updates, so that not all are alike."""
+    settings = {"temperature": 0, "max_new_tokens": 40, "start": "the "}
+    cases = [{}, {"bias": {"q": 50.0}}, {"ban": [" ", "o"]}, {"stop": ["o", "ck"]}]
+    cases.append({"bias": {"a": 50.0, "b": 50.0}, "ban": ["a"], "stop": ["bbbb"]})
+    samples = []
+    for number, case in enumerate(cases):
+        config = tiny(
+            data={"path": str(text_file)},
+            train={"dtype": "float32", "compile": "off", "micro_batch_size": 4},
+            sample=settings | case,
+        )
+        training = prepared(config, tmp_path / f"run-{number}", tmp_path / "cache")
+        trainer.update(training)
+        samples.append(trainer.sample(training))
+        tokenizer, model = training.corpus.tokenizer, training.model
+        same_model = Run(tmp_path, training.config, tokenizer, model, cache=tmp_path / "cache")
+        drawn = same_model.start([""], use_cache=False, overflow="stop").finish()
+        assert samples[-1] == drawn[0].text
+    assert samples[1] == "q" * len(samples[1]) != ""
+    assert samples[4] == ""
+    assert not {" ", "o"} & set(samples[2])
+    assert len(set(samples)) > 3
+
+
+def test_a_ban_of_several_tokens_is_refused_before_the_first_step(text_file, tmp_path):
+    config = tiny(data={"path": str(text_file)}, sample={"ban": ["the"]})
+    with pytest.raises(ConfigError, match=r"sample\.ban: 'the' is not one token"):
+        prepared(config, tmp_path / "run", tmp_path / "cache")
+
+
+def test_another_configuration_is_refused_with_its_differences(train, config, text_file):
+    train(config)
+    before = {p: p.read_bytes() for p in Path(text_file.parent / "run").rglob("*") if p.is_file()}
+    other = tiny(
+        data={"path": str(text_file)},
+        model={"dropout": 0.1, "attention": {"variant": "mqa"}},
+        train={"lr": 1.0},
+    )
+    with pytest.raises(ConfigError) as error:
+        train(other)
+    assert [line.split(":")[0] for line in error.value.lines[:-1]] == [
+        "model.attention.variant",
+        "train.lr",
+    ]
+    assert "--out" in error.value.lines[-1]
+    assert before == {p: p.read_bytes() for p in before}
+
+
+def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, config):
+    train(config)
+    with pytest.raises(ConfigError, match=r"^train.minutes: not set in .*run, now 2\.0\n"):
+        train(config.with_train(minutes=2.0))
+
+
+def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
+    def losses(**settings: int) -> tuple[list[float], str]:
+        out = train(tiny(data={"path": str(text_file)}, train=settings), f"run-{len(settings)}")
+        lines = (json.loads(line) for line in out.metrics.read_text().splitlines())
+        said = capsys.readouterr().err
+        return [line["val_loss"] for line in lines if "val_loss" in line], said
+
+    part, said = losses(eval_tokens=100)
+    assert re.search("evaluates on 100 of the [0-9]+ tokens held out, always the same\n", said)
+    whole, said = losses()
+    assert "evaluates on" not in said
+    assert part != whole
+    assert part == pytest.approx(whole, abs=0.3)
+
+
+def test_a_window_and_single_heads_are_in_the_header(train, text_file, capsys):
+    model = {"n_layer": 1, "n_head": 1, "attention": {"window": 4}}
+    train(tiny(data={"path": str(text_file)}, model=model, train={"steps": 1}))
+    err = capsys.readouterr().err
+    assert ": 1 layer, width 32, 1 head / 1 KV head (MHA, window 4), context 16" in err
+    assert "run: 1 step x " in err
+
+
+def test_a_resumed_run_deletes_what_a_kill_left(train, config, monkeypatch):
+    every = config.with_train(save_every=1, eval_every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "prune", lambda *_: None)
+        train(every)
+    run = RunDirectory(Path(config.data.path[0]).parent / "run")
+    assert len(run.steps()) == 6
+    train(every)  # finished, but still tidied
+    best = json.loads((run.path / "best.json").read_text())["step"]
+    assert run.steps() == sorted({6, 5, best}, reverse=True)
+
+
+def test_other_text_under_the_same_name_is_refused(train, config, text_file):
+    train(config)
+    text_file.write_text(text_file.read_text().replace("fox", "cow"))
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
+    written = (text_file.parent / "run" / "config.yaml").read_bytes()
+    with pytest.raises(DataError, match="not the text"):
+        train(longer)
+    assert (text_file.parent / "run" / "config.yaml").read_bytes() == written
+
+
+def test_damaged_checkpoints_are_never_a_fresh_start(train, config, tmp_path):
+    run = train(config)
+    for step in run.steps():
+        (run.checkpoints / f"step-{step:08d}" / "state.json").unlink()
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        train(longer)
+    assert run.config().train.steps == 6
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_new_ones(train, config):
+    run = train(config)
+    assert run.steps() == [6, 3]
+    (run.checkpoints / "step-00000006" / "state.json").write_text("{")
+    whole = train(config, "whole")
+    again = train(config)
+    assert again.steps() == [6, 3]
+    assert same(weights(whole, 6), weights(again, 6))
+    assert (run.checkpoints / "step-00000006.damaged").is_dir()
+
+
+def test_weights_that_blow_up_in_an_update_are_never_saved(train, text_file):
+    wild = {"lr": 1e9, "warmup_steps": 0, "eval_every": 1, "grad_clip": 1e9}
+    with pytest.raises(DivergedError, match=r"nothing of it was saved; lower train.lr"):
+        train(tiny(data={"path": str(text_file)}, train=wild))
+    run = RunDirectory(text_file.parent / "run")
+    for step in run.steps():
+        assert all(tensor.isfinite().all() for tensor in weights(run, step).values())
+    if (run.path / "best.json").exists():
+        assert math.isfinite(json.loads((run.path / "best.json").read_text())["val_loss"])
+
+
+def test_a_removed_folder_of_checkpoints_is_a_fresh_start(train, config):
+    run = train(config)
+    before = weights(run, 6)
+    shutil.rmtree(run.checkpoints)
+    assert same(weights(train(config), 6), before)
+
+
+def test_the_same_text_by_another_path_goes_on(train, config, text_file):
+    train(config)
+    data = {"path": str(text_file.parent / ".." / text_file.parent.name / text_file.name)}
+    other = tiny(data=data, model={"dropout": 0.1}, train={"steps": 9})
+    assert train(other).steps()[0] == 9
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monkeypatch):
+    def poison() -> None:
+        loss = trainer.loss
+        monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * float("nan"))
+
+    stop_after(monkeypatch, 5, poison)
+    expected = r"gradient norm nan after step 4, in the windows at tokens \d.*; nothing of it was"
+    with pytest.raises(DivergedError, match=expected):
+        train(config)
+    run = RunDirectory(Path(config.data.path[0]).parent / "run")
+    assert run.steps() == [3]
+    assert all(tensor.isfinite().all() for tensor in weights(run, 3).values())
+
+
+def test_the_run_directory_holds_what_it_promises(train, config):
+    run = train(config)
+    assert {path.name for path in run.path.iterdir()} == {
+        "best.json",
+        "checkpoints",
+        "config.yaml",
+        "lock",
+        "metrics.jsonl",
+        "tokenizer.json",
+    }
+    started = config.sample.model_copy(update={"start": "\n"})
+    chosen = config.with_tokenizer("byte", 257).with_train(
+        micro_batch_size=4, compile="off", reduce="fast"
+    )
+    assert run.config() == chosen.model_copy(update={"sample": started})
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    keys = {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
+    assert set(lines[0]) == keys
+    assert set(lines[2]) == keys | {"val_loss", "val_bpb", "sample", "peak_memory"}
+    assert len(lines[2]["sample"]) > 2
+    assert 50 << 20 < lines[2]["peak_memory"] < 8 << 30
+    assert lines[5]["tokens"] == 6 * 4 * 16
+    best = json.loads((run.path / "best.json").read_text())
+    assert best["val_loss"] == min(line["val_loss"] for line in lines if "val_loss" in line)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monkeypatch, dropout):
+    """The same rows again and again, through the same weights: only noise can differ."""
+    loss, losses = trainer.loss, []
+
+    def note(*arguments: Any) -> Any:
+        losses.append(loss(*arguments))
+        return losses[-1]
+
+    def update(seed: int, step: int) -> list[float]:
+        config = tiny(
+            data={"path": str(text_file)},
+            model={"dropout": dropout},
+            train={"micro_batch_size": 1, "seed": seed, "dtype": "float32"},
+        )
+        training = prepared(config, tmp_path / "run", tmp_path / "cache")
+        torch.manual_seed(0)
+        for parameter in training.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        training.model.eval()  # as an evaluation would leave it, if it forgot
+        row = torch.arange(17).expand(4, 17)
+        monkeypatch.setattr(training.batches, "batch", lambda _: (row[:, :-1], row[:, 1:]))
+        training.progress.step = step
+        losses.clear()
+        trainer.update(training)
+        return [value.item() for value in losses]
+
+    monkeypatch.setattr(trainer, "loss", note)
+    found = [update(1, 0), update(1, 1), update(2, 0)]
+    different = {value for values in found for value in values}
+    assert len(different) == (12 if dropout else 1)
+    assert update(1, 0) == found[0]
+
+
+def test_auto_device_is_there():
+    device = pick_device("auto")
+    assert torch.zeros(1, device=device).item() == 0
+
+
+def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypatch, capsys):
+    """Best at step 12 of 60, evaluated each third step: the cool-down from 18 on counts."""
+    assess = trainer.assess
+
+    def turning(training: Any) -> Any:
+        found = assess(training) | {"val_loss": 5.0 + abs(training.step - 12)}
+        if training.progress.best["step"] > 12:
+            training.progress.best = training.progress.best | {"step": 12}
+        return found
+
+    monkeypatch.setattr(trainer, "assess", turning)
+    config = tiny(
+        data={"path": str(text_file)}, train={"steps": 60, "patience": 4, "warmup_steps": 2}
+    )
+    begin_training(config, tmp_path / "run", tmp_path / "cache")
+    run = RunDirectory(tmp_path / "run")
+    assert run.steps()[0] == 18 + 4 * 3
+    assert "ended at step 30: the validation loss was best at step 12" in capsys.readouterr().err
+    begin_training(config, tmp_path / "run", tmp_path / "cache")
+    assert "already finished at step 30; " in capsys.readouterr().err
+    assert run.steps()[0] == 30
+    more = config.with_train(patience=None)
+    begin_training(more, tmp_path / "run", tmp_path / "cache")
+    assert run.steps()[0] == 60
