@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
 from gptmini.errors import DataError
-from gptmini.tokenizer import bpe
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer import bpe, tokenizers
 from gptmini.tokenizer.tokenizers import BpeTokenizer, ByteTokenizer, CharTokenizer
 from tests.support import WORDS, gpt2
 
