@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptmini.config.settings import Config, ModelConfig
-    from gptmini.generate.run import Run, load
+    from gptmini.generate.run import Run
+    from gptmini.generate.run import load_run as load
     from gptmini.interop.export import export_run
     from gptmini.interop.huggingface import import_model
     from gptmini.model.gpt import GPT
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["GPT", "Config", "ModelConfig", "Run", "export_run", "fit", "import_model", "load"]
 
-_HOMES = {
+_HOMES = {  # where each public name lives; after a colon, what it is called there
     "GPT": "model.gpt",
     "Config": "config.settings",
     "ModelConfig": "config.settings",
     "Run": "generate.run",
-    "fit": "train.fit",
+    "fit": "train.api",
     "export_run": "interop.export",
     "import_model": "interop.huggingface",
-    "load": "generate.run",
+    "load": "generate.run:load_run",
 }
 
 
@@ -35,7 +36,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, since torch takes more than a second to load."""
     if name not in _HOMES:
         raise AttributeError(f"module 'gptmini' has no attribute {name!r}")
-    return getattr(import_module(f"gptmini.{_HOMES[name]}"), name)
+    module, _, real_name = _HOMES[name].partition(":")
+    return getattr(import_module(f"gptmini.{module}"), real_name or name)
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,7 @@ def silence() -> None:
     _speakers.clear()
 
 
-def on_terminal() -> bool:
+def is_interactive() -> bool:
     """Whether a person watches stderr."""
     return sys.stderr.isatty() and bool(_speakers)
 
@@ -37,9 +37,9 @@ def warn(line: str) -> None:
     say(f"warning: {line}")
 
 
-def say_fact(line: str) -> None:
+def say_header(line: str) -> None:
     """Print a line of a header, such as `  model     2.6 M parameters`; a terminal wraps it."""
-    if not on_terminal():
+    if not is_interactive():
         say(line)
         return
     width = max(40, shutil.get_terminal_size().columns - 1)
@@ -47,7 +47,7 @@ def say_fact(line: str) -> None:
     say(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
 
 
-def amount(number: float, noun: str) -> str:
+def format_count(number: float, noun: str) -> str:
     """`1 step`, `1,200 steps`, `0.5 minutes`."""
     digits = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{digits} {noun}{'s' * (number != 1)}"
@@ -61,7 +61,7 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
     escape = sys.stdout.isatty() and not raw
     try:
         for text in texts:
-            sys.stdout.write(shown(text) if escape else text)
+            sys.stdout.write(escape_control_characters(text) if escape else text)
             sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more at exit, which must not fail again.
@@ -70,7 +70,7 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
     return True
 
 
-def shown(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """The text with control characters escaped, so that a terminal does not obey them."""
     return "".join(
         c if unicodedata.category(c) != "Cc" or c in "\n\t" else ascii(c)[1:-1]
@@ -78,7 +78,7 @@ def shown(text: str) -> str:
     )
 
 
-class TrainingProgress:
+class TrainingProgressBar:
     """Training progress: a bar on a terminal, otherwise lines.
 
     Both say: step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left
@@ -91,7 +91,7 @@ class TrainingProgress:
         self._started = time.perf_counter()
         self._loss = ""
         self._facts = ""  # learning rate and speed, as last logged
-        self._terminal = on_terminal()
+        self._terminal = is_interactive()
         self._bar = tqdm(
             total=steps,
             initial=step,
@@ -101,12 +101,12 @@ class TrainingProgress:
             disable=not self._terminal,
         )
 
-    def plan(self, steps: int, minutes: float) -> None:
+    def set_steps(self, steps: int, minutes: float) -> None:
         """Change the number of steps, to fit the minutes; a change of more than 2 % gets a line."""
         self._steps = self._bar.total = steps
         if abs(steps - self._said) > 0.02 * self._said:
             self._said = steps
-            say(f"  now {amount(steps, 'step')}, to fit {amount(minutes, 'minute')}")
+            say(f"  now {format_count(steps, 'step')}, to fit {format_count(minutes, 'minute')}")
 
     def advance(self, loss: float) -> None:
         self._loss = f"  loss {loss:.4f}"
@@ -115,7 +115,7 @@ class TrainingProgress:
         self._bar.set_description_str(self._line(), refresh=False)
         self._bar.update()
 
-    def back_to(self, step: int) -> None:
+    def rewind_to(self, step: int) -> None:
         """Return to an earlier step; the steps after it are repeated."""
         self._step = self._bar.n = step
 
@@ -143,26 +143,26 @@ class TrainingProgress:
         if self._made == 0 or self._step >= self._steps:
             return line
         per_step = (time.perf_counter() - self._started) / self._made
-        return f"{line}  {duration(per_step * (self._steps - self._step))} left"
+        return f"{line}  {format_duration(per_step * (self._steps - self._step))} left"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """1:35, or 12h31m from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+def show_byte_progress(description: str, total: int) -> Iterator[Callable[[int], object]]:
     """A bar over `total` bytes on a terminal; yields a function that counts more of them.
 
     Work that took over a second ends with a line that states its speed.
     """
     started = time.perf_counter()
     done = 0
-    hidden = not on_terminal()
+    hidden = not is_interactive()
     with tqdm(
-        desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=hidden
+        desc=description, total=total, unit="B", unit_scale=True, leave=False, disable=hidden
     ) as bar:
 
         def advance(count: int) -> None:
@@ -173,23 +173,25 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
         yield advance
     seconds = time.perf_counter() - started
     if seconds > 1:
-        say(f"{what}: {done / 1e6:,.1f} MB in {seconds:.1f} s, {done / 1e6 / seconds:.1f} MB/s")
+        say(
+            f"{description}: {done / 1e6:,.1f} MB in {seconds:.1f} s, {done / 1e6 / seconds:.1f} MB/s"
+        )
 
 
 @contextmanager
-def counted(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
+def show_item_progress(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
     """A bar over `total` things, `done` of them already; yields a function that counts more."""
-    with tqdm(total=total, initial=done, unit=unit, disable=not on_terminal()) as bar:
+    with tqdm(total=total, initial=done, unit=unit, disable=not is_interactive()) as bar:
         yield bar.update
 
 
 def watched(things: Iterable[T], what: str, total: int) -> Iterable[T]:
     """The same things, with a bar on a terminal if they take more than a second."""
-    hidden = not on_terminal()
+    hidden = not is_interactive()
     return tqdm(things, desc=what, total=total, delay=1, leave=False, disable=hidden)
 
 
-def table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
+def format_table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
     """Rows of cells as aligned text, or as a Markdown table; the first row is the header.
 
     Columns of numbers are aligned to the right.

@@ -58,11 +58,11 @@ class Stopped(GptminiError):  # noqa: N818 - not an error
         self.exit_code = 128 + signal_number
 
 
-def os_reason(error: Exception) -> str:
+def describe_os_error(error: Exception) -> str:
     """The system's own words for a failed call: "no such file or directory"."""
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
-def not_utf8(where: object, position: str, remedy: str = "convert it to UTF-8") -> str:
+def describe_invalid_utf8(where: object, position: str, remedy: str = "convert it to UTF-8") -> str:
     """The line for bytes that are not UTF-8; `position` reads "at byte 11"."""
     return f"{where}: not UTF-8 {position}; {remedy}"

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptmini.errors import ConfigError, DataError, not_utf8
+from gptmini.errors import ConfigError, DataError, describe_invalid_utf8
 
-CACHE = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
+DEFAULT_CACHE_DIR = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
 
 @contextmanager
@@ -37,13 +37,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def replace(path: Path, data: bytes) -> None:
+def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Create a file or replace its content, atomically."""
     with atomic_write(path) as file:
         file.write(data)
 
 
-def write(path: Path, data: bytes) -> None:
+def write_and_sync(path: Path, data: bytes) -> None:
     """Create and sync a file in a directory that does not have its final name yet."""
     with path.open("xb") as file:
         file.write(data)
@@ -69,14 +69,14 @@ def remove_tree(path: Path) -> None:
 
 def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a file for reading; OSError for a device, or a FIFO, which would block a plain open."""
-    file = open(path, "rb", buffering, opener=_without_blocking)  # noqa: SIM115 - returned open
+    file = open(path, "rb", buffering, opener=_open_without_blocking)  # noqa: SIM115 - returned open
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def _without_blocking(name: str, flags: int) -> int:
+def _open_without_blocking(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has neither it nor FIFOs
 
 
@@ -121,7 +121,7 @@ def decode_utf8(data: bytes, name: object) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise DataError(not_utf8(name, f"at byte {error.start}")) from None
+        raise DataError(describe_invalid_utf8(name, f"at byte {error.start}")) from None
 
 
 @contextmanager

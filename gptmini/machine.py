@@ -61,7 +61,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def total_memory(device: torch.device) -> int:
+def get_total_memory(device: torch.device) -> int:
     """Bytes of memory of a device; 8 GiB where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
@@ -70,17 +70,17 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def peak_memory(device: torch.device) -> int:
+def get_peak_memory(device: torch.device) -> int:
     """The most bytes this process has held: on a GPU, or resident in main memory."""
-    return _process_memory(device, "VmHWM", torch.cuda.max_memory_reserved)
+    return _read_process_memory(device, "VmHWM", torch.cuda.max_memory_reserved)
 
 
-def resident_memory(device: torch.device) -> int:
+def get_resident_memory(device: torch.device) -> int:
     """Bytes this process holds now."""
-    return _process_memory(device, "VmRSS", torch.cuda.memory_reserved)
+    return _read_process_memory(device, "VmRSS", torch.cuda.memory_reserved)
 
 
-def _process_memory(
+def _read_process_memory(
     device: torch.device, field: str, on_cuda: Callable[[torch.device], int]
 ) -> int:
     if device.type == "cuda":
@@ -94,20 +94,25 @@ def _process_memory(
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
 
 
-def training_bytes(parameters: int, device: torch.device, ranks: int, sharded: bool) -> int:
+def estimate_training_bytes(
+    parameters: int, device: torch.device, world_size: int, sharded: bool
+) -> int:
     """Bytes of weights, gradients and AdamW's two moments, all float32, on one device.
 
     Processes have a GPU each, but share the memory of a CPU. Sharded, they hold one model together.
     """
-    on_device = ranks if device.type == "cpu" else 1
-    return 16 * parameters * on_device // (ranks if sharded else 1)
+    on_device = world_size if device.type == "cpu" else 1
+    return 16 * parameters * on_device // (world_size if sharded else 1)
 
 
 def check_memory(
-    parameters: int, device: torch.device, ranks: int = 1, sharded: bool = False
+    parameters: int, device: torch.device, world_size: int = 1, sharded: bool = False
 ) -> None:
     """MachineError if what training holds at least, besides activations, cannot fit."""
-    needed, total = training_bytes(parameters, device, ranks, sharded), total_memory(device)
+    needed, total = (
+        estimate_training_bytes(parameters, device, world_size, sharded),
+        get_total_memory(device),
+    )
     if total < needed:
         raise MachineError(
             f"model: training {parameters:,} parameters needs {needed:,} bytes, {device.type} has "
@@ -131,7 +136,7 @@ def keep_freed_memory() -> None:
 
 
 @dataclass
-class Received:
+class ReceivedSignals:
     """Signals that arrived: the one that ends the work, and whether a checkpoint was asked for."""
 
     stop: int | None = None
@@ -139,14 +144,14 @@ class Received:
 
 
 @contextmanager
-def signals() -> Iterator[Received]:
+def catch_signals() -> Iterator[ReceivedSignals]:
     """Collect signals, for the caller to act on between steps.
 
     SIGINT, SIGTERM and SIGHUP end the work; a second SIGINT ends it at once. SIGUSR1 asks for a
     checkpoint. A signal that was ignored, as SIGHUP is under nohup, stays ignored. Only the main
     thread can collect any.
     """
-    received = Received()
+    received = ReceivedSignals()
 
     def note(number: int, _: FrameType | None) -> None:
         if number == getattr(signal, "SIGUSR1", None):

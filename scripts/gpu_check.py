@@ -34,20 +34,20 @@ import torch
 
 from gptmini import files, fit, load, machine
 from gptmini.config import yamlfile
-from gptmini.config.load import find, validate
+from gptmini.config.load import find_config_file, validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import Stopped
 from gptmini.plan.cluster import ACCELERATORS
-from gptmini.plan.cost import training_flops
+from gptmini.plan.cost import count_training_flops
 from gptmini.plan.timing import time_step
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.log import metrics
+from gptmini.runs.log import read_metrics
 from gptmini.tokenizer import bpe, tokenizers
 from gptmini.train import trainer
 
-TOTAL = 525  # seconds for all parts, so that starting and writing still fit in nine minutes
-SMALL = {"n_layer": 2, "n_head": 4, "d_model": 64, "context_length": 64}
+TOTAL_SECONDS = 525  # seconds for all parts, so that starting and writing still fit in nine minutes
+SMALL_MODEL = {"n_layer": 2, "n_head": 4, "d_model": 64, "context_length": 64}
 Facts = Iterator[tuple[str, Any]]
 
 
@@ -59,17 +59,17 @@ class Check:
     small: bool
     folder: Path
 
-    def config(self, model: dict[str, Any] | None = None, **train: Any) -> Config:
+    def build_config(self, model: dict[str, Any] | None = None, **train: Any) -> Config:
         """configs/gpt2-124m.yaml, or a small model of its kind, with some settings changed."""
-        stated, _ = yamlfile.read_file(find("gpt2-124m"))
-        size = tokenizers.read(self.vocabulary()).vocab_size
+        stated, _ = yamlfile.read_file(find_config_file("gpt2-124m"))
+        size = tokenizers.load_tokenizer(self.write_tokenizer()).vocab_size
         short = {"batch_size": 8, "micro_batch_size": 4, "steps": 6} if self.small else {}
         text = {"path": "builtin:python-docs", "validation": 0.005} if self.small else {}
         given = {"device": self.device, "steps": 100, "compile": "off", **short, **train}
         intervals = {"log_every": 1, "eval_every": given["steps"], "save_every": given["steps"]}
         changed = {
-            "model": {**(SMALL if self.small else {}), "vocab_size": size, **(model or {})},
-            "tokenizer": {"kind": str(self.vocabulary())},
+            "model": {**(SMALL_MODEL if self.small else {}), "vocab_size": size, **(model or {})},
+            "tokenizer": {"kind": str(self.write_tokenizer())},
             "data": {"validation": 0.02, **text},
             "train": {**given, **intervals, "patience": None},
             "sample": {"max_new_tokens": 8},
@@ -79,26 +79,26 @@ class Check:
     def fit(self, config: Config, name: str) -> list[dict[str, Any]]:
         """Train a run of this name; its metrics."""
         fit(config, self.folder / name, self.folder / "cache")
-        return list(metrics(self.folder / name / "metrics.jsonl"))
+        return list(read_metrics(self.folder / name / "metrics.jsonl"))
 
-    def vocabulary(self) -> Path:
+    def write_tokenizer(self) -> Path:
         """The file of a tokenizer: gpt2 if its files are here, else pairs of bytes."""
         path, known = self.folder / "tokenizer.json", os.environ.get("TIKTOKEN_CACHE_DIR")
         if not path.exists():
             if known and any(Path(known).glob("*")) and not self.small:
-                made = tokenizers.create("gpt2")
+                made = tokenizers.create_tokenizer("gpt2")
             else:
                 count = 743 if self.small else 50_000
                 pairs = sorted(product(range(256), repeat=2), key=max)[:count]  # ASCII first
                 spelled = [bytes(numbers) for numbers in [*zip(range(256)), *pairs]]
                 ranks = {spelling: rank for rank, spelling in enumerate(spelled)}
                 special = {"<|endoftext|>": len(ranks)}
-                made = tokenizers.bpe_tokenizer("pairs", bpe.PATTERN, ranks, special)
-            files.replace(path, made.to_json().encode())
+                made = tokenizers.create_bpe_tokenizer("pairs", bpe.WORD_PATTERN, ranks, special)
+            files.atomic_write_bytes(path, made.to_json().encode())
         return path
 
 
-def peak_flops() -> float | None:
+def find_peak_flops() -> float | None:
     """Dense bfloat16 operations a second of this GPU by its maker, if we know it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = [each for each in ACCELERATORS if each.name in name.lower().replace(" ", "")]
@@ -106,11 +106,11 @@ def peak_flops() -> float | None:
     return None if named is None else 1e12 * named.teraflops
 
 
-def speed(config: Config, seconds: float) -> dict[str, Any]:
+def compute_speed(config: Config, seconds: float) -> dict[str, Any]:
     """Tokens per second and the share of the GPU's peak, for the seconds of one step."""
     tokens = config.train.batch_size * config.seq_len / seconds
-    peak = peak_flops()
-    share = training_flops(config.model, config.seq_len) * tokens / peak if peak else None
+    peak = find_peak_flops()
+    share = count_training_flops(config.model, config.seq_len) * tokens / peak if peak else None
     return {"seconds_per_step": seconds, "tokens_per_second": tokens, "mfu": share}
 
 
@@ -122,10 +122,10 @@ def setup(check: Check) -> Facts:
     yield "versions", [platform.python_version(), torch.__version__, torch.version.cuda]
     yield "type", str(machine.pick_compute(check.device, "auto").dtype)
     yield "gpu", torch.cuda.get_device_name() if check.device == "cuda" else None
-    yield "memory", machine.total_memory(torch.device(check.device))
-    yield "peak_flops", peak_flops()
+    yield "memory", machine.get_total_memory(torch.device(check.device))
+    yield "peak_flops", find_peak_flops()
     started = time.perf_counter()
-    corpus = prepare_corpus(check.config(), check.folder / "cache")
+    corpus = prepare_corpus(check.build_config(), check.folder / "cache")
     yield "seconds_to_prepare", time.perf_counter() - started
     kind, size = corpus.tokenizer.kind, corpus.tokenizer.vocab_size
     yield "tokenizer", f"{kind}{' of bytes, for want of gpt2' * (kind == 'pairs')}, {size:,} tokens"
@@ -157,10 +157,10 @@ def tests(check: Check) -> Facts:
 def train(check: Check) -> Facts:
     """A hundred steps by `gptmini.fit`, not compiled and compiled."""
     for compiled in ("off",) if check.small else ("off", "on"):
-        config = check.config(compile=compiled)
+        config = check.build_config(compile=compiled)
         lines = check.fit(config, f"train-{compiled}")
         usual = statistics.median(line["tokens_per_second"] for line in lines[len(lines) // 5 :])
-        found = speed(config, config.train.batch_size * config.seq_len / usual)
+        found = compute_speed(config, config.train.batch_size * config.seq_len / usual)
         last = {key: lines[-1][key] for key in ("val_loss", "val_bpb", "peak_memory")}
         losses = [round(line["train_loss"], 4) for line in lines]
         yield f"compile {compiled}", {**found, **last, "losses": losses}
@@ -172,11 +172,11 @@ def step(check: Check) -> Facts:
     variants = product(("flash", "eager"), (False,) if check.small else (False, True), (16, 64))
     for backend, compiled, size in variants:
         model = {"attention": {"qk_norm": False, "backend": backend}}
-        config = check.config(model, batch_size=64, micro_batch_size=size)
+        config = check.build_config(model, batch_size=64, micro_batch_size=size)
         try:
             took = time_step(config, compute, 3 if check.small else 8, compiled)
-            peak = machine.peak_memory(compute.device)
-            found = vars(took) | speed(config, took.passes + took.update)
+            peak = machine.get_peak_memory(compute.device)
+            found = vars(took) | compute_speed(config, took.passes + took.update)
             found["peak_memory"] = peak
         except Exception as error:  # of the driver, the compiler, or memory
             found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
@@ -192,7 +192,7 @@ def resume(check: Check) -> Facts:
 
     Fused attention may add in any order; with `deterministic`, torch forbids that if it can.
     """
-    update = trainer.update
+    update = trainer.train_step
 
     def stopping(training: Any) -> dict[str, Any]:
         if training.step == 3:
@@ -201,19 +201,21 @@ def resume(check: Check) -> Facts:
 
     def sha256(config: Config, name: str) -> str:
         check.fit(config, name)
-        return RunDirectory(check.folder / name).load(8).sha256
+        return RunDirectory(check.folder / name).load_checkpoint(8).sha256
 
     different, cases = [], [("eager", False), ("auto", True), ("auto", False)]
     for backend, strict in cases[: 2 if check.small else 3]:
         torch.use_deterministic_algorithms(strict, warn_only=True)
-        sizes = SMALL if check.small else {"n_layer": 4, "n_head": 4, "d_model": 256}
+        sizes = SMALL_MODEL if check.small else {"n_layer": 4, "n_head": 4, "d_model": 256}
         model = {**sizes, "dropout": 0.1, "attention": {"backend": backend}}
-        config = check.config(model, optimizer="muon", steps=8, batch_size=16, micro_batch_size=8)
+        config = check.build_config(
+            model, optimizer="muon", steps=8, batch_size=16, micro_batch_size=8
+        )
         name = f"{backend}{', deterministic' * strict}"
         straight, again = sha256(config, f"{name} 1"), sha256(config, f"{name} 2")
-        with mock.patch.object(trainer, "update", stopping), suppress(Stopped):
+        with mock.patch.object(trainer, "train_step", stopping), suppress(Stopped):
             check.fit(config, f"{name} 3")
-        assert RunDirectory(check.folder / f"{name} 3").steps() == [4]
+        assert RunDirectory(check.folder / f"{name} 3").list_steps() == [4]
         resumed = sha256(config, f"{name} 3")
         yield name, {"repeated": again == straight, "resumed": resumed == straight}
         different += [name] * ({again, resumed} != {straight})
@@ -222,16 +224,20 @@ def resume(check: Check) -> Facts:
 
 def decode(check: Check) -> Facts:
     """Tokens per second of the trained model, at 1 and at 32 rows."""
-    if not RunDirectory(check.folder / "train-off").steps():
-        check.fit(check.config(steps=1), "train-off")
+    if not RunDirectory(check.folder / "train-off").list_steps():
+        check.fit(check.build_config(steps=1), "train-off")
     run = load(check.folder / "train-off", check.device, cache=check.folder / "cache")
     for rows in (1, 32):
         prompts = ["def read(self):"] * rows
         run.start(prompts, max_new_tokens=4).finish()  # takes memory, loads kernels
         drawn = run.start(prompts, max_new_tokens=8 if check.small else 256, temperature=1.0)
         drawn.finish()
-        rest = (drawn.n_tokens - rows) / (drawn.seconds - drawn.first_token)
-        found = {"engine": drawn.engine, "tokens": drawn.n_tokens, "first_s": drawn.first_token}
+        rest = (drawn.n_tokens - rows) / (drawn.seconds - drawn.time_to_first_token)
+        found = {
+            "engine": drawn.engine,
+            "tokens": drawn.n_tokens,
+            "first_s": drawn.time_to_first_token,
+        }
         yield f"{rows} rows", {"tokens_per_second": rest, **found}
 
 
@@ -242,7 +248,7 @@ def precision(check: Check) -> Facts:
         {} if check.small else {"batch_size": 16, "steps": 50, "warmup_steps": 10}
     )
     for dtype in ("float32", "bfloat16"):
-        config = check.config(dtype=dtype, **short)
+        config = check.build_config(dtype=dtype, **short)
         losses[dtype] = [line["train_loss"] for line in check.fit(config, f"in {dtype}")]
         yield dtype, [round(value, 4) for value in losses[dtype]]
     differences = [abs(a - b) for a, b in zip(*losses.values(), strict=True)]
@@ -251,8 +257,16 @@ def precision(check: Check) -> Facts:
 
 
 # Seconds for each part, those first whose failure matters most.
-LIMITS = {setup: 60, tests: 100, train: 120, step: 150, resume: 60, decode: 45, precision: 60}
-PARTS = {part.__name__: part for part in LIMITS}
+LIMITS_SECONDS = {
+    setup: 60,
+    tests: 100,
+    train: 120,
+    step: 150,
+    resume: 60,
+    decode: 45,
+    precision: 60,
+}
+PARTS = {part.__name__: part for part in LIMITS_SECONDS}
 
 
 def run(name: str, check: Check) -> None:
@@ -263,7 +277,7 @@ def run(name: str, check: Check) -> None:
     os.dup2(log, 2)
     for key, value in PARTS[name](check):
         found[key] = value
-        files.replace(check.folder / f"{name}.json", json.dumps(found).encode())
+        files.atomic_write_bytes(check.folder / f"{name}.json", json.dumps(found).encode())
 
 
 def watch(name: str, check: Check, limit: float) -> dict[str, Any]:
@@ -292,15 +306,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="a small model, few steps")
     options = parser.parse_args()
-    ends = time.perf_counter() + TOTAL
+    ends = time.perf_counter() + TOTAL_SECONDS
     records = {}
     with tempfile.TemporaryDirectory() as folder:
         check = Check(options.device, options.small, Path(folder))
         for name in options.parts.split(","):
-            limit = max(1.0, min(LIMITS[PARTS[name]], ends - time.perf_counter()))
+            limit = max(1.0, min(LIMITS_SECONDS[PARTS[name]], ends - time.perf_counter()))
             records[name] = watch(name, check, limit)
             print(name, "ok" if records[name]["ok"] else "FAILED", records[name]["seconds"], "s")
-            files.replace(options.out, json.dumps(records, indent=1).encode())
+            files.atomic_write_bytes(options.out, json.dumps(records, indent=1).encode())
     sys.exit(not all(record["ok"] for record in records.values()))
 
 

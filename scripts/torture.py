@@ -22,15 +22,15 @@ import torch
 import torch._dynamo  # the optimizer imports it, which takes longer than a run
 
 from gptmini.config.settings import Config
-from gptmini.distributed.group import join
-from gptmini.plan.broadcast import decide_together
+from gptmini.distributed.group import join_group
+from gptmini.plan.broadcast import decide_on_all_ranks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 
 STEPS = 24
 
 
-def config_of(folder: Path) -> Config:
+def build_config(folder: Path) -> Config:
     """A small run with dropout, gradient accumulation and many checkpoints."""
     return Config.model_validate(
         {
@@ -55,7 +55,7 @@ def config_of(folder: Path) -> Config:
     )
 
 
-def attempt(config: Config, folder: Path, name: str, n_ranks: int) -> list[int]:
+def start_training(config: Config, folder: Path, name: str, n_ranks: int) -> list[int]:
     """Train in forks; their process ids."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -73,17 +73,17 @@ def attempt(config: Config, folder: Path, name: str, n_ranks: int) -> list[int]:
                 os.environ |= {"WORLD_SIZE": str(n_ranks)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             run = RunDirectory(folder / name)
-            with join() as ranks:
+            with join_group() as group:
                 started = time.perf_counter()
                 cache = folder / "cache"
-                trainer.train(decide_together(config, run, cache, started, ranks), run.path)
+                trainer.train(decide_on_all_ranks(config, run, cache, started, group), run.path)
             code = 0
         finally:
             os._exit(code)
     return pids
 
 
-def result(run: Path) -> str:
+def hash_result(run: Path) -> str:
     """A hash of the final weights and of every metric that does not depend on the clock."""
     weights = run / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"
     hashed = hashlib.sha256(weights.read_bytes())
@@ -98,7 +98,7 @@ def result(run: Path) -> str:
     return hashed.hexdigest()
 
 
-def killed_or_done(pids: list[int], seconds: float, victim: int = 0) -> int | None:
+def kill_or_finish(pids: list[int], seconds: float, victim: int = 0) -> int | None:
     """Kill one process after some seconds: None, or the highest exit code if all finished first.
 
     The others then end by themselves.
@@ -130,19 +130,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(500)))
-        config = config_of(folder)
+        config = build_config(folder)
         started = time.monotonic()
-        if killed_or_done(attempt(config, folder, "undisturbed", n_ranks), 600) != 0:
+        if kill_or_finish(start_training(config, folder, "undisturbed", n_ranks), 600) != 0:
             sys.exit("the undisturbed run failed")
-        expected, seconds = result(folder / "undisturbed"), time.monotonic() - started
+        expected, seconds = hash_result(folder / "undisturbed"), time.monotonic() - started
         for run in range(n_runs):
             status = None
             while status is None:
-                pids = attempt(config, folder, f"run-{run}", n_ranks)
+                pids = start_training(config, folder, f"run-{run}", n_ranks)
                 victim = chance.randrange(n_ranks)
-                status = killed_or_done(pids, seconds * chance.uniform(0.05, 0.8), victim)
+                status = kill_or_finish(pids, seconds * chance.uniform(0.05, 0.8), victim)
                 kills += status is None
-            if status == 0 and result(folder / f"run-{run}") == expected:
+            if status == 0 and hash_result(folder / f"run-{run}") == expected:
                 equal += 1
             else:
                 lost += 1

@@ -7,33 +7,33 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from gptmini.config.listing import sections
-from gptmini.config.load import CONFIGS
+from gptmini.config.listing import iter_sections
+from gptmini.config.load import CONFIGS_DIR
 from gptmini.config.settings import Config
 
-START = "<!-- every setting: written by scripts/write_schema.py -->"
-END = "<!-- end of every setting -->"
+START_MARK = "<!-- every setting: written by scripts/write_schema.py -->"
+END_MARK = "<!-- end of every setting -->"
 
 
 def main() -> None:
     """Write both files anew."""
     schema = Config.model_json_schema()
     text = json.dumps(schema, indent=1, sort_keys=True)
-    (CONFIGS / "schema.json").write_text(text + "\n")
-    readme = CONFIGS / "README.md"
-    readme.write_text(with_settings(readme.read_text(), schema))
+    (CONFIGS_DIR / "schema.json").write_text(text + "\n")
+    readme = CONFIGS_DIR / "README.md"
+    readme.write_text(insert_settings(readme.read_text(), schema))
 
 
-def with_settings(text: str, schema: dict[str, Any]) -> str:
+def insert_settings(text: str, schema: dict[str, Any]) -> str:
     """The text with the tables of a schema between the two markers."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return "\n".join([before + START, *_tables(schema), "", END + after])
+    before, _, rest = text.partition(START_MARK)
+    _, _, after = rest.partition(END_MARK)
+    return "\n".join([before + START_MARK, *_format_tables(schema), "", END_MARK + after])
 
 
-def _tables(schema: dict[str, Any]) -> Iterator[str]:
+def _format_tables(schema: dict[str, Any]) -> Iterator[str]:
     """A heading and a table for each section of the configuration."""
-    for key, meaning, settings in sections(schema):
+    for key, meaning, settings in iter_sections(schema):
         yield from ("", f"### {key}", "", meaning, "")
         yield from ("| key | type | default | meaning |", "|---|---|---|---|")
         for each in settings:

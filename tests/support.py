@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from gptmini.config.settings import Config
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.tokenizers import Tokenizer, create
+from gptmini.tokenizer.tokenizers import Tokenizer, create_tokenizer
 from gptmini.train import trainer
-from gptmini.train.state import Training, prepare
+from gptmini.train.state import Training, build_training
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
@@ -63,12 +63,12 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
 
 def prepared(config: Config, out: Path, cache: Path) -> Training:
     """A training at step 0."""
-    return prepare(decide(config, None, cache), RunDirectory(out))
+    return build_training(decide(config, None, cache), RunDirectory(out))
 
 
 def new_cache(folder: Path) -> Path:
     """A cache that holds nothing but the code compiled in this session."""
-    compiled = CACHE / "native"
+    compiled = DEFAULT_CACHE_DIR / "native"
     compiled.mkdir(parents=True, exist_ok=True)
     (folder / "cache").mkdir()
     (folder / "cache" / "native").symlink_to(compiled)
@@ -82,4 +82,4 @@ def gpt2() -> Tokenizer:
         if not folder.is_dir():
             pytest.skip("no folder with the gpt2 files; name one in TIKTOKEN_CACHE_DIR")
         os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
-    return create("gpt2", None, ())
+    return create_tokenizer("gpt2", None, ())

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gptmini import console
-from gptmini.console import TrainingProgress
+from gptmini.console import TrainingProgressBar
 
 
 class Clock:
@@ -25,7 +25,7 @@ EVALUATED = {"val_loss": 1.74213, "val_bpb": 2.51311}
 
 
 def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsys):
-    progress = TrainingProgress(60, 600)
+    progress = TrainingProgressBar(60, 600)
     for _ in range(20):
         clock.now += 0.1827
         progress.advance(1.81524)
@@ -39,16 +39,16 @@ def test_training_in_a_pipe_prints_lines_with_percent_and_time_left(clock, capsy
 
 
 def test_the_time_left_follows_the_plan_and_counts_steps_made_again(clock, capsys):
-    progress = TrainingProgress(0, 10)
+    progress = TrainingProgressBar(0, 10)
     for _ in range(4):
         clock.now += 60
         progress.advance(1.81524)
-    progress.back_to(2)
+    progress.rewind_to(2)
     clock.now += 60
     progress.advance(1.81524)
-    progress.plan(93, 1.0)
+    progress.set_steps(93, 1.0)
     progress.show(TRAINED)  # 90 steps of a minute
-    progress.plan(3, 1.0)
+    progress.set_steps(3, 1.0)
     progress.show(TRAINED)
     longer, first, shorter, last = capsys.readouterr().err.splitlines()
     assert longer == "  now 93 steps, to fit 1 minute"
@@ -58,7 +58,7 @@ def test_the_time_left_follows_the_plan_and_counts_steps_made_again(clock, capsy
 
 
 def test_a_line_fits_80_columns(clock, capsys):
-    progress = TrainingProgress(0, 100_000)
+    progress = TrainingProgressBar(0, 100_000)
     clock.now = 1.0
     progress.advance(1.81524)
     progress.show(TRAINED | {"train_loss": 10.5, "tokens_per_second": 1_234_567.0} | EVALUATED)
@@ -67,7 +67,7 @@ def test_a_line_fits_80_columns(clock, capsys):
 
 def test_training_on_a_terminal_shows_the_same_facts_in_a_bar(clock, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    progress = TrainingProgress(60, 600)
+    progress = TrainingProgressBar(60, 600)
     clock.now = 1.0
     progress.advance(1.81524)
     progress.show(TRAINED)
@@ -84,9 +84,9 @@ def test_training_on_a_terminal_shows_the_same_facts_in_a_bar(clock, monkeypatch
 
 
 def test_only_a_change_of_more_than_2_percent_gets_a_line(clock, capsys):
-    progress = TrainingProgress(0, 1000)
+    progress = TrainingProgressBar(0, 1000)
     for steps in (1010, 1020, 1021, 1030, 1200):
-        progress.plan(steps, 0.5)
+        progress.set_steps(steps, 0.5)
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
         "  now 1,021 steps, to fit 0.5 minutes",
@@ -96,11 +96,11 @@ def test_only_a_change_of_more_than_2_percent_gets_a_line(clock, capsys):
 
 def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     line = "  model     " + "one-two three " * 10 + "end"
-    console.say_fact(line)
+    console.say_header(line)
     assert capsys.readouterr().err == f"{line}\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    console.say_fact(line)
+    console.say_header(line)
     first, *rest = capsys.readouterr().err.splitlines()
     assert first.startswith("  model     one-two")
     assert len(rest) == 2
@@ -113,7 +113,7 @@ def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     ("number", "text"), [(1, "1 step"), (1.0, "1 step"), (0.5, "0.5 steps"), (1200, "1,200 steps")]
 )
 def test_amounts_agree_with_their_noun(number, text):
-    assert console.amount(number, "step") == text
+    assert console.format_count(number, "step") == text
 
 
 def test_control_characters_reach_a_terminal_only_if_raw(monkeypatch, capsys):

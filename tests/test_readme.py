@@ -15,7 +15,7 @@ import typer
 
 from gptmini.cli import app
 from gptmini.config import load
-from gptmini.config.load import CONFIGS, named_configs
+from gptmini.config.load import CONFIGS_DIR, list_config_files
 from gptmini.data import fetch
 from gptmini.serve import server
 from tests.support import new_cache
@@ -161,13 +161,13 @@ def test_every_yaml_example_is_a_configuration(tmp_path: Path):
     for readme in READMES:
         for example in blocks("yaml", readme):
             (tmp_path / "example.yaml").write_text(example)
-            load.load(tmp_path / "example.yaml", [])
+            load.load_config(tmp_path / "example.yaml", [])
 
 
 def test_every_configuration_is_described():
     described = (ROOT / "configs" / "README.md").read_text()
-    for path in named_configs():
-        assert f"`{path.relative_to(CONFIGS).with_suffix('')}`" in described
+    for path in list_config_files():
+        assert f"`{path.relative_to(CONFIGS_DIR).with_suffix('')}`" in described
 
 
 def test_every_script_that_is_named_exists():

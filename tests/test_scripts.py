@@ -94,11 +94,13 @@ def test_bench_minutes_states_what_a_configuration_made_by_hand_has(monkeypatch)
     monkeypatch.syspath_prepend(SCRIPTS / "bench")
     import minutes
 
-    texts = minutes.texts(Path("t.txt"), None, Path())
-    stated = set(minutes.stated("shakespeare-char-best", texts["shakespeare-char"]))
+    texts = minutes.find_texts(Path("t.txt"), None, Path())
+    stated = set(minutes.list_planned_settings("shakespeare-char-best", texts["shakespeare-char"]))
     assert {"model.n_layer=6", "model.dropout=0.15", "train.weight_decay=0.1"} <= stated
     assert not any(each.startswith("tokenizer") for each in stated)
-    assert "tokenizer.vocab_size=4096" in minutes.stated("default", texts["python-docs"])
+    assert "tokenizer.vocab_size=4096" in minutes.list_planned_settings(
+        "default", texts["python-docs"]
+    )
     bench = minutes.Bench(Path(), [])
     bench.spent = {
         "shakespeare-char-small": 0.4,
@@ -184,7 +186,7 @@ def test_gpu_check_goes_on_after_a_part_that_fails_or_hangs(tmp_path, monkeypatc
         yield "before", 3
 
     limits = {hangs: 3, fails: 60, works: 60}
-    monkeypatch.setattr(gpu_check, "LIMITS", limits)
+    monkeypatch.setattr(gpu_check, "LIMITS_SECONDS", limits)
     monkeypatch.setattr(gpu_check, "PARTS", {part.__name__: part for part in limits})
     words = ["--parts", "hangs,fails,works", "--out", str(tmp_path / "check.json")]
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])

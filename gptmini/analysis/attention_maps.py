@@ -14,15 +14,15 @@ from gptmini.analysis import plots
 from gptmini.errors import ConfigError
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
-from gptmini.model.attention import Attention, visible
+from gptmini.model.attention import Attention, make_mask
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-MORE = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
+MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
 
 
 @dataclass(frozen=True)
-class View:
+class AttentionView:
     """The attention weights (L, H, T, T) of a model on a prompt, and which heads are shown."""
 
     weights: Tensor
@@ -31,30 +31,30 @@ class View:
     layers: list[int]
     head: int | None
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """A table of the heads that are shown, its legend and the tokens; a head's own weights."""
         T = len(self.labels)
         if T == 1:
             return f"1 token: {self.labels[0]}; it sees only itself, so there is nothing to compare"
         parts = [
-            self.table(),
+            self.format_table(),
             "previous, first, itself: mean weight on that token, from the second query on;\n"
             "entropy: how widely a query spreads its weights, in nats",
         ]
         if len(self.layers) > 1 or self.head is None:
-            parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE}")
+            parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE_OPTIONS_HINT}")
         else:
-            parts.append(self._weights(self.weights[self.layers[0], self.head]))
+            parts.append(self._format_head(self.weights[self.layers[0], self.head]))
         return "\n\n".join(parts)
 
-    def _weights(self, weights: Tensor) -> str:
+    def _format_head(self, weights: Tensor) -> str:
         """One head (T, T) as a matrix or, if it is large, the strongest keys of each query."""
-        if len(self.labels) <= plots.MAX_NUMBERED:
+        if len(self.labels) <= plots.MAX_NUMBERED_TOKENS:
             rows = [["query", *self.labels]]
             for n, label in enumerate(self.labels):
                 seen = [f"{weight:.3f}" if weight else "" for weight in weights[n].tolist()]
                 rows.append([label, *seen])
-            return console.table(rows)
+            return console.format_table(rows)
         rows = [["", "query", "strongest keys", "", ""]]
         for n, label in enumerate(self.labels):
             best = zip(*(tensor.tolist() for tensor in weights[n].topk(3)), strict=True)
@@ -62,27 +62,27 @@ class View:
                 f"{key} {self.labels[key]} {weight:.3f}" if weight else "" for weight, key in best
             ]
             rows.append([str(n), label, *keys])
-        return console.table(rows)
+        return console.format_table(rows)
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         """The summary of each head that is shown."""
         share = self.weights.shape[1] // self.n_kv_head
         rows = [["layer", "head", "KV head", "previous", "first", "itself", "entropy"]]
-        for layer, head, *means in summarize(self.weights):
+        for layer, head, *means in summarize_heads(self.weights):
             if layer in self.layers and self.head in (None, head):
                 numbers = (layer, head, head // share)
                 rows.append([*map(str, numbers), *(f"{mean:.3f}" for mean in means)])
-        return console.table(rows)
+        return console.format_table(rows)
 
-    def figure(self) -> plots.Figure:
+    def draw_figure(self) -> plots.Figure:
         """A panel per head."""
         weights = self.weights.numpy()
-        return plots.attention(weights, self.labels, self.n_kv_head, self.layers, self.head)
+        return plots.draw_attention(weights, self.labels, self.n_kv_head, self.layers, self.head)
 
 
-def view(
+def view_attention(
     run: Run, tokens: list[int], layers: list[int] | None = None, head: int | None = None
-) -> View:
+) -> AttentionView:
     """The attention of a run reading these tokens; by default of all layers and heads."""
     config = run.config.model
     layers = list(range(config.n_layer)) if layers is None else layers
@@ -91,13 +91,13 @@ def view(
         for number in numbers:
             if not 0 <= number < count:
                 raise ConfigError(f"--{name} {number}: this model has {name}s 0 to {count - 1}")
-    weights = attention_weights(run.model, tokens)
-    labels = [label(run.tokenizer, token) for token in tokens]
-    return View(weights, labels, config.n_kv_head, layers, head)
+    weights = compute_attention_weights(run.model, tokens)
+    labels = [label_token(run.tokenizer, token) for token in tokens]
+    return AttentionView(weights, labels, config.n_kv_head, layers, head)
 
 
 @torch.no_grad()
-def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
+def compute_attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     """The weights (L, H, T, T) of a model reading these tokens, query by key.
 
     The model's own attention computes them, so whoever changes it sees the change: its output is a
@@ -109,7 +109,7 @@ def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     layers: list[Tensor] = []
 
     def record(module: Attention, arguments: tuple[Any, ...]) -> None:
-        q, k, v = module.heads(*arguments[:2])  # (1, H, T, K), (1, G, T, K), (1, G, T, K)
+        q, k, v = module.project_qkv(*arguments[:2])  # (1, H, T, K), (1, G, T, K), (1, G, T, K)
         T, K = v.shape[2:]
         # K at a time, as fused kernels want values of the size of keys.
         units = torch.eye(T, -(-T // K) * K, device=v.device).split(K, dim=1)  # each (T, K)
@@ -140,7 +140,7 @@ class HeadSummary(NamedTuple):
     entropy: float
 
 
-def summarize(weights: Tensor) -> list[HeadSummary]:
+def summarize_heads(weights: Tensor) -> list[HeadSummary]:
     """Summaries of weights (L, H, T, T), without the first row, which can see only itself."""
     L, H, T, _ = weights.shape
     rows = weights[:, :, min(1, T - 1) :]
@@ -158,12 +158,12 @@ def summarize(weights: Tensor) -> list[HeadSummary]:
     ]
 
 
-def label(tokenizer: Tokenizer, token: int) -> str:
+def label_token(tokenizer: Tokenizer, token: int) -> str:
     """A token as a picture can show it."""
-    return "".join(spell(tokenizer, token))
+    return "".join(spell_token(tokenizer, token))
 
 
-def spell(tokenizer: Tokenizer, token: int) -> list[str]:
+def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
     """A token as text and symbols in turn, text first; [] for an empty one.
 
     Symbols make the rest visible: spaces, line ends and other control characters, bytes that are
@@ -173,7 +173,7 @@ def spell(tokenizer: Tokenizer, token: int) -> list[str]:
         return ["", "<doc>"]
     text = tokenizer.decode([token])
     if "\ufffd" in text:
-        return ["", tokenizer.token_bytes(token).hex()]
+        return ["", tokenizer.decode_token(token).hex()]
     parts: list[str] = [""] * bool(text)
     for c in text:
         plain = c.isprintable() and c != " "
@@ -183,7 +183,7 @@ def spell(tokenizer: Tokenizer, token: int) -> list[str]:
     return parts
 
 
-def named_mask(name: str, size: int | None = None) -> Tensor:
+def build_mask(name: str, size: int | None = None) -> Tensor:
     """A mask by its name, (size, size), by default of 12 positions.
 
     `causal`, `window:N`, `padding:N` (N positions of padding on the left, as in the model), or
@@ -201,17 +201,17 @@ def named_mask(name: str, size: int | None = None) -> Tensor:
     size = size or 12
     positions = torch.arange(size)
     if name == "causal":
-        return visible(positions, positions)
+        return make_mask(positions, positions)
     if number.isdecimal() and kind == "window" and int(number) > 0:
-        return visible(positions, positions, int(number))
+        return make_mask(positions, positions, int(number))
     if number.isdecimal() and kind == "padding" and int(number) < size:
-        return visible(positions, positions, None, torch.tensor([int(number)]))[0, 0]
+        return make_mask(positions, positions, None, torch.tensor([int(number)]))[0, 0]
     raise ConfigError(
         f"--mask {name}: unknown mask; use causal, window:N with N at least 1, padding:N with N "
         f"below {size}, or cross:T,S"
     )
 
 
-def mask_lines(mask: Tensor) -> str:
+def format_mask(mask: Tensor) -> str:
     """A mask as rows of x (visible) and . (masked): queries down, keys across."""
     return "\n".join(" ".join("x" if visible else "." for visible in row) for row in mask.tolist())

@@ -21,27 +21,27 @@ from typing import Any
 
 from gptmini import files, machine
 from gptmini.analysis import page, plots
-from gptmini.analysis.measure import measure
+from gptmini.analysis.measure import measure_variants
 from gptmini.analysis.variants import (
-    LEGEND,
+    TABLE_LEGEND,
     Variant,
-    as_json,
-    difference,
-    over_time,
-    rows,
-    table,
-    verdicts,
+    build_histories,
+    build_rows,
+    compare_means,
+    format_table,
+    to_json,
+    write_verdicts,
 )
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
-from gptmini.plan.decide import with_choices
+from gptmini.plan.decide import reuse_choices
 from gptmini.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingRun:
     """One training run: a variant with a seed, and its directory."""
 
     variant: str
@@ -61,72 +61,74 @@ def compare(
 
     `data` is another text to measure finished runs on. Variants are measured on held-out text.
     """
-    trained = train_all(jobs(variants, seeds, out), cache) if variants else {}
-    groups = grouped(finished)
+    trained = train_all(plan_runs(variants, seeds, out), cache) if variants else {}
+    groups = group_runs(finished)
     named = {str(runs[0]) if name in trained else name: runs for name, runs in groups.items()}
     text = None if variants else data
-    measured = measure(named | trained, text, cache, out / "compare.json")
-    write_figures(measured, out)
+    measured = measure_variants(named | trained, text, cache, out / "compare.json")
+    write_results(measured, out)
     return measured
 
 
-def jobs(variants: dict[str, Config], seeds: int, out: Path) -> list[Job]:
+def plan_runs(variants: dict[str, Config], seeds: int, out: Path) -> list[TrainingRun]:
     """The training runs in rounds, one seed of every variant per round.
 
     Taking turns spreads other load on the machine over all variants. All see the same number of
     tokens, or train for `train.minutes`, and none stops early.
     """
-    tokens = _tokens_of(next(iter(variants.values())))
+    tokens = _count_tokens(next(iter(variants.values())))
     planned = []
     for n in range(seeds):
         for name, base in variants.items():
             config = base
             settings: dict[str, Any] = {"seed": base.train.seed + n, "patience": None}
             if base.train.minutes is not None:  # the plan keeps n_head, which n_kv_head divides
-                config = load.completed(base, {"model": {"n_head": base.model.n_head}})
-            elif _tokens_of(config) != tokens:
+                config = load.fill_open_settings(base, {"model": {"n_head": base.model.n_head}})
+            elif _count_tokens(config) != tokens:
                 per_step = config.train.batch_size * config.seq_len
                 settings["steps"] = max(1, round(tokens / per_step))
             folder = re.sub(r"[^\w.-]", "", name.replace("/", "-"))
             path = out / folder / f"seed-{settings['seed']}"
-            planned.append(Job(name, config.with_train(**settings), path))
+            planned.append(TrainingRun(name, config.with_train(**settings), path))
     return planned
 
 
-def _tokens_of(config: Config) -> int:
+def _count_tokens(config: Config) -> int:
     return config.train.steps * config.train.batch_size * config.seq_len
 
 
-def _yaml(config: Config) -> bytes:
+def _dump_settings(config: Config) -> bytes:
     """The keys a configuration sets explicitly; `train` decides the rest."""
     return yamlfile.dump(config.model_dump(exclude_unset=True)).encode()
 
 
-def train_all(jobs: list[Job], cache: Path) -> dict[str, list[Path]]:
+def train_all(planned: list[TrainingRun], cache: Path) -> dict[str, list[Path]]:
     """Train or resume every run to its end; returns the run directories of each variant.
 
     Choices that the first run makes for itself apply to all. If a run fails, the error has its
     exit code.
     """
     paths: dict[str, list[Path]] = {}
-    first = jobs[0].config
-    seeds = len({job.config.train.seed for job in jobs})
+    first = planned[0].config
+    seeds = len({job.config.train.seed for job in planned})
     say(
-        f"compare: training {', '.join(dict.fromkeys(job.variant for job in jobs))} in turn, "
-        f"{seeds} seed{'s' * (seeds > 1)} each, {_length(first)}; Ctrl-C stops, the same command "
+        f"compare: training {', '.join(dict.fromkeys(job.variant for job in planned))} in turn, "
+        f"{seeds} seed{'s' * (seeds > 1)} each, {_describe_length(first)}; Ctrl-C stops, the same command "
         f"resumes"
     )
-    for number, job in enumerate(jobs, 1):
+    for number, job in enumerate(planned, 1):
         config = job.config
         if number > 1:
-            config = with_choices(config, RunDirectory(jobs[0].out).config(), same_run=False)
-        title = f"compare: run {number} of {len(jobs)}: {job.variant}, seed {config.train.seed}"
+            config = reuse_choices(
+                config, RunDirectory(planned[0].out).load_config(), same_run=False
+            )
+        title = f"compare: run {number} of {len(planned)}: {job.variant}, seed {config.train.seed}"
         _train(job.out, config, cache, title)
         paths.setdefault(job.variant, []).append(job.out)
     return paths
 
 
-def _length(config: Config) -> str:
+def _describe_length(config: Config) -> str:
     """How long a training is."""
     minutes, steps = config.train.minutes, config.train.steps
     if minutes is not None:
@@ -135,18 +137,18 @@ def _length(config: Config) -> str:
 
 
 def _train(out: Path, config: Config, cache: Path, title: str) -> None:
-    file, text = out.with_suffix(".yaml"), _yaml(config)
+    file, text = out.with_suffix(".yaml"), _dump_settings(config)
     run = RunDirectory(out)
     if run.exists and file.exists() and file.read_bytes() != text:
         raise ConfigError(
             f"{file}: belongs to a different comparison; choose another directory with --out"
         )
-    if run.exists and max(run.steps(), default=-1) >= run.config().train.steps:
+    if run.exists and max(run.list_steps(), default=-1) >= run.load_config().train.steps:
         say(f"{title}: already finished")
         return
     say(title)
     out.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(file, text)
+    files.atomic_write_bytes(file, text)
     command = [sys.executable, "-m", "gptmini", "train", str(file), "--out", str(out)]
     command += ["--cache", str(cache), "--no-sample"]
     # In its own session the child gets each signal only once, from here; a second Ctrl-C would end
@@ -167,7 +169,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
     """The exit code of a process; signals that arrive meanwhile are passed on to it."""
     forwarded = None
     try:
-        with machine.signals() as received:
+        with machine.catch_signals() as received:
             while process.poll() is None:
                 if received.save:
                     process.send_signal(signal.SIGUSR1)
@@ -183,17 +185,17 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
     return process.returncode or (128 + forwarded if forwarded else 0)
 
 
-def grouped(paths: list[Path]) -> dict[str, list[Path]]:
+def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
     """Finished runs by variant: runs whose configurations differ only by seed belong together."""
     groups: dict[tuple[Any, ...], list[Path]] = {}
     taken = set()
     for path in paths:
         run = RunDirectory(path)
-        config, step = run.config(), max(run.steps(), default=0)
+        config, step = run.load_config(), max(run.list_steps(), default=0)
         # With `train.minutes` the number of steps is an outcome, not a setting.
         steps = config.train.steps if config.train.minutes is None else 1
         ignored = {"seed": 0, "micro_batch_size": None, "compile": "auto", "steps": steps}
-        key: tuple[Any, ...] = (_yaml(config.with_train(**ignored)), step == 0)
+        key: tuple[Any, ...] = (_dump_settings(config.with_train(**ignored)), step == 0)
         if (key, config.train.seed) in taken:  # the same seed twice: something else must differ
             key = (path,)
         taken.add((key, config.train.seed))
@@ -206,28 +208,28 @@ def grouped(paths: list[Path]) -> dict[str, list[Path]]:
     }
 
 
-def write_figures(variants: list[Variant], out: Path) -> None:
+def write_results(variants: list[Variant], out: Path) -> None:
     """Write the figures as JSON, Markdown, a page, and a picture if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
-    files.replace(out / "compare.json", json.dumps(as_json(variants), indent=1).encode())
-    lines = "".join(f"- {line}\n" for line in verdicts(variants))
-    markdown = f"{table(variants, full=True)}\n\n{LEGEND}\n\n{lines}"
-    files.replace(out / "compare.md", markdown.encode())
-    files.replace(out / "compare.html", html(variants))
+    files.atomic_write_bytes(out / "compare.json", json.dumps(to_json(variants), indent=1).encode())
+    lines = "".join(f"- {line}\n" for line in write_verdicts(variants))
+    markdown = f"{format_table(variants, full=True)}\n\n{TABLE_LEGEND}\n\n{lines}"
+    files.atomic_write_bytes(out / "compare.md", markdown.encode())
+    files.atomic_write_bytes(out / "compare.html", build_page(variants))
     try:
-        plots.save(plots.comparison(variants), out / "compare.png")
+        plots.save_figure(plots.draw_comparison(variants), out / "compare.png")
     except MachineError as error:
         warn(f"{out / 'compare.png'}: not drawn; {error}")
 
 
-def html(variants: list[Variant]) -> bytes:
+def build_page(variants: list[Variant]) -> bytes:
     """The page of a comparison: the table, the differences with their intervals, the curves."""
     first, *others = variants
-    head, *figures = rows(variants, full=True)
-    parts = [page.table(head, figures)]
+    head, *figures = build_rows(variants, full=True)
+    parts = [page.build_table(head, figures)]
     if others:
         baseline = first.figures("bits_per_byte")
-        gaps = [(each, difference(each.figures("bits_per_byte"), baseline)) for each in others]
+        gaps = [(each, compare_means(each.figures("bits_per_byte"), baseline)) for each in others]
         against = []
         for each, gap in gaps:
             half = "" if gap.half is None else f"± {gap.half:.4f}"
@@ -237,10 +239,10 @@ def html(variants: list[Variant]) -> bytes:
             "The bar is the 95 % interval. If it crosses 0, these runs do not tell the two apart."
         )
         head = ["", "bits per byte", "95 %", "", ""]
-        parts.append(page.table(head, against, "Differences", note))
+        parts.append(page.build_table(head, against, "Differences", note))
     colored = list(enumerate(variants))
     cache = [
-        page.series(
+        page.build_series(
             each.name,
             [(each.cache_bytes / 1024, bits) for bits in each.figures("bits_per_byte")],
             "dots",
@@ -248,17 +250,19 @@ def html(variants: list[Variant]) -> bytes:
         )
         for color, each in colored
     ]
-    x, histories = over_time(variants)
+    x, histories = build_histories(variants)
     curves = [
         # The first quarter is steep and would flatten the rest.
-        page.series(each.name, points[len(points) // 4 :], "line", color)
+        page.build_series(each.name, points[len(points) // 4 :], "line", color)
         for color, each in colored
         for points in histories[each.name]
     ]
     panels = [
-        page.chart("Quality and KV cache", "KiB at full context", "bits per byte", cache, "x"),
-        page.chart("Quality while training", x, "bits per byte", curves),
+        page.build_chart(
+            "Quality and KV cache", "KiB at full context", "bits per byte", cache, "x"
+        ),
+        page.build_chart("Quality while training", x, "bits per byte", curves),
     ]
-    parts.append(page.charts(panels, "Curves (one dot or line per seed)"))
+    parts.append(page.build_charts(panels, "Curves (one dot or line per seed)"))
     title = f"{', '.join(each.name for each in variants)} compared"
-    return page.render(title, LEGEND, parts)
+    return page.render_page(title, TABLE_LEGEND, parts)

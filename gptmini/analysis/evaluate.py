@@ -12,25 +12,25 @@ from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.token_file import TokenFile
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
-from gptmini.generate.texts import opening
+from gptmini.generate.texts import encode_start
 from gptmini.machine import Compute
-from gptmini.train.batches import validation_batches
-from gptmini.train.evaluate import Evaluation, evaluate, token_losses
+from gptmini.train.batches import iter_validation_batches
+from gptmini.train.evaluate import Evaluation, compute_token_losses, evaluate
 
 Split = Literal["validation", "test"]
 
 
-def text_of(
+def load_text(
     run: Run, data: list[str] | None, cache: Path, split: Split = "validation"
 ) -> list[TokenFile]:
     """A held-out part of a run's text, or all of the text in `data`, as the run's tokens."""
     if not data:
-        return held_out(run, cache, split)
+        return load_held_out(run, cache, split)
     settings = run.config.data.model_copy(update={"path": data})
     return [prepare_text(settings, run.tokenizer, cache)]
 
 
-def held_out(run: Run, cache: Path, split: Split = "validation") -> list[TokenFile]:
+def load_held_out(run: Run, cache: Path, split: Split = "validation") -> list[TokenFile]:
     """A held-out part of a run's text; DataError if the text has changed since the training."""
     if "-" in run.config.data.path:
         raise DataError(
@@ -55,9 +55,9 @@ def evaluate_run(
     run: Run, texts: list[TokenFile], batch_size: int = 16, stride: int | None = None
 ) -> Evaluation:
     """Evaluate in float32, on windows as long as in training, `stride` tokens apart."""
-    windows = validation_batches(texts, run.config.seq_len, batch_size, stride)
+    windows = iter_validation_batches(texts, run.config.seq_len, batch_size, stride)
     in_float32 = Compute(run.model.device, torch.float32)
-    return evaluate(run.model, windows, run.tokenizer.byte_lengths(), in_float32)
+    return evaluate(run.model, windows, run.tokenizer.compute_byte_lengths(), in_float32)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Score:
     texts: list[str]
     tokens: list[int]
     logprobs: list[float]
-    ranks: list[int]
-    bytes: int
+    token_ranks: list[int]
+    n_bytes: int
 
     @property
     def loss(self) -> float:
@@ -82,11 +82,11 @@ class Score:
     @property
     def bits_per_byte(self) -> float:
         """Bits per byte of UTF-8: comparable across tokenizers."""
-        return -sum(self.logprobs) / math.log(2) / self.bytes
+        return -sum(self.logprobs) / math.log(2) / self.n_bytes
 
 
 @torch.inference_mode()
-def score(run: Run, text: str) -> Score:
+def score_text(run: Run, text: str) -> Score:
     """Score each token of a text, as what an empty prompt is continued with.
 
     A text longer than the context is read in windows of one context, half a context apart: every
@@ -96,7 +96,7 @@ def score(run: Run, text: str) -> Score:
     tokens = run.encode(text, "text")
     if not tokens:
         raise DataError("text: empty; give at least one character")
-    before = opening(run.tokenizer, run.config.sample)[-1:]
+    before = encode_start(run.tokenizer, run.config.sample)[-1:]
     document = torch.tensor([*before, *tokens])
     limit = run.config.model.context_length
     logprobs: list[float] = []
@@ -104,7 +104,7 @@ def score(run: Run, text: str) -> Score:
     while (done := len(logprobs)) < len(tokens):
         start = max(0, done - limit // 2) if done else 0
         window = document[start : start + limit + 1][None]
-        window_losses, window_ranks = token_losses(run.model, window[:, :-1], window[:, 1:])
+        window_losses, window_ranks = compute_token_losses(run.model, window[:, :-1], window[:, 1:])
         logprobs += (-window_losses[0, done - start :]).tolist()  # the rest was scored before
         ranks += window_ranks[0, done - start :].tolist()
     if not math.isfinite(sum(logprobs)):

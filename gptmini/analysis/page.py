@@ -14,48 +14,48 @@ from typing import Any
 
 import numpy as np
 
-TEMPLATE = Path(__file__).with_name("page.html")
-LIMIT = 30_000_000  # bytes of a page that a browser still opens at once
+TEMPLATE_FILE = Path(__file__).with_name("page.html")
+MAX_PAGE_BYTES = 30_000_000  # bytes of a page that a browser still opens at once
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Part = dict[str, Any]  # JSON data; `type` names the function of page.html that shows it
+PageItem = dict[str, Any]  # JSON data; `type` names the function of page.html that shows it
 Series = dict[str, Any]
 
 
-def render(title: str, lead: str, parts: list[Part]) -> bytes:
-    """The page; `lead` is a sentence or two below its title."""
-    page = TEMPLATE.read_text(encoding="utf-8")
+def render_page(title: str, introduction: str, parts: list[PageItem]) -> bytes:
+    """The page; `introduction` is a sentence or two below its title."""
+    page = TEMPLATE_FILE.read_text(encoding="utf-8")
     policy = "; ".join(
         [
             "default-src 'none'",
-            _source("script", page),
-            _source("style", page),
+            _allow_source("script", page),
+            _allow_source("style", page),
             "base-uri 'none'",
             "form-action 'none'",
             "require-trusted-types-for 'script'",
         ]
     )
-    text = json.dumps({"title": title, "lead": lead, "parts": parts}, allow_nan=False)
+    text = json.dumps({"title": title, "lead": introduction, "parts": parts}, allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     # The data goes in last: nothing in it is taken for a place to fill.
     return page.replace("POLICY", policy, 1).replace('"DATA"', text, 1).encode()
 
 
-def _source(tag: str, page: str) -> str:
+def _allow_source(tag: str, page: str) -> str:
     """What the policy allows for a tag: the one in the template, by its hash."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def packed(array: Array) -> str:
+def encode_base64(array: Array) -> str:
     """The numbers of an array, in order, as base64 of their little-endian bytes."""
     little = array.astype(array.dtype.newbyteorder("<"))
     return base64.b64encode(np.ascontiguousarray(little).tobytes()).decode()
 
 
-def eight_bits(weights: Array) -> Array:
+def quantize_to_bytes(weights: Array) -> Array:
     """Weights in [0, 1] as bytes on a square-root scale: w becomes round(255 √w).
 
     They are off by at most 0.004, small ones by much less, and only those below 4e-6 become 0.
@@ -63,21 +63,23 @@ def eight_bits(weights: Array) -> Array:
     return np.rint(255 * np.sqrt(weights)).astype(np.uint8)
 
 
-def table(head: list[str], rows: list[list[Any]], heading: str = "", note: str = "") -> Part:
+def build_table(
+    head: list[str], rows: list[list[Any]], heading: str = "", note: str = ""
+) -> PageItem:
     """Rows of texts; a cell (value, half width or None) is drawn as an interval beside 0."""
     return {"type": "table", "heading": heading, "note": note, "head": head, "rows": rows}
 
 
-def series(
+def build_series(
     name: str, points: list[tuple[float, float]], kind: str = "line", color: int = 0
 ) -> Series:
     """Points of a chart: kind `line`, `thin` (a thin line), `dashed` or `dots`."""
     return {"name": name, "points": points, "kind": kind, "color": color}
 
 
-def chart(
+def build_chart(
     title: str, x: str, y: str, lines: list[Series], log: str = "", zero: bool = False
-) -> Part:
+) -> PageItem:
     """Lines against labeled axes. `log` is the name of the logarithmic one, which ends above 0;
     with `zero` the y axis begins at 0.
     """
@@ -87,6 +89,6 @@ def chart(
     return {"title": title, "x": x, "y": y, "series": lines, "log": log, "zero": [0] * zero}
 
 
-def charts(items: list[Part], heading: str) -> Part:
+def build_charts(items: list[PageItem], heading: str) -> PageItem:
     """Charts side by side; series of one name share a color and an entry of the legend."""
     return {"type": "charts", "heading": heading, "items": items}

@@ -5,20 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from gptmini.analysis.variants import Variant, numbers, over_time
+from gptmini.analysis.variants import Variant, build_histories, select_numbers
 from gptmini.console import warn
 from gptmini.errors import ConfigError, MachineError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Figure = Any  # matplotlib is an extra
-PANEL = 2.2  # inches per side, at least
-COLOURS = "magma_r"
-KINDS = (".png", ".pdf", ".svg")
-MAX_NUMBERED = 12  # tokens up to which the weights are written into their cells
-MONOSPACE = "DejaVu Sans Mono"  # comes with matplotlib
+MIN_PANEL_INCHES = 2.2  # inches per side, at least
+COLOR_MAP = "magma_r"
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+MAX_NUMBERED_TOKENS = 12  # tokens up to which the weights are written into their cells
+MONOSPACE_FONT = "DejaVu Sans Mono"  # comes with matplotlib
 
 
-def check(path: Path, kinds: tuple[str, ...] = KINDS) -> None:
+def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
     """ConfigError for a picture format that is not supported."""
     if path.suffix.lower() not in kinds:
         raise ConfigError(
@@ -26,7 +26,7 @@ def check(path: Path, kinds: tuple[str, ...] = KINDS) -> None:
         )
 
 
-def _blank(width: float, height: float, layout: Any = "constrained") -> Figure:
+def _create_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """An empty figure; width and height in inches."""
     try:
         import matplotlib  # noqa: PLC0415 - an extra
@@ -37,21 +37,21 @@ def _blank(width: float, height: float, layout: Any = "constrained") -> Figure:
     return matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure; the file name decides the format."""
-    check(path)
+    check_suffix(path)
     figure.savefig(path, dpi=100, bbox_inches="tight")
 
 
-def _drawable(labels: list[str]) -> tuple[list[str], list[str]]:
+def _make_drawable(labels: list[str]) -> tuple[list[str], list[str]]:
     """The labels, and the fonts that together have their characters.
 
     Characters that no installed font has are escaped, with a warning.
     """
     from matplotlib import font_manager  # noqa: PLC0415 - an extra
 
-    fonts = [MONOSPACE]
-    path = font_manager.findfont(MONOSPACE)
+    fonts = [MONOSPACE_FONT]
+    path = font_manager.findfont(MONOSPACE_FONT)
     missing = set(map(ord, "".join(labels))) - font_manager.get_font(path).get_charmap().keys()
     for font in font_manager.fontManager.ttflist:
         if not missing:
@@ -75,16 +75,18 @@ def _drawable(labels: list[str]) -> tuple[list[str], list[str]]:
     return [label.translate(escapes) for label in labels], fonts
 
 
-def _open(axis: Any) -> None:
+def _hide_borders(axis: Any) -> None:
     """Remove the top and right borders."""
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def mask(cells: Array, title: str) -> Figure:
+def draw_mask(cells: Array, title: str) -> Figure:
     """A mask (T, S): keys across, queries down, visible cells dark."""
     rows, columns = cells.shape
     side = min(0.28, 9 / max(rows, columns))  # inches per cell
-    figure = _blank(max(2.6, columns * side + 0.8), max(1.2, rows * side) + 1.1, "compressed")
+    figure = _create_figure(
+        max(2.6, columns * side + 0.8), max(1.2, rows * side) + 1.1, "compressed"
+    )
     axis = figure.subplots()
     axis.imshow(cells, cmap="Greys", vmin=0, vmax=1.4)
     axis.set_xticks([n - 0.5 for n in range(columns)], minor=True)
@@ -100,7 +102,7 @@ def mask(cells: Array, title: str) -> Figure:
     return figure
 
 
-def attention(
+def draw_attention(
     weights: Array, labels: list[str], n_kv_head: int, layers: list[int], head: int | None = None
 ) -> Figure:
     """Weights (L, H, T, T) of some layers and one head or all: keys across, queries down.
@@ -117,18 +119,18 @@ def attention(
     if len(layers) == 1 and head is None and share > 1:
         columns = share
     rows = len(panels) // columns
-    numbered = T <= MAX_NUMBERED
+    numbered = T <= MAX_NUMBERED_TOKENS
     cell = (0.34 if numbered else 0.28 if len(panels) == 1 else 0.18) * min(1.0, 40 / T)  # inches
-    side, size = max(PANEL, cell * T), min(8.0, 60 * cell)
+    side, size = max(MIN_PANEL_INCHES, cell * T), min(8.0, 60 * cell)
     label_room = max(map(len, labels)) * 0.6 * size / 72  # inches; 0.6 em per letter
     width = columns * (side + 0.1) + label_room + 1.3
-    figure = _blank(width, rows * (side + 0.3) + label_room + 0.4, "compressed")
+    figure = _create_figure(width, rows * (side + 0.3) + label_room + 0.4, "compressed")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    texts, fonts = _drawable(labels)
+    texts, fonts = _make_drawable(labels)
     upright = max(map(len, texts)) <= 2
     for axis, (layer, h) in zip(axes.flat, panels, strict=True):
         cells = np.ma.masked_equal(weights[layer, h], 0)
-        image = axis.imshow(cells, cmap=COLOURS, vmin=0, vmax=1)
+        image = axis.imshow(cells, cmap=COLOR_MAP, vmin=0, vmax=1)
         axis.set_facecolor("0.93")
         kv_head = f", KV head {h // share}" if share > 1 else ""
         axis.set_title(f"layer {layer}, head {h}{kv_head}", fontsize=8)
@@ -137,7 +139,7 @@ def attention(
         axis.set_yticks(range(T), texts, **font)
         axis.tick_params(length=0)
         if numbered:
-            _numbers(axis, weights[layer, h])
+            _write_numbers(axis, weights[layer, h])
     figure.supxlabel("key", fontsize=9)
     figure.supylabel("query", fontsize=9)
     bar = {"shrink": 0.6, "fraction": 0.4 / width, "pad": 0.1 / width}
@@ -145,7 +147,7 @@ def attention(
     return figure
 
 
-def _numbers(axis: Any, weights: Array) -> None:
+def _write_numbers(axis: Any, weights: Array) -> None:
     """Write weights (T, T) into their cells, to three digits."""
     for (query, key), weight in np.ndenumerate(weights):
         if weight > 0:
@@ -154,13 +156,13 @@ def _numbers(axis: Any, weights: Array) -> None:
             axis.text(key, query, text, ha="center", va="center", fontsize=6, color=color)
 
 
-def training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) -> Figure:
+def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) -> Figure:
     """The metrics of runs against tokens seen: losses, learning rate, speed, gradient norm.
 
     With `in_bits`, losses are those of validation in bits per byte, which do not depend on the
     tokenizer.
     """
-    figure = _blank(10, 6.5)
+    figure = _create_figure(10, 6.5)
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - an extra
 
     axes = figure.subplots(2, 2, sharex=True)
@@ -176,12 +178,12 @@ def training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) -> Fi
             if in_bits and key == "train_loss":
                 continue
             thin = {"color": color, "linewidth": 1, "alpha": 0.7, "label": f"{name}, train"}
-            _line(axis, _logged(lines, key), "-", **thin)
-        validation = _logged(lines, "val_bpb" if in_bits else "val_loss")
-        _line(axes[0, 0], validation, ".-", color=color, label=f"{name}, validation")
+            _draw_line(axis, _select_points(lines, key), "-", **thin)
+        validation = _select_points(lines, "val_bpb" if in_bits else "val_loss")
+        _draw_line(axes[0, 0], validation, ".-", color=color, label=f"{name}, validation")
     for axis, title in panels.values():
         axis.set_title(title, fontsize=10)
-        _open(axis)
+        _hide_borders(axis)
     for axis in (axes[0, 1], axes[1, 0]):
         axis.set_ylim(bottom=0)
     for axis in (axes[0, 0], axes[1, 1]):  # these fall steeply at first
@@ -192,40 +194,40 @@ def training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) -> Fi
     per_step = {
         round(tokens / step)
         for lines in runs.values()
-        for step, tokens in numbers(lines, "step", "tokens")[-1:]
+        for step, tokens in select_numbers(lines, "step", "tokens")[-1:]
         if step
     }
     steps = f"; {per_step.pop():,} per step" if len(per_step) == 1 else ""
     for axis in axes[1]:
         axis.locator_params(axis="x", nbins=6)
         axis.set_xlabel(f"tokens seen (millions{steps})")
-    names, fonts = _drawable(axes[0, 0].get_legend_handles_labels()[1])
+    names, fonts = _make_drawable(axes[0, 0].get_legend_handles_labels()[1])
     axes[0, 0].legend(names, frameon=False, prop={"size": 8, "family": ["sans-serif", *fonts]})
     return figure
 
 
-def _logged(lines: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+def _select_points(lines: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
     """(Millions of tokens seen, figure) of the lines that have the figure."""
-    return [(tokens / 1e6, figure) for tokens, figure in numbers(lines, "tokens", key)]
+    return [(tokens / 1e6, figure) for tokens, figure in select_numbers(lines, "tokens", key)]
 
 
-def _line(axis: Any, points: list[tuple[float, float]], form: str, **style: Any) -> None:
+def _draw_line(axis: Any, points: list[tuple[float, float]], form: str, **style: Any) -> None:
     if points:
         axis.plot(*zip(*points, strict=True), form, **style)
 
 
-def comparison(variants: list[Variant]) -> Figure:
+def draw_comparison(variants: list[Variant]) -> Figure:
     """Bits per byte of each variant against its KV cache, and over the course of training."""
-    figure = _blank(10, 4)
+    figure = _create_figure(10, 4)
     left, right = figure.subplots(1, 2)
-    _quality_against_cache(left, variants)
-    _quality_over_time(right, variants)
-    _open(left)
-    _open(right)
+    _draw_quality_against_cache(left, variants)
+    _draw_quality_over_time(right, variants)
+    _hide_borders(left)
+    _hide_borders(right)
     return figure
 
 
-def _quality_against_cache(axis: Any, variants: list[Variant]) -> None:
+def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
     for number, variant in enumerate(variants):
         color, on_left = f"C{number % 10}", number % 2 == 1
         values = variant.figures("bits_per_byte")
@@ -248,13 +250,13 @@ def _quality_against_cache(axis: Any, variants: list[Variant]) -> None:
     axis.set_title("quality and KV cache (one dot per seed)", fontsize=10)
 
 
-def _quality_over_time(axis: Any, variants: list[Variant]) -> None:
-    x, histories = over_time(variants)
+def _draw_quality_over_time(axis: Any, variants: list[Variant]) -> None:
+    x, histories = build_histories(variants)
     for number, (name, curves) in enumerate(histories.items()):
         for place, points in enumerate(curves):
             label = None if place else name
             style = {"color": f"C{number % 10}", "linewidth": 1, "markersize": 3, "label": label}
-            _line(axis, points, ".-", **style)
+            _draw_line(axis, points, ".-", **style)
     axis.set(xlabel=x)
     axis.set_title("validation bits per byte while training (one line per seed)", fontsize=10)
     # The first quarter is steep and would flatten the rest.

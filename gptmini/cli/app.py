@@ -59,7 +59,7 @@ class _Command(typer.core.TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write = formatter.write_dl
         formatter.write_dl = lambda rows: write(
-            [(_reworded(name), _reworded(text)) for name, text in rows]
+            [(_reword(name), _reword(text)) for name, text in rows]
         )
         super().format_options(ctx, formatter)
 
@@ -71,13 +71,13 @@ class _Command(typer.core.TyperCommand):
             raise
 
 
-def _reworded(text: str) -> str:
-    for pattern, replacement in _WORDS.items():
+def _reword(text: str) -> str:
+    for pattern, replacement in _REPLACEMENTS.items():
         text = re.sub(pattern, replacement, text)
     return text
 
 
-_WORDS = {  # of typer's help and errors, in ours
+_REPLACEMENTS = {  # of typer's help and errors, in ours
     r"^([^-].*) <.*>$": r"\1",  # an argument needs no type after its name
     r"default: \((.*)\)": r"default: \1",
     r"(\S+)<=x<=([^];]+)": r"\1 to \2",
@@ -93,7 +93,7 @@ _WORDS = {  # of typer's help and errors, in ours
 }
 
 # Windows has no SIGHUP.
-_STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 for _command in (
     *(train, generate, serve, score, evaluate, inspect, compare),
@@ -119,13 +119,15 @@ for _info in chain(*(group.registered_commands for group in (app, data_app, toke
 # training, busy       6,632    8,517    7,836    7,550    7,607
 # generating, alone    4,906    4,942    4,163    3,902
 # generating, busy     1,175    2,066
-SPINS = "10000"
+OPENMP_SPIN_COUNT = "10000"
 
 
 def main() -> None:
     """Run the command line; a failure becomes one line for each problem and an exit code."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read once, when torch is loaded
+        os.environ.setdefault(
+            "GOMP_SPINCOUNT", OPENMP_SPIN_COUNT
+        )  # read once, when torch is loaded
     words = ["--help" if word == "-help" else word for word in sys.argv[1:] if word != "--debug"]
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -135,7 +137,7 @@ def main() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
-    for number in _STOPPING:
+    for number in _STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
             signal.signal(number, _stop)
     try:
@@ -152,7 +154,9 @@ def main() -> None:
 
 def _stop(number: int, _: object) -> NoReturn:
     """End tidily, as Ctrl-C does; the training loop has a handler of its own."""
-    for later in _STOPPING:  # a closed terminal may send both; the second must not end cleaning up
+    for (
+        later
+    ) in _STOP_SIGNALS:  # a closed terminal may send both; the second must not end cleaning up
         signal.signal(later, signal.SIG_IGN)
     raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
@@ -181,29 +185,29 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     option = getattr(error, "option_name", "")
     known = [name for param in context.command.params for name in param.opts] if context else []
     if not hasattr(error, "possibilities"):
-        text = _reworded(error.format_message().rstrip("."))
-        text = text[:1].lower() + text[1:] + _typed(text)
+        text = _reword(error.format_message().rstrip("."))
+        text = text[:1].lower() + text[1:] + _quote_value(text)
         if text.startswith("unexpected") and "--prompt" in known:
             text += "; put the text after --prompt, in quotes"
         elif text.startswith("unexpected") and "--data" in known and "--data" in sys.argv:
             text += "; repeat --data before each text, or quote a pattern: --data '*.txt'"
         return f"{text}{'' if text.endswith('?') else ';'} see {command} --help"
-    if option in _MEANT and "--steps" in known:
-        hint = _MEANT[option]
+    if option in _HINTS_FOR_OTHER_OPTIONS and "--steps" in known:
+        hint = _HINTS_FOR_OTHER_OPTIONS[option]
     elif near := difflib.get_close_matches(option, known, 1, 0.75):
         hint = f"did you mean {near[0]}? "
     elif "--set" in known:
-        from gptmini.config.load import full_key
+        from gptmini.config.load import find_full_key
 
         section = "sample." if command.endswith(" generate") else ""
-        key = full_key(option.lstrip("-").replace("-", "_"), section)
+        key = find_full_key(option.lstrip("-").replace("-", "_"), section)
         hint = f"use --set {key}=VALUE, or " if key else ""
     else:
         hint = ""
     return f"no such option: {option}; {hint}see {command} --help"
 
 
-_MEANT = {  # options of other programs
+_HINTS_FOR_OTHER_OPTIONS = {  # options of other programs
     "--epochs": "use --steps or --minutes, or ",
     "--resume": "name the run: gptmini train RUN, or ",
     "--init-from": "use --from RUN, or ",
@@ -211,7 +215,7 @@ _MEANT = {  # options of other programs
 }
 
 
-def _typed(text: str) -> str:
+def _quote_value(text: str) -> str:
     """What was typed for the option that a complaint begins with: ", not 'x'"."""
     option, colon, problem = text.partition(": ")
     if not colon or not problem.startswith(("must be", "expected")):

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from gptmini import files
 from gptmini.cli.options import (
-    NEWEST,
-    RUNS,
+    NEWEST_RUN_HELP,
+    RUNS_FOLDER,
     AsJson,
     Assignments,
     AttentionName,
@@ -22,18 +22,18 @@ from gptmini.cli.options import (
     RunName,
     Steps,
     Threads,
-    Weights,
+    WeightsType,
     argument,
-    configured,
+    build_config,
+    find_newest_run,
     flag,
-    newest_run,
     option,
-    run_directory,
+    resolve_run,
 )
 from gptmini.errors import ConfigError
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 
-ATTENTIONS = "mha,gqa:2,mqa"  # compared by default
+DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"  # compared by default
 
 
 def evaluate(
@@ -46,39 +46,39 @@ def evaluate(
     split: Literal["validation", "test"] = option(
         "validation", "PART", "Part of its own text: validation, or test if data.test is set."
     ),
-    weights: Weights = "float32",
+    weights: WeightsType = "float32",
     device: Device = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Measure a trained model on its held-out text, or on all of another text."""
     if data and split == "test":
         raise ConfigError("--split test: is a part of the run's own text; leave out --data")
-    path = run_directory(run)
+    path = resolve_run(run)
     from gptmini.config import load as configuration
     from gptmini.console import say
     from gptmini.data import corpus
 
     if data and "-" not in data:
-        own = configuration.load(path / "config.yaml", []).data
+        own = configuration.load_config(path / "config.yaml", []).data
         corpus.check_paths(data, own)  # a wrong path is named before torch is loaded
-    from gptmini.analysis.evaluate import evaluate_run, text_of
-    from gptmini.generate.run import load
+    from gptmini.analysis.evaluate import evaluate_run, load_text
+    from gptmini.generate.run import load_run
 
-    trained = load(path, device, weights, cache)
+    trained = load_run(path, device, weights, cache)
     window = trained.config.seq_len
     if stride is not None and stride > window:
         raise ConfigError(
             f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
         )
-    texts = text_of(trained, data, cache, split)
+    texts = load_text(trained, data, cache, split)
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
-    facts = evaluate_run(trained, texts, batch_size, stride).facts()
-    print(json.dumps(facts) if as_json else _lines(facts))
+    facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
+    print(json.dumps(facts) if as_json else _format_evaluation(facts))
 
 
-def _lines(facts: dict[str, Any]) -> str:
+def _format_evaluation(facts: dict[str, Any]) -> str:
     """The figures of an evaluation as text."""
 
     def error(key: str) -> str:
@@ -101,7 +101,7 @@ def compare(
         None,
         "KINDS",
         "Variants of one configuration, separated by commas.",
-        show_default=ATTENTIONS,
+        show_default=DEFAULT_ATTENTIONS,
     ),
     seeds: int | None = option(
         None, "N", "Training runs per variant.", min=1, max=100, show_default="1"
@@ -118,7 +118,7 @@ def compare(
         show_default="runs/compare, or runs/compared if nothing is trained",
     ),
     as_json: AsJson = False,
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Train variants in turn, or take finished runs, and compare quality, memory and speed."""
     finished = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
@@ -129,42 +129,48 @@ def compare(
     other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
     for name in configs:
         if name is not None and Path(name).suffix not in (".yaml", ".yml"):
-            _known(name)
+            _check_known(name)
     if not configs:
         for label, value in (named | other).items():
             if value is not None:
                 raise ConfigError(f"{label}: these runs are already trained; remove this option")
     variants = {
-        kind or name or "default": configured(name, data, errors, kind, named, assignments)
-        for kind, name in _variants(configs, attention, only=not finished)
+        kind or name or "default": build_config(name, data, errors, kind, named, assignments)
+        for kind, name in _list_variants(configs, attention, only=not finished)
     }
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
-    out = out or RUNS / ("compare" if variants else "compared")
+    out = out or RUNS_FOLDER / ("compare" if variants else "compared")
     from gptmini.analysis import compare as comparing
     from gptmini.analysis import variants as figures
     from gptmini.console import say
 
     measured = comparing.compare(variants, finished, seeds or 1, data, out, cache)
     if as_json:
-        print(json.dumps(figures.as_json(measured)))
+        print(json.dumps(figures.to_json(measured)))
         return
-    print(figures.table(measured), figures.LEGEND, "", *figures.verdicts(measured), sep="\n")
+    print(
+        figures.format_table(measured),
+        figures.TABLE_LEGEND,
+        "",
+        *figures.write_verdicts(measured),
+        sep="\n",
+    )
     say(f"compare: all figures: {out / 'compare.md'}")
 
 
-def _known(name: str) -> None:
+def _check_known(name: str) -> None:
     """ConfigError if this is neither a directory of a run nor the name of a configuration."""
     from gptmini.config import load
 
     try:
-        load.find(name)
+        load.find_config_file(name)
     except ConfigError as error:
         problem = str(error).replace("no such configuration", "no such configuration or run", 1)
         raise ConfigError(problem) from None
 
 
-def _variants(
+def _list_variants(
     configs: list[str | None], attention: str | None, only: bool
 ) -> list[tuple[str | None, str | None]]:
     """(Attention, configuration) of each variant; `only` if nothing else is compared."""
@@ -172,25 +178,29 @@ def _variants(
         raise ConfigError("--attention: needs a single configuration; name one, or remove it")
     if not attention and not (only and len(configs) == 1):
         return [(None, name) for name in configs]
-    return [(kind, name) for name in configs for kind in (attention or ATTENTIONS).split(",")]
+    return [
+        (kind, name) for name in configs for kind in (attention or DEFAULT_ATTENTIONS).split(",")
+    ]
 
 
 def plot(
-    runs: list[Path] | None = argument(None, "RUN", "Run directories.", show_default=NEWEST),
+    runs: list[Path] | None = argument(
+        None, "RUN", "Run directories.", show_default=NEWEST_RUN_HELP
+    ),
     out: Path | None = option(
         None,
         "FILE",
         "A picture (.png, .pdf, .svg) or an interactive page (.html).",
         show_default="RUN/plot.png and RUN/plot.html",
     ),
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Draw the training curves of runs; a page also has samples and heads over time."""
-    paths = [run_directory(run) for run in runs or [newest_run()]]
+    paths = [resolve_run(run) for run in runs or [find_newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
     from gptmini.analysis import report
 
-    print(*report.write(paths, files, cache), sep="\n")
+    print(*report.write_report(paths, files, cache), sep="\n")
 
 
 def inspect(
@@ -229,19 +239,21 @@ def inspect(
     from gptmini.console import say
 
     if out is not None:
-        plots.check(out, plots.KINDS if mask else (*plots.KINDS, ".html"))
+        plots.check_suffix(
+            out, plots.PICTURE_SUFFIXES if mask else (*plots.PICTURE_SUFFIXES, ".html")
+        )
     if generate is not None and (out is None or out.suffix.lower() != ".html"):
         raise ConfigError("--generate: works only with a page; add --out FILE.html")
     if mask is not None:
         from gptmini.analysis import attention_maps
 
-        cells = attention_maps.named_mask(mask, size)
-        print(attention_maps.mask_lines(cells))
+        cells = attention_maps.build_mask(mask, size)
+        print(attention_maps.format_mask(cells))
         print("\nx visible, . masked; a row is a query, a column a key")
         if out is not None:
-            plots.save(plots.mask(cells.numpy(), mask), out)
+            plots.save_figure(plots.draw_mask(cells.numpy(), mask), out)
     else:
-        path = run_directory(run, "--prompt")
+        path = resolve_run(run, "--prompt")
         _inspect_run(path, str(prompt), layer, head, generate, out)
     if out is not None:
         say(f"{out}: written")
@@ -258,22 +270,24 @@ def _inspect_run(
     """Print what heads attend to; write a page or picture of it."""
     from gptmini.analysis import attention_maps, page_data, plots
     from gptmini.console import say
-    from gptmini.generate.run import load
+    from gptmini.generate.run import load_run
 
-    trained = load(path, "cpu", "float32")
-    text = page_data.continued(trained, prompt, generate) if generate else None
+    trained = load_run(path, "cpu", "float32")
+    text = page_data.continue_prompt(trained, prompt, generate) if generate else None
     tokens = text.prompt_tokens + text.tokens if text else trained.encode(prompt, "--prompt")
     layers = None if layer is None else [layer]
     is_page = out is not None and out.suffix.lower() == ".html"
     if is_page:
-        page_data.check_length(trained.config.model, len(tokens))
-    view = attention_maps.view(trained, tokens, layers, head)
+        page_data.check_page_size(trained.config.model, len(tokens))
+    view = attention_maps.view_attention(trained, tokens, layers, head)
     say(f"{path}: step {trained.step}")
     if out is not None and is_page:  # first, as `| head` may close stdout
-        files.replace(out, page_data.html(trained, tokens, text, (layer or 0, head or 0)))
-    print(view.text())
+        files.atomic_write_bytes(
+            out, page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
+        )
+    print(view.format_text())
     if out is not None and not is_page:
-        plots.save(view.figure(), out)
+        plots.save_figure(view.draw_figure(), out)
 
 
 def size(
@@ -306,7 +320,7 @@ def size(
     ),
     assignments: Assignments = None,
     as_json: AsJson = False,
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Show what a training run would take: parameters, memory, data, time."""
     if accelerator is not None and minutes is not None:
@@ -321,15 +335,15 @@ def size(
     if shard and ranks == 1:
         raise ConfigError("--shard: one rank has nothing to divide; add --ranks, or remove it")
     named = {"--steps": steps, "--minutes": minutes}
-    settings = configured(config, data, errors, attention, named, assignments, base)
+    settings = build_config(config, data, errors, attention, named, assignments, base)
     if base is not None:
-        run_directory(base)  # a wrong name is answered with the nearest
+        resolve_run(base)  # a wrong name is answered with the nearest
     from gptmini.plan import report as sizing
 
     hardware = None
     if accelerator is not None:
         from gptmini.plan import cluster as planning
 
-        hardware = planning.accelerator(accelerator, utilization, network)
-    facts = sizing.size(settings, cache, hardware, ranks, shard)
-    print(json.dumps(facts) if as_json else "\n".join(sizing.lines(facts)))
+        hardware = planning.find_accelerator(accelerator, utilization, network)
+    facts = sizing.estimate_training(settings, cache, hardware, ranks, shard)
+    print(json.dumps(facts) if as_json else "\n".join(sizing.format_report(facts)))

@@ -17,21 +17,21 @@ from gptmini.cli.options import (
     Device,
     RunName,
     Threads,
-    Weights,
-    assigned,
+    WeightsType,
     flag,
     option,
-    run_directory,
+    parse_assignments,
+    resolve_run,
 )
 from gptmini.errors import ConfigError, DataError
-from gptmini.files import CACHE, decode_utf8
+from gptmini.files import DEFAULT_CACHE_DIR, decode_utf8
 
 if TYPE_CHECKING:
     from gptmini.analysis.evaluate import Score
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
-LARGEST = 16 << 20  # bytes of a prompt or of a text to score
+MAX_INPUT_BYTES = 16 << 20  # bytes of a prompt or of a text to score
 Settings = dict[str, Any]
 
 
@@ -80,19 +80,19 @@ def generate(
         None, "RUN", "Guess ahead with a smaller run; same text, often faster."
     ),
     batch_size: int = option(16, "N", "Texts generated in parallel.", min=1, max=4096),
-    weights: Weights = "bfloat16",
+    weights: WeightsType = "bfloat16",
     device: Device = "auto",
     threads: Threads = None,
     no_cache: bool = flag("Disable the KV cache and the compiled engine; slower.", "--no-cache"),
     raw: bool = flag("Do not escape control characters on a terminal.", "--raw"),
     as_json: AsJson = False,
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Continue a prompt with a trained model.
 
     The text is printed as it is generated. Sampling options default to the run's own settings.
     """
-    settings = _sampling(locals(), assignments)
+    settings = _parse_sampling(locals(), assignments)
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
     named = [name for name, value in sources.items() if value is not None]
     named += ["--interactive"] * interactive
@@ -106,33 +106,33 @@ def generate(
         raise ConfigError("--prompts, --out: one needs the other; give both")
     if str(out) == "-":
         raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
-    path = run_directory(run, "--prompt", "--prompt-file")
-    draft = run_directory(draft) if draft else None
+    path = resolve_run(run, "--prompt", "--prompt-file")
+    draft = resolve_run(draft) if draft else None
     from gptmini.console import say
     from gptmini.generate import prompts_file
-    from gptmini.generate.run import load
+    from gptmini.generate.run import load_run
 
-    trained = load(path, device, weights, cache)
+    trained = load_run(path, device, weights, cache)
     if run is None:
         say(f"{path}, step {trained.step}")
     for label, text in [("--prompt", prompt or ""), *(("--stop", text) for text in stop or [])]:
         if "\\n" in text:
             say(f"{label}: \\n is taken as two characters; for a line break, type $'\\n' in bash")
-    if not named and _piped():
+    if not named and _has_piped_input():
         say("standard input is not read; to continue it, add --prompt-file -")
-    guess = load(draft, device, weights, cache) if draft else "lookup" if lookup else None
+    guess = load_run(draft, device, weights, cache) if draft else "lookup" if lookup else None
     how: Settings = {"use_cache": not no_cache, "special": special, "guess": guess}
     how["logprobs"] = as_json or prompts is not None
     if prompts is not None and out is not None:
-        prompts_file.generate(trained, prompts, out, samples, batch_size, settings, **how)
+        prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
     elif interactive:
         _converse(trained, settings | how, raw)
     else:
-        text = prompt or _text(prompt_file).removesuffix("\n").removesuffix("\r")
-        _show(trained, text, samples, batch_size, settings | how, raw, as_json)
+        text = prompt or _read_text(prompt_file).removesuffix("\n").removesuffix("\r")
+        _print_texts(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
-def _sampling(options: dict[str, Any], assignments: list[str] | None) -> Settings:
+def _parse_sampling(options: dict[str, Any], assignments: list[str] | None) -> Settings:
     """The sampling settings that --set and the options give, checked before torch is loaded.
 
     An option is a setting if it has the name of one; it overrides --set.
@@ -140,17 +140,17 @@ def _sampling(options: dict[str, Any], assignments: list[str] | None) -> Setting
     from gptmini.config import load
     from gptmini.config.settings import SampleConfig
 
-    overrides = assigned(assignments)
+    overrides = parse_assignments(assignments)
     for label, path, _ in overrides:
         if path[0] != "sample":
             raise ConfigError(f"{label}: only sampling settings apply here; write sample.KEY=VALUE")
     for key in SampleConfig.model_fields:
         if options.get(key) is not None:
             overrides.append((f"--{key.replace('_', '-')}", ("sample", key), options[key]))
-    return load.load(None, overrides).sample.model_dump(exclude_unset=True)
+    return load.load_config(None, overrides).sample.model_dump(exclude_unset=True)
 
 
-def _piped() -> bool:
+def _has_piped_input() -> bool:
     """Whether standard input is a pipe or a file that holds something."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
@@ -160,7 +160,7 @@ def _piped() -> bool:
     return bool(ready) and (stat.S_ISFIFO(mode) or stat.S_ISREG(mode))
 
 
-def _show(
+def _print_texts(
     run: "Run",
     prompt: str,
     samples: int,
@@ -178,7 +178,7 @@ def _show(
         started = list(generations)
         for generation in started:
             generation.finish()
-        stream_to_stdout([json.dumps(_facts(started)), "\n"])
+        stream_to_stdout([json.dumps(_build_json(started)), "\n"])
         return
     for generation in generations:
         if samples == 1:
@@ -189,33 +189,33 @@ def _show(
             if not stream_to_stdout(blocks, raw):
                 return
         if sys.stderr.isatty():
-            say(_speed(generation))
+            say(_describe_speed(generation))
 
 
-def _speed(generation: "Generation") -> str:
+def _describe_speed(generation: "Generation") -> str:
     speed = generation.n_tokens / max(generation.seconds, 1e-9)
     line = (
         f"{generation.n_tokens:,} tokens at {speed:,.0f} tokens/s, first token after "
-        f"{generation.first_token * 1000:.0f} ms ({generation.engine} engine)"
+        f"{generation.time_to_first_token * 1000:.0f} ms ({generation.engine} engine)"
     )
-    if generation.guessed:
-        line += f"; {generation.guessed_right:,} of {generation.guessed:,} guesses right"
+    if generation.drafted:
+        line += f"; {generation.accepted:,} of {generation.drafted:,} guesses right"
     return line
 
 
-def _facts(generations: "list[Generation]") -> dict[str, Any]:
+def _build_json(generations: "list[Generation]") -> dict[str, Any]:
     """Samples and speed as JSON data."""
     n_tokens = sum(generation.n_tokens for generation in generations)
     seconds = sum(generation.seconds for generation in generations)
     facts: dict[str, Any] = {
         "samples": [text.to_dict() for generation in generations for text in generation.samples],
         "tokens_per_second": round(n_tokens / max(seconds, 1e-9), 1),
-        "time_to_first_token": round(generations[0].first_token, 4),
+        "time_to_first_token": round(generations[0].time_to_first_token, 4),
         "engine": generations[0].engine,
     }
-    if guessed := sum(generation.guessed for generation in generations):
+    if guessed := sum(generation.drafted for generation in generations):
         facts["guessed"] = guessed
-        facts["guessed_right"] = sum(generation.guessed_right for generation in generations)
+        facts["guessed_right"] = sum(generation.accepted for generation in generations)
     return facts
 
 
@@ -258,27 +258,27 @@ def score(
     run: RunName = None,
     text: str | None = option(None, "TEXT", "The text to score."),
     file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
-    weights: Weights = "float32",
+    weights: WeightsType = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show how well a trained model predicts a text, token by token."""
-    path = run_directory(run, "--text", "--file")
+    path = resolve_run(run, "--text", "--file")
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
     from gptmini.analysis import evaluate as scoring
     from gptmini.console import say, stream_to_stdout
-    from gptmini.generate.run import load
+    from gptmini.generate.run import load_run
 
-    trained = load(path, device, weights)
+    trained = load_run(path, device, weights)
     if run is None:
         say(f"{path}, step {trained.step}")
-    scored = scoring.score(trained, _text(file) if text is None else text)
+    scored = scoring.score_text(trained, _read_text(file) if text is None else text)
     if as_json:
-        rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.ranks, strict=True)
+        rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.token_ranks, strict=True)
         facts = {
             "tokens": len(scored.tokens),
-            "bytes": scored.bytes,
+            "bytes": scored.n_bytes,
             "loss": scored.loss,
             "perplexity": scored.perplexity,
             "bits_per_byte": scored.bits_per_byte,
@@ -286,42 +286,46 @@ def score(
         }
         stream_to_stdout([json.dumps(facts), "\n"])
         return
-    stream_to_stdout(_colored(scored) if sys.stdout.isatty() else _table(scored), raw=True)
+    stream_to_stdout(
+        _color_tokens(scored) if sys.stdout.isatty() else _format_table(scored), raw=True
+    )
     print(
-        f"{len(scored.tokens):,} tokens, {scored.bytes:,} bytes: loss {scored.loss:.4f} nats per "
+        f"{len(scored.tokens):,} tokens, {scored.n_bytes:,} bytes: loss {scored.loss:.4f} nats per "
         f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
     )
 
 
-def _table(scored: "Score") -> Iterator[str]:
+def _format_table(scored: "Score") -> Iterator[str]:
     yield "logprob   rank  token\n"
-    for text, logprob, rank in zip(scored.texts, scored.logprobs, scored.ranks, strict=True):
+    for text, logprob, rank in zip(scored.texts, scored.logprobs, scored.token_ranks, strict=True):
         yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
 
 
-def _colored(scored: "Score") -> Iterator[str]:
+def _color_tokens(scored: "Score") -> Iterator[str]:
     """The text on backgrounds from none to dark red, one step per two bits of surprise."""
-    from gptmini.console import shown
+    from gptmini.console import escape_control_characters
 
     colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
     for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
         color = colors[min(len(colors) - 1, int(-logprob / 1.386))]  # 2 bits are 1.386 nats
         yield "\n".join(
-            f"{color}{shown(line)}\x1b[0m" if color and line else shown(line)
+            f"{color}{escape_control_characters(line)}\x1b[0m"
+            if color and line
+            else escape_control_characters(line)
             for line in text.split("\n")
         )
     yield "\n"
 
 
-def _text(file: Path | None) -> str:
+def _read_text(file: Path | None) -> str:
     """The contents of a file or of standard input (-); without a file, nothing."""
     if file is None:
         return ""
     if str(file) == "-":
-        name, data = "standard input", sys.stdin.buffer.read(LARGEST + 1)
+        name, data = "standard input", sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
     else:
         with file.open("rb") as opened:
-            name, data = str(file), opened.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise DataError(f"{name}: over {LARGEST >> 20} MiB; shorten it")
+            name, data = str(file), opened.read(MAX_INPUT_BYTES + 1)
+    if len(data) > MAX_INPUT_BYTES:
+        raise DataError(f"{name}: over {MAX_INPUT_BYTES >> 20} MiB; shorten it")
     return decode_utf8(data, name)

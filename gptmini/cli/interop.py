@@ -4,17 +4,17 @@ import shlex
 from pathlib import Path
 
 from gptmini.cli.options import (
-    RUNS,
+    RUNS_FOLDER,
     AttentionName,
     Cache,
     RunName,
     argument,
-    attention_settings,
     option,
-    run_directory,
+    parse_attention,
+    resolve_run,
 )
 from gptmini.errors import ConfigError
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 
 
 def export(
@@ -26,14 +26,14 @@ def export(
     out: Path | None = option(
         None, "PATH", "The folder or file to write.", show_default="RUN-hf or RUN-f16.gguf"
     ),
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Write a trained model for other programs, and prove that it computes the same."""
     if to not in ("hf", "gguf"):
         raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
     if weights is not None and to == "hf":
         raise ConfigError("--weights: applies to --to gguf; leave it out")
-    path = run_directory(run)
+    path = resolve_run(run)
     path = path.resolve() if path.name == "" else path
     kind = weights or "f16"
     out = out or path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
@@ -66,10 +66,10 @@ def import_(
     context_length: int | None = option(
         None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
     ),
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
-    out = out or RUNS / folder.resolve().name
+    out = out or RUNS_FOLDER / folder.resolve().name
     from gptmini.console import say
     from gptmini.interop.huggingface import import_model
 
@@ -98,20 +98,20 @@ def convert(
         None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
     ),
     out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Start a new run from a trained model, with its KV heads averaged into fewer."""
     if attention is None:
         raise ConfigError("--attention: missing; write for example --attention gqa:2")
-    path = run_directory(run)
+    path = resolve_run(run)
     path = path.resolve() if path.name == "" else path
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini.console import say
-    from gptmini.generate.run import load
+    from gptmini.generate.run import load_run
     from gptmini.train import convert
 
-    trained = load(path, weights="float32", cache=cache)
-    config = convert.convert(trained, attention_settings(attention), steps, out, cache)
+    trained = load_run(path, weights="float32", cache=cache)
+    config = convert.convert_run(trained, parse_attention(attention), steps, out, cache)
     old, new = trained.config.model, config.model
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
     if new.n_kv_head == old.n_kv_head:

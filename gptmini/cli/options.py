@@ -12,7 +12,7 @@ from gptmini.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from gptmini.config.settings import Config
 
-RUNS = Path("runs")
+RUNS_FOLDER = Path("runs")
 
 
 def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
@@ -35,59 +35,59 @@ def _set_threads(number: int | None) -> int | None:
     return number
 
 
-NEWEST = "the newest directory in runs/"
-_FILE_OR_NAME = (
-    "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
-)
-_TEXTS = (
+NEWEST_RUN_HELP = "the newest directory in runs/"
+_CONFIG_HELP = "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
+_DATA_HELP = (
     "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
     "builtin:python-docs or builtin:python-code. Repeat to use several."
 )
-_NOT_UTF8 = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
-_SETTING = (
+_ERRORS_HELP = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
+_SET_HELP = (
     "Override a setting, such as train.lr=1e-3. Repeat to override several. gptmini settings "
     "lists all keys."
 )
-_KIND = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
-_MINUTES = (
+_ATTENTION_HELP = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
+_MINUTES_HELP = (
     "Minutes that training may take, in place of the steps of CONFIG; sizes that are not set are "
     "chosen to fit."
 )
-_THREADS = "CPU threads to use. Beside other busy programs, fewer are often faster."
-_BASE = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
-_CACHE = "Folder for prepared texts and compiled code."
+_THREADS_HELP = "CPU threads to use. Beside other busy programs, fewer are often faster."
+_BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
+_CACHE_HELP = "Folder for prepared texts and compiled code."
 
 
-ConfigName = Annotated[str | None, argument(..., "CONFIG", _FILE_OR_NAME)]
-RunName = Annotated[Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST)]
-Data = Annotated[list[str] | None, option(..., "PATH", _TEXTS)]
-Errors = Annotated[str | None, option(..., "MODE", _NOT_UTF8, show_default="strict")]
-Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SETTING, "--set")]
-AttentionName = Annotated[str | None, option(..., "KIND", _KIND)]
+ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
+RunName = Annotated[
+    Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST_RUN_HELP)
+]
+Data = Annotated[list[str] | None, option(..., "PATH", _DATA_HELP)]
+Errors = Annotated[str | None, option(..., "MODE", _ERRORS_HELP, show_default="strict")]
+Assignments = Annotated[list[str] | None, option(..., "KEY=VALUE", _SET_HELP, "--set")]
+AttentionName = Annotated[str | None, option(..., "KIND", _ATTENTION_HELP)]
 Steps = Annotated[int | None, option(..., "N", "Number of optimizer updates.")]
-Minutes = Annotated[float | None, option(..., "X", _MINUTES)]
+Minutes = Annotated[float | None, option(..., "X", _MINUTES_HELP)]
 Threads = Annotated[
     int | None,
-    option(..., "N", _THREADS, min=1, max=1024, show_default="all", callback=_set_threads),
+    option(..., "N", _THREADS_HELP, min=1, max=1024, show_default="all", callback=_set_threads),
 ]
-Base = Annotated[Path | None, option(..., "RUN", _BASE, "--from")]
+Base = Annotated[Path | None, option(..., "RUN", _BASE_HELP, "--from")]
 Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
-Weights = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
+WeightsType = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
-    Path, option(..., "DIR", _CACHE, envvar="GPTMINI_CACHE", show_default="~/.cache/gptmini")
+    Path, option(..., "DIR", _CACHE_HELP, envvar="GPTMINI_CACHE", show_default="~/.cache/gptmini")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def assigned(assignments: list[str] | None) -> list[tuple[str, tuple[str, ...], Any]]:
+def parse_assignments(assignments: list[str] | None) -> list[tuple[str, tuple[str, ...], Any]]:
     """The overrides of --set: (label, key path, value)."""
     from gptmini.config import yamlfile
 
-    pairs = [yamlfile.assignment(text) for text in assignments or []]
+    pairs = [yamlfile.parse_assignment(text) for text in assignments or []]
     return [(f"--set {'.'.join(path)}", path, value) for path, value in pairs]
 
 
-def configured(
+def build_config(
     name: str | None,
     data: list[str] | None = None,
     errors: str | None = None,
@@ -106,7 +106,7 @@ def configured(
 
     if base is not None and name is None and not data:
         raise ConfigError(f"--from {base}: on which text? add --data PATH")
-    file = load.DEFAULT if base is None else None
+    file = load.DEFAULT_CONFIG_FILE if base is None else None
     if name is not None and is_text(name):
         if data:
             raise ConfigError(
@@ -115,10 +115,10 @@ def configured(
             )
         data = [name]
     elif name is not None:
-        run = run_of(name)
-        file = run / "config.yaml" if run else _configuration(name)
+        run = find_run(name)
+        file = run / "config.yaml" if run else _find_config(name)
 
-    overrides = assigned(assignments)
+    overrides = parse_assignments(assignments)
     if data:
         overrides.append(("--data", ("data", "path"), data))
     if base is not None:
@@ -126,31 +126,31 @@ def configured(
     if errors is not None:
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
-        for key, value in attention_settings(attention).items():
+        for key, value in parse_attention(attention).items():
             label = f"--attention {attention}"
             overrides.append((label, ("model", "attention", key), value))
     for label, value in (named or {}).items():
         if value is not None:
             overrides.append((label, ("train", label.removeprefix("--")), value))
-    return load.load(file, overrides)
+    return load.load_config(file, overrides)
 
 
-def _configuration(name: str) -> Path:
+def _find_config(name: str) -> Path:
     """The file of a configuration; what looks like a mistyped run is answered with the nearest."""
     from gptmini.config import load
 
     try:
-        return load.find(name)
+        return load.find_config_file(name)
     except ConfigError as error:
-        runs = {config.parent.name: config.parent for config in RUNS.glob("*/config.yaml")}
+        runs = {config.parent.name: config.parent for config in RUNS_FOLDER.glob("*/config.yaml")}
         near = difflib.get_close_matches(Path(name).name, runs, 1)
-        in_runs = Path(name).parent == RUNS
+        in_runs = Path(name).parent == RUNS_FOLDER
         if not near or ("did you mean" in str(error) and not in_runs):
             raise
         raise ConfigError(f"{name}: no run here; did you mean {runs[near[0]]}?") from None
 
 
-def run_of(name: str) -> Path | None:
+def find_run(name: str) -> Path | None:
     """The run directory that is given by its path or that of its config.yaml."""
     path = Path(name)
     folder = path.parent if path.name == "config.yaml" else path
@@ -165,12 +165,12 @@ def is_text(name: str) -> bool:
     if name == "-" or name.startswith("builtin:"):
         return True
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or name in load.names() or run_of(name):
+    if path.suffix in (".yaml", ".yml") or name in load.map_config_names() or find_run(name):
         return False
     return path.exists() or bool(set(name) & set("*?["))
 
 
-def attention_settings(text: str) -> dict[str, Any]:
+def parse_attention(text: str) -> dict[str, Any]:
     """`gqa:2` or `window:64` as the keys of model.attention that it stands for."""
     name, _, number = text.partition(":")
     examples = {"mha": "mha", "mqa": "mqa", "gqa": "gqa:2", "window": "window:64"}
@@ -184,18 +184,18 @@ def attention_settings(text: str) -> dict[str, Any]:
     return {"variant": name, "n_kv_head": int(number) if number else None}
 
 
-def run_directory(run: Path | None, text: str = "", file: str = "") -> Path:
+def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
     """RUN, or the newest run; CheckpointError suggests what was meant. Loads no torch.
 
     `text` and `file` are the command's options for a text and for a file that holds one.
     """
     if run is None:
-        return newest_run()
+        return find_newest_run()
     if _is_run(run):
         return run
     name = " ".join(str(run).split())
     name = name if len(name) <= 60 else f"{name[:57]}..."
-    runs = {config.parent.name: config.parent for config in RUNS.glob("*/config.yaml")}
+    runs = {config.parent.name: config.parent for config in RUNS_FOLDER.glob("*/config.yaml")}
     exists = os.path.exists(run)  # unlike Path.exists, False for a name that is too long
     meant: list[str | Path] = [folder for folder in run.parents if exists and _is_run(folder)]
     if os.path.isfile(run) and file:
@@ -206,7 +206,7 @@ def run_directory(run: Path | None, text: str = "", file: str = "") -> Path:
     if meant:
         hint = f"did you mean {meant[0]}?"
     else:
-        hint = f"the newest is {newest_run()}" if runs else "train one with gptmini train"
+        hint = f"the newest is {find_newest_run()}" if runs else "train one with gptmini train"
         hint += f"; a text goes after {text}" if text else ""
     raise CheckpointError(f"{name}: no run here; {hint}")
 
@@ -215,7 +215,7 @@ def _is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.yaml")
 
 
-def default_out(
+def choose_out(
     config: str | None, data: str, attention: str | None = None, base: Path | None = None
 ) -> Path:
     """`runs/` and the name of the configuration or, without one, of the text; and of the base."""
@@ -226,16 +226,18 @@ def default_out(
         name += f"-{attention.replace(':', '')}"
     if base:
         name += f"-from-{base.resolve().name}"
-    return RUNS / name
+    return RUNS_FOLDER / name
 
 
-def newest_run() -> Path:
+def find_newest_run() -> Path:
     """The run that was trained last."""
     newest = None
-    if any(RUNS.glob("*/config.yaml")):  # else answer before torch is imported
+    if any(RUNS_FOLDER.glob("*/config.yaml")):  # else answer before torch is imported
         from gptmini.runs import directory
 
-        newest = directory.newest_run(RUNS)
+        newest = directory.find_newest_run(RUNS_FOLDER)
     if newest is None:
-        raise CheckpointError(f"{RUNS}: no run here; train one with gptmini train, or name one")
+        raise CheckpointError(
+            f"{RUNS_FOLDER}: no run here; train one with gptmini train, or name one"
+        )
     return newest

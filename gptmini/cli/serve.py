@@ -3,9 +3,9 @@
 import os
 from contextlib import suppress
 
-from gptmini.cli.options import Cache, Device, RunName, Weights, option, run_directory
+from gptmini.cli.options import Cache, Device, RunName, WeightsType, option, resolve_run
 from gptmini.errors import ConfigError
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 
 
 def serve(
@@ -13,33 +13,33 @@ def serve(
     host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every one."),
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
     max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
-    weights: Weights = "bfloat16",
+    weights: WeightsType = "bfloat16",
     device: Device = "auto",
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Serve a trained model over HTTP, as OpenAI's completions.
 
     If GPTMINI_API_KEY is set, clients must send it. A page to try the model is at /. SIGTERM
     finishes the requests under way.
     """
-    path = run_directory(run)
+    path = resolve_run(run)
     try:
         from gptmini.serve import server
     except ImportError as error:
         raise ConfigError(f"{error.name}: not installed; run pip install -e '.[serve]'") from None
     from gptmini.console import say, warn
-    from gptmini.generate.run import load
+    from gptmini.generate.run import load_run
 
     listening = server.listen(host, port)
-    trained = load(path, device, weights, cache)
-    limits = server.Limits(rows=max_rows, waiting=8 * max_rows)
+    trained = load_run(path, device, weights, cache)
+    limits = server.Limits(max_rows=max_rows, max_waiting=8 * max_rows)
     key = os.environ.get("GPTMINI_API_KEY", "")
     local = listening.getsockname()[0] in ("127.0.0.1", "::1")
-    app = server.Server(trained, limits, key, server.LOOPBACK if local else None)
+    app = server.Server(trained, limits, key, server.LOOPBACK_NAMES if local else None)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listening.getsockname()[1]}"
     with suppress(OSError):  # a full disk stops no server
         say(f"{path}, step {trained.step}: {url}; the API is {url}/v1; Ctrl-C stops")
         if not local and not key:
             warn(f"anyone who can reach {host} can use this; set GPTMINI_API_KEY")
-    server.serve(app, listening, limits.drain)
+    server.serve(app, listening, limits.drain_seconds)

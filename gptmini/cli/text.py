@@ -15,7 +15,7 @@ from gptmini.errors import DataError
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 data_app = typer.Typer(help="Download and prepare texts.")
 
-Name = Annotated[
+TokenizerName = Annotated[
     str, argument(..., "NAME", "A run, a tokenizer file, or a name such as byte or gpt2.")
 ]
 
@@ -37,7 +37,7 @@ def train(
 
     if out.suffix != ".json":  # by which other commands know a tokenizer file
         out = Path(f"{out}.json")
-    config = load.load(
+    config = load.load_config(
         None,
         [
             ("DATA", ("data", "path"), data),
@@ -48,14 +48,16 @@ def train(
         ],
     )
     with sources.stdin_as_file(config.data.path, Path(tempfile.gettempdir())) as paths:
-        learned = corpus.learn("bpe", vocab_size, [sources.find(paths, config.data)])
-    files.replace(out, learned.to_json().encode())
+        learned = corpus.learn_tokenizer(
+            "bpe", vocab_size, [sources.find_source(paths, config.data)]
+        )
+    files.atomic_write_bytes(out, learned.to_json().encode())
     console.say(f"saved {out}: {learned.vocab_size:,} tokens")
 
 
 @tokenizer_app.command()
 def encode(
-    name: Name,
+    name: TokenizerName,
     text: str | None = argument(None, "TEXT", "The text.", show_default="standard input"),
 ) -> None:
     """Print the tokens of a text as numbers."""
@@ -63,7 +65,7 @@ def encode(
     from gptmini.files import decode_utf8
     from gptmini.tokenizer import tokenizers
 
-    encoder = tokenizers.find(name)
+    encoder = tokenizers.find_tokenizer(name)
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     else:
@@ -73,7 +75,7 @@ def encode(
 
 @tokenizer_app.command()
 def decode(
-    name: Name,
+    name: TokenizerName,
     tokens: list[str] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
 ) -> None:
     """Print the text of tokens; a pipe or file gets the exact bytes."""
@@ -81,7 +83,7 @@ def decode(
     from gptmini.files import decode_utf8
     from gptmini.tokenizer import tokenizers
 
-    decoder = tokenizers.find(name)
+    decoder = tokenizers.find_tokenizer(name)
     if tokens is None:
         tokens = decode_utf8(sys.stdin.buffer.read(), "standard input").split()
     for word in tokens:
@@ -90,22 +92,22 @@ def decode(
     if sys.stdout.isatty():
         stream_to_stdout([decoder.decode(map(int, tokens)), "\n"])
     else:
-        sys.stdout.buffer.write(b"".join(decoder.token_bytes(int(word)) for word in tokens))
+        sys.stdout.buffer.write(b"".join(decoder.decode_token(int(word)) for word in tokens))
 
 
 @tokenizer_app.command()
 def info(
-    name: Name,
+    name: TokenizerName,
     data: list[str] | None = option(None, "PATH", "Texts to measure the compression on."),
     as_json: AsJson = False,
 ) -> None:
     """Show the vocabulary, the longest and the special tokens, and the compression of texts."""
-    from gptmini.console import shown
+    from gptmini.console import escape_control_characters
     from gptmini.data import corpus
     from gptmini.tokenizer import tokenizers
 
-    inspected = tokenizers.find(name)
-    lengths = inspected.byte_lengths()
+    inspected = tokenizers.find_tokenizer(name)
+    lengths = inspected.compute_byte_lengths()
     special = inspected.special_tokens
     longest = lengths.argsort(kind="stable")[::-1][:10].tolist()
     facts: dict[str, Any] = {
@@ -116,17 +118,18 @@ def info(
         "end_tokens": [name for name in special if special[name] in inspected.end_tokens],
     }
     if data:
-        facts |= corpus.measure(inspected, data)
+        facts |= corpus.measure_tokenizer(inspected, data)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
         return
     rows = {"kind": inspected.kind, "vocabulary": f"{inspected.vocab_size:,} tokens"}
     if lengths.max() > 1:
         rows["longest tokens"] = ", ".join(
-            shown(json.dumps(token, ensure_ascii=False)) for token in facts["longest_tokens"]
+            escape_control_characters(json.dumps(token, ensure_ascii=False))
+            for token in facts["longest_tokens"]
         )
-    rows["special tokens"] = ", ".join(map(shown, facts["special_tokens"]))
-    rows["texts end with"] = " or ".join(map(shown, facts["end_tokens"]))
+    rows["special tokens"] = ", ".join(map(escape_control_characters, facts["special_tokens"]))
+    rows["texts end with"] = " or ".join(map(escape_control_characters, facts["end_tokens"]))
     if data:
         rows["text"] = f"{facts['bytes']:,} bytes, {facts['tokens']:,} tokens"
         rows["compression"] = f"{facts['bytes_per_token']} bytes per token"

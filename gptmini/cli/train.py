@@ -22,14 +22,14 @@ from gptmini.cli.options import (
     Steps,
     Threads,
     argument,
-    configured,
-    default_out,
+    build_config,
+    choose_out,
+    find_run,
     option,
-    run_directory,
-    run_of,
+    resolve_run,
 )
 from gptmini.errors import ConfigError
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 
 
 def train(
@@ -50,7 +50,7 @@ def train(
     threads: Threads = None,
     assignments: Assignments = None,
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Train a model on a text, or resume a run.
 
@@ -62,22 +62,22 @@ def train(
     named = {"--steps": steps, "--minutes": minutes, "--device": device}
     from gptmini.data import corpus
 
-    settings = configured(config, data, errors, attention, named, assignments, base)
+    settings = build_config(config, data, errors, attention, named, assignments, base)
     if out is None and config is not None:
-        out = run_of(config)
-    out = out or default_out(config, settings.data.path[0], attention, base)
+        out = find_run(config)
+    out = out or choose_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
     if base is not None and not (out / "config.yaml").exists():
-        run_directory(base)  # a wrong name is answered with the nearest
+        resolve_run(base)  # a wrong name is answered with the nearest
     for paths in (settings.data.path, settings.data.validation_path or []):
         if "-" not in paths:
             corpus.check_paths(paths, settings.data)  # a wrong path is named before torch is loaded
     from gptmini import console
-    from gptmini.distributed.group import join
-    from gptmini.generate.run import load
-    from gptmini.plan.broadcast import decide_together
-    from gptmini.plan.decide import check_base, with_choices
+    from gptmini.distributed.group import join_group
+    from gptmini.generate.run import load_run
+    from gptmini.plan.broadcast import decide_on_all_ranks
+    from gptmini.plan.decide import check_base, reuse_choices
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import state, trainer
@@ -85,16 +85,16 @@ def train(
     log.check_installed(settings.train.log_to)
     directory = RunDirectory(out)
     if directory.exists:  # before the text is prepared
-        existing = directory.config()
+        existing = directory.load_config()
         check_base(settings, existing, directory)
-        kept = with_choices(settings, existing)
-        state.check_same(kept, existing, directory, undecided=(None, "auto"))
-    with join() as ranks:
-        decision = decide_together(settings, directory, cache, started, ranks)
+        kept = reuse_choices(settings, existing)
+        state.check_same_settings(kept, existing, directory, undecided=(None, "auto"))
+    with join_group() as group:
+        decision = decide_on_all_ranks(settings, directory, cache, started, group)
         trained = trainer.train(decision, out)
-    if not trained or no_sample or ranks.rank:
+    if not trained or no_sample or group.rank:
         return
-    run = load(out, settings.train.device, cache=cache)
+    run = load_run(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
     console.stream_to_stdout(chain(run.stream(""), ["\n"]))
     console.say(
@@ -116,7 +116,7 @@ def prepare(
         "Folder for token files that gptmini train --data DIR reads.",
         show_default="the cache",
     ),
-    cache: Cache = CACHE,
+    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Turn a text into tokens, as train does before its first step.
 
@@ -125,19 +125,19 @@ def prepare(
     from gptmini import console
     from gptmini.data import corpus, shards
 
-    settings = configured(config, data, errors, assignments=assignments)
+    settings = build_config(config, data, errors, assignments=assignments)
     if out is not None:
-        made = shards.prepare(settings, *_part(part or "1/1"), out)
+        made = shards.prepare_part(settings, *_parse_part(part or "1/1"), out)
         print(f"{made.path}: {made.text_bytes:,} bytes of text -> {len(made):,} tokens")
         console.say(f"train on all parts with: gptmini train --data {shlex.quote(str(out))}")
         return
     if part is not None:
         raise ConfigError(f"--part {part}: where to? add --out DIR, a folder for all parts")
     ready = corpus.prepare_corpus(settings, cache)
-    print(ready.summary(settings.tokenizer.kind))
+    print(ready.format_summary(settings.tokenizer.kind))
 
 
-def _part(text: str) -> tuple[int, int]:
+def _parse_part(text: str) -> tuple[int, int]:
     """`3/16` as numbers."""
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
@@ -156,14 +156,14 @@ def list_settings(
     width = min(100, shutil.get_terminal_size().columns)
     listed = {
         f"{section}.{each.name}": each
-        for section, _, settings in listing.sections(Config.model_json_schema())
+        for section, _, settings in listing.iter_sections(Config.model_json_schema())
         for each in settings
     }
     chosen = [
         key for key in listed if name is None or f".{name}." in f".{key}." or name == f"{key}."
     ]
     if not chosen and name is not None:
-        known = load.full_key(name.rpartition(".")[2])
+        known = load.find_full_key(name.rpartition(".")[2])
         if known is None:
             raise ConfigError(f"{name}: no such setting; gptmini settings lists all")
         chosen = [known]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-TYPES = {
+TYPE_NAMES = {
     "integer": "integer",
     "number": "number",
     "string": "text",
@@ -25,13 +25,13 @@ class Setting:
     meaning: str
 
 
-def sections(schema: dict[str, Any]) -> Iterator[tuple[str, str, list[Setting]]]:
+def iter_sections(schema: dict[str, Any]) -> Iterator[tuple[str, str, list[Setting]]]:
     """(Dotted key, meaning, settings) of each section in the JSON schema of a configuration."""
     for name, reference in schema["properties"].items():
-        yield from _section(name, reference, schema)
+        yield from _iter_section(name, reference, schema)
 
 
-def _section(
+def _iter_section(
     key: str, reference: dict[str, Any], schema: dict[str, Any]
 ) -> Iterator[tuple[str, str, list[Setting]]]:
     """A section and then those inside it."""
@@ -40,8 +40,8 @@ def _section(
     settings = [
         Setting(
             name,
-            _type_in_words(each),
-            f"`{_in_yaml(each['default'])}`" if "default" in each else "computed",
+            _describe_type(each),
+            f"`{_format_yaml(each['default'])}`" if "default" in each else "computed",
             " ".join(each["description"].split()),
         )
         for name, each in section["properties"].items()
@@ -49,22 +49,22 @@ def _section(
     ]
     yield key, section["description"], settings
     for name, each in inner.items():
-        yield from _section(f"{key}.{name}", each, schema)
+        yield from _iter_section(f"{key}.{name}", each, schema)
 
 
-def _in_yaml(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _type_in_words(setting: dict[str, Any]) -> str:
+def _describe_type(setting: dict[str, Any]) -> str:
     if "anyOf" in setting:
-        return " or ".join(map(_type_in_words, setting["anyOf"]))
+        return " or ".join(map(_describe_type, setting["anyOf"]))
     if "enum" in setting:
         return ", ".join(f"`{choice}`" for choice in setting["enum"])
     if setting["type"] == ["string", "array"]:
         return "text or list"
     if setting["type"] == "array":
-        return f"list of {_type_in_words(setting['items'])}"
-    return TYPES[setting["type"]]
+        return f"list of {_describe_type(setting['items'])}"
+    return TYPE_NAMES[setting["type"]]

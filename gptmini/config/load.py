@@ -43,7 +43,7 @@ ALIASES = {
 }
 
 # Our words for those errors of pydantic whose own are not plain; braces name values of its context.
-EXPECTED = {
+ERROR_MESSAGES = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "string_too_short": "must have at least {min_length} character",
@@ -61,7 +61,7 @@ EXPECTED = {
 }
 
 
-def load(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Config:
+def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Config:
     """The configuration of a file and of (label, key path, value) overrides, in that order.
 
     Raises ConfigError with one line for every mistake.
@@ -93,21 +93,21 @@ def validate(data: dict[str, Any], origins: Origins) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        mistakes = [*error.errors(), *_contradictions_beside(error, data)]
+        mistakes = [*error.errors(), *_find_contradictions_beside(error, data)]
         lines = [line for mistake in mistakes for line in _explain(mistake, origins)]
         raise ConfigError(*dict.fromkeys(lines)) from None
 
 
-def completed(config: Config, wanted: dict[str, dict[str, Any]]) -> Config:
-    """The configuration with the settings it leaves open, or null, from `wanted`, by section."""
+def fill_open_settings(config: Config, defaults: dict[str, dict[str, Any]]) -> Config:
+    """The configuration with the settings it leaves open, or null, from `defaults`, by section."""
     data = config.model_dump(exclude_unset=True)
-    for section, values in wanted.items():
+    for section, values in defaults.items():
         given = data.setdefault(section, {})
         given |= {key: value for key, value in values.items() if given.get(key) is None}
     return validate(data, {})
 
 
-def _contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list[Any]:
+def _find_contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list[Any]:
     """Contradictions among the well-formed settings of data that has malformed ones too.
 
     pydantic compares the settings of a section only once each is well-formed, so the malformed
@@ -137,53 +137,59 @@ def _contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list
     return []
 
 
-def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
+def iter_differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys whose values differ, with both values."""
-    a, b = (dict(leaves(config.model_dump())) for config in (ours, theirs))
+    a, b = (dict(iter_settings(config.model_dump())) for config in (ours, theirs))
     for key in a | b:  # `sample.bias` has keys of its own
         if a.get(key) != b.get(key):
             yield key, a.get(key), b.get(key)
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting of nested data as (dotted key, value)."""
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from iter_settings(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
 
-def find(name: str) -> Path:
+def find_config_file(name: str) -> Path:
     """The file of a configuration given by path or by its name in `configs/`."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return path
-    known = names()
+    known = map_config_names()
     if name in known:
         return known[name]
-    raise ConfigError(f"{name}: no such configuration; {_nearest(name, known)}")
+    raise ConfigError(f"{name}: no such configuration; {_suggest_nearest(name, known)}")
 
 
-def names() -> dict[str, Path]:
+def map_config_names() -> dict[str, Path]:
     """The file of each name that stands for a configuration, such as `attention/mqa`."""
-    return {str(file.relative_to(CONFIGS).with_suffix("")): file for file in named_configs()}
+    return {
+        str(file.relative_to(CONFIGS_DIR).with_suffix("")): file for file in list_config_files()
+    }
 
 
-def named_configs() -> list[Path]:
+def list_config_files() -> list[Path]:
     """The configurations that come with gptmini."""
-    return sorted(CONFIGS.rglob("*.yaml"))
+    return sorted(CONFIGS_DIR.rglob("*.yaml"))
 
 
 # Beside the package in a checkout, inside it in a wheel.
 _PACKAGE = Path(__file__).parents[1]
-CONFIGS = next(p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir())
-DEFAULT = CONFIGS / "default.yaml"  # what a command uses when no configuration is named
+CONFIGS_DIR = next(p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir())
+DEFAULT_CONFIG_FILE = (
+    CONFIGS_DIR / "default.yaml"
+)  # what a command uses when no configuration is named
 
 
-def full_key(name: str, section: str = "") -> str | None:
+def find_full_key(name: str, section: str = "") -> str | None:
     """The full key of a setting from its last name, which may be that of another project."""
-    keys = [key for key, _ in leaves(Config().model_dump()) if key.rpartition(".")[2] == name]
+    keys = [
+        key for key, _ in iter_settings(Config().model_dump()) if key.rpartition(".")[2] == name
+    ]
     keys += [key for key, others in ALIASES.items() if name in others]
     return next((key for key in keys if key.startswith(section)), None)
 
@@ -194,24 +200,24 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
     kind = mistake["type"]
     if kind == "contradiction":
         for key, problem in mistake["ctx"]["found"]:
-            yield f"{_where((*path, *key.split('.')), origins)}: {problem}"
+            yield f"{_locate((*path, *key.split('.')), origins)}: {problem}"
     elif kind == "extra_forbidden":
-        kind = "setting" if len(path) > 1 or full_key(path[0]) else "section"
-        yield f"{_where(path, origins)}: no such {kind}; {_suggestion(path)}"
+        kind = "setting" if len(path) > 1 or find_full_key(path[0]) else "section"
+        yield f"{_locate(path, origins)}: no such {kind}; {_suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
         limits = mistake.get("ctx", {}).items()
         plain = {key: f"{at:.16g}" if isinstance(at, float) else at for key, at in limits}
         fallback = mistake["msg"].replace("Input should be", "must be")
-        expected = EXPECTED[kind].format(**plain) if kind in EXPECTED else fallback
+        expected = ERROR_MESSAGES[kind].format(**plain) if kind in ERROR_MESSAGES else fallback
         value = mistake["input"]
         shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
         if isinstance(value, float) and not kind.startswith("int"):
             shown = f"{value:.16g}"  # -1, as it was typed, not -1.0
         expected = expected.replace("'", "")  # the quotes of pydantic's lists of choices
-        yield f"{_where(path, origins)}: {expected}, not {shown[:80]}"
+        yield f"{_locate(path, origins)}: {expected}, not {shown[:80]}"
 
 
-def _where(path: KeyPath, origins: Origins) -> str:
+def _locate(path: KeyPath, origins: Origins) -> str:
     """`file:line: a.b`, `--set a.b` or `--steps`, by the nearest enclosing key that was given."""
     for end in range(len(path), 0, -1):
         if origin := origins.get(path[:end]):
@@ -222,17 +228,17 @@ def _where(path: KeyPath, origins: Origins) -> str:
     return next(inside, ".".join(path))
 
 
-def _suggestion(path: KeyPath) -> str:
+def _suggest_setting(path: KeyPath) -> str:
     """The setting that was probably meant by an unknown one."""
     *section, leaf = path
-    if key := full_key(leaf):
+    if key := find_full_key(leaf):
         return f"did you mean {key}?"
     prefix = "".join(f"{name}." for name in section)
-    known = [key for key, _ in leaves(Config().model_dump()) if key.startswith(prefix)]
-    return _nearest(leaf, [key.removeprefix(prefix).split(".")[0] for key in known], prefix)
+    known = [key for key, _ in iter_settings(Config().model_dump()) if key.startswith(prefix)]
+    return _suggest_nearest(leaf, [key.removeprefix(prefix).split(".")[0] for key in known], prefix)
 
 
-def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def _suggest_nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The nearest of the known names, or else all of them."""
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, 1, 0.6)

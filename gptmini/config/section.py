@@ -22,11 +22,11 @@ PathText = Annotated[
     WrapValidator(lambda path, check: path if path and isinstance(path, str) else check(path)),
 ]
 # A single text will do for a list of one.
-_listed = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+_wrap_in_list = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
 _text_or_list = WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}})
-Paths = Annotated[list[PathText], Field(min_length=1), _listed, _text_or_list]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _listed, _text_or_list]
-Trackers = Annotated[list[Literal["tensorboard", "wandb"]], _listed]
+Paths = Annotated[list[PathText], Field(min_length=1), _wrap_in_list, _text_or_list]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _wrap_in_list, _text_or_list]
+Trackers = Annotated[list[Literal["tensorboard", "wandb"]], _wrap_in_list]
 
 
 class Section(BaseModel):
@@ -41,7 +41,7 @@ class Section(BaseModel):
         return iter(())
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_contradictions(self) -> Self:
         if found := list(self.contradictions()):
             text = "; ".join(f"{key}: {problem}" for key, problem in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": text, "found": found})

@@ -23,7 +23,7 @@ from gptmini.config.section import (
 from gptmini.errors import ConfigError
 
 
-def default_d_ff(d_model: int, activation: str) -> int:
+def compute_default_d_ff(d_model: int, activation: str) -> int:
     """Inner width for about 8 d_model² weights per MLP: swiglu has three matrices, not two."""
     return max(8, round(d_model / 3) * 8) if activation == "swiglu" else 4 * d_model
 
@@ -86,7 +86,9 @@ class ModelConfig(Section):
     """Added to the variance in norms, against division by zero."""
     activation: Literal["gelu", "swiglu", "relu2"] = "relu2"
     """Nonlinearity of the MLP; relu2 is the square of ReLU."""
-    d_ff: Count = Field(default_factory=lambda d: default_d_ff(d["d_model"], d["activation"]))
+    d_ff: Count = Field(
+        default_factory=lambda d: compute_default_d_ff(d["d_model"], d["activation"])
+    )
     """Inner width of the MLP; default: 4 d_model, or about 8/3 d_model for swiglu."""
     bias: bool = False
     """Biases in linear layers and layer norms (GPT-2)."""
@@ -102,14 +104,14 @@ class ModelConfig(Section):
         kv_heads = {"mha": self.n_head, "mqa": 1, "gqa": self.attention.n_kv_head}
         return kv_heads[self.attention.variant] or self.n_head
 
-    def window(self, layer: int) -> int | None:
+    def get_window(self, layer: int) -> int | None:
         """Positions that a query of this layer (from 0) sees, its own included; None is all."""
         every = self.attention.full_every
         return None if every and (layer + 1) % every == 0 else self.attention.window
 
-    def cache_length(self, layer: int) -> int:
+    def get_cache_length(self, layer: int) -> int:
         """Positions whose keys and values a layer keeps when generating."""
-        return min(self.window(layer) or self.context_length, self.context_length)
+        return min(self.get_window(layer) or self.context_length, self.context_length)
 
     def contradictions(self) -> Iterator[Contradiction]:
         given = self.attention.n_kv_head

@@ -19,21 +19,24 @@ MAX_DEPTH = 20
 MAX_DIGITS = 100
 
 KeyPath = tuple[str, ...]  # `train.lr` is ("train", "lr")
-Lines = dict[KeyPath, int]  # the line of each key, from 1
+LineNumbers = dict[KeyPath, int]  # the line of each key, from 1
 
 # A plain scalar that matches none of these is text. Quoted scalars are always text.
-SCALARS = {
+SCALAR_PATTERNS = {
     "null": r"null|~|",
     "bool": r"true|false|True|False|TRUE|FALSE",
     "int": r"[-+]?(0|[1-9][0-9]*)",
     "float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?",
 }
 RESOLVERS = {
-    None: [(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{p})\Z")) for kind, p in SCALARS.items()]
+    None: [
+        (f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{p})\Z"))
+        for kind, p in SCALAR_PATTERNS.items()
+    ]
 }
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
+def read_file(path: Path) -> tuple[dict[str, Any], LineNumbers]:
     """The mapping in a YAML file and the line of each of its keys, nested ones included."""
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -46,7 +49,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: {reason}; name a YAML file") from None
-    lines: Lines = {}
+    lines: LineNumbers = {}
     data = parse(text, str(path), lines)
     if not isinstance(data, dict):
         kind = "a list" if isinstance(data, list) else "a single value"
@@ -55,7 +58,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
     return data, lines
 
 
-def parse(text: str, name: str, lines: Lines | None = None) -> Any:
+def parse(text: str, name: str, lines: LineNumbers | None = None) -> Any:
     """The value of a YAML text; errors call it `name`, `lines` receives the line of each key."""
     try:
         return _Loader(text, name, {} if lines is None else lines).get_single_data()
@@ -74,7 +77,7 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = RESOLVERS
 
-    def __init__(self, text: str, name: str, lines: Lines) -> None:
+    def __init__(self, text: str, name: str, lines: LineNumbers) -> None:
         super().__init__(text)
         self._source, self._lines = name, lines
         self._path: KeyPath = ()
@@ -134,7 +137,7 @@ def dump(data: dict[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def assignment(text: str) -> tuple[KeyPath, Any]:
+def parse_assignment(text: str) -> tuple[KeyPath, Any]:
     """`a.b=1` as (("a", "b"), 1); the value is YAML."""
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))

@@ -9,11 +9,11 @@ from pathlib import Path
 from gptmini import files
 from gptmini.errors import DataError, MachineError
 
-BLOCK = 1 << 16
+DOWNLOAD_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownCorpus:
     """A corpus at a fixed revision, and the bytes it must have."""
 
     url: str
@@ -21,14 +21,14 @@ class Known:
     sha256: str
 
 
-KNOWN = {
-    "tinyshakespeare": Known(
+KNOWN_CORPORA = {
+    "tinyshakespeare": KnownCorpus(
         "https://raw.githubusercontent.com/karpathy/char-rnn/"
         "6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt",
         1_115_394,
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
-    "tinystories": Known(
+    "tinystories": KnownCorpus(
         "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/"
         "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStories-valid.txt",
         19_447_282,
@@ -42,9 +42,9 @@ def fetch(name: str, folder: Path) -> Path:
 
     Raises DataError for an unknown name or unexpected bytes, MachineError if the download fails.
     """
-    if name not in KNOWN:
-        raise DataError(f"{name}: no such corpus; choose {' or '.join(KNOWN)}")
-    known = KNOWN[name]
+    if name not in KNOWN_CORPORA:
+        raise DataError(f"{name}: no such corpus; choose {' or '.join(KNOWN_CORPORA)}")
+    known = KNOWN_CORPORA[name]
     target = folder / f"{name}.txt"
     if target.exists():
         if hashlib.sha256(files.read_regular(target)).hexdigest() == known.sha256:
@@ -55,7 +55,7 @@ def fetch(name: str, folder: Path) -> Path:
     with files.atomic_write(target) as file:
         try:
             with urllib.request.urlopen(known.url, timeout=30) as answer:  # noqa: S310 - ours
-                while size <= known.bytes and (block := answer.read(BLOCK)):
+                while size <= known.bytes and (block := answer.read(DOWNLOAD_BLOCK_BYTES)):
                     hashed.update(block)
                     size += len(block)
                     file.write(block)

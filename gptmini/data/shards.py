@@ -20,22 +20,22 @@ import numpy as np
 
 from gptmini import files
 from gptmini.config.settings import Config
-from gptmini.console import progress
+from gptmini.console import show_byte_progress
 from gptmini.data import sources, token_file
 from gptmini.data.formats import File
 from gptmini.data.sources import Source
 from gptmini.data.token_file import MAGIC, TokenFile
-from gptmini.errors import ConfigError, DataError, MachineError, os_reason
+from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer import tokenizers
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
-NAME = re.compile(r"part-(\d+)-of-(\d+)\.tokens")
+PART_NAME = re.compile(r"part-(\d+)-of-(\d+)\.tokens")
 
 
 # -- preparing a part ------------------------------------------------------------------------------
 
 
-def prepare(config: Config, part: int, parts: int, out: Path) -> TokenFile:
+def prepare_part(config: Config, part: int, parts: int, out: Path) -> TokenFile:
     """Write the tokens of one part of a text, and the tokenizer, to a folder.
 
     ConfigError for a tokenizer that would be learned from the text, or for more parts than files.
@@ -46,28 +46,28 @@ def prepare(config: Config, part: int, parts: int, out: Path) -> TokenFile:
             f"tokenizer.kind: {kind} is learned from the text, but all parts need the same; set it "
             f"to gpt2, byte or a file from gptmini tokenizer train"
         )
-    tokenizer = tokenizers.create(kind)
+    tokenizer = tokenizers.create_tokenizer(kind)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with sources.stdin_as_file(config.data.path, out) as paths:
-            whole = sources.find(paths, config.data)
+            whole = sources.find_source(paths, config.data)
             name = f"part-{part:0{len(str(parts))}}-of-{parts}"
             listed = [(file.path.name, file.bytes, file.kind, file.errors) for file in whole.files]
             settings = [config.data.text_key, config.data.separator]
             digest = hashlib.sha256(json.dumps([listed, settings]).encode()).hexdigest()
-            own = Source(name, tuple(share(list(whole.files), part, parts)), config.data)
+            own = Source(name, tuple(select_files(list(whole.files), part, parts)), config.data)
             _save_tokenizer(tokenizer, out, name)
-            with progress(f"preparing {name}", own.bytes) as advance:
+            with show_byte_progress(f"preparing {name}", own.bytes) as advance:
                 path = out / f"{name}.tokens"
-                token_file.write(path, own.pieces(), digest, tokenizer, advance)
+                token_file.write_token_file(path, own.iter_chunks(), digest, tokenizer, advance)
     except OSError as error:
         raise MachineError(
-            f"{error.filename or out}: {os_reason(error)}; free some space, or choose another --out"
+            f"{error.filename or out}: {describe_os_error(error)}; free some space, or choose another --out"
         ) from None
     return TokenFile(path, tokenizer)
 
 
-def share(listed: list[File], part: int, parts: int) -> list[File]:
+def select_files(listed: list[File], part: int, parts: int) -> list[File]:
     """The files of a part (from 1): a stretch of the list, cut where bytes come nearest to equal.
 
     Every part has a file; ConfigError if there are more parts than files.
@@ -89,24 +89,24 @@ def share(listed: list[File], part: int, parts: int) -> list[File]:
 def _save_tokenizer(tokenizer: Tokenizer, out: Path, name: str) -> None:
     """Write tokenizer.json, by a name of our own: other machines may be doing the same."""
     path, ours = out / "tokenizer.json", out / f".tmp-{name}.json"
-    if path.exists() and tokenizers.read(path).fingerprint != tokenizer.fingerprint:
+    if path.exists() and tokenizers.load_tokenizer(path).fingerprint != tokenizer.fingerprint:
         raise ConfigError(
             f"{path}: not {tokenizer.kind}, the tokenizer asked for; choose another --out"
         )
     ours.unlink(missing_ok=True)
-    files.write(ours, tokenizer.to_json().encode())
+    files.write_and_sync(ours, tokenizer.to_json().encode())
     files.rename(ours, path)
 
 
 # -- training on parts -----------------------------------------------------------------------------
 
 
-def find(paths: list[str]) -> list[Path] | None:
+def find_token_files(paths: list[str]) -> list[Path] | None:
     """The token files that paths name, in order; None if they name texts.
 
     DataError for both in one list, and for a folder that lacks some of its parts.
     """
-    found = [_named(path) for path in paths]
+    found = [_find_token_files_at(path) for path in paths]
     if not any(found):
         return None
     for path, listed in zip(paths, found, strict=True):
@@ -118,24 +118,26 @@ def find(paths: list[str]) -> list[Path] | None:
     return [file for listed in found for file in listed]
 
 
-def _named(path: str) -> list[Path]:
+def _find_token_files_at(path: str) -> list[Path]:
     """The token files of one path: a file, a folder or a pattern; none if it names a text."""
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
     if place.is_dir():
-        listed = [file for file in sorted(place.glob("*.tokens")) if _is_ours(file)]
-        _check_complete(place, [match for file in listed if (match := NAME.fullmatch(file.name))])
+        listed = [file for file in sorted(place.glob("*.tokens")) if _is_token_file(file)]
+        _check_complete(
+            place, [match for file in listed if (match := PART_NAME.fullmatch(file.name))]
+        )
         return listed
     if place.suffix != ".tokens":
         return []
     matches = [place] if place.exists() else map(Path, sorted(glob.glob(str(place))))
-    return [match for match in matches if _is_ours(match)]
+    return [match for match in matches if _is_token_file(match)]
 
 
-def _is_ours(path: Path) -> bool:
+def _is_token_file(path: Path) -> bool:
     """Whether a file holds tokens of ours; the texts of WikiText are named so too."""
     try:
         with files.open_regular(path) as file:
-            return bool(NAME.fullmatch(path.name)) or file.read(len(MAGIC)) == MAGIC
+            return bool(PART_NAME.fullmatch(path.name)) or file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
 
@@ -156,12 +158,12 @@ def _check_complete(folder: Path, parts: list[re.Match[str]]) -> None:
         )
 
 
-def tokenizer_of(paths: list[Path], config: Config) -> Tokenizer:
+def load_tokenizer_beside(paths: list[Path], config: Config) -> Tokenizer:
     """The tokenizer beside token files; DataError if the configuration asks for another."""
-    tokenizer = tokenizers.read(paths[0].parent / "tokenizer.json")
+    tokenizer = tokenizers.load_tokenizer(paths[0].parent / "tokenizer.json")
     kind, size = config.tokenizer.kind, config.tokenizer.vocab_size
     if kind.endswith(".json"):
-        same = tokenizers.read(Path(kind)).fingerprint == tokenizer.fingerprint
+        same = tokenizers.load_tokenizer(Path(kind)).fingerprint == tokenizer.fingerprint
     else:
         same = kind in ("auto", tokenizer.kind) and size in (None, tokenizer.vocab_size)
     if not same:
@@ -172,22 +174,22 @@ def tokenizer_of(paths: list[Path], config: Config) -> Tokenizer:
     return tokenizer
 
 
-def opened(paths: list[Path], tokenizer: Tokenizer) -> "Joined":
+def open_token_files(paths: list[Path], tokenizer: Tokenizer) -> "ConcatTokenFile":
     """Token files as one; DataError if parts in one folder were made from different files."""
     opened = [TokenFile(path, tokenizer, prepared=True) for path in paths]
     first: dict[Path, TokenFile] = {}
     for file in opened:
-        if NAME.fullmatch(file.path.name):
+        if PART_NAME.fullmatch(file.path.name):
             other = first.setdefault(file.path.parent, file)
             if other.content != file.content:
                 raise DataError(
                     f"{file.path}: prepared from other files than {other.path.name}; prepare all "
                     f"parts from the same"
                 )
-    return Joined(opened)
+    return ConcatTokenFile(opened)
 
 
-class Joined(TokenFile):
+class ConcatTokenFile(TokenFile):
     """Consecutive tokens of several token files, read by position as if they were one file.
 
     Bytes of text and documents are those of all, in proportion. The name of `path` identifies the
@@ -218,10 +220,12 @@ class Joined(TokenFile):
             yield part.read(first, taken)
             at, count, index = at + taken, count - taken, index + 1
 
-    def split(self, validation: float, test: float) -> "tuple[Joined, Joined, Joined]":
+    def split(
+        self, validation: float, test: float
+    ) -> "tuple[ConcatTokenFile, ConcatTokenFile, ConcatTokenFile]":
         """Training, validation and test tokens: validation is the tail, test lies before it."""
         held_out = max(1, round(self.count * validation)) if validation else 0
         tested = max(1, round(self.count * test)) if test else 0
         cuts = [0, self.count - held_out - tested, self.count - held_out, self.count]
-        spans = [Joined(self._parts, *cuts[place : place + 2]) for place in range(3)]
+        spans = [ConcatTokenFile(self._parts, *cuts[place : place + 2]) for place in range(3)]
         return spans[0], spans[2], spans[1]

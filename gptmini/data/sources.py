@@ -22,15 +22,23 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import progress, say, warn
-from gptmini.data.formats import HEAD, KINDS, File, not_text, opened, read, refuse
+from gptmini.console import say, show_byte_progress, warn
+from gptmini.data.formats import (
+    KIND_BY_SUFFIX,
+    SNIFFED_BYTES,
+    File,
+    detect_binary,
+    open_unchanged,
+    raise_unreadable,
+    read_documents,
+)
 from gptmini.errors import DataError
-from gptmini.tokenizer.tokenizers import BLOCK, Piece, boundary
+from gptmini.tokenizer.tokenizers import TEXT_BLOCK_SIZE, TextChunk, find_boundary
 
-CODE = Path(os.__file__).parent  # the standard library's sources
+STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once, warn_once = cache(say), cache(warn)  # variants are compared on the same files
-HTML = (".html", ".htm", ".xhtml")
-BUILTIN = ("builtin:python-docs", "builtin:python-code")
+HTML_SUFFIXES = (".html", ".htm", ".xhtml")
+BUILTIN_CORPORA = ("builtin:python-docs", "builtin:python-code")
 
 
 @dataclass(frozen=True)
@@ -49,51 +57,53 @@ class Source:
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
-        options = [self.settings.text_key, _line_feeds(self.settings.separator)]
+        options = [self.settings.text_key, _normalize_newlines(self.settings.separator)]
         hashed = hashlib.sha256(json.dumps(options).encode())
         converted = []
         for file in self.files:
             returns = False
-            hashed.update(json.dumps([file.kind, file.packing, file.errors, file.bytes]).encode())
-            with opened(file) as raw:
-                while block := raw.read(BLOCK):
+            hashed.update(
+                json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
+            )
+            with open_unchanged(file) as raw:
+                while block := raw.read(TEXT_BLOCK_SIZE):
                     hashed.update(block)
                     returns = returns or b"\r" in block
-            if file.kind == "text" and (returns or file.packing):
+            if file.kind == "text" and (returns or file.compression):
                 hashed.update(b"line feeds")  # the same bytes gave other tokens when CR was kept
-                converted += [file.path] * (not file.packing)
+                converted += [file.path] * (not file.compression)
         if converted:
-            say_once(f"{_counted(converted)}: Windows line ends (CR LF) are read as LF")
+            say_once(f"{_abbreviate(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()
 
     @cached_property
     def text_bytes(self) -> int:
         """Size of the text in UTF-8; DataError if it is all white space."""
         size = 0
-        with progress("reading the text", self.bytes) as advance:
-            for text, _ in self.not_blank():
+        with show_byte_progress("reading the text", self.bytes) as advance:
+            for text, _ in self.iter_checked_chunks():
                 length = _utf8_length(text)
                 size += length
                 advance(length)
         return size
 
-    def pieces(self) -> Iterator[Piece]:
+    def iter_chunks(self) -> Iterator[TextChunk]:
         """The text, document by document, without empty ones.
 
         Anything that is not valid text raises a DataError with the file and the position.
         """
-        key, separator = self.settings.text_key, _line_feeds(self.settings.separator) or ""
-        return (piece for file in self.files for piece in read(file, key, separator))
+        key, separator = self.settings.text_key, _normalize_newlines(self.settings.separator) or ""
+        return (piece for file in self.files for piece in read_documents(file, key, separator))
 
-    def not_blank(self) -> Iterator[Piece]:
+    def iter_checked_chunks(self) -> Iterator[TextChunk]:
         """The same; DataError at its end if it was all white space."""
-        return _not_blank(
-            self.pieces(), f"{self.name}: contains no text; choose a file that has some"
+        return _check_not_blank(
+            self.iter_chunks(), f"{self.name}: contains no text; choose a file that has some"
         )
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceSplit:
     """One side of a source that is split in three, before any tokenizer sees it.
 
     `validation` and `test` are fractions of the text, or of the documents.
@@ -119,21 +129,21 @@ class Part:
         rule = [self.source.settings.split, self.side, self.validation, self.test]
         return hashlib.sha256(json.dumps([self.source.digest, *rule]).encode()).hexdigest()
 
-    def pieces(self) -> Iterator[Piece]:
+    def iter_chunks(self) -> Iterator[TextChunk]:
         """This side of the text, as Source.pieces."""
         return self._stretch() if self.source.settings.split == "tail" else self._documents()
 
-    def not_blank(self) -> Iterator[Piece]:
+    def iter_checked_chunks(self) -> Iterator[TextChunk]:
         """The same; DataError at its end if the split leaves no text for this side."""
         if self.source.settings.split == "tail":
             return self._stretch()  # it has checked the whole
-        return _not_blank(
+        return _check_not_blank(
             self._documents(),
             f"{self.name}: its split leaves no document for {self.side}; use a text with more "
             f"documents, or hold out the tail with --set data.split=tail",
         )
 
-    def _stretch(self) -> Iterator[Piece]:
+    def _stretch(self) -> Iterator[TextChunk]:
         """Training text first, then test, then validation; cut between words where it can."""
         size = self.source.text_bytes
         test = max(1, round(size * self.test)) if self.test else 0
@@ -143,19 +153,19 @@ class Part:
         first, last = cuts[place], cuts[place + 1]
         reach = min(4096, size // 100)  # a short text is not cut far from where it was asked to be
         at = 0  # bytes before this piece
-        for text, starts_document in self.source.pieces():
+        for text, starts_document in self.source.iter_chunks():
             if at >= last:
                 return
             length = _utf8_length(text)
-            start, end = (_cut(text, length, place - at, reach) for place in (first, last))
+            start, end = (_find_cut(text, length, place - at, reach) for place in (first, last))
             if start < end:
-                yield Piece(text[start:end], starts_document and start == 0)
+                yield TextChunk(text[start:end], starts_document and start == 0)
             at += length
 
-    def _documents(self) -> Iterator[Piece]:
+    def _documents(self) -> Iterator[TextChunk]:
         """The documents of this side; the hash of a document's first piece decides alone."""
         ours = False
-        for piece in self.source.pieces():
+        for piece in self.source.iter_chunks():
             if piece.starts_document:
                 number = int.from_bytes(hashlib.sha256(piece.text.encode()).digest()[:8])
                 if number < self.validation * 2**64:
@@ -168,7 +178,7 @@ class Part:
                 yield piece
 
 
-def _not_blank(pieces: Iterator[Piece], problem: str) -> Iterator[Piece]:
+def _check_not_blank(pieces: Iterator[TextChunk], problem: str) -> Iterator[TextChunk]:
     """The same pieces; a DataError at their end if they were all white space."""
     blank = True
     for piece in pieces:
@@ -182,13 +192,13 @@ def _utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _cut(text: str, length: int, offset: int, reach: int) -> int:
+def _find_cut(text: str, length: int, offset: int, reach: int) -> int:
     """The character at which to cut a text of `length` bytes about `offset` bytes in."""
     if offset <= 0:
         return 0
     if offset >= length:
         return len(text)
-    return boundary(text, len(text.encode()[:offset].decode("utf-8", "ignore")), reach)
+    return find_boundary(text, len(text.encode()[:offset].decode("utf-8", "ignore")), reach)
 
 
 @contextmanager
@@ -202,8 +212,8 @@ def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
     file = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         try:
-            with open(file, "xb", opener=_private) as copy:
-                shutil.copyfileobj(sys.stdin.buffer, copy, BLOCK)
+            with open(file, "xb", opener=_open_private) as copy:
+                shutil.copyfileobj(sys.stdin.buffer, copy, TEXT_BLOCK_SIZE)
             yield [str(file) if path == "-" else path for path in paths]
         finally:
             file.unlink(missing_ok=True)
@@ -214,12 +224,12 @@ def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
         file.unlink(missing_ok=True)
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Open a file that only its owner may read."""
     return os.open(path, flags, 0o600)
 
 
-def _line_feeds(separator: str | None) -> str | None:
+def _normalize_newlines(separator: str | None) -> str | None:
     """A separator as it is in a text, where CR LF and CR have become LF."""
     return separator and separator.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -227,47 +237,53 @@ def _line_feeds(separator: str | None) -> str | None:
 # -- finding files ---------------------------------------------------------------------------------
 
 
-def find(paths: list[str], settings: DataConfig) -> Source:
+def find_source(paths: list[str], settings: DataConfig) -> Source:
     """Resolve paths; DataError if one is missing or is not a regular file."""
-    files = [file for path in paths for file in _files(path, settings.errors)]
-    names = [(file.path, file.path.name.lower().removesuffix(file.packing)) for file in files]
-    if html := [path for path, name in names if name.endswith(HTML)]:
+    files = [file for path in paths for file in _find_files(path, settings.errors)]
+    names = [(file.path, file.path.name.lower().removesuffix(file.compression)) for file in files]
+    if html := [path for path, name in names if name.endswith(HTML_SUFFIXES)]:
         warn_once(
-            f"{_counted(html)}: HTML, trained on with its tags; extract the text to avoid that"
+            f"{_abbreviate(html)}: HTML, trained on with its tags; extract the text to avoid that"
         )
     return Source(", ".join(paths), tuple(files), settings)
 
 
-def _files(path: str, errors: str) -> list[File]:
+def _find_files(path: str, errors: str) -> list[File]:
     if path == "builtin:python-docs":
-        return [replace(_file(Path(pydoc_data.__path__[0]) / "topics.py", errors), kind="topics")]
+        return [
+            replace(
+                _describe_file(Path(pydoc_data.__path__[0]) / "topics.py", errors), kind="topics"
+            )
+        ]
     if path == "builtin:python-code":
         skipped = {"site-packages", "test", "tests"}
-        modules = sorted(CODE.rglob("*.py"))
-        modules = [file for file in modules if skipped.isdisjoint(file.relative_to(CODE).parts)]
-        return [_file(file, "replace") for file in modules]
+        modules = sorted(STDLIB_DIR.rglob("*.py"))
+        modules = [
+            file for file in modules if skipped.isdisjoint(file.relative_to(STDLIB_DIR).parts)
+        ]
+        return [_describe_file(file, "replace") for file in modules]
     if path.startswith("builtin:"):
-        raise DataError(f"{path}: no such corpus; choose {' or '.join(BUILTIN)}")
+        raise DataError(f"{path}: no such corpus; choose {' or '.join(BUILTIN_CORPORA)}")
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
     links: set[Path] = set()
     if place.is_dir():
         found = [Path(root) / name for root, names in _walk(place, links) for name in names]
     elif not place.exists() and any(character in path for character in "*?["):
-        found = sorted(_matches(place, links), key=str)
+        found = sorted(_match_pattern(place, links), key=str)
         found = [match for match in found if not match.is_dir()]
     else:
-        return [_file(place, errors)]
+        return [_describe_file(place, errors)]
     if links:
-        warn_once(f"{path}: symbolic links to folders are skipped: {_counted(sorted(links))}")
+        warn_once(f"{path}: symbolic links to folders are skipped: {_abbreviate(sorted(links))}")
     if not found:
         raise DataError(
             f"{path}: no files found; give a folder that has some, or a pattern such as "
             f"'texts/**/*.md'"
         )
-    files = [_file(file, errors) for file in found]
-    others = {file: kind for file in files if (kind := _not_text(file))}
+    files = [_describe_file(file, errors) for file in found]
+    others = {file: kind for file in files if (kind := _detect_binary_file(file))}
     if others:
-        named = _counted(f"{file.path} ({kind})" for file, kind in others.items())
+        named = _abbreviate(f"{file.path} ({kind})" for file, kind in others.items())
         if len(others) == len(files):
             raise DataError(
                 f"{path}: no text files found, only {named}; give a folder that has some"
@@ -276,12 +292,12 @@ def _files(path: str, errors: str) -> list[File]:
     return [file for file in files if file not in others]
 
 
-def _not_text(file: File) -> str | None:
+def _detect_binary_file(file: File) -> str | None:
     """What a file is that would be read as plain text but is not."""
-    if file.kind != "text" or file.packing:
+    if file.kind != "text" or file.compression:
         return None
-    with opened(file) as raw:
-        problem = not_text(file.path, raw.read(HEAD))
+    with open_unchanged(file) as raw:
+        problem = detect_binary(file.path, raw.read(SNIFFED_BYTES))
     return problem and problem[0]
 
 
@@ -290,7 +306,7 @@ def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
 
     Symbolic links to folders are added to `links` instead of followed, as they may form loops.
     """
-    for root, folders, names in os.walk(folder, onerror=refuse):
+    for root, folders, names in os.walk(folder, onerror=raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links.update(
             Path(root, name) for name in folders if os.path.islink(os.path.join(root, name))
@@ -298,7 +314,7 @@ def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
         yield root, sorted(name for name in names if not name.startswith("."))
 
 
-def _matches(pattern: Path, links: set[Path]) -> set[Path]:
+def _match_pattern(pattern: Path, links: set[Path]) -> set[Path]:
     """The paths that a pattern matches; `**` walks folders as above (glob.glob follows links)."""
     if "**" not in pattern.parts:
         return set(map(Path, glob.glob(str(pattern))))
@@ -308,28 +324,28 @@ def _matches(pattern: Path, links: set[Path]) -> set[Path]:
         match
         for start in glob.glob(str(Path(*pattern.parts[:at])))
         for root, _ in _walk(Path(start), links)
-        for match in _matches(Path(glob.escape(root)) / rest, links)
+        for match in _match_pattern(Path(glob.escape(root)) / rest, links)
     }
 
 
-def _counted(things: Iterable[object]) -> str:
+def _abbreviate(things: Iterable[object]) -> str:
     """The first of some things, and how many more there are."""
     first, *others = things
     return f"{first} and {len(others)} more" if others else f"{first}"
 
 
-def _file(path: Path, errors: str) -> File:
+def _describe_file(path: Path, errors: str) -> File:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
-        from gptmini.data.fetch import KNOWN  # noqa: PLC0415 - loads urllib
+        from gptmini.data.fetch import KNOWN_CORPORA  # noqa: PLC0415 - loads urllib
 
-        if path in [Path("data", f"{name}.txt") for name in KNOWN]:
-            refuse(error, path, f"get it with: gptmini data fetch {path.stem}")
-        refuse(error, path)
+        if path in [Path("data", f"{name}.txt") for name in KNOWN_CORPORA]:
+            raise_unreadable(error, path, f"get it with: gptmini data fetch {path.stem}")
+        raise_unreadable(error, path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packing = suffixes.pop() if suffixes and suffixes[-1] in (".gz", ".zst") else ""
-    kind = KINDS.get(suffixes[-1] if suffixes else "", "text")
+    kind = KIND_BY_SUFFIX.get(suffixes[-1] if suffixes else "", "text")
     return File(path, kind, packing, status.st_size, status.st_mtime_ns, errors)

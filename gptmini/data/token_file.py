@@ -23,31 +23,33 @@ from pathlib import Path
 import numpy as np
 
 from gptmini import files
-from gptmini.errors import DataError, os_reason
+from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer import tokenizers
-from gptmini.tokenizer.tokenizers import Piece, Tokenizer, Tokens
+from gptmini.tokenizer.tokenizers import TextChunk, Tokenizer, Tokens
 
 HEADER = struct.Struct("<8sIIQQQ32s32s32s")
 MAGIC, VERSION = b"gptmini\n", 3
-BLOCK = 1 << 20  # bytes of tokens hashed together
-CHECKED_AT_ONCE = 1 << 30  # larger files are checked block by block as they are read
-CYCLE = 1000  # the pattern in which weighted texts take turns repeats after as many windows
+HASH_BLOCK_BYTES = 1 << 20  # bytes of tokens hashed together
+CHECK_ON_OPEN_MAX_BYTES = 1 << 30  # larger files are checked block by block as they are read
+MIXTURE_CYCLE_WINDOWS = (
+    1000  # the pattern in which weighted texts take turns repeats after as many windows
+)
 
 
-def write(
+def write_token_file(
     path: Path,
-    pieces: Iterator[Piece],
+    pieces: Iterator[TextChunk],
     digest: str,
     tokenizer: Tokenizer,
     advance: Callable[[int], object],
 ) -> None:
     """Encode a text into a token file. `digest` is its SHA-256; `advance` gets bytes of text."""
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = get_token_dtype(tokenizer.vocab_size)
     text_bytes, token_bytes, documents, table = 0, 0, 0, b""
 
     def encoded() -> Iterator[bytes]:
         nonlocal text_bytes, documents
-        for size, tokens in _encoded(tokenizer, pieces):
+        for size, tokens in _encode_in_threads(tokenizer, pieces):
             text_bytes += size
             documents += int((tokens == tokenizer.document_token).sum())
             advance(size)
@@ -55,7 +57,7 @@ def write(
 
     with files.atomic_write(path) as file:
         file.write(bytes(HEADER.size))
-        for block in blocks_of(encoded()):
+        for block in iter_blocks(encoded()):
             file.write(block)
             token_bytes += len(block)
             table += hashlib.sha256(block).digest()
@@ -66,46 +68,48 @@ def write(
         file.write(HEADER.pack(MAGIC, VERSION, *sizes, *map(bytes.fromhex, digests)))
 
 
-def blocks_of(parts: Iterable[bytes]) -> Iterator[bytes]:
+def iter_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in blocks of BLOCK; the last may be shorter."""
     rest = bytearray()
     for part in parts:
         rest += part
-        while len(rest) >= BLOCK:
-            yield bytes(rest[:BLOCK])
-            del rest[:BLOCK]
+        while len(rest) >= HASH_BLOCK_BYTES:
+            yield bytes(rest[:HASH_BLOCK_BYTES])
+            del rest[:HASH_BLOCK_BYTES]
     if rest:
         yield bytes(rest)
 
 
-def _encoded(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[int, Tokens]]:
+def _encode_in_threads(
+    tokenizer: Tokenizer, pieces: Iterator[TextChunk]
+) -> Iterator[tuple[int, Tokens]]:
     """Encode pieces on all cores, in order (tiktoken releases the interpreter lock)."""
     workers = os.cpu_count() or 1
     waiting: deque[Future[tuple[int, Tokens]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for batch in _batches(pieces):
-            waiting.append(pool.submit(_encode, tokenizer, batch))
+        for batch in _group_chunks(pieces):
+            waiting.append(pool.submit(_encode_chunks, tokenizer, batch))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         for future in waiting:
             yield future.result()
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _group_chunks(pieces: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
     """Group pieces until they are worth a thread: some have only a hundred characters."""
-    batch: list[Piece] = []
+    batch: list[TextChunk] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= tokenizers.BLOCK:
+        if size >= tokenizers.TEXT_BLOCK_SIZE:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, pieces: list[Piece]) -> tuple[int, Tokens]:
+def _encode_chunks(tokenizer: Tokenizer, pieces: list[TextChunk]) -> tuple[int, Tokens]:
     """The bytes of text and the tokens of some pieces."""
     document = np.array([tokenizer.document_token], np.uint32)
     parts = []
@@ -114,7 +118,7 @@ def _encode(tokenizer: Tokenizer, pieces: list[Piece]) -> tuple[int, Tokens]:
     return sum(len(piece.text.encode()) for piece in pieces), np.concatenate(parts)
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+def get_token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
     """The smallest type that holds every token; numpy silently wraps larger numbers."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
@@ -137,7 +141,7 @@ class TokenFile:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise self._unusable(os_reason(error)) from None
+            raise self._unusable(describe_os_error(error)) from None
         weakref.finalize(self, self.file.close)
         have = os.fstat(self.file.fileno()).st_size
         header = self.file.read(HEADER.size)
@@ -146,13 +150,13 @@ class TokenFile:
         _, version, size, *counts, made_by, content, root = HEADER.unpack(header)
         self.count, self.text_bytes, self.documents = counts
         self.content, self.root = content.hex(), root.hex()
-        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.dtype = get_token_dtype(tokenizer.vocab_size)
         if version != VERSION or size != self.dtype.itemsize:
             raise self._unusable(f"version {version}, {size} bytes per token")
         if made_by.hex() != tokenizer.fingerprint:
             raise self._unusable("made with another tokenizer")
         self._length = self.count * size
-        blocks = -(-self._length // BLOCK)
+        blocks = -(-self._length // HASH_BLOCK_BYTES)
         need = HEADER.size + self._length + 32 * blocks
         if have != need:
             raise self._unusable(f"has {have} of {need} bytes")
@@ -160,13 +164,18 @@ class TokenFile:
         if hashlib.sha256(self._table).digest() != root:
             raise self._unusable("its table is damaged")
         self._unchecked = set(range(blocks))
-        if self._length <= CHECKED_AT_ONCE and not prepared:
+        if self._length <= CHECK_ON_OPEN_MAX_BYTES and not prepared:
             self._check(range(blocks))
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens (count,) from position start; DataError if the file was damaged meanwhile."""
         size = self.dtype.itemsize
-        self._check(range(start * size // BLOCK, ((start + count) * size - 1) // BLOCK + 1))
+        self._check(
+            range(
+                start * size // HASH_BLOCK_BYTES,
+                ((start + count) * size - 1) // HASH_BLOCK_BYTES + 1,
+            )
+        )
         tokens = np.frombuffer(self._bytes(start * size, count * size), self.dtype)
         if count and (largest := int(tokens.max())) >= self.vocab_size:
             at = start + int(tokens.argmax())
@@ -177,8 +186,8 @@ class TokenFile:
         for block in blocks:
             if block not in self._unchecked:
                 continue
-            start = block * BLOCK
-            data = self._bytes(start, min(BLOCK, self._length - start))
+            start = block * HASH_BLOCK_BYTES
+            data = self._bytes(start, min(HASH_BLOCK_BYTES, self._length - start))
             if hashlib.sha256(data).digest() != self._table[32 * block : 32 * block + 32]:
                 raise self._unusable(f"damaged after byte {start} of its tokens")
             self._unchecked.remove(block)
@@ -215,13 +224,16 @@ class Corpus:
     test: list[TokenFile]
     content: str
 
-    def epochs(
+    def count_epochs(
         self, seq_len: int, batch_size: int, steps: int, weights: list[float] | None
     ) -> float:
         """How often training visits its text, or the most visited one of weighted texts."""
-        turns = zip(shares(weights or [1.0], CYCLE), self.training, strict=True)
+        turns = zip(apportion(weights or [1.0], MIXTURE_CYCLE_WINDOWS), self.training, strict=True)
         visited = steps * batch_size
-        return max(visited * share / CYCLE / windows(file, seq_len) for share, file in turns)
+        return max(
+            visited * share / MIXTURE_CYCLE_WINDOWS / count_windows(file, seq_len)
+            for share, file in turns
+        )
 
     @property
     def held_out(self) -> int:
@@ -229,37 +241,37 @@ class Corpus:
         return sum(map(len, self.validation))
 
     @property
-    def beginnings(self) -> int:
+    def inner_document_count(self) -> int:
         """Documents with text before them, whose document tokens each epoch reads.
 
         The one at the start of a file is almost always outside the windows.
         """
         return sum(max(0, tokens.documents - 1) for tokens in self.training)
 
-    def excerpt(self) -> str:
+    def read_excerpt(self) -> str:
         """The beginning of the training text."""
         tokens = self.training[0]
         return self.tokenizer.decode(tokens.read(0, min(len(tokens), 10_000)).tolist())
 
-    def summary(self, kind: str) -> str:
+    def format_summary(self, kind: str) -> str:
         """One line on the text and its tokens; `kind` is the tokenizer asked for."""
         parts = self.training + self.validation
         size, count = sum(part.text_bytes for part in parts), sum(map(len, parts))
         chosen = kind == "auto" and not any(part.prepared for part in parts)
         why = ", chosen for this text" if chosen else ""
         return (
-            f"  data      {self.name}: {_in_bytes(size)} -> {count:,} tokens "
+            f"  data      {self.name}: {_format_bytes(size)} -> {count:,} tokens "
             f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{why}); "
             f"{self.held_out:,} held out for validation"
         )
 
 
-def windows(file: TokenFile, seq_len: int) -> int:
+def count_windows(file: TokenFile, seq_len: int) -> int:
     """Windows per epoch: as many as fit, with the token after each, wherever the first begins."""
     return max(1, (len(file) - seq_len) // seq_len)
 
 
-def shares(weights: list[float], total: int) -> list[int]:
+def apportion(weights: list[float], total: int) -> list[int]:
     """Positive whole numbers that add up to `total`, as near to the weights as possible."""
     exact = [weight * (total - len(weights)) / sum(weights) for weight in weights]
     rounded = [1 + int(share) for share in exact]
@@ -269,7 +281,7 @@ def shares(weights: list[float], total: int) -> list[int]:
     return rounded
 
 
-def _in_bytes(size: float) -> str:
+def _format_bytes(size: float) -> str:
     for unit in ("bytes", "kB", "MB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gptmini.distributed.group import Ranks
-from gptmini.model.optim import orthogonal
+from gptmini.distributed.group import Group
+from gptmini.model.optim import orthogonalize
 
-EXACT_UP_TO = 8  # ranks, where train.reduce is auto
-BUCKET = 25 << 20  # bytes of gradients sent together
+MAX_EXACT_WORLD_SIZE = 8  # ranks, where train.reduce is auto
+BUCKET_BYTES = 25 << 20  # bytes of gradients sent together
 
 
 class Gradients:
@@ -27,7 +27,7 @@ class Gradients:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
 
-    def added(self) -> None:
+    def after_backward(self) -> None:
         """Called after the backward pass of each micro-batch."""
 
     def finish(self) -> None:
@@ -38,23 +38,23 @@ class Gradients:
         return nn.utils.clip_grad_norm_(self.parameters, limit).item()
 
 
-class Exact(Gradients):
+class ExactGradients(Gradients):
     """A binary tree over the step's micro-batches, the same for every number of ranks.
 
     A tree over n leaves is the sum of two trees over n / 2 each; an odd number of leaves is added
     from left to right, as autograd does.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], ranks: Ranks, n: int) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: Group, n: int) -> None:
         super().__init__(parameters)
-        self.ranks = ranks
-        self.odd = odd_part(n)  # micro-batches that autograd adds
-        self.made = 0
+        self.group = group
+        self.run_length = get_odd_part(n)  # micro-batches that autograd adds
+        self.micro_batches_done = 0
         self.sums: list[list[Tensor]] = []  # of finished subtrees, from large to small
 
-    def added(self) -> None:
-        self.made += 1
-        groups, rest = divmod(self.made, self.odd)
+    def after_backward(self) -> None:
+        self.micro_batches_done += 1
+        groups, rest = divmod(self.micro_batches_done, self.run_length)
         if rest:
             return
         tree = []
@@ -69,41 +69,41 @@ class Exact(Gradients):
         self.sums.append(tree)
 
     def finish(self) -> None:
-        (tree,), self.sums, self.made = self.sums, [], 0
-        for parameter, gradient in zip(self.parameters, self.over_ranks(tree), strict=True):
+        (tree,), self.sums, self.micro_batches_done = self.sums, [], 0
+        for parameter, gradient in zip(self.parameters, self.reduce_over_ranks(tree), strict=True):
             parameter.grad = gradient
 
-    def over_ranks(self, tree: list[Tensor]) -> list[Tensor]:
+    def reduce_over_ranks(self, tree: list[Tensor]) -> list[Tensor]:
         """The sums of what all ranks have."""
-        if self.ranks.size == 1:
+        if self.group.world_size == 1:
             return tree
         flat = torch.cat([gradient.flatten() for gradient in tree])
-        return _unflattened(tree_sum(flat, self.ranks), tree)
+        return _unflatten(all_reduce_tree(flat, self.group), tree)
 
 
-def odd_part(n: int) -> int:
+def get_odd_part(number: int) -> int:
     """The largest odd divisor."""
-    return n // (n & -n)
+    return number // (number & -number)
 
 
-def tree_sum(flat: Tensor, ranks: Ranks) -> Tensor:
+def all_reduce_tree(flat: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' vectors, added pairwise: ((0 + 1) + (2 + 3)) + ...; W a power of two.
 
     Partners exchange halves, then quarters, and so on, and each adds what it keeps; then the parts
     travel back. A rank sends 2 (W - 1) / W of the vector, no more than in a ring (Rabenseifner
     2004).
     """
-    padding = -len(flat) % ranks.size
+    padding = -len(flat) % group.world_size
     whole = part = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
     splits = []
     bit = 1
-    while bit < ranks.size:
+    while bit < group.world_size:
         low, high = part.chunk(2)
-        kept, given = (high, low) if ranks.rank & bit else (low, high)
+        kept, given = (high, low) if group.rank & bit else (low, high)
         received = torch.empty_like(kept)
-        swap(given, received, ranks.rank ^ bit)
+        swap(given, received, group.rank ^ bit)
         part = kept.add_(received)
-        splits.append((kept, given, ranks.rank ^ bit))
+        splits.append((kept, given, group.rank ^ bit))
         bit *= 2
     for kept, given, partner in reversed(splits):
         swap(kept, given, partner)
@@ -116,28 +116,28 @@ def swap(sent: Tensor, received: Tensor, partner: int) -> None:
         work.wait()
 
 
-def _unflattened(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
 
 
-class Fast(Gradients):
+class FastGradients(Gradients):
     """An all-reduce of each bucket of gradients, begun as soon as the backward pass has them."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], ranks: Ranks, n: int) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: Group, n: int) -> None:
         super().__init__(parameters)
-        self.n, self.made = n, 0
+        self.n, self.micro_batches_done = n, 0
         self.sent: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
         self.ready: list[nn.Parameter] = []  # of the bucket that is being filled
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _collect(self, parameter: Tensor) -> None:
-        if self.made < self.n - 1:
+        if self.micro_batches_done < self.n - 1:
             return
         assert isinstance(parameter, nn.Parameter)
         self.ready.append(parameter)
-        if sum(each.nbytes for each in self.ready) >= BUCKET:
+        if sum(each.nbytes for each in self.ready) >= BUCKET_BYTES:
             self._send()
 
     def _send(self) -> None:
@@ -148,17 +148,17 @@ class Fast(Gradients):
             self.sent.append((work, flat, self.ready))
             self.ready = []
 
-    def added(self) -> None:
-        self.made += 1
+    def after_backward(self) -> None:
+        self.micro_batches_done += 1
 
     def finish(self) -> None:
         self._send()
         for work, flat, parameters in self.sent:
             work.wait()
-            parts = _unflattened(flat, parameters)  # type: ignore[arg-type]
+            parts = _unflatten(flat, parameters)  # type: ignore[arg-type]
             for parameter, gradient in zip(parameters, parts, strict=True):
                 parameter.grad = gradient
-        self.sent, self.made = [], 0
+        self.sent, self.micro_batches_done = [], 0
 
 
 def one_by_one(matrices: Tensor) -> Tensor:
@@ -167,27 +167,27 @@ def one_by_one(matrices: Tensor) -> Tensor:
     In a batch they may: kernels are chosen by the size of the whole batch, and round otherwise for
     a matrix that does not begin at a multiple of 16 bytes, as those after one of an odd size.
     """
-    return torch.cat([orthogonal(matrix) for matrix in matrices.contiguous().split(1)])
+    return torch.cat([orthogonalize(matrix) for matrix in matrices.contiguous().split(1)])
 
 
 def turning(reduce: str) -> Callable[[Tensor], Tensor]:
     """How `train.reduce`, once decided, orthogonalizes the matrices that a rank has."""
-    return one_by_one if reduce == "exact" else orthogonal
+    return one_by_one if reduce == "exact" else orthogonalize
 
 
-def divided(ranks: Ranks, reduce: str) -> Callable[[Tensor], Tensor]:
+def make_orthogonalize(group: Group, reduce: str) -> Callable[[Tensor], Tensor]:
     """`orthogonal` for matrices (N, R, C) that all ranks have: each turns its share of them."""
     turn = turning(reduce)
-    if ranks.size == 1:
+    if group.world_size == 1:
         return turn
 
     def shared(matrices: Tensor) -> Tensor:
         count, *shape = matrices.shape
-        share = -(-count // ranks.size)
-        own = matrices[ranks.rank * share :][:share]
+        share = -(-count // group.world_size)
+        own = matrices[group.rank * share :][:share]
         turned = matrices.new_zeros(share, *shape)
         if len(own):
             turned[: len(own)] = turn(own)
-        return ranks.gather(turned).flatten(0, 1)[:count]  # (N, R, C)
+        return group.all_gather(turned).flatten(0, 1)[:count]  # (N, R, C)
 
     return shared

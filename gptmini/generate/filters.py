@@ -15,28 +15,30 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
-from gptmini.generate.ranking import Tokens, Weights, largest, most_likely, pick
+from gptmini.generate.ranking import TokenIds, TokenWeights, find_top_k, find_top_p, sample_index
 
 
-def uniform(seed: int, number: int, place: int) -> float:
+def draw_uniform(seed: int, number: int, position: int) -> float:
     """A random number in [0, 1) for one draw, the same on every machine and in every batch."""
-    digest = hashlib.blake2b(f"{seed} {number} {place}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed} {number} {position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) * 2.0**-53  # 53 bits fill a float64
 
 
-def choose(logits: Tensor, sample: SampleConfig, random: float) -> int:
+def sample_token(logits: Tensor, sample: SampleConfig, random: float) -> int:
     """Draw a token from logits (V,) with a random number in [0, 1); temperature 0 is greedy."""
     if sample.temperature == 0:
         token = int(logits.numpy().argmax())
         if logits[token] > -torch.inf:
             return token
-        raise _nothing_left()
-    tokens, weights = probabilities(logits, sample)
-    place = pick(weights, random)
+        raise _make_no_token_error()
+    tokens, weights = filter_probabilities(logits, sample)
+    place = sample_index(weights, random)
     return place if tokens is None else int(tokens[place])
 
 
-def probabilities(logits: Tensor, sample: SampleConfig) -> tuple[Tokens | None, Weights]:
+def filter_probabilities(
+    logits: Tensor, sample: SampleConfig
+) -> tuple[TokenIds | None, TokenWeights]:
     """The tokens (N,) that may be drawn from logits (V,), and their weights, not normalized.
 
     Top-k and top-p order them from most to least likely; None: all V. Top-p keeps the smallest set
@@ -45,17 +47,17 @@ def probabilities(logits: Tensor, sample: SampleConfig) -> tuple[Tokens | None, 
     """
     tokens, values = None, logits.numpy()
     if sample.top_k is not None and sample.top_k < len(values):
-        tokens = largest(values, sample.top_k)
+        tokens = find_top_k(values, sample.top_k)
         values = values[tokens]
     scaled = values.astype(np.float64) / sample.temperature
     highest = scaled.max()
     if highest == -np.inf:
-        raise _nothing_left()
-    weights: Weights = np.exp(scaled - highest)  # the most likely token weighs 1
+        raise _make_no_token_error()
+    weights: TokenWeights = np.exp(scaled - highest)  # the most likely token weighs 1
     if sample.top_p is not None and sample.top_p < 1:
         enough = sample.top_p * weights.sum()
         if tokens is None:
-            tokens = most_likely(values, weights, enough)
+            tokens = find_top_p(values, weights, enough)
             weights = weights[tokens]
         before = weights.cumsum() - weights  # the weight of all tokens more likely than each
         weights[before >= enough] = 0
@@ -65,17 +67,17 @@ def probabilities(logits: Tensor, sample: SampleConfig) -> tuple[Tokens | None, 
     return tokens, weights
 
 
-def _nothing_left() -> ConfigError:
+def _make_no_token_error() -> ConfigError:
     return ConfigError("sample.ban: no token is left to draw; ban fewer")
 
 
-class Adjustment:
+class LogitsProcessor:
     """Adds bias (-inf bans a token) and penalties to logits, before anything is compared."""
 
     def __init__(self, sample: SampleConfig, bias: Tensor | None) -> None:
         self._sample, self._bias = sample, bias  # (V,)
 
-    def __call__(self, logits: Tensor, prompt: Sequence[int], drawn: Sequence[int]) -> Tensor:
+    def __call__(self, logits: Tensor, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
         """Adjusted logits (V,); CheckpointError if they are not finite.
 
         The repetition penalty divides positive and multiplies negative logits of tokens in prompt
@@ -88,18 +90,18 @@ class Adjustment:
         sample = self._sample
         if self._bias is not None:
             logits = logits + self._bias
-        if sample.repetition_penalty != 1 and (seen := {*prompt, *drawn}):
+        if sample.repetition_penalty != 1 and (seen := {*prompt, *generated}):
             tokens = torch.tensor(sorted(seen))
             old, penalty = logits[tokens], sample.repetition_penalty
             logits = logits.index_put((tokens,), torch.where(old > 0, old / penalty, old * penalty))
-        if drawn and (sample.presence_penalty != 0 or sample.frequency_penalty != 0):
-            counts = Counter(drawn)
+        if generated and (sample.presence_penalty != 0 or sample.frequency_penalty != 0):
+            counts = Counter(generated)
             tokens, times = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
             penalties = sample.presence_penalty + sample.frequency_penalty * times
             logits = logits.index_add(0, tokens, -penalties.to(logits.dtype))
         return logits
 
 
-def log_probability(logits: Tensor, token: int) -> float:
+def compute_logprob(logits: Tensor, token: int) -> float:
     """Log-probability (nats) of a token under the model's own logits (V,)."""
     return float(logits[token] - logits.logsumexp(dim=0))

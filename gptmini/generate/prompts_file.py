@@ -9,14 +9,14 @@ from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import SampleConfig
-from gptmini.console import counted
+from gptmini.console import show_item_progress
 from gptmini.errors import DataError
 from gptmini.generate.run import Run
 
-ADDED = {"number", "text", "tokens", "logprobs", "finish_reason", "made_of"}
+OUTPUT_KEYS = {"number", "text", "tokens", "logprobs", "finish_reason", "made_of"}
 
 
-def generate(
+def generate_file(
     run: Run,
     prompts: Path,
     out: Path,
@@ -31,15 +31,18 @@ def generate(
     those of the section `sample`, `how` the other arguments of Run.start. DataError if the prompts
     cannot be read, or if `out` was made of other prompts, settings or weights.
     """
-    if not (inputs := list(_read(prompts))):
+    if not (inputs := list(_read_prompts(prompts))):
         raise DataError(f"{prompts}: is empty; write one prompt per line")
     # Batch size and guesses are left out: they do not change the texts.
-    sampling = run.sampling(settings).model_dump()
+    sampling = run.build_sample_config(settings).model_dump()
     origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, inputs])
     made_of = hashlib.sha256(origin.encode()).hexdigest()[:16]
     jobs = [(place, number) for place in range(len(inputs)) for number in range(samples)]
-    done = _resume(out, made_of)
-    with out.open("a", encoding="utf-8") as file, counted("text", len(jobs), done) as advance:
+    done = _count_finished_lines(out, made_of)
+    with (
+        out.open("a", encoding="utf-8") as file,
+        show_item_progress("text", len(jobs), done) as advance,
+    ):
         for start in range(done, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
             batch_prompts = [inputs[place]["prompt"] for place, _ in batch]
@@ -53,7 +56,7 @@ def generate(
             advance(len(batch))
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read_prompts(path: Path) -> Iterator[dict[str, Any]]:
     """The prompts, each as an object with `prompt`."""
     stdin = str(path) == "-"
     name = "standard input" if stdin else str(path)
@@ -75,7 +78,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
                 f"{where}: has {', '.join(settings)}, but settings apply to all prompts; "
                 "give them on the command line and rename or remove them here"
             )
-        if taken := entry.keys() & ADDED:
+        if taken := entry.keys() & OUTPUT_KEYS:
             raise DataError(f"{where}: key {min(taken)!r} is reserved for the output; rename it")
         yield entry
 
@@ -84,7 +87,7 @@ def _is_setting(key: str) -> bool:
     return key in SampleConfig.model_fields or key == "max_tokens"  # the latter is other programs'
 
 
-def _resume(out: Path, made_of: str) -> int:
+def _count_finished_lines(out: Path, made_of: str) -> int:
     """How many lines are already written; a last line cut off by a crash is removed."""
     if not out.exists():
         return 0
@@ -100,5 +103,5 @@ def _resume(out: Path, made_of: str) -> int:
                 f"{out}:{number}: made of other prompts, settings or weights; choose another --out"
             )
     if len(complete) < len(data):
-        files.replace(out, complete)
+        files.atomic_write_bytes(out, complete)
     return complete.count(b"\n")

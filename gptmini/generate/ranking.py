@@ -6,45 +6,45 @@ values, the first comes first.
 
 import numpy as np
 
-BLOCK = 512
-Tokens = np.ndarray[tuple[int], np.dtype[np.intp]]
+BLOCK_SIZE = 512
+TokenIds = np.ndarray[tuple[int], np.dtype[np.intp]]
 Logits = np.ndarray[tuple[int], np.dtype[np.float32]]
-Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
+TokenWeights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def largest(values: Logits, k: int) -> Tokens:
+def find_top_k(values: Logits, k: int) -> TokenIds:
     """Where the k largest of values (V,) are, largest first."""
     # The k largest values are rarely in the same columns, so the maxima of 16 k columns hold most
     # of them: hardly more than k values reach the k-th largest maximum, and at least k do.
     rows, columns = len(values) // (16 * k), 16 * k
     maxima = values[: rows * columns].reshape(rows, columns).max(axis=0) if rows > 1 else values
-    return _sorted(values, values >= np.partition(maxima, -k)[-k])[:k]
+    return _sort_indices(values, values >= np.partition(maxima, -k)[-k])[:k]
 
 
-def most_likely(values: Logits, weights: Weights, enough: float) -> Tokens:
-    """Where the largest of values (V,) are, largest first, at least as many as weigh `enough`."""
+def find_top_p(values: Logits, weights: TokenWeights, min_weight: float) -> TokenIds:
+    """Where the largest of values (V,) are, largest first, at least as many as weigh `min_weight`."""
     floor = 1.0  # the largest weight
-    while floor and (weights >= floor) @ weights < enough:
+    while floor and (weights >= floor) @ weights < min_weight:
         floor /= 16
-    return _sorted(values, weights >= floor)
+    return _sort_indices(values, weights >= floor)
 
 
-def pick(weights: Weights, random: float) -> int:
+def sample_index(weights: TokenWeights, random: float) -> int:
     """A place of weights (N,), with their probabilities, by a random number in [0, 1)."""
     # One running sum of 50,000 takes 150 us, so sum blocks, then run through one of them.
-    ends = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK)).cumsum()
+    ends = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK_SIZE)).cumsum()
     target = random * ends[-1]
     block = int(ends.searchsorted(target, side="right"))
-    sums = weights[block * BLOCK : (block + 1) * BLOCK].cumsum()
+    sums = weights[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE].cumsum()
     rest = target - (ends[block - 1] if block else 0)
     # Rounding must not lead past the last weight of the block, which may be followed by zeros.
     rest = min(rest, np.nextafter(sums[-1], 0))
-    return block * BLOCK + int(sums.searchsorted(rest, side="right"))
+    return block * BLOCK_SIZE + int(sums.searchsorted(rest, side="right"))
 
 
-def _sorted(values: Logits, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Tokens:
+def _sort_indices(values: Logits, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> TokenIds:
     """The chosen places, from the largest value to the smallest."""
-    places = np.flatnonzero(chosen)
+    places = np.flatnonzero(mask)
     # Numbers of 64 bits with the value above and the place below sort twenty times as fast as
     # places do by value. The bits of a negative float32 grow as it falls, so they are turned.
     bits = values[places].view(np.int32)

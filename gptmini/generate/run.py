@@ -22,17 +22,17 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config, SampleConfig
 from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.speculative import Draft, Lookup
-from gptmini.generate.texts import Generation, Text, opening, token_bias
+from gptmini.generate.speculative import DraftModel, PromptLookup
+from gptmini.generate.texts import Generation, Text, encode_start, token_bias
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.tensors import fitting
+from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 
@@ -50,7 +50,7 @@ class Run:
         model: GPT,
         state: dict[str, Any] | None = None,
         weights: str = "float32",
-        cache: Path = CACHE,
+        cache: Path = DEFAULT_CACHE_DIR,
     ) -> None:
         """`state` is the checkpoint's record of the training."""
         self.path, self.config = path, config
@@ -59,8 +59,8 @@ class Run:
         self.weights, self._cache = weights, cache
         # Engines that no generation is using. A deque needs no lock, which the garbage collector
         # could ask for a second time: it may close a generation at any moment.
-        self._idle: deque[Engine] = deque()
-        self._packed: precision.Packed = {}  # the weights that all engines share
+        self._idle_engines: deque[Engine] = deque()
+        self._packed_matrices: precision.PackedMatrices = {}  # the weights that all engines share
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())
@@ -72,7 +72,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no engines yet: they hold pointers into the memory of this run."""
-        return {**self.__dict__, "_idle": deque(), "_packed": {}}
+        return {**self.__dict__, "_idle_engines": deque(), "_packed_matrices": {}}
 
     @property
     def step(self) -> int:
@@ -112,8 +112,8 @@ class Run:
         "lookup" or a smaller run with the same tokenizer: the text stays the same and comes sooner
         if the guesses are often right.
         """
-        sample = self.sampling(settings)
-        bias = self.bias(sample)
+        sample = self.build_sample_config(settings)
+        bias = self.build_bias(sample)
         texts = []
         if isinstance(prompts, str):  # each character would be a prompt
             raise ConfigError(
@@ -123,8 +123,8 @@ class Run:
             if not isinstance(prompt, str):
                 kind = type(prompt).__name__
                 raise ConfigError(f"prompt: must be a text, not {kind}; use start for several")
-            text = self.text(number, prompt, sample, special)
-            if text.start:
+            text = self.create_text(number, prompt, sample, special)
+            if text.context_start:
                 seen, n_prompt = len(text.context), len(text.prompt_tokens)
                 warn(f"prompt: {n_prompt:,} tokens; the model sees the last {seen:,}")
             texts.append(text)
@@ -133,25 +133,25 @@ class Run:
                 f"draft {guess.path}: its tokenizer differs from that of {self.path}; "
                 "use a draft with the same tokenizer"
             )
-        drawn = self._draw(texts, sample, bias, guess, use_cache)
-        compiled = native.library_for(self.model, self._cache, use_cache)
+        drawn = self._generate_tokens(texts, sample, bias, guess, use_cache)
+        compiled = native.load_library(self.model, self._cache, use_cache)
         name = native.NativeEngine.name if compiled else TorchEngine.name
         return Generation(drawn, texts, logprobs, name)
 
-    def text(
+    def create_text(
         self, number: int, prompt: str | list[int], sample: SampleConfig, special: bool = False
     ) -> Text:
         """A text that continues a prompt, given as text or as tokens; see `start`."""
         limit, first = self.model.config.context_length, None
         if isinstance(prompt, str):
-            tokens, first = self._tokens(prompt, special)
+            tokens, first = self._encode_prompt(prompt, special)
         else:
             tokens, prompt = prompt, self.tokenizer.decode(prompt)
-        tokens = tokens or opening(self.tokenizer, sample)
+        tokens = tokens or encode_start(self.tokenizer, sample)
         check_overflow(len(tokens), sample, limit)
         return Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first)
 
-    def _draw(
+    def _generate_tokens(
         self,
         texts: list[Text],
         sample: SampleConfig,
@@ -161,11 +161,11 @@ class Run:
     ) -> Iterator[tuple[Text, int, Tensor]]:
         """The tokens of `sampler.decode`, with engines that nobody else uses meanwhile."""
         with ExitStack() as engines:
-            engine = engines.enter_context(self.engine(len(texts), use_cache))
-            guesser: Lookup | Draft | None = Lookup() if guess else None
+            engine = engines.enter_context(self.borrow_engine(len(texts), use_cache))
+            guesser: PromptLookup | DraftModel | None = PromptLookup() if guess else None
             if isinstance(guess, Run):
-                draft = engines.enter_context(guess.engine(len(texts)))
-                guesser = Draft(guess.model, draft, sample)
+                draft = engines.enter_context(guess.borrow_engine(len(texts)))
+                guesser = DraftModel(guess.model, draft, sample)
             limit = self.model.config.context_length
             yield from decode(engine, texts, sample, limit, bias, guesser)
 
@@ -180,12 +180,12 @@ class Run:
             where = f"{name}: character {error.start}"
             raise DataError(f"{where} is not valid Unicode; remove it") from None
 
-    def sampling(self, settings: dict[str, Any]) -> SampleConfig:
+    def build_sample_config(self, settings: dict[str, Any]) -> SampleConfig:
         """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
         section = {**self.config.sample.model_dump(), **settings}
         return validate({"sample": section}, {}).sample if settings else self.config.sample
 
-    def bias(self, sample: SampleConfig) -> Tensor | None:
+    def build_bias(self, sample: SampleConfig) -> Tensor | None:
         """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
         return token_bias(self.tokenizer, sample)
 
@@ -198,29 +198,29 @@ class Run:
         return digest.hexdigest()
 
     @contextmanager
-    def engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
+    def borrow_engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
         """An engine for up to `n_texts` texts, used by nobody else until the block ends."""
-        engine = self._idle_engine(n_texts) if use_cache else None
+        engine = self._take_idle_engine(n_texts) if use_cache else None
         if engine is None:
             engine = native.open_engine(
-                self.model, self.weights, n_texts, self._cache, use_cache, self._packed
+                self.model, self.weights, n_texts, self._cache, use_cache, self._packed_matrices
             )
         try:
             yield engine
         finally:
             if use_cache:
-                self._idle.append(engine)
+                self._idle_engines.append(engine)
 
-    def _idle_engine(self, n_texts: int) -> Engine | None:
+    def _take_idle_engine(self, n_texts: int) -> Engine | None:
         """An engine kept from earlier; those too small are dropped, as a larger one follows."""
-        while self._idle:
+        while self._idle_engines:
             with suppress(IndexError):  # another thread took the last one
-                engine = self._idle.pop()
+                engine = self._idle_engines.pop()
                 if not isinstance(engine, native.NativeEngine) or engine.n_slots >= n_texts:
                     return engine
         return None
 
-    def _tokens(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
+    def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
         """The tokens of a prompt, and which may come first, (V,), if not all."""
         first = None
         if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
@@ -243,15 +243,15 @@ class Run:
     @cached_property
     def _begins_with_space(self) -> Tensor:
         """Which tokens begin with a space, (V,)."""
-        spelling, size = self.tokenizer.token_bytes, self.tokenizer.vocab_size
+        spelling, size = self.tokenizer.decode_token, self.tokenizer.vocab_size
         return torch.tensor([spelling(token).startswith(b" ") for token in range(size)])
 
 
-def load(
+def load_run(
     path: str | Path,
     device: str = "auto",
     weights: str = "bfloat16",
-    cache: Path = CACHE,
+    cache: Path = DEFAULT_CACHE_DIR,
     step: int | None = None,
 ) -> Run:
     """The best checkpoint of a run directory, or that of a step.
@@ -263,11 +263,11 @@ def load(
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")
     directory = RunDirectory(Path(path))
-    config = directory.config()
-    checkpoint = directory.best() if step is None else directory.load(step)
-    tokenizer = directory.tokenizer(checkpoint)
+    config = directory.load_config()
+    checkpoint = directory.load_best() if step is None else directory.load_checkpoint(step)
+    tokenizer = directory.load_tokenizer(checkpoint)
     model = GPT(config.model)
-    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), directory.checkpoints))
+    model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), directory.checkpoints))
     precision.round_weights(model, weights)
     model = model.eval().to(pick_device(device))
     return Run(directory.path, config, tokenizer, model, checkpoint.state, weights, cache)

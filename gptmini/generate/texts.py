@@ -14,11 +14,11 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError
-from gptmini.generate.filters import log_probability
+from gptmini.generate.filters import compute_logprob
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 
-def opening(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
+def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     """The tokens that stand in for an empty prompt."""
     return tokenizer.encode(sample.start).tolist() if sample.start else [tokenizer.document_token]
 
@@ -52,13 +52,13 @@ class Text:
         self,
         number: int,
         prompt_tokens: list[int],
-        limit: int,
+        context_length: int,
         prompt: str = "",
         tokenizer: Tokenizer | None = None,
         stops: Sequence[str] = (),
         allowed_first: Tensor | None = None,
     ) -> None:
-        """`limit` is the model's context length; only `read` needs a tokenizer and stops."""
+        """`context_length` is the model's context length; only `read` needs a tokenizer and stops."""
         self.number = number  # selects the random numbers of its draws
         self.prompt, self.text = prompt, ""
         self.tokens: list[int] = []
@@ -67,26 +67,28 @@ class Text:
         # For the sampler and the guessers.
         self.prompt_tokens = prompt_tokens
         self.allowed_first = allowed_first  # (V,), bool: which tokens may be the first
-        self.guessed = self.guessed_right = 0
+        self.drafted = self.accepted = 0
         # For the engine.
-        self.context = prompt_tokens[-limit:]  # what the model sees, from position 0 on
-        self.start = len(prompt_tokens) - len(self.context)  # tokens that have left the context
-        self.cached = 0  # the first `cached` tokens of `context` are in the KV cache
-        self.wanted = 1  # how many of the last tokens need logits
-        self.reused = 0  # how many tokens of the prompt came from the cache of another text
+        self.context = prompt_tokens[-context_length:]  # what the model sees, from position 0 on
+        self.context_start = len(prompt_tokens) - len(
+            self.context
+        )  # tokens that have left the context
+        self.n_cached = 0  # the first `cached` tokens of `context` are in the KV cache
+        self.n_logits = 1  # how many of the last tokens need logits
+        self.n_reused = 0  # how many tokens of the prompt came from the cache of another text
         # For `read`.
         self._tokenizer, self._stops = tokenizer, stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._undecided = ""  # could be the beginning of a stop text
+        self._held_back = ""  # could be the beginning of a stop text
         self._drop_space = allowed_first is not None  # the prompt already ends with that space
 
-    def read(self, token: int) -> str:
+    def decode_token(self, token: int) -> str:
         """The characters that the last token made certain; sets `finish_reason` at the end.
 
         Characters that may turn out to be the beginning of a stop text are held back.
         """
         assert self._tokenizer is not None
-        spelling = self._tokenizer.token_bytes(token)
+        spelling = self._tokenizer.decode_token(token)
         if token in self._tokenizer.end_tokens:
             self.finish_reason = "document"
             spelling = b""
@@ -94,7 +96,7 @@ class Text:
         characters = self._decoder.decode(spelling, final=self.finish_reason is not None)
         if characters and self._drop_space:
             characters, self._drop_space = characters.removeprefix(" "), False
-        pending = self._undecided + characters
+        pending = self._held_back + characters
         stops_at = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
         if stops_at:
             self.finish_reason = "stop"
@@ -102,12 +104,12 @@ class Text:
         elif self.finish_reason:
             end = len(pending)
         else:
-            end = len(pending) - self._possible_stop(pending)
-        self._undecided = pending[end:]
+            end = len(pending) - self._count_possible_stop(pending)
+        self._held_back = pending[end:]
         self.text += pending[:end]
         return pending[:end]
 
-    def _possible_stop(self, pending: str) -> int:
+    def _count_possible_stop(self, pending: str) -> int:
         """How many characters at the end could be the beginning of a stop text."""
         lengths = (
             length
@@ -131,28 +133,28 @@ class Generation:
 
     def __init__(
         self,
-        drawn: Iterator[tuple[Text, int, Tensor]],
+        tokens: Iterator[tuple[Text, int, Tensor]],
         samples: list[Text],
         logprobs: bool,
         engine: str,
     ) -> None:
-        """`drawn` is what `sampler.decode` yields for the samples; `engine` is its name."""
+        """`tokens` is what `sampler.decode` yields for the samples; `engine` is its name."""
         self.samples, self.engine = samples, engine
-        self._drawn, self._logprobs = drawn, logprobs
+        self._tokens, self._logprobs = tokens, logprobs
         self._started: float | None = None
-        self.seconds, self.first_token = 0.0, 0.0
+        self.seconds, self.time_to_first_token = 0.0, 0.0
 
     @property
     def n_tokens(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
 
     @property
-    def guessed(self) -> int:
-        return sum(sample.guessed for sample in self.samples)
+    def drafted(self) -> int:
+        return sum(sample.drafted for sample in self.samples)
 
     @property
-    def guessed_right(self) -> int:
-        return sum(sample.guessed_right for sample in self.samples)
+    def accepted(self) -> int:
+        return sum(sample.accepted for sample in self.samples)
 
     def finish(self) -> list[Text]:
         """Draw everything, then return the samples."""
@@ -162,10 +164,10 @@ class Generation:
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         self._started = self._started or time.perf_counter()
-        for text, token, logits in self._drawn:
+        for text, token, logits in self._tokens:
             self.seconds = time.perf_counter() - self._started
-            self.first_token = self.first_token or self.seconds
+            self.time_to_first_token = self.time_to_first_token or self.seconds
             if self._logprobs:
-                text.logprobs.append(log_probability(logits, token))
-            if characters := text.read(token):
+                text.logprobs.append(compute_logprob(logits, token))
+            if characters := text.decode_token(token):
                 yield text.number, characters

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmini.config.load import Origins, leaves, validate
+from gptmini.config.load import Origins, iter_settings, validate
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.model.gpt import GPT
@@ -27,51 +27,58 @@ _GPT2 = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "c_attn"),  # one matrix
     **{"final_norm": "transformer.ln_f", "head": "lm_head"},
 }
-WORDS = {
+HF_NAMES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
     "starcoder2": _LLAMA | {"up_proj": "c_fc", "down_proj": "c_proj"},
     "gpt2": _GPT2,
 }
-CLASSES = {
+HF_CLASSES = {
     **{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"},
     **{"starcoder2": "Starcoder2ForCausalLM", "gpt2": "GPT2LMHeadModel"},
 }
 
 # Settings, ours: theirs.
-_KEYS = {
+_COMMON_HF_KEYS = {
     **{"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"},
     **{"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "d_model": "hidden_size"},
     **{"d_ff": "intermediate_size", "context_length": "max_position_embeddings"},
     "norm_eps": "rms_norm_eps",
 }
-KEYS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _KEYS),
-    "starcoder2": _KEYS | {"norm_eps": "norm_epsilon"},
-    "gpt2": _KEYS
+HF_KEYS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _COMMON_HF_KEYS),
+    "starcoder2": _COMMON_HF_KEYS | {"norm_eps": "norm_epsilon"},
+    "gpt2": _COMMON_HF_KEYS
     | {"n_layer": "n_layer", "n_head": "n_head", "d_model": "n_embd", "d_ff": "n_inner"}
     | {"context_length": "n_positions", "norm_eps": "layer_norm_epsilon"},
 }
-_GATED, _PLAIN = ("silu",), ("gelu_pytorch_tanh", "gelu_new", "relu2")
-_ACTIVATIONS = dict(zip(_GATED + _PLAIN, ("swiglu", "gelu", "gelu", "relu2"), strict=True))
+_GATED_ACTIVATIONS, _PLAIN_ACTIVATIONS = ("silu",), ("gelu_pytorch_tanh", "gelu_new", "relu2")
+_ACTIVATIONS = dict(
+    zip(_GATED_ACTIVATIONS + _PLAIN_ACTIVATIONS, ("swiglu", "gelu", "gelu", "relu2"), strict=True)
+)
 # What their settings must be, as we have nothing else; the first is their default.
-_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
-    **{kind: {"hidden_act": _GATED} for kind in ("llama", "mistral", "qwen2", "qwen3")},
-    "starcoder2": {"hidden_act": _PLAIN},
+_SUPPORTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    **{kind: {"hidden_act": _GATED_ACTIVATIONS} for kind in ("llama", "mistral", "qwen2", "qwen3")},
+    "starcoder2": {"hidden_act": _PLAIN_ACTIVATIONS},
     "gpt2": {
-        "activation_function": ("gelu_new", *_PLAIN),
+        "activation_function": ("gelu_new", *_PLAIN_ACTIVATIONS),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
 }
-_NEEDED_BY_ALL = dict.fromkeys(("quantization_config", "auto_map"), (None,))
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SUPPORTED_VALUES_OF_ALL = dict.fromkeys(("quantization_config", "auto_map"), (None,))
+_ROPE_SCALING_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 # What settings must be for an architecture to have them, after `folding.fold`.
 _BASE = {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",)}
 _OTHER = {"norm": ("layernorm",), "activation": ("gelu", "relu2"), "attention.qk_norm": (False,)}
 _NO_WINDOW = {"attention.window": (None,)}
-FITTING: dict[str, dict[str, tuple[Any, ...]]] = {
+REQUIRED_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3": _BASE | {"attention.qk_norm": (True,), "bias": (False,)},
     "llama": _BASE | {"attention.qk_norm": (False,)} | _NO_WINDOW,
     "mistral": _BASE
@@ -82,9 +89,9 @@ FITTING: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-def choose(config: ModelConfig) -> str:
+def choose_architecture(config: ModelConfig) -> str:
     """The architecture of a folded configuration; ConfigError names the settings in the way."""
-    misfits = {kind: list(_misfits(kind, config)) for kind in FITTING}
+    misfits = {kind: list(_find_misfits(kind, config)) for kind in REQUIRED_SETTINGS}
     kind = min(misfits, key=lambda kind: len(misfits[kind]))
     if misfits[kind]:
         where = f"in {kind}, the nearest architecture; set it so and train again"
@@ -92,9 +99,9 @@ def choose(config: ModelConfig) -> str:
     return kind
 
 
-def _misfits(kind: str, config: ModelConfig) -> Iterator[str]:
-    values = dict(leaves(config.model_dump()))
-    for key, allowed in FITTING[kind].items():
+def _find_misfits(kind: str, config: ModelConfig) -> Iterator[str]:
+    values = dict(iter_settings(config.model_dump()))
+    for key, allowed in REQUIRED_SETTINGS[kind].items():
         if values[key] not in allowed:
             shown = " or ".join(str(value) for value in allowed)
             yield f"model.{key}: {values[key]}, but must be {shown}"
@@ -102,12 +109,12 @@ def _misfits(kind: str, config: ModelConfig) -> Iterator[str]:
         yield f"model.head_dim: {config.head_dim}, but must be d_model / n_head"
 
 
-def their_name(kind: str, name: str) -> str:
+def hf_name(kind: str, name: str) -> str:
     """The name of a tensor there."""
-    return ".".join(WORDS[kind].get(part, part) for part in name.split("."))
+    return ".".join(HF_NAMES[kind].get(part, part) for part in name.split("."))
 
 
-def taken(kind: str, name: str, tensor: Tensor) -> Tensor:
+def from_hf(kind: str, name: str, tensor: Tensor) -> Tensor:
     """Our tensor, from theirs that has it. GPT-2 has q, k and v in one, and transposes matrices."""
     if kind != "gpt2" or not name.startswith("blocks."):
         return tensor
@@ -117,80 +124,85 @@ def taken(kind: str, name: str, tensor: Tensor) -> Tensor:
     return tensor.chunk(3)["qkv".index(part[0])] if merged else tensor
 
 
-def given(kind: str, config: ModelConfig, weights: Tensors) -> Tensors:
+def to_hf(kind: str, config: ModelConfig, weights: Tensors) -> Tensors:
     """Their tensors, from ours; the reverse of `taken`."""
-    together: dict[str, list[Tensor]] = {}
+    merged: dict[str, list[Tensor]] = {}
     for name, tensor in weights.items():
-        together.setdefault(their_name(kind, name), []).append(tensor)
+        merged.setdefault(hf_name(kind, name), []).append(tensor)
     if config.attention.qkv_bias and not config.bias:  # theirs always has one more
         for layer in range(config.n_layer):
-            name = their_name(kind, f"blocks.{layer}.attn.o_proj.bias")
-            together[name] = [torch.zeros(config.d_model)]
-    theirs = {}
-    for name, tensors in together.items():
+            name = hf_name(kind, f"blocks.{layer}.attn.o_proj.bias")
+            merged[name] = [torch.zeros(config.d_model)]
+    hf_weights = {}
+    for name, tensors in merged.items():
         tensor = torch.cat(tensors)
         transposed = kind == "gpt2" and tensor.ndim == 2 and ".h." in name
-        theirs[name] = (tensor.mT if transposed else tensor).contiguous()
-    return theirs
+        hf_weights[name] = (tensor.mT if transposed else tensor).contiguous()
+    return hf_weights
 
 
-def shapes(config: ModelConfig) -> Tensors:
+def create_meta_tensors(config: ModelConfig) -> Tensors:
     """The tensors of a model by name, without memory."""
     with torch.device("meta"):
         return GPT(config).state_dict()
 
 
-def to_json(config: ModelConfig, kind: str) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig, kind: str) -> dict[str, Any]:
     """The content of config.json for a folded configuration."""
     values = config.model_dump()
-    theirs: dict[str, Any] = {key: values[name] for name, key in KEYS[kind].items()}
-    theirs |= {"architectures": [CLASSES[kind]], "model_type": kind}
-    theirs |= {"dtype": "float32", "torch_dtype": "float32"}  # the older name and the newer
+    hf_config: dict[str, Any] = {key: values[name] for name, key in HF_KEYS[kind].items()}
+    hf_config |= {"architectures": [HF_CLASSES[kind]], "model_type": kind}
+    hf_config |= {"dtype": "float32", "torch_dtype": "float32"}  # the older name and the newer
     if kind == "gpt2":
         activation = {"relu2": "relu2", "gelu": "gelu_new"}[config.activation]
-        return theirs | {"activation_function": activation}
-    theirs["num_key_value_heads"] = config.n_kv_head
+        return hf_config | {"activation_function": activation}
+    hf_config["num_key_value_heads"] = config.n_kv_head
     # transformers 5 reads rope_parameters, 4 the other two.
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **dict(zip(_SCALING, config.rope_scaling, strict=True))}
-        rope[_SCALING[-1]] = int(rope[_SCALING[-1]])
-    theirs |= {"rope_theta": config.rope_theta, "rope_parameters": rope}
-    theirs["rope_scaling"] = rope if config.rope_scaling is not None else None
+        rope |= {
+            "rope_type": "llama3",
+            **dict(zip(_ROPE_SCALING_KEYS, config.rope_scaling, strict=True)),
+        }
+        rope[_ROPE_SCALING_KEYS[-1]] = int(rope[_ROPE_SCALING_KEYS[-1]])
+    hf_config |= {"rope_theta": config.rope_theta, "rope_parameters": rope}
+    hf_config["rope_scaling"] = rope if config.rope_scaling is not None else None
     window = config.attention.window
     if kind == "starcoder2":
         activation = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh"}[config.activation]
-        return theirs | {"hidden_act": activation, "use_bias": True, "sliding_window": window}
-    theirs |= {"hidden_act": "silu", "head_dim": config.head_dim, "mlp_bias": config.bias}
-    theirs["attention_bias"] = bool(config.bias or config.attention.qkv_bias)
+        return hf_config | {"hidden_act": activation, "use_bias": True, "sliding_window": window}
+    hf_config |= {"hidden_act": "silu", "head_dim": config.head_dim, "mlp_bias": config.bias}
+    hf_config["attention_bias"] = bool(config.bias or config.attention.qkv_bias)
     if kind == "mistral":
-        theirs["sliding_window"] = window
+        hf_config["sliding_window"] = window
     if kind == "qwen3":
-        windows = [config.window(layer) for layer in range(config.n_layer)]
+        windows = [config.get_window(layer) for layer in range(config.n_layer)]
         names = ["full_attention" if each is None else "sliding_attention" for each in windows]
-        theirs |= {"use_sliding_window": window is not None, "sliding_window": window}
-        theirs |= {"max_window_layers": 0 if window else config.n_layer, "layer_types": names}
-    return theirs
+        hf_config |= {"use_sliding_window": window is not None, "sliding_window": window}
+        hf_config |= {"max_window_layers": 0 if window else config.n_layer, "layer_types": names}
+    return hf_config
 
 
-def from_json(theirs: dict[str, Any], where: Path, context_length: int | None) -> ModelConfig:
+def from_hf_config(
+    hf_config: dict[str, Any], where: Path, context_length: int | None
+) -> ModelConfig:
     """The settings in config.json, with a context of at most 2048 positions if none is given.
 
     CheckpointError names the key of whatever gptmini does not have.
     """
-    kind = str(theirs.get("model_type"))
-    if kind not in KEYS:
-        known = ", ".join(sorted(KEYS))
+    kind = str(hf_config.get("model_type"))
+    if kind not in HF_KEYS:
+        known = ", ".join(sorted(HF_KEYS))
         raise CheckpointError(f"{where}: model_type: {kind} is not supported; use one of {known}")
-    for key, allowed in (_NEEDED_BY_ALL | _NEEDED[kind]).items():
-        if theirs.get(key, allowed[0]) not in allowed:
-            raise _refused(where, key, theirs[key])
+    for key, allowed in (_SUPPORTED_VALUES_OF_ALL | _SUPPORTED_VALUES[kind]).items():
+        if hf_config.get(key, allowed[0]) not in allowed:
+            raise _make_unsupported_error(where, key, hf_config[key])
     try:
-        tree = _tree(theirs, kind, where)
+        tree = _convert_settings(hf_config, kind, where)
         limit = tree["context_length"]
         tree["context_length"] = min(context_length or 2048, limit)
         origins: Origins = {("model",): str(where)}
-        origins |= {("model", name): f"{where}: {key}" for name, key in KEYS[kind].items()}
+        origins |= {("model", name): f"{where}: {key}" for name, key in HF_KEYS[kind].items()}
         config = validate({"model": tree}, origins).model
     except ConfigError as error:
         problem = str(error.lines[0]).partition(";")[0]
@@ -199,67 +211,71 @@ def from_json(theirs: dict[str, Any], where: Path, context_length: int | None) -
         problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{where}: {problem}; restore the original file") from None
     if context_length is not None and context_length > limit:
-        key = KEYS[kind]["context_length"]
+        key = HF_KEYS[kind]["context_length"]
         raise ConfigError(f"--context-length {context_length}: {key} is {limit}; use at most that")
     return config
 
 
-def _refused(where: Path, key: str, value: object) -> CheckpointError:
+def _make_unsupported_error(where: Path, key: str, value: object) -> CheckpointError:
     return CheckpointError(f"{where}: {key}: {value!r} is not supported; choose another model")
 
 
-def _tree(theirs: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
+def _convert_settings(hf_config: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
     """The section `model` in plain data."""
     tied = kind in ("gpt2", "starcoder2")
     full: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5, "rms_norm_eps": 1e-6}
-    full |= {"tie_word_embeddings": tied, **theirs}  # what is left out has these defaults
+    full |= {"tie_word_embeddings": tied, **hf_config}  # what is left out has these defaults
     if kind == "gpt2":
-        full["n_inner"] = theirs.get("n_inner") or 4 * theirs["n_embd"]
-    tree: dict[str, Any] = {name: full[key] for name, key in KEYS[kind].items()}
-    key, allowed = next(iter(_NEEDED[kind].items()))
-    tree["activation"] = _ACTIVATIONS[theirs.get(key, allowed[0])]
+        full["n_inner"] = hf_config.get("n_inner") or 4 * hf_config["n_embd"]
+    tree: dict[str, Any] = {name: full[key] for name, key in HF_KEYS[kind].items()}
+    key, allowed = next(iter(_SUPPORTED_VALUES[kind].items()))
+    tree["activation"] = _ACTIVATIONS[hf_config.get(key, allowed[0])]
     if kind == "gpt2":
         return tree | {"position": "learned", "bias": True, "attention": {"qk_norm": False}}
-    heads, kv_heads = tree["n_head"], theirs.get("num_key_value_heads") or tree["n_head"]
+    heads, kv_heads = tree["n_head"], hf_config.get("num_key_value_heads") or tree["n_head"]
     default = 128 if kind == "qwen3" else None
-    tree["head_dim"] = theirs.get("head_dim", default) or tree["d_model"] // heads
+    tree["head_dim"] = hf_config.get("head_dim", default) or tree["d_model"] // heads
     variant = {heads: "mha", 1: "mqa"}.get(kv_heads, "gqa")
     attention = {"variant": variant, "n_kv_head": kv_heads, "qk_norm": kind == "qwen3"}
-    attention |= _window(theirs, kind, where)
-    rope = theirs.get("rope_parameters") or {}
-    scaling = theirs.get("rope_scaling") or rope
-    tree["rope_theta"] = float(rope.get("rope_theta", theirs.get("rope_theta", 10_000.0)))
+    attention |= _convert_window(hf_config, kind, where)
+    rope = hf_config.get("rope_parameters") or {}
+    scaling = hf_config.get("rope_scaling") or rope
+    tree["rope_theta"] = float(rope.get("rope_theta", hf_config.get("rope_theta", 10_000.0)))
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type == "llama3":
-        tree["rope_scaling"] = [float(scaling[key]) for key in _SCALING]
+        tree["rope_scaling"] = [float(scaling[key]) for key in _ROPE_SCALING_KEYS]
     elif rope_type != "default":
-        raise _refused(where, "rope_scaling", scaling)
-    if scaling.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1)) != 1:
-        raise _refused(where, "partial_rotary_factor", "not 1")
+        raise _make_unsupported_error(where, "rope_scaling", scaling)
+    if scaling.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1)) != 1:
+        raise _make_unsupported_error(where, "partial_rotary_factor", "not 1")
     if kind == "starcoder2":
         return tree | {"bias": True, "attention": attention}
-    tree["bias"] = bool(theirs.get("mlp_bias", False)) and kind == "llama"
-    attention["qkv_bias"] = kind == "qwen2" or theirs.get("attention_bias") or tree["bias"] or None
+    tree["bias"] = bool(hf_config.get("mlp_bias", False)) and kind == "llama"
+    attention["qkv_bias"] = (
+        kind == "qwen2" or hf_config.get("attention_bias") or tree["bias"] or None
+    )
     return tree | {"norm": "rmsnorm", "attention": attention}
 
 
-def _window(theirs: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
+def _convert_window(hf_config: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
     """Their windows as ours: in every layer, or in all but every n-th."""
-    window = theirs.get("sliding_window", 4096 if kind == "mistral" else None)
+    window = hf_config.get("sliding_window", 4096 if kind == "mistral" else None)
     if kind == "llama" or window is None:
         return {}
     if kind in ("qwen2", "qwen3"):
-        layers = range(theirs["num_hidden_layers"])
-        if not theirs.get("use_sliding_window"):
+        layers = range(hf_config["num_hidden_layers"])
+        if not hf_config.get("use_sliding_window"):
             return {}
-        first = theirs.get("max_window_layers", 28)
+        first = hf_config.get("max_window_layers", 28)
         names = ["full_attention" if n < first else "sliding_attention" for n in layers]
-        full = [name == "full_attention" for name in theirs.get("layer_types") or names]
+        full = [name == "full_attention" for name in hf_config.get("layer_types") or names]
         if all(full):
             return {}
         for every in layers:
             if full == [(n + 1) % (every + 1) == 0 for n in layers]:
                 return {"window": window, "full_every": every + 1}
         if any(full):
-            raise _refused(where, "layer_types", theirs.get("layer_types") or names)
+            raise _make_unsupported_error(
+                where, "layer_types", hf_config.get("layer_types") or names
+            )
     return {"window": window}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gptmini import files
-from gptmini.analysis.evaluate import held_out
+from gptmini.analysis.evaluate import load_held_out
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from gptmini.interop import architectures, gguf, huggingface
 from gptmini.interop.architectures import Tensors
 from gptmini.interop.folding import fold
@@ -23,7 +23,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Of the largest logit. Folding and float32's rounding make up to 4e-6 of it, a rotary base of 10001
 # instead of 10000 3e-5.
-LIMIT = 1e-5
+MAX_RELATIVE_DIFFERENCE = 1e-5
 HARD_TEXTS = [
     *("", " ", "  \n \t\r\n\n x ", "\u00a0\u2003\u3000a", "don't I'LL we'Ve 's", "!?.,;:" * 9),
     *("a1b22 1234567 ½²Ⅷ", "<|endoftext|> <s></s>[INST]", "\x00\x1b\x7f\ufeff", "a" * 300),
@@ -42,9 +42,9 @@ HARD_TEXTS = [
     ),
     *("\n" * 9, "http://a.b/c?d=e&f#g", "\U0010ffff\ue000", "MIXEDcase CamelCase snake_case"),
 ]
-LENGTH = 1024  # positions compared
-BUG = "this is a bug; report it"
-Read = tuple[ModelConfig, Tensors, Tokenizer]
+COMPARED_POSITIONS = 1024  # positions compared
+REPORT_BUG = "this is a bug; report it"
+ReadBack = tuple[ModelConfig, Tensors, Tokenizer]
 
 
 @dataclass(frozen=True)
@@ -67,84 +67,86 @@ def export_run(
     out: str | Path,
     to: str = "hf",
     weights: str = "f16",
-    cache: Path = files.CACHE,
+    cache: Path = files.DEFAULT_CACHE_DIR,
 ) -> Export:
     """Write a run as a folder for Hugging Face's libraries (`hf`) or a file for llama.cpp (`gguf`).
 
     `weights` is the type of matrices in GGUF: f32, f16, bf16 or q8_0. ConfigError if no
     architecture fits the run's settings, GptminiError if what was written computes something else.
     """
-    run = run if isinstance(run, Run) else load(run, "cpu", "float32", cache)
+    run = run if isinstance(run, Run) else load_run(run, "cpu", "float32", cache)
     if run.weights != "float32":
         raise ConfigError(f"{run.path}: its weights are rounded; load it with weights='float32'")
     if to not in ("hf", "gguf"):
         raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
     out = Path(out)
     config, folded = fold(run.config.model, run.model.state_dict())
-    kind = architectures.choose(config)
+    kind = architectures.choose_architecture(config)
     if to == "gguf":
-        gguf.check(config, run.tokenizer, weights)
+        gguf.check_supported(config, run.tokenizer, weights)
     with files.atomic_output(out) as partial:
-        tokens = sample(run, cache)
-        expected = logits(run.config.model, run.model.state_dict(), tokens)
+        tokens = choose_tokens(run, cache)
+        expected = compute_logits(run.config.model, run.model.state_dict(), tokens)
         if not expected.isfinite().all():
             raise CheckpointError(f"{run.path}: logits are not finite; its weights are bad")
         if to == "hf":
-            huggingface.write(partial, run, kind, config, folded)
-            read = huggingface.read(partial, config.context_length)
-            difference = prove(out, expected, run.tokenizer, read, tokens)
+            huggingface.write_folder(partial, run, kind, config, folded)
+            read = huggingface.read_folder(partial, config.context_length)
+            difference = check_read_back(out, expected, run.tokenizer, read, tokens)
             rounding = 0.0
         else:
-            gguf.write(partial, run, kind, config, folded, weights)
-            read = gguf.read(partial)
-            narrow = logits(config, gguf.rounded(folded, weights), tokens)
-            wide = logits(config, folded, tokens)
+            gguf.write_gguf(partial, run, kind, config, folded, weights)
+            read = gguf.read_gguf(partial)
+            narrow = compute_logits(config, gguf.round_to_type(folded, weights), tokens)
+            wide = compute_logits(config, folded, tokens)
             rounding = float((wide - narrow).abs().max())
-            difference = prove(out, narrow, run.tokenizer, read, tokens)
-            difference += check(out, expected, wide)
+            difference = check_read_back(out, narrow, run.tokenizer, read, tokens)
+            difference += check_logits(out, expected, wide)
     return Export(out, kind, difference, rounding, float(expected.abs().max()), tokens.numel())
 
 
-def prove(out: Path, expected: Tensor, tokenizer: Tokenizer, read: Read, tokens: Tensor) -> float:
+def check_read_back(
+    out: Path, expected: Tensor, tokenizer: Tokenizer, read: ReadBack, tokens: Tensor
+) -> float:
     """The largest difference of logits (B, T, V) from what was read back; GptminiError if large."""
     config, weights, tokenizer_there = read
     special, special_there = tokenizer.special_tokens, tokenizer_there.special_tokens
     if not special.items() <= special_there.items():
-        raise GptminiError(f"{out}: not written: special tokens are others there; {BUG}")
+        raise GptminiError(f"{out}: not written: special tokens are others there; {REPORT_BUG}")
     for text in HARD_TEXTS:
         if tokenizer.encode(text).tolist() != tokenizer_there.encode(text).tolist():
             raise GptminiError(
-                f"{out}: not written: the text {text!r} has other tokens there; {BUG}"
+                f"{out}: not written: the text {text!r} has other tokens there; {REPORT_BUG}"
             )
-    return check(out, expected, logits(config, weights, tokens))
+    return check_logits(out, expected, compute_logits(config, weights, tokens))
 
 
-def check(out: Path, expected: Tensor, found: Tensor) -> float:
+def check_logits(out: Path, expected: Tensor, found: Tensor) -> float:
     """The largest difference between logits; GptminiError if it is beyond the limit."""
     difference, scale = float((expected - found).abs().max()), float(expected.abs().max())
-    if not difference <= LIMIT * scale:
+    if not difference <= MAX_RELATIVE_DIFFERENCE * scale:
         raise GptminiError(
             f"{out}: not written: logits differ by {difference:.1e} (the largest is {scale:.1f}); "
-            f"{BUG}"
+            f"{REPORT_BUG}"
         )
     return difference
 
 
 @torch.inference_mode()
-def logits(config: ModelConfig, weights: Tensors, tokens: Tensor) -> Tensor:
+def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor) -> Tensor:
     """The logits (B, T, V) of tokens (B, T)."""
     model = GPT(config).eval()
     model.load_state_dict(weights)
     return model(tokens)
 
 
-def sample(run: Run, cache: Path) -> Tensor:
+def choose_tokens(run: Run, cache: Path) -> Tensor:
     """Tokens (2, T) to compare logits on: held-out text, if it is there, and random ones."""
-    length = min(run.config.model.context_length, LENGTH)
+    length = min(run.config.model.context_length, COMPARED_POSITIONS)
     numbers = torch.Generator().manual_seed(0)
     random = torch.randint(run.tokenizer.vocab_size, (2, length), generator=numbers)
     try:
-        held = held_out(run, cache)[0]
+        held = load_held_out(run, cache)[0]
         text = torch.from_numpy(held.read(0, min(length, len(held))).astype("int64"))
     except GptminiError:  # an imported run has none, and other texts may have changed
         text = torch.tensor(run.encode("".join(HARD_TEXTS) * 20)[:length])

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
-from gptmini.interop.architectures import Tensors, shapes
+from gptmini.interop.architectures import Tensors, create_meta_tensors
 
 # silu(S u) u / S is within 0.28 / S² of relu(u)². As a power of four it rounds no weight, and the
 # products stay in float16's range.
-SHARPNESS = 4.0**5
+GATE_SHARPNESS = 4.0**5
 
 
 def fold(config: ModelConfig, weights: Tensors) -> tuple[ModelConfig, Tensors]:
@@ -24,10 +24,10 @@ def fold(config: ModelConfig, weights: Tensors) -> tuple[ModelConfig, Tensors]:
     gated = config.activation != "gelu" and (config.norm == "rmsnorm" or not config.bias)
     if config.position == "rope" and gated:
         if config.norm == "layernorm":
-            _center(weights)
+            _center_weights(weights)
             tree |= {"norm": "rmsnorm", "tie_embeddings": False}
         if config.activation == "relu2":
-            _gate(weights)
+            _add_gates(weights)
             tree["activation"] = "swiglu"
     elif config.norm == "layernorm":
         tree["bias"] = True
@@ -42,34 +42,34 @@ def fold(config: ModelConfig, weights: Tensors) -> tuple[ModelConfig, Tensors]:
     if tree["bias"]:
         attention["qkv_bias"] = None
     folded = ModelConfig.model_validate(tree | {"attention": attention})
-    zeros = {name: torch.zeros(like.shape) for name, like in shapes(folded).items()}
+    zeros = {name: torch.zeros(like.shape) for name, like in create_meta_tensors(folded).items()}
     return folded, {name: weights.get(name, zero).float() for name, zero in zeros.items()}
 
 
-def _center(weights: Tensors) -> None:
+def _center_weights(weights: Tensors) -> None:
     """Let LayerNorm without bias become RMSNorm, which it is where the mean is 0 (Jiang 2023).
 
     No block reads the mean of the residual stream, so what is added to the stream may lose its
     own. The head reads the embeddings as they were.
     """
     weights.setdefault("head.weight", weights["embed.weight"])
-    weights["embed.weight"] = _without_mean(weights["embed.weight"], 1)
+    weights["embed.weight"] = _subtract_mean(weights["embed.weight"], 1)
     for name in weights:
         if name.split(".")[-2] in ("o_proj", "down_proj"):
-            weights[name] = _without_mean(weights[name], 0)
+            weights[name] = _subtract_mean(weights[name], 0)
 
 
-def _without_mean(tensor: Tensor, axis: int) -> Tensor:
+def _subtract_mean(tensor: Tensor, axis: int) -> Tensor:
     exact = tensor.double()
     return (exact - exact.mean(axis, keepdim=True)).float()
 
 
-def _gate(weights: Tensors) -> None:
+def _add_gates(weights: Tensors) -> None:
     """Let relu(u)² become silu(gate) · up, to about 3e-7."""
-    root = SHARPNESS**0.5
+    root = GATE_SHARPNESS**0.5
     for name in list(weights):
         if name.split(".")[-2] == "up_proj":
-            weights[name.replace("up_proj", "gate_proj")] = weights[name] * SHARPNESS
+            weights[name.replace("up_proj", "gate_proj")] = weights[name] * GATE_SHARPNESS
             weights[name] = weights[name] / root
         elif name.endswith("down_proj.weight"):
             weights[name] = weights[name] / root

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, MachineError
 from gptmini.model.kernels import RMSNorm
-from gptmini.model.layers import rotate
+from gptmini.model.layers import apply_rotary
 
 
 class Attention(nn.Module):
@@ -28,7 +28,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_dim, self.dropout = config.head_dim, config.attention.weight_dropout
-        self.window, self.backend = config.window(layer), config.attention.backend
+        self.window, self.backend = config.get_window(layer), config.attention.backend
         D, K = config.d_model, config.head_dim
         qkv_bias = config.bias if config.attention.qkv_bias is None else config.attention.qkv_bias
         self.q_proj = nn.Linear(D, config.n_head * K, qkv_bias)
@@ -51,11 +51,11 @@ class Attention(nn.Module):
 
         `padding` (B,) is the number of padding tokens at the left of each row.
         """
-        q, k, v = self.heads(x, rotation)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
+        q, k, v = self.project_qkv(x, rotation)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
         mixed = self.mix(q, k, v, cache, padding)  # (B, H, T, K)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # (B, T, H·K) -> (B, T, D)
 
-    def heads(
+    def project_qkv(
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, K), keys and values (B, G, T, K) of x (B, T, D), normed and rotated."""
@@ -65,7 +65,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         return q.type_as(v), k.type_as(v), v
 
     def mix(
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         hides_keys = self.window is not None and self.window < S
         if padding is None and not hides_keys and T in (1, S):
             return None  # `attend` needs none if T = S (causal) or T = 1 (sees every key)
-        return visible(queries, keys, self.window, padding)  # (T, S) or (B, 1, T, S)
+        return make_mask(queries, keys, self.window, padding)  # (T, S) or (B, 1, T, S)
 
 
 def attend(
@@ -138,9 +138,9 @@ def _attend(
     if backend == "auto":
         backend = choose_backend(q, mask is not None, dropout)
     if backend == "eager":
-        return _attend_eagerly(q, k, v, mask, causal, dropout)
+        return _attend_eager(q, k, v, mask, causal, dropout)
     grouped = k.shape[1] < q.shape[1]
-    with _flash_only(q) if backend == "flash" else nullcontext():
+    with _require_flash(q) if backend == "flash" else nullcontext():
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped
         )
@@ -164,7 +164,7 @@ def choose_backend(q: Tensor, masked: bool, dropout: float) -> str:
 
 
 @contextmanager
-def _flash_only(q: Tensor) -> Iterator[None]:
+def _require_flash(q: Tensor) -> Iterator[None]:
     """Restrict torch to its flash kernel, which fails where this machine has none for q."""
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -179,7 +179,7 @@ def _flash_only(q: Tensor) -> Iterator[None]:
         ) from None
 
 
-def _attend_eagerly(
+def _attend_eager(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
     """`attend` by its definition: softmax(q kᵀ / √K + bias) v; a hidden key has a bias of -∞."""
@@ -191,7 +191,7 @@ def _attend_eagerly(
     sees = None  # which queries see a key: all, except under an odd mask
     if causal:
         positions = torch.arange(T, device=q.device)
-        mask = visible(positions, positions)  # (T, T)
+        mask = make_mask(positions, positions)  # (T, T)
     elif mask is not None:
         seen = mask if mask.dtype == torch.bool else mask > -torch.inf
         sees = seen.any(-1, keepdim=True)  # (..., T, 1)
@@ -210,7 +210,7 @@ def _attend_eagerly(
 # -- masks: every mask of the model is made here; True means visible -------------------------------
 
 
-def visible(
+def make_mask(
     queries: Tensor, keys: Tensor, window: int | None = None, padding: Tensor | None = None
 ) -> Tensor:
     """The mask of queries at positions (T,) on keys at positions (S,): (T, S) or (B, 1, T, S).
@@ -229,7 +229,7 @@ def visible(
     return (mask & real[:, None] | (distance == 0))[:, None]  # (B, 1, T, S)
 
 
-def left_padding(lengths: list[int]) -> Tensor:
+def compute_left_padding(lengths: list[int]) -> Tensor:
     """How much padding (B,) makes rows of these lengths end together; ConfigError for length 0."""
     if 0 in lengths:
         raise ConfigError(f"padding: row {lengths.index(0)} is empty; give each at least 1 token")
@@ -297,7 +297,7 @@ class KVCache:
     ) -> None:
         self.layers = []
         for layer in range(config.n_layer):
-            size = min(config.cache_length(layer) + spare, config.context_length)
+            size = min(config.get_cache_length(layer) + spare, config.context_length)
             shape = (batch_size, config.n_kv_head, size, config.head_dim)
             memory = torch.empty(2, *shape, device=device, dtype=dtype)  # (2, B, G, size, K)
             self.layers.append(LayerCache(memory[0], memory[1]))
@@ -315,7 +315,7 @@ class KVCache:
         for layer in self.layers:
             layer.length = length
 
-    def row(self, index: int) -> "KVCache":
+    def view_row(self, index: int) -> "KVCache":
         """One row of the batch, in the same memory; its length is 0 until `truncate` sets it."""
         cache = copy(self)
         rows = slice(index, index + 1)

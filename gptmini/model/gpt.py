@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention, KVCache, LayerCache
-from gptmini.model.kernels import cross_entropy
-from gptmini.model.layers import MLP, Dropout, Rotary, norm
+from gptmini.model.kernels import cross_entropy_
+from gptmini.model.layers import MLP, Dropout, Rotary, create_norm
 
 
 class Block(nn.Module):
@@ -20,8 +20,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm, self.attn = norm(config), Attention(config, layer)
-        self.mlp_norm, self.mlp = norm(config), MLP(config)
+        self.attn_norm, self.attn = create_norm(config), Attention(config, layer)
+        self.mlp_norm, self.mlp = create_norm(config), MLP(config)
         self.dropout = Dropout(config.dropout)
 
     def forward(
@@ -51,10 +51,10 @@ class GPT(nn.Module):
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, n) for n in range(config.n_layer))
-        self.final_norm = norm(config)
+        self.final_norm = create_norm(config)
         tied = config.tie_embeddings
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        initialize(self)
+        init_weights(self)
 
     @property
     def device(self) -> torch.device:
@@ -64,9 +64,9 @@ class GPT(nn.Module):
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
     ) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V); the arguments are those of `hidden`."""
-        return self.logits(self.hidden(tokens, cache, padding))
+        return self.compute_logits(self.forward_hidden(tokens, cache, padding))
 
-    def hidden(
+    def forward_hidden(
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
     ) -> Tensor:
         """Tokens (B, T) -> the normed output of the last block (B, T, D).
@@ -95,18 +95,18 @@ class GPT(nn.Module):
                 x = block(x, rotation, layer_cache, padding)
         return self.final_norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), by the head or, if tied, the embedding table."""
         return F.linear(hidden, (self.head or self.embed).weight)
 
 
-def loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of targets (B, T) in nats per token, in float32."""
-    return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    return cross_entropy_(model(tokens).flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
-def initialize(model: GPT) -> None:
+def init_weights(model: GPT) -> None:
     """Draw the weights much as GPT-2 does (Radford et al. 2019; its positions have std 0.01).
 
     | role                                            | distribution              |

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-AT_ONCE = 2**22  # logits in float32 at a time; more would leave the caches of a CPU
+LOGITS_PER_CHUNK = 2**22  # logits in float32 at a time; more would leave the caches of a CPU
 
 
 class RMSNorm(nn.RMSNorm):
@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx.addcmul_(scale, mean), dweight, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log softmax(logits (N, V)) at the targets (N,), in float32.
 
     The gradient replaces the logits where they lie. Nothing else of their size is ever in memory,
@@ -63,7 +63,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        rows, total = max(1, AT_ONCE // logits.shape[1]), logits.new_zeros((), dtype=torch.float32)
+        rows, total = (
+            max(1, LOGITS_PER_CHUNK // logits.shape[1]),
+            logits.new_zeros((), dtype=torch.float32),
+        )
         for chunk, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
             logs = chunk.float().log_softmax(-1)  # (rows, V)
             total -= logs.gather(1, labels).sum()

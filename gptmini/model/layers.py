@@ -11,7 +11,7 @@ from gptmini.config.settings import ModelConfig
 from gptmini.model.kernels import RMSNorm
 
 
-def norm(config: ModelConfig) -> nn.Module:
+def create_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last axis."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.d_model, eps=config.norm_eps)
@@ -28,14 +28,14 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float | None) -> None:
         super().__init__()
-        self.dropped = round(256 * (p or 0))  # byte values out of 256
+        self.drop_threshold = round(256 * (p or 0))  # byte values out of 256
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.dropped == 0:
+        if not self.training or self.drop_threshold == 0:
             return x
         words = torch.randint(-(2**63), 2**63 - 1, ((x.numel() + 7) // 8,), device=x.device)
-        kept = words.view(torch.uint8)[: x.numel()].view(x.shape) >= self.dropped
-        return x * kept.to(x.dtype) * (256 / (256 - self.dropped))  # faster than masked_fill
+        kept = words.view(torch.uint8)[: x.numel()].view(x.shape) >= self.drop_threshold
+        return x * kept.to(x.dtype) * (256 / (256 - self.drop_threshold))  # faster than masked_fill
 
 
 class MLP(nn.Module):
@@ -98,7 +98,7 @@ def scaled(frequencies: Tensor, scaling: list[float] | None) -> Tensor:
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate each pair (i, i + K/2) of x (B, H, T, K) by angle i of its position, in float32.
 
     A rotated query and key then have a dot product that depends on their distance alone.

@@ -49,34 +49,34 @@ def self_attention(
 
 
 def cross_attention(
-    x: Tensor, context: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, visible: Tensor | None = None
+    x: Tensor, context: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """Queries of x (..., T, D) on another sequence, context (..., S, D') -> (..., T, V).
 
     w_q is (D, K), w_k (D', K), w_v (D', V). A decoder reads its encoder this way. There is no
     future in another sequence, so only its padding is masked (`cross_mask`).
     """
-    return scaled_dot_product_attention(x @ w_q, context @ w_k, context @ w_v, visible)
+    return scaled_dot_product_attention(x @ w_q, context @ w_k, context @ w_v, mask)
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """softmax(q kᵀ / √K + mask) v: q (..., T, K), k (..., S, K), v (..., S, V) -> (..., T, V)."""
-    return drop(attention_weights(q, k, visible), dropout) @ v
+    return drop(attention_weights(q, k, mask), dropout) @ v
 
 
-def attention_weights(q: Tensor, k: Tensor, visible: Tensor | None = None) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """The weights (..., T, S) of q (..., T, K) on k (..., S, K) (Vaswani et al. 2017).
 
-    Dividing by √K keeps long vectors from saturating the softmax. Where `visible` is false the
+    Dividing by √K keeps long vectors from saturating the softmax. Where `mask` is false the
     score is -∞ and the weight 0. A query that sees no key gets weights of 0, not NaN.
     """
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (..., T, S)
-    if visible is None:
+    if mask is None:
         return scores.softmax(dim=-1)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-    return weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    return weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
 
 
 # -- masks: true means visible ---------------------------------------------------------------------
@@ -132,9 +132,9 @@ def drop(weights: Tensor, p: float) -> Tensor:
 
 def multi_head_by_stacking(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor) -> Tensor:
     """Causal heads side by side: x (..., T, D); w_q, w_k, w_v (H, D, K); w_o (H·K, D)."""
-    visible = causal_mask(x.shape[-2])
+    mask = causal_mask(x.shape[-2])
     heads = [
-        scaled_dot_product_attention(x @ q, x @ k, x @ v, visible)
+        scaled_dot_product_attention(x @ q, x @ k, x @ v, mask)
         for q, k, v in zip(w_q, w_k, w_v, strict=True)
     ]  # H times (..., T, K)
     return torch.cat(heads, dim=-1) @ w_o  # (..., T, D)
@@ -169,7 +169,7 @@ def multi_head_by_splitting(
     return project(merge_heads(mixed), weights[3], biases[3])
 
 
-def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """q (..., H, T, K) on k (..., G, S, K) and v (..., G, S, V) -> (..., H, T, V).
 
     Query head h reads h // (H / G). G = H is multi-head attention, G = 1 is multi-query (Shazeer
@@ -179,7 +179,7 @@ def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) ->
     group = H // G  # query heads per KV head
     heads = [
         scaled_dot_product_attention(
-            q[..., h, :, :], k[..., h // group, :, :], v[..., h // group, :, :], visible
+            q[..., h, :, :], k[..., h // group, :, :], v[..., h // group, :, :], mask
         )
         for h in range(H)
     ]  # H times (..., T, V)
@@ -202,6 +202,6 @@ def stepwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = Non
         values = torch.cat([values, v[..., now, :]], dim=-2)
         if window is not None:
             keys, values = keys[..., -window:, :], values[..., -window:, :]
-        visible = torch.ones(1, keys.shape[-2], dtype=torch.bool)
-        steps.append(grouped_query_attention(q[..., now, :], keys, values, visible))
+        mask = torch.ones(1, keys.shape[-2], dtype=torch.bool)
+        steps.append(grouped_query_attention(q[..., now, :], keys, values, mask))
     return torch.cat(steps, dim=-2)

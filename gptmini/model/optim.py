@@ -14,11 +14,11 @@ from gptmini.config.settings import TrainConfig
 from gptmini.model.gpt import GPT
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
+def get_learning_rate(config: TrainConfig, step: int) -> float:
     """Linear warmup, a plateau at lr, then a cool-down towards min_lr."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    cooldown = cooldown_steps(config)
+    cooldown = get_cooldown_steps(config)
     remaining = config.steps - step
     if remaining > cooldown:
         return config.lr
@@ -28,12 +28,12 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
-def cooldown_steps(config: TrainConfig) -> int:
+def get_cooldown_steps(config: TrainConfig) -> int:
     """The number of steps, at the end of training, that form the cool-down."""
     return min(round(config.cooldown * config.steps), config.steps - config.warmup_steps)
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Matrices (N, R, C), R <= C, with all singular values brought near 1.
 
     Five steps of a Newton-Schulz iteration whose coefficients make small values grow fastest. The
@@ -60,10 +60,10 @@ class Muon(torch.optim.Optimizer):
         matrices: list[Tensor],
         weight_decay: float,
         dtype: torch.dtype,
-        turn: Callable[[Tensor], Tensor] = orthogonal,
+        orthogonalize: Callable[[Tensor], Tensor] = orthogonalize,
     ) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
-        self.dtype, self.turn = dtype, turn
+        self.dtype, self.orthogonalize = dtype, orthogonalize
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
                 by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
             for matrices in by_shape.values():
                 momenta = torch.stack([self._momentum(m, group) for m in matrices])  # (N, R, C)
-                orthogonalized = self.turn(momenta)  # (N, R, C)
+                orthogonalized = self.orthogonalize(momenta)  # (N, R, C)
                 for matrix, wide in zip(matrices, orthogonalized, strict=True):
                     rows, columns = matrix.shape
                     update = wide.T if rows > columns else wide  # (rows, columns)
@@ -112,7 +112,7 @@ class Optimizer:
         model: GPT,
         config: TrainConfig,
         dtype: torch.dtype = torch.float32,
-        turn: Callable[[Tensor], Tensor] = orthogonal,
+        orthogonalize: Callable[[Tensor], Tensor] = orthogonalize,
     ) -> None:
         self.names: dict[Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters()
@@ -130,54 +130,54 @@ class Optimizer:
             [group for group in groups if group["params"]], betas=(beta1, beta2), fused=True
         )
         # Each with its learning rate as a multiple of AdamW's.
-        self.parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
         if by_muon:
             matrices = [p for p in self.names if p in by_muon]
-            muon = Muon(matrices, config.weight_decay, dtype, turn)
-            self.parts.append((muon, config.muon_lr / config.lr))
+            muon = Muon(matrices, config.weight_decay, dtype, orthogonalize)
+            self.optimizers.append((muon, config.muon_lr / config.lr))
 
     def step(self, lr: float) -> None:
         """Update the weights and clear the gradients; `lr` is AdamW's, Muon's is proportional."""
-        for part, ratio in self.parts:
-            for group in part.param_groups:
+        for optimizer, ratio in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = lr * ratio
-            part.step()
-            part.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """All state as `parameter/key`. Names survive a change of order, torch's indices do not."""
         return {
             f"{self.names[parameter]}/{key}": tensor
-            for part, _ in self.parts
-            for parameter, tensors in part.state.items()
+            for optimizer, _ in self.optimizers
+            for parameter, tensors in optimizer.state.items()
             for key, tensor in tensors.items()
         }
 
-    def state_like(self) -> dict[str, Tensor]:
+    def expected_state_dict(self) -> dict[str, Tensor]:
         """Tensors with the names and shapes that `state` has after the first update."""
         return {
             f"{self.names[parameter]}/{key}": torch.zeros(()) if key == "step" else parameter
-            for part, _ in self.parts
-            for parameter in _parameters(part)
-            for key in STATE_KEYS[type(part)]
+            for optimizer, _ in self.optimizers
+            for parameter in _list_parameters(optimizer)
+            for key in STATE_KEYS[type(optimizer)]
         }
 
     def reset(self) -> None:
         """Forget all state, as before the first update."""
-        for part, _ in self.parts:
+        for part, _ in self.optimizers:
             part.state.clear()
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load what `state` returned; torch's own format addresses parameters by index."""
-        for part, _ in self.parts:
-            keys = STATE_KEYS[type(part)]
+        for optimizer, _ in self.optimizers:
+            keys = STATE_KEYS[type(optimizer)]
             state = {
                 index: {key: tensors[f"{self.names[parameter]}/{key}"] for key in keys}
-                for index, parameter in enumerate(_parameters(part))
+                for index, parameter in enumerate(_list_parameters(optimizer))
             }
-            groups = part.state_dict()["param_groups"]
-            part.load_state_dict({"state": state, "param_groups": groups})
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -9,62 +9,68 @@ import torch
 
 import gptmini
 from gptmini import files, machine
-from gptmini.config.load import leaves, validate
+from gptmini.config.load import iter_settings, validate
 from gptmini.config.settings import Config, TokenizerConfig
 from gptmini.data.corpus import prepare_corpus
-from gptmini.distributed.group import Ranks
+from gptmini.distributed.group import Group
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
 from gptmini.plan.decide import Decision, decide
 from gptmini.runs.directory import RunDirectory
 
 
-def decide_together(
-    asked: Config, run: RunDirectory, cache: Path, started: float, ranks: Ranks
+def decide_on_all_ranks(
+    requested: Config, run: RunDirectory, cache: Path, started: float, group: Group
 ) -> Decision:
     """What rank 0 decides, on every rank; the text is prepared once per machine.
 
     Raises as `decide`, and RankError naming a rank that was asked for something else, or that has
     other code, another torch or another text.
     """
-    compute = machine.pick_compute(asked.train.device, asked.train.dtype)
-    if ranks.size == 1:
-        return replace(decide(asked, run, cache, started, compute), ranks=ranks)
-    if "-" in asked.data.path:
+    compute = machine.pick_compute(requested.train.device, requested.train.dtype)
+    if group.world_size == 1:
+        return replace(decide(requested, run, cache, started, compute), group=group)
+    if "-" in requested.data.path:
         raise ConfigError("--data -: only one process can read it; save the text to a file")
     remedy = "start all ranks with the same command, code and files"
-    ranks.check_same(_circumstances(compute) | dict(leaves(asked.model_dump())), remedy)
+    group.check_same(
+        _describe_environment(compute) | dict(iter_settings(requested.model_dump())), remedy
+    )
     decisions = list[Decision]()
 
     def choose() -> dict[str, Any]:
-        decisions.append(decided := decide(asked, run, cache, started, compute, ranks=ranks.size))
+        decisions.append(
+            decided := decide(requested, run, cache, started, compute, world_size=group.world_size)
+        )
         return {
             "config": decided.config.model_dump(),
             "paced": decided.paced,
             "tokenizer": decided.corpus.tokenizer.to_json(),
         }
 
-    told = ranks.lead(choose)
-    config = validate(told["config"], {})
-    corpus = ranks.once_per_machine(lambda: _opened(config, told["tokenizer"], cache))
-    ranks.check_same({"the text": corpus.content[:12]}, remedy)
+    decision = group.on_rank_zero(choose)
+    config = validate(decision["config"], {})
+    corpus = group.on_local_rank_zero_first(
+        lambda: _prepare_with_tokenizer(config, decision["tokenizer"], cache)
+    )
+    group.check_same({"the text": corpus.content[:12]}, remedy)
     if decisions:
-        return replace(decisions[0], ranks=ranks)
+        return replace(decisions[0], group=group)
     machine.keep_freed_memory()
-    return Decision(config, corpus, compute, started, told["paced"], ranks=ranks)
+    return Decision(config, corpus, compute, started, decision["paced"], group=group)
 
 
-def _opened(config: Config, tokenizer: str, cache: Path) -> Any:
+def _prepare_with_tokenizer(config: Config, tokenizer: str, cache: Path) -> Any:
     """The corpus in the tokens of rank 0's tokenizer, which is not learned again."""
     path = cache / f"{hashlib.sha256(tokenizer.encode()).hexdigest()[:20]}-tokenizer.json"
     if not path.exists():  # else another rank, preparing the text, might remove a half-written one
         cache.mkdir(parents=True, exist_ok=True)
-        files.replace(path, tokenizer.encode())
+        files.atomic_write_bytes(path, tokenizer.encode())
     kind = TokenizerConfig(kind=str(path))
     return prepare_corpus(config.model_copy(update={"tokenizer": kind}), cache)
 
 
-def _circumstances(compute: Compute) -> dict[str, Any]:
+def _describe_environment(compute: Compute) -> dict[str, Any]:
     """What must be the same everywhere, besides the settings."""
     sources = sorted(Path(gptmini.__file__).parent.rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from gptmini.config.settings import Config, TrainConfig
-from gptmini.distributed.gradients import odd_part
-from gptmini.distributed.sharding import wrap
+from gptmini.distributed.gradients import get_odd_part
+from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
-from gptmini.model.gpt import GPT, loss
+from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
 from gptmini.plan import cost
-from gptmini.plan.decide import in_shares
-from gptmini.plan.memory import Memory, StorageCounter, dry_run
+from gptmini.plan.decide import split_batch
+from gptmini.plan.memory import Memory, StorageCounter, estimate_memory
 from gptmini.plan.timing import alike
 
 
@@ -37,8 +37,8 @@ class Accelerator(NamedTuple):
     name: str
     teraflops: int  # dense bfloat16
     gigabytes: int
-    link: int  # GB/s in each direction to the others in its machine
-    network: float  # Gbit/s to other machines
+    link_gb_per_second: int  # GB/s in each direction to the others in its machine
+    network_gbit_per_second: float  # Gbit/s to other machines
     utilization: float = 0.4  # share of the peak
 
 
@@ -56,15 +56,18 @@ ACCELERATORS = (
     Accelerator("b200", 2250, 180, 900, 400),
     Accelerator("mi300x", 1307, 192, 448, 400),
 )
-COMPUTE = Compute(torch.device("cpu"), torch.bfloat16)  # of the dry run
-MACHINE = 8  # accelerators in one
-REACHED = 0.8  # of a bandwidth
+SIMULATED_COMPUTE = Compute(torch.device("cpu"), torch.bfloat16)  # of the dry run
+ACCELERATORS_PER_NODE = 8  # accelerators in one
+BANDWIDTH_EFFICIENCY = 0.8  # of a bandwidth
 # Times that each rank sends a tensor's bytes (less its own share): nccl-tests, PERFORMANCE.md.
-SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-OPERATORS = {"_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1)}
-FEW = 3  # blocks that are run; with three, FSDP has gathered, used and freed one
+SENDS_PER_COLLECTIVE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+COLLECTIVE_OPERATORS = {
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+}
+SIMULATED_BLOCKS = 3  # blocks that are run; with three, FSDP has gathered, used and freed one
 
-Measure = Callable[[Config], tuple[Memory, dict[str, int]]]
+MeasureRank = Callable[[Config], tuple[Memory, dict[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -80,16 +83,16 @@ class RankPlan:
     memory_otherwise: int  # the peak with gradient checkpointing turned round
     traffic: dict[str, int]
     bandwidth: float
-    compute: float
-    communication: float
+    compute_seconds: float
+    communication_seconds: float
 
     @property
     def seconds(self) -> float:
         """Communication overlaps with compute, so the slower of the two counts."""
-        return max(self.compute, self.communication)
+        return max(self.compute_seconds, self.communication_seconds)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _get_local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -109,7 +112,7 @@ class RankCounter(StorageCounter):
 
     def restart(self) -> int:
         """Begin to count peak and traffic; the bytes held now."""
-        self.traffic = dict.fromkeys(SENT, 0)
+        self.traffic = dict.fromkeys(SENDS_PER_COLLECTIVE, 0)
         self.peak = 0
         self._refresh()
         return self.bytes
@@ -122,8 +125,8 @@ class RankCounter(StorageCounter):
             self._resized.update(tensor.untyped_storage() for tensor in tensors)
         self._refresh()
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func._opname in OPERATORS:
-            kind, whole = OPERATORS[func._opname]
+        if func._opname in COLLECTIVE_OPERATORS:
+            kind, whole = COLLECTIVE_OPERATORS[func._opname]
             self.traffic[kind] += args[whole].nbytes
         return result
 
@@ -132,22 +135,27 @@ class RankCounter(StorageCounter):
             self._measure(storage)
 
     def _count(self, tensor: Tensor) -> None:
-        super()._count(_local(tensor))
+        super()._count(_get_local(tensor))
 
 
-def accelerator(name: str, utilization: float | None, network: float | None) -> Accelerator:
+def find_accelerator(name: str, utilization: float | None, network: float | None) -> Accelerator:
     """The accelerator of this name, with what is known better; ConfigError for an unknown one."""
     known = {each.name: each for each in ACCELERATORS}
     if name.lower() not in known:
         raise ConfigError(f"--accelerator {name}: unknown; use one of {', '.join(known)}")
     found = known[name.lower()]
     return found._replace(
-        utilization=utilization or found.utilization, network=network or found.network
+        utilization=utilization or found.utilization,
+        network_gbit_per_second=network or found.network_gbit_per_second,
     )
 
 
-def plan(
-    config: Config, on: Accelerator, ranks: int = 1, shard: bool = False, choose: bool = False
+def plan_rank(
+    config: Config,
+    accelerator: Accelerator,
+    world_size: int = 1,
+    shard: bool = False,
+    choose: bool = False,
 ) -> RankPlan:
     """A step of `train.batch_size` rows on these ranks, which share out the rows.
 
@@ -155,32 +163,36 @@ def plan(
     `choose` it takes what fits, and with exact sums what 1 to 8 ranks can take. ConfigError if the
     ranks cannot share the batch equally.
     """
-    config = in_shares(config, ranks, None if choose else config.train.micro_batch_size)
-    train, rows = config.train, config.train.batch_size // ranks
-    shared = train.batch_size // max(alike(config, ranks))
+    config = split_batch(config, world_size, None if choose else config.train.micro_batch_size)
+    train, rows = config.train, config.train.batch_size // world_size
+    shared = train.batch_size // max(alike(config, world_size))
     other = not train.gradient_checkpointing
-    with one_rank(config, ranks, shard) as measure:
+    with simulate_rank(config, world_size, shard) as measure:
         config = _with_rows(config, rows, 1 if choose else train.micro_batch_size or rows)
         memory, traffic = measure(config)
-        free = on.gigabytes * 1e9 - memory.peak
+        free = accelerator.gigabytes * 1e9 - memory.peak
         if choose and free > memory.activations and shared > 1:
             most = min(shared, 1 + int(free / memory.activations))
             size = max(n for n in range(1, most + 1) if shared % n == 0)
             config = _with_rows(config, rows, size)
             memory, traffic = measure(config)
         otherwise, _ = measure(config.with_train(gradient_checkpointing=other))
-    flops = cost.training_flops(config.model, config.seq_len, train.gradient_checkpointing)
-    peak = on.teraflops * 1e12 * on.utilization
-    bandwidth = REACHED * bus(on, ranks)
-    sent = sum(SENT[kind] * size for kind, size in traffic.items()) * (ranks - 1) / ranks
+    flops = cost.count_training_flops(config.model, config.seq_len, train.gradient_checkpointing)
+    peak = accelerator.teraflops * 1e12 * accelerator.utilization
+    bandwidth = BANDWIDTH_EFFICIENCY * get_collective_bandwidth(accelerator, world_size)
+    sent = (
+        sum(SENDS_PER_COLLECTIVE[kind] * size for kind, size in traffic.items())
+        * (world_size - 1)
+        / world_size
+    )
     return RankPlan(
         config=config,
         memory=memory,
         memory_otherwise=otherwise.peak,
         traffic=traffic,
         bandwidth=bandwidth,
-        compute=flops * rows * config.seq_len / peak,
-        communication=sent / bandwidth,
+        compute_seconds=flops * rows * config.seq_len / peak,
+        communication_seconds=sent / bandwidth,
     )
 
 
@@ -194,17 +206,21 @@ def _with_model(config: Config, **settings: Any) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update=settings)})
 
 
-def bus(on: Accelerator, ranks: int) -> float:
+def get_collective_bandwidth(accelerator: Accelerator, world_size: int) -> float:
     """Bytes per second that each rank can send in a collective of all, at best.
 
     A ring enters each machine once, over all its network adapters together.
     """
-    link = on.link * 1e9
-    return link if ranks <= MACHINE else min(link, MACHINE * on.network * 1e9 / 8)
+    link = accelerator.link_gb_per_second * 1e9
+    return (
+        link
+        if world_size <= ACCELERATORS_PER_NODE
+        else min(link, ACCELERATORS_PER_NODE * accelerator.network_gbit_per_second * 1e9 / 8)
+    )
 
 
 @contextmanager
-def one_rank(config: Config, ranks: int, shard: bool) -> Iterator[Measure]:
+def simulate_rank(config: Config, world_size: int, shard: bool) -> Iterator[MeasureRank]:
     """Measures one rank: its memory, and the bytes of a step's collectives by kind."""
     attention = config.model.attention
     if attention.backend == "auto":  # on a CPU this may not be the fused kernel
@@ -213,42 +229,44 @@ def one_rank(config: Config, ranks: int, shard: bool) -> Iterator[Measure]:
 
     def measure(training: Config) -> tuple[Memory, dict[str, int]]:
         training = training.model_copy(update={"model": config.model})
-        memory = dry_run(training, COMPUTE)
-        whole = {"all_reduce": 4 * cost.parameter_count(config.model)} if ranks > 1 else {}
+        memory = estimate_memory(training, SIMULATED_COMPUTE)
+        whole = {"all_reduce": 4 * cost.count_parameters(config.model)} if world_size > 1 else {}
         return replace(memory, saving=0), whole  # a GPU's memory is not what saving takes
 
     if not shard:
         yield measure
         return
-    distributed.init_process_group("fake", rank=0, world_size=ranks)
+    distributed.init_process_group("fake", rank=0, world_size=world_size)
     try:
-        yield _sharded(config, init_device_mesh("cpu", (ranks,)))
+        yield _simulate_sharded_rank(config, init_device_mesh("cpu", (world_size,)))
     finally:
         distributed.destroy_process_group()
 
 
-def _sharded(config: Config, mesh: DeviceMesh) -> Measure:
+def _simulate_sharded_rank(config: Config, mesh: DeviceMesh) -> MeasureRank:
     """Measures a rank that has its share of every weight, gradient and moment."""
     layers, period = config.model.n_layer, config.model.attention.full_every or 1
-    few = FEW + (layers - FEW) % period
+    few = SIMULATED_BLOCKS + (layers - SIMULATED_BLOCKS) % period
     depths = [layers] if layers <= few + period else [few, few + period]
     fake = FakeTensorMode()
     with fake:
         models = [GPT(_with_model(config, n_layer=n).model).train() for n in depths]
         for model in models:
-            wrap(model, mesh, config.train.reduce, COMPUTE.dtype)
+            apply_fsdp(model, mesh, config.train.reduce, SIMULATED_COMPUTE.dtype)
     counters = [RankCounter(model) for model in models]
 
     def measure(training: Config) -> tuple[Memory, dict[str, int]]:
         with fake:
             pairs = zip(models, counters, strict=True)
-            runs = [_run(model, held, training.train, config.seq_len) for model, held in pairs]
+            runs = [
+                _run_passes(model, held, training.train, config.seq_len) for model, held in pairs
+            ]
         times = (layers - few) // period
         weights, state, *peaks, gathered, scattered = (
             run[0] + (run[-1] - run[0]) * times for run in zip(*runs, strict=True)
         )
         activations = max(0, max(peaks) - 2 * weights)
-        passes, groups = _passes(training.train)
+        passes, groups = _count_passes(training.train)
         sums = 1  # that are kept; `Exact` has one for each level of its tree
         if training.train.reduce == "exact":
             sums = max(1, groups.bit_length() - 1)
@@ -260,25 +278,25 @@ def _sharded(config: Config, mesh: DeviceMesh) -> Measure:
     return measure
 
 
-def _passes(train: TrainConfig) -> tuple[int, int]:
+def _count_passes(train: TrainConfig) -> tuple[int, int]:
     """The passes of a step, and how often their gradients are added over the ranks."""
     n = train.batch_size // (train.micro_batch_size or train.batch_size)
-    return n, n // odd_part(n) if train.reduce == "exact" else n
+    return n, n // get_odd_part(n) if train.reduce == "exact" else n
 
 
-def _run(model: GPT, held: RankCounter, train: TrainConfig, seq_len: int) -> tuple[int, ...]:
+def _run_passes(model: GPT, held: RankCounter, train: TrainConfig, seq_len: int) -> tuple[int, ...]:
     """Run a few passes and return figures that are each linear in the number of layers:
 
     bytes of the weights and of the optimizer's state; the peaks until the last block's gradients
     are there, and after; bytes gathered in one pass, and scattered at one sum over the ranks.
     """
     size = train.micro_batch_size or train.batch_size
-    passes, groups = _passes(train)
+    passes, groups = _count_passes(train)
     # A pass may find the sum of a group before, and gradients of its own group.
     synced = [True] * (groups > 1) + [False] * (groups < passes) + [True]
     sums: list[list[Tensor | None]] = []
-    moments = Optimizer(model, train, COMPUTE.dtype).state_like().values()
-    state = sum(_local(tensor).nbytes for tensor in moments)
+    moments = Optimizer(model, train, SIMULATED_COMPUTE.dtype).expected_state_dict().values()
+    state = sum(_get_local(tensor).nbytes for tensor in moments)
     model.gradient_checkpointing = train.gradient_checkpointing
     weights, peaks = held.restart(), [0, 0]
 
@@ -293,8 +311,8 @@ def _run(model: GPT, held: RankCounter, train: TrainConfig, seq_len: int) -> tup
         for sync in synced:
             model.set_requires_gradient_sync(sync)  # type: ignore[operator]
             tokens = torch.zeros(size, seq_len, dtype=torch.long)
-            with COMPUTE.autocast():
-                mean = loss(model, tokens, tokens)
+            with SIMULATED_COMPUTE.autocast():
+                mean = compute_loss(model, tokens, tokens)
             mean.backward()
             keep(1)
             if sync and train.reduce == "exact":

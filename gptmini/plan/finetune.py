@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from gptmini.config.load import completed, leaves, validate
+from gptmini.config.load import fill_open_settings, iter_settings, validate
 from gptmini.config.settings import Config
-from gptmini.console import say_fact, warn
+from gptmini.console import say_header, warn
 from gptmini.data.token_file import Corpus
 from gptmini.errors import ConfigError
 from gptmini.runs.directory import RunDirectory
@@ -29,13 +29,13 @@ from gptmini.runs.directory import RunDirectory
 # Freezing brings nothing either. Seconds of CPU per step, and bits per byte of Shakespeare: all
 # weights 0.106, 2.261; without embeddings and two blocks of four 0.077, 2.525; three blocks 0.060,
 # 2.676. LoRA saves at most 0.032 s of a step: that much without gradients of any matrix.
-RATE = 0.5
+LR_SHARE_OF_BASE = 0.5
 # Taken as they are.
-FROM_BASE = ("optimizer", "betas", "weight_decay", "batch_size", "seq_len")
+SETTINGS_FROM_BASE = ("optimizer", "betas", "weight_decay", "batch_size", "seq_len")
 # The settings of section train that fine-tuning chooses.
-CHOSEN = (*FROM_BASE, "lr", "muon_lr")
+FINETUNING_SETTINGS = (*SETTINGS_FROM_BASE, "lr", "muon_lr")
 # Settings of the model that change none of its weights.
-FREE = {"model.dropout", "model.attention.weight_dropout", "model.attention.backend"}
+FREE_MODEL_SETTINGS = {"model.dropout", "model.attention.weight_dropout", "model.attention.backend"}
 ADVICE = {
     "model.context_length": "set train.seq_len for shorter rows",
     **dict.fromkeys(
@@ -46,58 +46,61 @@ ADVICE = {
 SAMPLES, SAMPLED = 10, 1000  # places of a text, and tokens at each, that its tokenizer is judged by
 
 
-def begun_from(asked: Config, base: RunDirectory) -> Config:
+def start_from_base(requested: Config, base: RunDirectory) -> Config:
     """The configuration with the base's model and tokenizer, and with rates for fine-tuning.
 
     ConfigError for stated settings that contradict the base.
     """
-    trained = base.config()
-    train = {key: getattr(trained.train, key) for key in FROM_BASE}
-    train |= {"lr": RATE * trained.train.lr, "muon_lr": RATE * trained.train.muon_lr}
-    return completed(shaped(asked, trained), {"train": train})
+    trained = base.load_config()
+    train = {key: getattr(trained.train, key) for key in SETTINGS_FROM_BASE}
+    train |= {
+        "lr": LR_SHARE_OF_BASE * trained.train.lr,
+        "muon_lr": LR_SHARE_OF_BASE * trained.train.muon_lr,
+    }
+    return fill_open_settings(inherit_model(requested, trained), {"train": train})
 
 
-def shaped(asked: Config, trained: Config) -> Config:
+def inherit_model(requested: Config, trained: Config) -> Config:
     """The configuration with the model of a trained run, but for settings that are FREE."""
-    stated = asked.model_dump(exclude_unset=True)
+    stated = requested.model_dump(exclude_unset=True)
     theirs = trained.model_dump(include={"model", "tokenizer"})
-    given = dict(leaves({name: stated.get(name, {}) for name in theirs}))
-    has = dict(leaves(theirs))
+    stated_values = dict(iter_settings({name: stated.get(name, {}) for name in theirs}))
+    has = dict(iter_settings(theirs))
     lines = []
-    for key, value in given.items():
+    for key, value in stated_values.items():
         is_open = (value is None and key.endswith("vocab_size")) or value == "auto"
-        if key not in FREE and value != has[key] and not is_open:
+        if key not in FREE_MODEL_SETTINGS and value != has[key] and not is_open:
             advice = ADVICE.get(key, "leave it out")
             lines.append(
-                f"{key}: {_shown(value)}, but {asked.base.run} has {_shown(has[key])}; {advice}"
+                f"{key}: {_format_yaml(value)}, but {requested.base.run} has {_format_yaml(has[key])}; {advice}"
             )
     if lines:
         raise ConfigError(*lines)
     model: dict[str, Any] = theirs["model"]
-    if (dropout := given.get("model.dropout")) is None:
+    if (dropout := stated_values.get("model.dropout")) is None:
         del model["dropout"]  # left open, to be chosen by the epochs
     else:
         model["dropout"] = dropout
     for name in ("weight_dropout", "backend"):
         key = f"model.attention.{name}"
-        model["attention"][name] = given.get(key, has[key])
+        model["attention"][name] = stated_values.get(key, has[key])
     return validate({**stated, **theirs}, {})
 
 
-def _shown(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
     """A value as in YAML."""
     return (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
     )
 
 
-def identified(config: Config, base: RunDirectory) -> Config:
+def record_base(config: Config, base: RunDirectory) -> Config:
     """The configuration with the step and the hash of the weights it begins from.
 
     ConfigError if it states others, CheckpointError for a base that is damaged.
     """
-    checkpoint = base.best()
-    base.tokenizer(checkpoint)
+    checkpoint = base.load_best()
+    base.load_tokenizer(checkpoint)
     recorded = {"step": checkpoint.step, "sha256": checkpoint.sha256}
     for key, value in recorded.items():
         stated = getattr(config.base, key)
@@ -109,7 +112,7 @@ def identified(config: Config, base: RunDirectory) -> Config:
     return config.model_copy(update={"base": config.base.model_copy(update=recorded)})
 
 
-def introduce(config: Config, corpus: Corpus) -> None:
+def say_base(config: Config, corpus: Corpus) -> None:
     """Show the base, and warn if its tokenizer spells the text out.
 
     A vocabulary that was learned from other writing makes several tokens of a character, as GPT-2's
@@ -117,7 +120,7 @@ def introduce(config: Config, corpus: Corpus) -> None:
     """
     base = config.base
     step = "" if base.step is None else f", step {base.step:,}"
-    say_fact(f"  base      {base.run}{step}: its weights and tokenizer")
+    say_header(f"  base      {base.run}{step}: its weights and tokenizer")
     per_character = tokens_per_character(corpus)
     if per_character > 1 and corpus.tokenizer.kind != "byte":
         warn(

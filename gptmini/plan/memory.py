@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from gptmini.config.settings import Config
 from gptmini.machine import Compute
-from gptmini.model.gpt import GPT, loss
+from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
 
 
@@ -68,7 +68,7 @@ class StorageCounter(TorchDispatchMode):
         self.bytes -= self._live.pop(key)
 
 
-def dry_run(config: Config, compute: Compute) -> Memory:
+def estimate_memory(config: Config, compute: Compute) -> Memory:
     """The memory of a training, without allocating it; `micro_batch_size` must be set.
 
     The steps are real ones (our model, our optimizers), so nothing is estimated by formula.
@@ -84,11 +84,11 @@ def dry_run(config: Config, compute: Compute) -> Memory:
             for _ in range(min(2, train.batch_size // size)):  # the second pass has gradients
                 tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
                 with compute.autocast():
-                    mean = loss(model, tokens, tokens)
+                    mean = compute_loss(model, tokens, tokens)
                 mean.backward()
             nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
             optimizer.step(train.lr)
-        state = sum(tensor.nbytes for tensor in optimizer.state().values())
+        state = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
     lasting = 2 * weights + state
     # Tensors are serialized to bytes, and those to a file's bytes: the optimizer's state exists
     # twice while the model's is still held.

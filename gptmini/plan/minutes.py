@@ -3,34 +3,34 @@
 import math
 from typing import Any
 
-from gptmini.config.load import completed
+from gptmini.config.load import fill_open_settings
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.console import amount, duration, say, say_fact, warn
+from gptmini.console import format_count, format_duration, say, say_header, warn
 from gptmini.machine import Compute
-from gptmini.model.optim import cooldown_steps
-from gptmini.plan.cost import parameter_count, parameters, training_flops
+from gptmini.model.optim import get_cooldown_steps
+from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
 from gptmini.plan.timing import (
-    AFTER_EVALUATION,
-    COMPILE_GAIN,
-    COMPILE_PAYS,
+    COMPILE_SPEEDUP,
+    MIN_SECONDS_TO_COMPILE,
+    SECONDS_AFTER_EVALUATION,
     StepTime,
-    evaluation_seconds,
+    estimate_evaluation_seconds,
     has_compiler,
     time_step,
 )
 
 Pace = tuple[int, float]  # a step, and the seconds of all updates so far
 
-FINISH = 2  # seconds kept for the sample from the best checkpoint
-EVALUATING = 0.05  # of the time at most for evaluations, but for the one at the end
-EVALUATIONS = 10
+FINAL_SAMPLE_SECONDS = 2  # seconds kept for the sample from the best checkpoint
+MAX_EVALUATION_SHARE = 0.05  # of the time at most for evaluations, but for the one at the end
+MAX_EVALUATIONS = 10
 READING_AT_MOST = 2  # times what `evaluation_seconds` expects: ranking a large vocabulary's logits
 READ_AT_LEAST = 1024  # tokens at each evaluation; fewer say nothing
 SAVED_PER_SECOND = 200_000_000  # bytes of a checkpoint, synced to the disk
 SAVES = 4  # at least, where they take no more of the time than evaluations may
 TIMING = 0.05  # of the time at most, if a step is short; else a pass and an update
-HEAD = 64  # width of a head, about
-VOCABULARY = 1024  # assumed until the text is read
+TARGET_HEAD_DIM = 64  # width of a head, about
+ASSUMED_VOCAB_SIZE = 1024  # assumed until the text is read
 
 # A fine-tuning should make so many updates. Where the base's own batch leaves time for fewer, rows
 # become shorter, down to SHORT, which also spares memory; then fewer. It ends where the optimizer's
@@ -40,7 +40,7 @@ SHORT = 256
 PROBE = 64  # tokens timed to find out how large a batch may be
 
 # The ladder of models: layers, width, rows per batch.
-RUNGS = (
+MODEL_LADDER = (
     *((2, 128, 8), (3, 128, 8), (4, 128, 8), (4, 192, 16), (4, 256, 16), (6, 256, 16)),
     *((6, 384, 16), (8, 512, 32), (12, 768, 64)),
 )
@@ -57,38 +57,38 @@ RUNGS = (
 #  255 s  16                                          2.383 (2.3)  2.386 (0.8, decay 0.1)
 #
 # A decay of 0.1 in place of 0.3 changed 2.479 to 2.499 and 2.411 to 2.409.
-TOKENS_PER_WEIGHT = 0.9
+MIN_TOKENS_PER_WEIGHT = 0.9
 
 
-def has_sizes(config: Config) -> bool:
+def states_all_sizes(config: Config) -> bool:
     """Whether all is stated that `choose_sizes` chooses."""
     sizes, train = {"n_layer", "n_head", "d_model"}, config.train
     return sizes <= config.model.model_fields_set and "batch_size" in train.model_fields_set
 
 
 def choose_sizes(
-    config: Config, seconds: float, compute: Compute, ranks: int = 1
+    config: Config, seconds: float, compute: Compute, world_size: int = 1
 ) -> tuple[Config, int]:
-    """The sizes of the best model for the seconds left, on `ranks` processes, and about its steps.
+    """The sizes of the best model for the seconds left, on `world_size` processes, and about its steps.
 
     Whatever the configuration states is kept. Models are timed from small to large, up to the
     largest that would still see enough tokens.
     """
-    given = amount(config.train.minutes or seconds / 60, "minute")
+    given = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing models for the {given} given ...")
     chosen, steps = config, 0  # none yet
-    unit = ranks * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    for layers, width, rows in RUNGS:
-        wanted = {"n_layer": layers, **_width_and_heads(config.model, width)}
+    unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
+    for layers, width, rows in MODEL_LADDER:
+        wanted = {"n_layer": layers, **_choose_width_and_heads(config.model, width)}
         batch = {"batch_size": math.ceil(rows / unit) * unit}
-        candidate = completed(config, {"model": wanted, "train": batch})
+        candidate = fill_open_settings(config, {"model": wanted, "train": batch})
         if steps and candidate == chosen:  # the sizes in which the two rungs differ are stated
             continue
-        per_step = _seconds_per_step(candidate, seconds, compute, ranks)
-        possible = _stated_steps(config) or max(1, int(seconds / per_step))
+        per_step = _estimate_seconds_per_step(candidate, seconds, compute, world_size)
+        possible = _get_stated_steps(config) or max(1, int(seconds / per_step))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
-        parts = parameters(candidate.model)
-        enough = TOKENS_PER_WEIGHT * (parts["attention"] + parts["mlp"])
+        parts = count_parameters_by_part(candidate.model)
+        enough = MIN_TOKENS_PER_WEIGHT * (parts["attention"] + parts["mlp"])
         fits = tokens >= enough and possible * per_step <= seconds
         if fits or not steps:
             chosen, steps = candidate, possible
@@ -104,7 +104,7 @@ def choose_batch(
 
     What `asked` states is kept. No row that it leaves open is longer than `longest`.
     """
-    given = amount(config.train.minutes or seconds / 60, "minute")
+    given = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing the base for the {given} given ...")
     probe = config.with_train(
         batch_size=1, micro_batch_size=1, seq_len=min(PROBE, longest, config.seq_len)
@@ -117,7 +117,9 @@ def choose_batch(
         config = config.with_train(seq_len=min(config.seq_len, longest))
     while True:
         length, rows = config.seq_len, config.train.batch_size
-        growth = training_flops(config.model, length) / training_flops(config.model, probe.seq_len)
+        growth = count_training_flops(config.model, length) / count_training_flops(
+            config.model, probe.seq_len
+        )
         step = StepTime(per_token * growth * length * rows, timed.update)
         per_step = _in_all(step, config, seconds, ranks)
         if UPDATES * per_step <= seconds or step.passes / ranks <= step.update:
@@ -135,7 +137,7 @@ def choose_steps(
     config: Config,
     seconds: float,
     compute: Compute,
-    ranks: int,
+    world_size: int,
     held_out: int,
     timed: StepTime | None = None,
 ) -> Config:
@@ -144,29 +146,31 @@ def choose_steps(
     If these take too long, on a part of them. A step is timed unless its time is known.
     """
     if timed is None:
-        per_step = _seconds_per_step(config, seconds, compute, ranks)
+        per_step = _estimate_seconds_per_step(config, seconds, compute, world_size)
     else:
-        per_step = _in_all(timed, config, seconds, ranks)
+        per_step = _in_all(timed, config, seconds, world_size)
     config = _reading_a_part(config, seconds, per_step, held_out)
-    evaluation = evaluation_seconds(config, per_step, held_out)
-    evaluations = min(EVALUATIONS, max(1, int(EVALUATING * seconds / evaluation)))
+    evaluation = estimate_evaluation_seconds(config, per_step, held_out)
+    evaluations = min(MAX_EVALUATIONS, max(1, int(MAX_EVALUATION_SHARE * seconds / evaluation)))
     if "eval_every" in config.train.model_fields_set:
         per_step += evaluation / config.train.eval_every
         evaluations = 1  # the last one
-    left = seconds - FINISH - evaluations * evaluation
-    if left < per_step and not _stated_steps(config):
+    left = seconds - FINAL_SAMPLE_SECONDS - evaluations * evaluation
+    if left < per_step and not _get_stated_steps(config):
         warn("train.minutes: too short for this machine; making a single step")
-    steps = _stated_steps(config) or max(1, int(left / per_step))
+    steps = _get_stated_steps(config) or max(1, int(left / per_step))
     # A quarter fewer evaluations: the machine may turn out to be that much faster.
     interval = math.ceil(1.25 * steps / evaluations)
-    saving = 12 * parameter_count(config.model) / SAVED_PER_SECOND  # two moments beside the weights
-    saves = min(SAVES, max(1, int(EVALUATING * seconds / saving)))
+    saving = (
+        12 * count_parameters(config.model) / SAVED_PER_SECOND
+    )  # two moments beside the weights
+    saves = min(SAVES, max(1, int(MAX_EVALUATION_SHARE * seconds / saving)))
     intervals = {
         "eval_every": interval,
         "save_every": min(interval, max(1, steps // saves)),  # what a kill may cost
         "log_every": max(1, steps // 100),
     }
-    return completed(config, {"train": {"steps": steps, **intervals}})
+    return fill_open_settings(config, {"train": {"steps": steps, **intervals}})
 
 
 def _reading_a_part(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
@@ -175,43 +179,51 @@ def _reading_a_part(config: Config, seconds: float, per_step: float, held_out: i
     A fine-tuning also evaluates its base.
     """
     evaluations = 1 if config.base.run is None else 2
-    reading = evaluation_seconds(config, per_step, held_out) - AFTER_EVALUATION
+    reading = estimate_evaluation_seconds(config, per_step, held_out) - SECONDS_AFTER_EVALUATION
     needed = READING_AT_MOST * evaluations * reading
-    if needed <= EVALUATING * seconds:
+    if needed <= MAX_EVALUATION_SHARE * seconds:
         return config
-    part = max(READ_AT_LEAST, config.seq_len, int(EVALUATING * seconds / needed * held_out))
+    part = max(
+        READ_AT_LEAST, config.seq_len, int(MAX_EVALUATION_SHARE * seconds / needed * held_out)
+    )
     if part >= held_out:
         return config
-    return completed(config, {"train": {"eval_tokens": part}})
+    return fill_open_settings(config, {"train": {"eval_tokens": part}})
 
 
-def _stated_steps(config: Config) -> int | None:
+def _get_stated_steps(config: Config) -> int | None:
     return config.train.steps if "steps" in config.train.model_fields_set else None
 
 
-def _seconds_per_step(config: Config, seconds: float, compute: Compute, ranks: int) -> float:
+def _estimate_seconds_per_step(
+    config: Config, seconds: float, compute: Compute, world_size: int
+) -> float:
     """Measured, but for the gain of compiling where the seconds left are worth that."""
-    vocab_size = config.model.vocab_size or VOCABULARY
+    vocab_size = config.model.vocab_size or ASSUMED_VOCAB_SIZE
     model = config.model.model_copy(update={"vocab_size": vocab_size})
     sized = config.model_copy(update={"model": model})
     timed = time_step(sized, compute, limit=TIMING * seconds)
-    return _in_all(timed, config, seconds, ranks)
+    return _in_all(timed, config, seconds, world_size)
 
 
 def _in_all(timed: StepTime, config: Config, seconds: float, ranks: int) -> float:
     """The seconds of a step on all ranks, with the gain of compiling."""
-    compiled = config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and has_compiler()
-    return timed.passes / ranks / (COMPILE_GAIN if compiled else 1) + timed.update
+    compiled = (
+        config.train.compile != "off" and seconds > 2 * MIN_SECONDS_TO_COMPILE and has_compiler()
+    )
+    return timed.passes / ranks / (COMPILE_SPEEDUP if compiled else 1) + timed.update
 
 
 def report_left(minutes: float, left: float) -> None:
     """Say how much of the minutes was spent before planning."""
-    spent = duration(60 * minutes - left)
-    rest = f"{duration(left)} left" if left > 0 else "none left"
-    say_fact(f"  time      {spent} of {amount(minutes, 'minute')} spent on preparing, {rest}")
+    spent = format_duration(60 * minutes - left)
+    rest = f"{format_duration(left)} left" if left > 0 else "none left"
+    say_header(
+        f"  time      {spent} of {format_count(minutes, 'minute')} spent on preparing, {rest}"
+    )
 
 
-def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
+def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     """The nearest width to this one, or the stated one, and heads that fit it and the KV heads.
 
     Heads are about HEAD wide, or as stated.
@@ -221,10 +233,10 @@ def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     if "d_model" in model.model_fields_set:
         width = model.d_model
     stated = "head_dim" in model.model_fields_set
-    head = model.head_dim if stated else HEAD
-    fitting = [heads for heads in range(unit, width + 1, unit) if width % (pairs * heads) == 0]
+    head = model.head_dim if stated else TARGET_HEAD_DIM
+    candidates = [heads for heads in range(unit, width + 1, unit) if width % (pairs * heads) == 0]
     heads = min(
-        fitting,
+        candidates,
         key=lambda heads: abs(math.log(width / heads / head)),
         default=unit * max(1, round(width / head / unit)),
     )
@@ -236,7 +248,7 @@ def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     return {"n_head": heads, "d_model": max(1, round(width / multiple)) * multiple}
 
 
-def paced_steps(
+def compute_paced_steps(
     config: Config,
     since: Pace,
     now: Pace,
@@ -252,12 +264,14 @@ def paced_steps(
     Never so low that the cool-down would have begun already; once it has, the number is fixed.
     """
     train, step = config.train, now[0]
-    cooling = train.cooldown == 1 or cooldown_steps(train) >= train.steps - step
+    cooling = train.cooldown == 1 or get_cooldown_steps(train) >= train.steps - step
     if train.minutes is None or cooling:
         return train.steps
     per_step = (now[1] - since[1]) / (step - since[0])
-    evaluation = max(evaluating, evaluation_seconds(config, per_step, held_out))
-    left = 60 * train.minutes - FINISH - elapsed - evaluation - saving  # the last ones
+    evaluation = max(evaluating, estimate_evaluation_seconds(config, per_step, held_out))
+    left = (
+        60 * train.minutes - FINAL_SAMPLE_SECONDS - elapsed - evaluation - saving
+    )  # the last ones
     around = evaluation / train.eval_every + saving / train.save_every
     steps = step + int(left / (per_step + around))
     return max(steps, min(train.steps, math.ceil((step + 2) / (1 - train.cooldown))))

@@ -30,24 +30,24 @@ from gptmini import files
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, DataError, MachineError, os_reason
+from gptmini.errors import CheckpointError, DataError, MachineError, describe_os_error
 from gptmini.runs import tensors
 from gptmini.runs.tensors import (
-    WHOLE,
+    UNSHARDED,
     Manifest,
-    Part,
-    Piece,
+    RowSlice,
+    ShardSpec,
     Tensors,
-    file_names,
-    read_json,
+    list_files,
+    read_checkpoint_json,
     read_verified,
 )
 from gptmini.tokenizer import tokenizers
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-FORMAT = 3
-KINDS = ("model", "optimizer")  # of tensor files
-NAME = re.compile(r"step-([0-9]{8})")
+CHECKPOINT_FORMAT_VERSION = 3
+TENSOR_FILE_KINDS = ("model", "optimizer")  # of tensor files
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
 
 
 @dataclass
@@ -73,7 +73,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics_file = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
         self.tokenizer_file = path / "tokenizer.json"
         self._temporary = self.checkpoints / ".tmp"
@@ -87,13 +87,13 @@ class RunDirectory:
         """Write the files that stay the same throughout the run."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         files.sync_directory(self.path.parent)
-        files.replace(self.tokenizer_file, text_tokenizer.to_json().encode())
+        files.atomic_write_bytes(self.tokenizer_file, text_tokenizer.to_json().encode())
         self.write_config(config)
 
     def write_config(self, config: Config) -> None:
-        files.replace(self.config_file, yamlfile.dump(config.model_dump()).encode())
+        files.atomic_write_bytes(self.config_file, yamlfile.dump(config.model_dump()).encode())
 
-    def config(self) -> Config:
+    def load_config(self) -> Config:
         """The run's configuration; CheckpointError if there is no run."""
         if not self.exists:
             raise CheckpointError(f"{self.path}: no run here; create one with gptmini train")
@@ -101,9 +101,9 @@ class RunDirectory:
         origins = {key: f"{self.config_file}:{line}" for key, line in lines.items()}
         return load.validate(data, origins)
 
-    def tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
+    def load_tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
         """The run's tokenizer; DataError if it is not that of the checkpoint."""
-        own = tokenizers.read(self.tokenizer_file)
+        own = tokenizers.load_tokenizer(self.tokenizer_file)
         if checkpoint is not None and checkpoint.state["tokenizer"] != own.fingerprint:
             raise DataError(
                 f"{self.tokenizer_file}: not the tokenizer of this run, but a {own.kind} "
@@ -154,21 +154,25 @@ class RunDirectory:
         cannot be written; existing checkpoints stay intact.
         """
         contents = {
-            "state.json": json.dumps({"format": FORMAT, **checkpoint.state}, indent=1).encode()
+            "state.json": json.dumps(
+                {"format": CHECKPOINT_FORMAT_VERSION, **checkpoint.state}, indent=1
+            ).encode()
         }
         if shards is None:
             own = {"model": checkpoint.model, "optimizer": checkpoint.optimizer}
-            written = {f"{kind}.safetensors": tensors.encoded(own[kind]) for kind in KINDS}
+            written = {
+                f"{kind}.safetensors": tensors.serialize(own[kind]) for kind in TENSOR_FILE_KINDS
+            }
             contents = written | contents
         manifest = (shards or {}) | {
-            name: tensors.described(data) for name, data in contents.items()
+            name: tensors.describe_file(data) for name, data in contents.items()
         }
         contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
         with self._saving(checkpoint.step, sum(map(len, contents.values()))):
             if shards is None:
                 self.begin_save()
             for name, data in contents.items():
-                files.write(self._temporary / name, data)
+                files.write_and_sync(self._temporary / name, data)
             files.sync_directory(self._temporary)
             files.remove_tree(self._folder(checkpoint.step))  # if one is there, it is damaged
             files.rename(self._temporary, self._folder(checkpoint.step))
@@ -181,14 +185,14 @@ class RunDirectory:
         self._temporary.mkdir()  # without parents: if the run has been moved away, fail
 
     def save_shard(
-        self, step: int, number: int, count: int, pieces: dict[str, dict[str, Piece]]
+        self, step: int, number: int, count: int, slices: dict[str, dict[str, RowSlice]]
     ) -> Manifest:
         """Write the tensors of one of `count` processes, from 1, after `begin_save`."""
         shard: Manifest = {}
-        needed = sum(piece.rows.nbytes for each in pieces.values() for piece in each.values())
+        needed = sum(piece.rows.nbytes for each in slices.values() for piece in each.values())
         with self._saving(step, needed):
-            for kind in KINDS:
-                shard |= tensors.write_shard(self._temporary, kind, number, count, pieces[kind])
+            for kind in TENSOR_FILE_KINDS:
+                shard |= tensors.write_shard(self._temporary, kind, number, count, slices[kind])
         return shard
 
     @contextmanager
@@ -199,14 +203,14 @@ class RunDirectory:
             shutil.rmtree(self._temporary, ignore_errors=True)
             free = shutil.disk_usage(self.path).free if self.path.exists() else 0
             raise MachineError(
-                f"{self.checkpoints}: could not save step {step} ({os_reason(error)}): "
+                f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}): "
                 f"{needed:,} bytes needed, {free:,} free; run the same command again to resume "
                 f"from the last checkpoint"
             ) from None
 
     def write_best(self, best: dict[str, Any] | None) -> None:
         if best is not None:
-            files.replace(self.path / "best.json", json.dumps(best).encode())
+            files.atomic_write_bytes(self.path / "best.json", json.dumps(best).encode())
 
     def prune(self, best: dict[str, Any] | None, keep: int) -> None:
         """Delete all checkpoints but the best and the newest `keep` intact ones.
@@ -214,7 +218,7 @@ class RunDirectory:
         The newest was just written or read, so it is not read again.
         """
         intact = 1
-        for step in self.steps()[1:]:
+        for step in self.list_steps()[1:]:
             if intact < keep:
                 intact += self._is_intact(step)
             elif best is None or step != best["step"]:
@@ -222,7 +226,7 @@ class RunDirectory:
 
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints after a step, which are damaged, so that `keep` ignores them."""
-        for newer in self.steps():
+        for newer in self.list_steps():
             if newer > step:
                 damaged = self.checkpoints / f"step-{newer:08d}.damaged"
                 files.remove_tree(damaged)
@@ -230,22 +234,24 @@ class RunDirectory:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """The steps that have a checkpoint, newest first."""
         names = (entry.name for entry in self.checkpoints.glob("step-*"))
-        matches = (NAME.fullmatch(name) for name in names)
+        matches = (CHECKPOINT_NAME.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def newest(self, load: Callable[[int], Checkpoint] | None = None) -> Checkpoint | None:
+    def load_newest(self, load: Callable[[int], Checkpoint] | None = None) -> Checkpoint | None:
         """The newest intact checkpoint; None if there never was one.
 
         `load` reads that of a step. CheckpointError if there are checkpoints and all are damaged.
         """
-        return self._first_intact(self.steps(), load or partial(self.load, with_optimizer=True))
+        return self._first_intact(
+            self.list_steps(), load or partial(self.load_checkpoint, with_optimizer=True)
+        )
 
-    def best(self, part: Part = WHOLE) -> Checkpoint:
+    def load_best(self, spec: ShardSpec = UNSHARDED) -> Checkpoint:
         """The best checkpoint, else the newest intact one, without the optimizer's state."""
-        load = partial(self.load, part=part)
+        load = partial(self.load_checkpoint, spec=spec)
         try:
             checkpoint = self._first_intact(self._best_first(), load)
         except CheckpointError:  # a running training may have deleted it while it was read
@@ -256,10 +262,10 @@ class RunDirectory:
 
     def _best_first(self) -> list[int]:
         try:
-            best = read_json(self.path / "best.json").get("step")
+            best = read_checkpoint_json(self.path / "best.json").get("step")
         except CheckpointError:
             best = None
-        return sorted(self.steps(), key=lambda step: step != best)
+        return sorted(self.list_steps(), key=lambda step: step != best)
 
     def _first_intact(
         self, steps: list[int], load: Callable[[int], Checkpoint]
@@ -283,46 +289,52 @@ class RunDirectory:
     def _is_intact(self, step: int) -> bool:
         folder = self._folder(step)
         try:
-            manifest = read_json(folder / "manifest.json")
-            files_of = [name for kind in KINDS for name in file_names(kind, folder, manifest)]
+            manifest = read_checkpoint_json(folder / "manifest.json")
+            files_of = [
+                name for kind in TENSOR_FILE_KINDS for name in list_files(kind, folder, manifest)
+            ]
             return all(read_verified(folder / name, manifest) for name in [*files_of, "state.json"])
         except CheckpointError:
             return False
 
-    def load(self, step: int, with_optimizer: bool = False, part: Part = WHOLE) -> Checkpoint:
+    def load_checkpoint(
+        self, step: int, with_optimizer: bool = False, spec: ShardSpec = UNSHARDED
+    ) -> Checkpoint:
         """The checkpoint of a step, or a part of its tensors; CheckpointError if it is damaged."""
         folder = self._folder(step)
-        manifest = read_json(folder / "manifest.json")
+        manifest = read_checkpoint_json(folder / "manifest.json")
         read_verified(folder / "state.json", manifest)
-        state = read_json(folder / "state.json")
-        if (state.get("format"), state.get("step")) != (FORMAT, step):
+        state = read_checkpoint_json(folder / "state.json")
+        if (state.get("format"), state.get("step")) != (CHECKPOINT_FORMAT_VERSION, step):
             raise CheckpointError(
                 f"{folder}: state.json has format {state.get('format')} and step "
-                f"{state.get('step')} instead of format {FORMAT} and step {step}"
+                f"{state.get('step')} instead of format {CHECKPOINT_FORMAT_VERSION} and step {step}"
             )
         return Checkpoint(
             state,
-            tensors.read(folder, "model", manifest, part),
-            tensors.read(folder, "optimizer", manifest, part) if with_optimizer else {},
-            tensors.digest("model", folder, manifest),
+            tensors.read_tensors(folder, "model", manifest, spec),
+            tensors.read_tensors(folder, "optimizer", manifest, spec) if with_optimizer else {},
+            tensors.compute_digest("model", folder, manifest),
         )
 
     def _folder(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
 
-def newest_run(runs: Path) -> Path | None:
+def find_newest_run(runs: Path) -> Path | None:
     """The run in a folder that was trained last: the one with the newest checkpoint of a step.
 
     Runs that were only begun or converted come last.
     """
-    return max((file.parent for file in runs.glob("*/config.yaml")), key=_trained, default=None)
+    return max(
+        (file.parent for file in runs.glob("*/config.yaml")), key=_get_training_time, default=None
+    )
 
 
-def _trained(run: Path) -> tuple[float, float]:
+def _get_training_time(run: Path) -> tuple[float, float]:
     """When a run was last trained, 0 if never, and when its configuration was written."""
     directory = RunDirectory(run)
-    step = max(directory.steps(), default=0)
+    step = max(directory.list_steps(), default=0)
     manifest = directory.checkpoints / f"step-{step:08d}" / "manifest.json"
     try:
         trained = manifest.stat().st_mtime if step else 0.0

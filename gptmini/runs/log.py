@@ -12,12 +12,12 @@ from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import Config
-from gptmini.console import amount, warn
+from gptmini.console import format_count, warn
 from gptmini.errors import MachineError
 
 Metrics = dict[str, Any]
 # Keys that a line has together or not at all.
-TOGETHER = (
+ALL_OR_NONE_KEYS = (
     {"train_loss", "lr", "grad_norm", "tokens_per_second"},
     {"val_loss", "val_bpb", "sample", "peak_memory"},
 )
@@ -41,8 +41,10 @@ class RunLog:
     def _open_after(self, step: int) -> None:
         """Open the file to append, without the lines of later steps and a line cut by a crash."""
         if self._path.exists():
-            kept = [json.dumps(line) + "\n" for line in metrics(self._path) if line["step"] <= step]
-            files.replace(self._path, "".join(kept).encode())
+            kept = [
+                json.dumps(line) + "\n" for line in read_metrics(self._path) if line["step"] <= step
+            ]
+            files.atomic_write_bytes(self._path, "".join(kept).encode())
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, line: Metrics) -> None:
@@ -59,7 +61,7 @@ class RunLog:
                 warn(f"train.log_to: {name} failed ({error!r}); continuing without it")
                 del self._trackers[name]
 
-    def back_to(self, step: int) -> None:
+    def rewind_to(self, step: int) -> None:
         """Drop the lines after a step, because training returns to it."""
         self._file.close()
         self._open_after(step)
@@ -86,7 +88,7 @@ class NoLog(RunLog):
     def write(self, line: Metrics) -> None:
         pass
 
-    def back_to(self, step: int) -> None:
+    def rewind_to(self, step: int) -> None:
         pass
 
     def sync(self) -> None:
@@ -96,7 +98,7 @@ class NoLog(RunLog):
         pass
 
 
-def metrics(path: Path) -> list[Metrics]:
+def read_metrics(path: Path) -> list[Metrics]:
     """The lines of a metrics file; warns of those that training did not write, and skips them.
 
     The last one may be cut, by a crash or because it is being written.
@@ -104,13 +106,13 @@ def metrics(path: Path) -> list[Metrics]:
     if not path.exists():
         return []
     *texts, _ = files.read_regular(path).split(b"\n")
-    lines = [line for line in map(_parsed, texts) if line is not None]
+    lines = [line for line in map(_parse_line, texts) if line is not None]
     if skipped := len(texts) - len(lines):
-        warn(f"{path}: skipped {amount(skipped, 'line')} not written by training")
+        warn(f"{path}: skipped {format_count(skipped, 'line')} not written by training")
     return lines
 
 
-def _parsed(text: bytes) -> Metrics | None:
+def _parse_line(text: bytes) -> Metrics | None:
     """A line if it is as `write` gets it, else None: finite numbers, and text for the sample."""
     try:
         line = json.loads(text)
@@ -118,7 +120,7 @@ def _parsed(text: bytes) -> Metrics | None:
         return None
     if not isinstance(line, dict) or not line.keys() >= {"step", "tokens", "seconds"}:
         return None
-    if any(0 < len(line.keys() & group) < len(group) for group in TOGETHER):
+    if any(0 < len(line.keys() & group) < len(group) for group in ALL_OR_NONE_KEYS):
         return None
     sample = line.get("sample", "")
     numbers = [value for key, value in line.items() if key != "sample"]
@@ -145,7 +147,7 @@ def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
         ) from None
 
 
-def tensorboard(run: Path, config: Config, step: int) -> Tracker:
+def open_tensorboard(run: Path, config: Config, step: int) -> Tracker:
     """Event files in `tensorboard/` of the run; events after `step` are purged."""
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
@@ -162,13 +164,13 @@ def tensorboard(run: Path, config: Config, step: int) -> Tracker:
     return write, writer.close
 
 
-def wandb(run: Path, config: Config, step: int) -> Tracker:
+def open_wandb(run: Path, config: Config, step: int) -> Tracker:
     """A run in the project `gptmini`; resumed by the id stored in `wandb.id`."""
     import wandb as package  # noqa: PLC0415 - an extra
 
     id_file = run / "wandb.id"
     if not id_file.exists():
-        files.replace(id_file, secrets.token_hex(4).encode())
+        files.atomic_write_bytes(id_file, secrets.token_hex(4).encode())
     tracked = package.init(
         project="gptmini",
         name=run.name,
@@ -180,4 +182,4 @@ def wandb(run: Path, config: Config, step: int) -> Tracker:
     return lambda line: tracked.log(line, step=line["step"]), tracked.finish
 
 
-TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
+TRACKERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}

@@ -19,18 +19,18 @@ import numpy as np
 import tiktoken
 
 from gptmini import files
-from gptmini.errors import DataError, os_reason
+from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer import bpe
 
-FORMAT = 1
-DOCUMENT = "<|endoftext|>"  # the name of the document token, but for some imported tokenizers
-IMPORTED = "imported"  # the kind of a tokenizer that came with somebody else's model
-TOKENS_PER_ENTRY = 1000  # that training should read, for each entry of a vocabulary
-BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
+TOKENIZER_FORMAT_VERSION = 1
+END_OF_TEXT = "<|endoftext|>"  # the name of the document token, but for some imported tokenizers
+IMPORTED_KIND = "imported"  # the kind of a tokenizer that came with somebody else's model
+TRAINING_TOKENS_PER_VOCAB_ENTRY = 1000  # that training should read, for each entry of a vocabulary
+TEXT_BLOCK_SIZE = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """A stretch of text; a long document comes in several."""
 
     text: str
@@ -49,7 +49,7 @@ class Tokenizer(ABC):
     @property
     def special_tokens(self) -> dict[str, int]:
         """The tokens that no text encodes to, by name."""
-        return {DOCUMENT: self.document_token}
+        return {END_OF_TEXT: self.document_token}
 
     @property
     def end_tokens(self) -> list[int]:
@@ -61,11 +61,11 @@ class Tokenizer(ABC):
         """Tokens (N,) of a text; text that looks like a special token stays text."""
 
     @abstractmethod
-    def token_bytes(self, token: int) -> bytes:
+    def decode_token(self, token: int) -> bytes:
         """The bytes a token stands for; none for the document token."""
 
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All that decides the tokens of a text besides the kind (JSON data)."""
 
     def chat_settings(self) -> dict[str, Any]:
@@ -74,23 +74,25 @@ class Tokenizer(ABC):
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; invalid UTF-8 becomes U+FFFD."""
-        return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
+        return b"".join(map(self.decode_token, tokens)).decode("utf-8", "replace")
 
-    def byte_lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def compute_byte_lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Bytes of text per token of the vocabulary, (V,)."""
-        lengths = (len(self.token_bytes(token)) for token in range(self.vocab_size))
+        lengths = (len(self.decode_token(token)) for token in range(self.vocab_size))
         return np.fromiter(lengths, np.int64, self.vocab_size)
 
     def to_json(self) -> str:
-        return self._dump(self.settings() | self.chat_settings())
+        return self._dump(self.to_dict() | self.chat_settings())
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of all that decides the tokens of a text."""
-        return hashlib.sha256(self._dump(self.settings()).encode()).hexdigest()
+        return hashlib.sha256(self._dump(self.to_dict()).encode()).hexdigest()
 
     def _dump(self, settings: dict[str, Any]) -> str:
-        return json.dumps({"format": FORMAT, "kind": self.kind, **settings}, indent=0)
+        return json.dumps(
+            {"format": TOKENIZER_FORMAT_VERSION, "kind": self.kind, **settings}, indent=0
+        )
 
 
 class ByteTokenizer(Tokenizer):
@@ -103,10 +105,10 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
-    def token_bytes(self, token: int) -> bytes:
+    def decode_token(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
-    def settings(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {}
 
 
@@ -134,12 +136,12 @@ class CharTokenizer(Tokenizer):
         tokens[np.repeat(unseen, lengths)] = np.frombuffer(spelled, np.uint8)
         return tokens
 
-    def token_bytes(self, token: int) -> bytes:
+    def decode_token(self, token: int) -> bytes:
         if token < 256:
             return bytes([token])
         return self.characters[token - 256].encode() if token < self.document_token else b""
 
-    def settings(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"characters": self.characters}
 
 
@@ -149,7 +151,7 @@ class BpeTokenizer(Tokenizer):
     def __init__(
         self,
         encoding: tiktoken.Encoding,
-        document: str = DOCUMENT,
+        document: str = END_OF_TEXT,
         ends: Sequence[str] = (),
         chat_template: str | None = None,
     ) -> None:
@@ -175,7 +177,7 @@ class BpeTokenizer(Tokenizer):
     def encode(self, text: str) -> Tokens:
         tokens = [np.empty(0, np.uint32)]
         try:
-            for part in split(text):  # tiktoken is slow on long texts without a word boundary
+            for part in split_text(text):  # tiktoken is slow on long texts without a word boundary
                 if self._lacks(part):
                     tokens.append(self._encode_without_missing(part))
                 else:
@@ -206,7 +208,7 @@ class BpeTokenizer(Tokenizer):
                 tokens += self.encoding._encode_single_piece(known)
         return np.array(tokens, np.uint32)
 
-    def token_bytes(self, token: int) -> bytes:
+    def decode_token(self, token: int) -> bytes:
         if token == self.document_token:
             return b""
         try:
@@ -214,14 +216,14 @@ class BpeTokenizer(Tokenizer):
         except KeyError:  # a gap in the ranks, which a model can still sample
             return b""
 
-    def settings(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         ranks = self.encoding._mergeable_ranks
         settings: dict[str, Any] = {
             "pattern": self.encoding._pat_str,
             "special_tokens": self.special_tokens,
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks.items()},
         }
-        if self._document != DOCUMENT:
+        if self._document != END_OF_TEXT:
             settings["document"] = self._document
         return settings
 
@@ -234,7 +236,7 @@ class BpeTokenizer(Tokenizer):
         return settings
 
 
-def boundary(text: str, limit: int, reach: int = 4096) -> int:
+def find_boundary(text: str, limit: int, reach: int = 4096) -> int:
     """Where to cut a text, at `limit` at most, so that both halves encode as the whole does.
 
     Cut between a letter or digit and the space after it: no word of a known pattern spans that. If
@@ -247,18 +249,20 @@ def boundary(text: str, limit: int, reach: int = 4096) -> int:
     return space if space > 0 else text.rfind("\n", lowest - 1, limit) + 1 or limit
 
 
-def split(text: str) -> Iterator[str]:
+def split_text(text: str) -> Iterator[str]:
     """A text in parts of at most BLOCK characters, which encode as the whole does."""
     start = 0
-    while len(text) - start > BLOCK:
-        end = start + boundary(text[start : start + BLOCK], BLOCK)
+    while len(text) - start > TEXT_BLOCK_SIZE:
+        end = start + find_boundary(text[start : start + TEXT_BLOCK_SIZE], TEXT_BLOCK_SIZE)
         yield text[start:end]
         start = end
     if start < len(text):
         yield text[start:]
 
 
-def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) -> Tokenizer:
+def create_tokenizer(
+    kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()
+) -> Tokenizer:
     """The tokenizer of a kind; only `char` and `bpe` read `texts`.
 
     Raises DataError for an unknown kind, and for files that are missing and cannot be downloaded.
@@ -271,11 +275,11 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
             characters.update(text)
         return CharTokenizer("".join(characters))
     if kind == "bpe":
-        ranks = bpe.learn(texts, (vocab_size or 0) - 1)
-        return bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": len(ranks)})
+        ranks = bpe.learn_bpe(texts, (vocab_size or 0) - 1)
+        return create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": len(ranks)})
     if kind.endswith(".json"):
-        return read(Path(kind))
-    if kind == IMPORTED:
+        return load_tokenizer(Path(kind))
+    if kind == IMPORTED_KIND:
         raise DataError(
             "tokenizer.kind: imported belongs to a pretrained model; fine-tune that with gptmini "
             "train --from RUN --data PATH"
@@ -292,19 +296,19 @@ def create(kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()) 
         ) from error
 
 
-def find(name: str) -> Tokenizer:
+def find_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a run, in a file, or of a kind that learns nothing."""
     if Path(name).is_dir():
-        return read(Path(name) / "tokenizer.json")
+        return load_tokenizer(Path(name) / "tokenizer.json")
     if name in ("auto", "char", "bpe"):
         raise DataError(
             f"{name}: learned from a text; give a run, or a file made by gptmini tokenizer train"
         )
-    return create(name)
+    return create_tokenizer(name)
 
 
-def choose(
-    kind: str, text_bytes: int, d_model: int, tokens: int | None = None
+def choose_tokenizer(
+    kind: str, text_bytes: int, d_model: int, training_tokens: int | None = None
 ) -> tuple[str, int | None]:
     """Kind and vocabulary size for `auto`, or for `bpe` without a size.
 
@@ -319,7 +323,7 @@ def choose(
         python-code,   10   MB    1.92     1.79   1.76   1.69   1.64   1.58
         seconds a step            0.13     0.14   0.15   0.16   0.19   0.25
 
-    If the `tokens` that training will read are few, one for each 1,000 of them, 512 at least. Best
+    If the `training_tokens` that training will read are few, one for each 1,000 of them, 512 at least. Best
     bits per byte in equal seconds, with models of the size that `--minutes` chooses for them:
 
         corpus, tokens read              char  bpe 512   1024   2048   4096
@@ -330,23 +334,25 @@ def choose(
         python-code,  2.3 M                             1.432  1.428
     """
     size = min(20 * d_model, text_bytes // 128, 32_768)
-    if tokens is not None:
-        size = min(size, max(tokens // TOKENS_PER_ENTRY, 512))
+    if training_tokens is not None:
+        size = min(size, max(training_tokens // TRAINING_TOKENS_PER_VOCAB_ENTRY, 512))
     vocab_size = 1 << round(math.log2(max(size, 1)))
     if kind == "auto" and vocab_size < 512:
         return "byte", None
     return "bpe", max(vocab_size, 512)
 
 
-def read(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
     """Load a saved tokenizer; DataError if the file is missing, damaged or something else."""
     try:
         data = files.read_json(path)
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']}, not {FORMAT}")
+        if data["format"] != TOKENIZER_FORMAT_VERSION:
+            raise ValueError(f"format {data['format']}, not {TOKENIZER_FORMAT_VERSION}")
         return _from_json(data)
     except OSError as error:
-        raise DataError(f"{path}: {os_reason(error)}; give a run or a tokenizer file") from None
+        raise DataError(
+            f"{path}: {describe_os_error(error)}; give a run or a tokenizer file"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not a complete gptmini tokenizer ({error}); restore it, or make one with "
@@ -362,23 +368,23 @@ def _from_json(data: dict[str, Any]) -> Tokenizer:
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     ranks = {base64.b64decode(text, validate=True): rank for text, rank in data["ranks"].items()}
-    return bpe_tokenizer(
+    return create_bpe_tokenizer(
         data["kind"],
         data["pattern"],
         ranks,
         data["special_tokens"],
-        data.get("document", DOCUMENT),
+        data.get("document", END_OF_TEXT),
         data.get("ends", []),
         data.get("chat_template"),
     )
 
 
-def bpe_tokenizer(
+def create_bpe_tokenizer(
     name: str,
     pattern: str,
-    ranks: dict[bytes, int],
+    mergeable_ranks: dict[bytes, int],
     special_tokens: dict[str, int],
-    document: str = DOCUMENT,
+    document: str = END_OF_TEXT,
     ends: Sequence[str] = (),
     chat_template: str | None = None,
 ) -> BpeTokenizer:
@@ -386,14 +392,14 @@ def bpe_tokenizer(
 
     Only an imported vocabulary may lack bytes, and only those that are in none of its tokens.
     """
-    numbers = [*ranks.values(), *special_tokens.values()]
+    numbers = [*mergeable_ranks.values(), *special_tokens.values()]
     if not all(type(number) is int and 0 <= number < 1_000_000 for number in numbers):
         raise ValueError("a rank is not a number below 1,000,000")
     if len(set(numbers)) != len(numbers):
         raise ValueError("two tokens have the same rank")
-    spelled = b"".join(ranks)
-    for byte in _missing_bytes(ranks):
-        if name != IMPORTED or byte in spelled:
+    spelled = b"".join(mergeable_ranks)
+    for byte in _missing_bytes(mergeable_ranks):
+        if name != IMPORTED_KIND or byte in spelled:
             raise ValueError(f"byte {byte} has no rank")
     for special in (document, *ends):
         if special not in special_tokens:
@@ -401,7 +407,7 @@ def bpe_tokenizer(
     if not isinstance(chat_template, str | None):
         raise ValueError("chat_template is not a text")
     encoding = tiktoken.Encoding(
-        name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+        name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )
     return BpeTokenizer(encoding, document, ends, chat_template)
 

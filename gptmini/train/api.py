@@ -11,15 +11,17 @@ from typing import Any
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
-from gptmini.distributed.group import join
-from gptmini.files import CACHE
-from gptmini.generate.run import Run, load
-from gptmini.plan.broadcast import decide_together
+from gptmini.distributed.group import join_group
+from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.generate.run import Run, load_run
+from gptmini.plan.broadcast import decide_on_all_ranks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 
 
-def fit(config: Config | Mapping[str, Any], out: str | Path, cache: Path = CACHE) -> Run:
+def fit(
+    config: Config | Mapping[str, Any], out: str | Path, cache: Path = DEFAULT_CACHE_DIR
+) -> Run:
     """Train a run, or resume it, in the directory `out`; returns it with its best weights.
 
     `config` states what differs from the defaults, in sections as a YAML file does. Progress goes
@@ -27,8 +29,8 @@ def fit(config: Config | Mapping[str, Any], out: str | Path, cache: Path = CACHE
     Stopped, and the same call resumes. Under torchrun, all processes train one model.
     """
     started = time.perf_counter()
-    asked = config if isinstance(config, Config) else validate(dict(config), {})
-    with join() as ranks:
-        decision = decide_together(asked, RunDirectory(Path(out)), cache, started, ranks)
+    requested = config if isinstance(config, Config) else validate(dict(config), {})
+    with join_group() as group:
+        decision = decide_on_all_ranks(requested, RunDirectory(Path(out)), cache, started, group)
         trainer.train(decision, Path(out))
-    return load(out, asked.train.device, cache=cache)
+    return load_run(out, requested.train.device, cache=cache)

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.data.token_file import CYCLE, TokenFile, shares, windows
+from gptmini.data.token_file import MIXTURE_CYCLE_WINDOWS, TokenFile, apportion, count_windows
 
-ROUNDS = 4  # of the Feistel network
+FEISTEL_ROUNDS = 4  # of the Feistel network
 IGNORE_INDEX = -100  # a target that does not count, as in torch
 
 
-def draw(*words: int) -> int:
+def seed_from(*words: int) -> int:
     """A number in [0, 2⁶³) that depends on the words alone: the source of all randomness here."""
     text = ",".join(map(str, words)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
@@ -41,40 +41,47 @@ class Batches:
         self.rows = rows or range(batch_size)  # of the batch, that this process reads
         self.texts, self.seq_len = texts, seq_len
         self.batch_size, self.seed = batch_size, seed
-        self.windows = [windows(text, seq_len) for text in texts]
-        self.shares = shares(weights or [1.0], CYCLE)  # places of each text in a cycle
+        self.window_counts = [count_windows(text, seq_len) for text in texts]
+        self.cycle_shares = apportion(
+            weights or [1.0], MIXTURE_CYCLE_WINDOWS
+        )  # places of each text in a cycle
         # Which text owns each place of a cycle, and how many places it owns before that one.
-        key = draw(seed)
-        order = sorted(range(CYCLE), key=lambda place: permute(place, CYCLE, key))
-        owners = np.repeat(np.arange(len(self.shares)), self.shares)[order]
+        key = seed_from(seed)
+        order = sorted(
+            range(MIXTURE_CYCLE_WINDOWS),
+            key=lambda place: permute(place, MIXTURE_CYCLE_WINDOWS, key),
+        )
+        owners = np.repeat(np.arange(len(self.cycle_shares)), self.cycle_shares)[order]
         self.owners = owners.tolist()
         self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
 
-    def starts(self, step: int) -> list[tuple[int, int]]:
+    def locate_windows(self, step: int) -> list[tuple[int, int]]:
         """The text, and the position in it, of each of the batch_size windows of a step."""
         first = step * self.batch_size
-        return [self._start(place) for place in range(first, first + self.batch_size)]
+        return [self._locate_window(place) for place in range(first, first + self.batch_size)]
 
-    def _start(self, place: int) -> tuple[int, int]:
-        cycle, place = divmod(place, CYCLE)
+    def _locate_window(self, place: int) -> tuple[int, int]:
+        cycle, place = divmod(place, MIXTURE_CYCLE_WINDOWS)
         which = self.owners[place]
-        text, count = self.texts[which], self.windows[which]
-        epoch, index = divmod(cycle * self.shares[which] + self.before[place], count)
-        window = permute(index, count, draw(self.seed, which, epoch))
+        text, count = self.texts[which], self.window_counts[which]
+        epoch, index = divmod(cycle * self.cycle_shares[which] + self.before[place], count)
+        window = permute(index, count, seed_from(self.seed, which, epoch))
         # Each epoch begins the first window elsewhere, as far as the last one still fits.
         offsets = min(self.seq_len, len(text) - count * self.seq_len)
-        offset = draw(self.seed, which, epoch, 1) % offsets
+        offset = seed_from(self.seed, which, epoch, 1) % offsets
         return which, offset + window * self.seq_len
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def get_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens, and as targets the tokens one position later, both (B, T), of this process."""
-        return stack(
+        return stack_inputs_and_targets(
             self.texts[which].read(start, self.seq_len + 1)
-            for which, start in (self._start(step * self.batch_size + row) for row in self.rows)
+            for which, start in (
+                self._locate_window(step * self.batch_size + row) for row in self.rows
+            )
         )
 
 
-def validation_batches(
+def iter_validation_batches(
     texts: list[TokenFile],
     seq_len: int,
     batch_size: int,
@@ -92,22 +99,22 @@ def validation_batches(
     for text in texts:
         rows: list[np.ndarray] = []
         counts: list[int] = []
-        chosen = _overlapping(len(text), seq_len, stride or seq_len)
+        chosen = _iter_windows(len(text), seq_len, stride or seq_len)
         if limit is not None and limit < total:
             count = -(-(len(text) - 1) // (stride or seq_len))
             chosen = _spread(chosen, count, limit / total)
         for start, end, count in chosen:
             row = text.read(start, end - start + 1)
             if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
-                yield _counted(rows, counts)
+                yield _mask_repeated_targets(rows, counts)
                 rows, counts = [], []
             rows.append(row)
             counts.append(count)
         if rows:
-            yield _counted(rows, counts)
+            yield _mask_repeated_targets(rows, counts)
 
 
-def _overlapping(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def _iter_windows(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """First and last position of each window, and how many targets at its end are new."""
     start = done = 0
     while done < length - 1:
@@ -124,13 +131,13 @@ def _spread(
     return (window for place, window in enumerate(windows) if place * kept % count < kept)
 
 
-def _counted(rows: list[np.ndarray], counts: list[int]) -> tuple[Tensor, Tensor]:
-    inputs, targets = stack(rows)
+def _mask_repeated_targets(rows: list[np.ndarray], counts: list[int]) -> tuple[Tensor, Tensor]:
+    inputs, targets = stack_inputs_and_targets(rows)
     new = torch.arange(targets.shape[1]) >= targets.shape[1] - torch.tensor(counts)[:, None]
     return inputs, targets.where(new, IGNORE_INDEX)  # (B, T)
 
 
-def stack(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
+def stack_inputs_and_targets(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Rows of T + 1 tokens as inputs (B, T) and targets (B, T)."""
     both = torch.from_numpy(np.stack(list(rows)).astype(np.int64))  # (B, T + 1)
     return both[:, :-1], both[:, 1:]
@@ -146,7 +153,7 @@ def permute(index: int, size: int, key: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for round_ in range(ROUNDS):
+        for round_ in range(FEISTEL_ROUNDS):
             left, right = right, left ^ (_mix(right, key + round_) & mask)
         index = left << half | right
         if index < size:

@@ -16,7 +16,7 @@ from gptmini.files import atomic_output
 from gptmini.generate.run import Run
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
-from gptmini.train.state import prepare, save, write_run
+from gptmini.train.state import build_training, save_checkpoint, write_run
 
 STEPS_SHARE = 0.1  # of the original steps
 # Tried on one model of 3M parameters (600 steps, four KV heads to two and to one): a quarter of the
@@ -24,7 +24,7 @@ STEPS_SHARE = 0.1  # of the original steps
 LR_SCALE = 0.5
 
 
-def convert(
+def convert_run(
     run: Run, attention: dict[str, Any], steps: int | None, out: Path, cache: Path
 ) -> Config:
     """Create a run at step 0 with the weights of another and different attention settings.
@@ -35,7 +35,7 @@ def convert(
     directory = RunDirectory(out)
     if directory.exists:
         raise ConfigError(f"--out {out}: already holds a run; choose another directory")
-    config = _uptraining_config(run, attention, steps)
+    config = _build_uptraining_config(run, attention, steps)
     old, new = run.config.model.n_kv_head, config.model.n_kv_head
     if old % new:
         divisors = ", ".join(str(n) for n in range(1, old + 1) if old % n == 0)
@@ -52,7 +52,7 @@ def convert(
         with atomic_output(out) as partial:
             write_run(RunDirectory(partial), config, weights, run.tokenizer)
         return config
-    training = prepare(decide(config, None, cache, here=False), directory)
+    training = build_training(decide(config, None, cache, here=False), directory)
     corpus = training.corpus
     same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
     if corpus.content != run.corpus or not same_tokenizer:
@@ -63,12 +63,14 @@ def convert(
     training.model.load_state_dict(pool_kv_heads(run.model.state_dict(), config.model))
     with directory.lock():
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
-        save(training)  # before `create`: a run without a checkpoint would start from scratch
+        save_checkpoint(
+            training
+        )  # before `create`: a run without a checkpoint would start from scratch
         directory.create(training.config, corpus.tokenizer)
     return training.config
 
 
-def _uptraining_config(run: Run, attention: dict[str, Any], steps: int | None) -> Config:
+def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | None) -> Config:
     train = run.config.train
     steps = steps or max(1, round(STEPS_SHARE * train.steps))
     tree = run.config.model_dump()

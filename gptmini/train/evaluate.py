@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmini.distributed.group import ALONE, Ranks
+from gptmini.distributed.group import SINGLE_PROCESS, Group
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.train.batches import IGNORE_INDEX
 
-Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
-ROWS = 1024  # rows of logits held at a time; all at once would be the largest tensors of a run
-BLOCKS = 100  # at most as many blocks of text, whose losses are treated as independent
+FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
+LOGIT_ROWS_AT_ONCE = (
+    1024  # rows of logits held at a time; all at once would be the largest tensors of a run
+)
+MAX_ERROR_BLOCKS = 100  # at most as many blocks of text, whose losses are treated as independent
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Evaluation:
     `correct` counts the tokens that the model found the most likely.
     """
 
-    nats: Numbers
-    tokens: Numbers
-    bytes: Numbers
+    nats: FloatArray
+    tokens: FloatArray
+    bytes: FloatArray
     correct: int
 
     @property
@@ -57,14 +59,14 @@ class Evaluation:
     @property
     def loss_error(self) -> float | None:
         """Standard error of the loss over text of this kind; None for a single window."""
-        return _standard_error(self.nats, self.tokens)
+        return _compute_standard_error(self.nats, self.tokens)
 
     @property
     def bits_per_byte_error(self) -> float | None:
         """Standard error of the bits per byte."""
-        return _standard_error(self.nats / math.log(2), self.bytes)
+        return _compute_standard_error(self.nats / math.log(2), self.bytes)
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything as JSON data."""
         return {
             "loss": self.loss,
@@ -78,13 +80,13 @@ class Evaluation:
         }
 
 
-def _standard_error(sums: Numbers, sizes: Numbers) -> float | None:
+def _compute_standard_error(sums: FloatArray, sizes: FloatArray) -> float | None:
     """The standard error of Σ sums / Σ sizes, by batch means.
 
     Losses of neighboring tokens are correlated, those of large blocks hardly: the spread of the
     blocks' means says how far off the total may be.
     """
-    count = min(len(sums), BLOCKS)
+    count = min(len(sums), MAX_ERROR_BLOCKS)
     if count < 2 or not sizes.sum():
         return None
     blocks = [np.array_split(values, count) for values in (sums, sizes)]
@@ -99,7 +101,7 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     byte_lengths: np.ndarray[tuple[int], np.dtype[np.int64]],
     compute: Compute,
-    ranks: Ranks = ALONE,
+    group: Group = SINGLE_PROCESS,
 ) -> Evaluation:
     """Evaluate a model on batches of tokens and targets (B, T), without dropout.
 
@@ -111,29 +113,33 @@ def evaluate(
     parts = []
     for number, (inputs, targets) in enumerate(batches):
         sums = torch.zeros(4, len(targets), dtype=torch.float64)  # (4, B)
-        if number % ranks.size == ranks.rank:
+        if number % group.world_size == group.rank:
             counted = targets != IGNORE_INDEX
             known = targets.where(counted, 0)
             with compute.autocast():
-                losses, places = token_losses(model, inputs, known)
+                losses, places = compute_token_losses(model, inputs, known)
             sizes = torch.from_numpy(byte_lengths[known.numpy()])
             kinds = (losses, torch.ones_like(losses), sizes, places == 1)  # (B, T) each
             sums = torch.stack([(kind * counted).double().sum(1) for kind in kinds])  # (4, B)
         parts.append(sums)
-    if number % ranks.size < ranks.rank:  # ranks that share the weights make equally many passes
-        token_losses(model, inputs, inputs)
+    if (
+        number % group.world_size < group.rank
+    ):  # ranks that share the weights make equally many passes
+        compute_token_losses(model, inputs, inputs)
     model.train(was_training)
-    nats, tokens, text_bytes, correct = ranks.gather(torch.cat(parts, 1)).sum(0).numpy()  # (W,)
+    nats, tokens, text_bytes, correct = group.all_gather(torch.cat(parts, 1)).sum(0).numpy()  # (W,)
     return Evaluation(nats, tokens, text_bytes, int(correct.sum()))
 
 
-def token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def compute_token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Losses in nats (float64) and ranks (from 1) of targets (B, T) given tokens; on the CPU."""
-    hidden = model.hidden(tokens.to(model.device)).flatten(0, 1)  # (B·T, D)
-    losses, ranks = [], []
-    for rows, wanted in zip(hidden.split(ROWS), targets.flatten().split(ROWS), strict=True):
-        logits = model.logits(rows).float()  # (ROWS, V)
-        own = logits.gather(1, wanted[:, None].to(model.device))  # (ROWS, 1)
-        losses.append((logits.logsumexp(1) - own[:, 0]).double().cpu())
-        ranks.append((1 + (logits > own).sum(1)).cpu())
-    return torch.cat(losses).view_as(targets), torch.cat(ranks).view_as(targets)
+    hidden = model.forward_hidden(tokens.to(model.device)).flatten(0, 1)  # (B·T, D)
+    losses, target_ranks = [], []
+    for rows, wanted in zip(
+        hidden.split(LOGIT_ROWS_AT_ONCE), targets.flatten().split(LOGIT_ROWS_AT_ONCE), strict=True
+    ):
+        logits = model.compute_logits(rows).float()  # (ROWS, V)
+        target_logits = logits.gather(1, wanted[:, None].to(model.device))  # (ROWS, 1)
+        losses.append((logits.logsumexp(1) - target_logits[:, 0]).double().cpu())
+        target_ranks.append((1 + (logits > target_logits).sum(1)).cpu())
+    return torch.cat(losses).view_as(targets), torch.cat(target_ranks).view_as(targets)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gptmini.config.load import differences
+from gptmini.config.load import iter_differences
 from gptmini.config.settings import Config
 from gptmini.console import warn
 from gptmini.data.token_file import Corpus
-from gptmini.distributed.gradients import Gradients, divided
-from gptmini.distributed.group import Ranks
-from gptmini.distributed.sharding import Shards, gradients, own_micro_batches
+from gptmini.distributed.gradients import Gradients, make_orthogonalize
+from gptmini.distributed.group import Group
+from gptmini.distributed.sharding import Shards, create_gradients, micro_batches_of
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.generate.texts import token_bias
 from gptmini.machine import Compute
@@ -27,15 +27,15 @@ from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.runs.tensors import WHOLE, Part, Tensors, fitting
+from gptmini.runs.tensors import UNSHARDED, ShardSpec, Tensors, check_shapes
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.batches import Batches, draw
+from gptmini.train.batches import Batches, seed_from
 
 if TYPE_CHECKING:  # plan.decide imports the text formats, which training must not depend on
     from gptmini.plan.decide import Decision
 
 # Settings that may change when a run is resumed; any other change would make it another run.
-CHANGEABLE = {
+CHANGEABLE_SETTINGS = {
     *("data.path", "data.validation_path"),  # the content is compared instead
     *("train.steps", "train.warmup_steps", "train.patience", "train.on_divergence"),
     *("train.eval_every", "train.save_every", "train.keep", "train.log_every", "train.log_to"),
@@ -68,7 +68,7 @@ class Progress:
     lr_scale: float = 1.0
     best: dict[str, Any] | None = None
 
-    def stamp(self) -> dict[str, Any]:
+    def to_metrics(self) -> dict[str, Any]:
         """When this is, for a line of metrics."""
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
 
@@ -86,18 +86,22 @@ class Training:
     gradients: Gradients
     micro_batches: list[int]  # of this rank, by their number in the step
     shards: Shards | None  # if each rank has but a part of every tensor
-    ranks: Ranks
+    group: Group
     compute: Compute
     progress: Progress
     bias: Tensor | None  # (V,), of the samples
     paced: bool  # the number of steps follows train.minutes
     started: float  # when the run would have begun, had it never stopped
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))  # losses, for spikes
-    saved: int | None = None  # the step of the newest checkpoint
-    logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
+    recent_losses: deque[float] = field(
+        default_factory=lambda: deque(maxlen=50)
+    )  # losses, for spikes
+    saved_step: int | None = None  # the step of the newest checkpoint
+    last_logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
     evaluating: float = 0.0  # seconds that the last evaluation took
     saving: float = 0.0  # seconds that the last checkpoint took
-    first: tuple[int, float] | None = None  # step and seconds after this command's first update
+    first_update: tuple[int, float] | None = (
+        None  # step and seconds after this command's first update
+    )
 
     @property
     def step(self) -> int:
@@ -110,11 +114,11 @@ class Training:
         return time.perf_counter() - self.started
 
     @property
-    def part(self) -> Part:
+    def shard_spec(self) -> ShardSpec:
         """What this rank reads of a checkpoint."""
-        return self.shards.part if self.shards else WHOLE
+        return self.shards.spec if self.shards else UNSHARDED
 
-    def eagerly(self) -> AbstractContextManager[object]:
+    def without_compile(self) -> AbstractContextManager[object]:
         """A context without compiled kernels, which new shapes and modes would recompile."""
         context = ExitStack()
         if self.config.train.compile == "on":
@@ -124,41 +128,41 @@ class Training:
         return context
 
 
-def prepare(decision: "Decision", run: RunDirectory) -> Training:
+def build_training(decision: "Decision", run: RunDirectory) -> Training:
     """Model, optimizer and batches at step 0; writes nothing.
 
     ConfigError for a text of sample.bias or sample.ban that is not one token.
     """
     config, corpus, compute = decision.config, decision.corpus, decision.compute
-    train, ranks = config.train, decision.ranks
-    size = train.micro_batch_size or train.batch_size // ranks.size
-    n = train.batch_size // ranks.size // size  # micro-batches of each rank
-    shards = Shards(ranks, compute.device) if train.shard and ranks.size > 1 else None
-    torch.manual_seed(draw(train.seed))
+    train, group = config.train, decision.group
+    size = train.micro_batch_size or train.batch_size // group.world_size
+    n = train.batch_size // group.world_size // size  # micro-batches of each rank
+    shards = Shards(group, compute.device) if train.shard and group.world_size > 1 else None
+    torch.manual_seed(seed_from(train.seed))
     if shards:
-        model = shards.model(config.model, train.reduce, compute.dtype)
+        model = shards.create_model(config.model, train.reduce, compute.dtype)
     else:
         model = GPT(config.model).to(compute.device)
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)
-    micros = own_micro_batches(n, ranks, shards is not None)
+    micro_batches = micro_batches_of(n, group, shards is not None)
     return Training(
         config=config,
         run=run,
         corpus=corpus,
         model=model,
-        optimizer=shards.optimizer(model, train, compute.dtype)
+        optimizer=shards.create_optimizer(model, train, compute.dtype)
         if shards
-        else Optimizer(model, train, compute.dtype, divided(ranks, train.reduce)),
+        else Optimizer(model, train, compute.dtype, make_orthogonalize(group, train.reduce)),
         batches=Batches(
             *(corpus.training, config.data.weights, config.seq_len, train.batch_size, train.seed),
-            rows=[row for m in micros for row in range(m * size, (m + 1) * size)],
+            rows=[row for m in micro_batches for row in range(m * size, (m + 1) * size)],
         ),
-        gradients=gradients(train.reduce, model, ranks, n, shards is not None),
-        micro_batches=micros,
+        gradients=create_gradients(train.reduce, model, group, n, shards is not None),
+        micro_batches=micro_batches,
         shards=shards,
-        ranks=ranks,
+        group=group,
         compute=compute,
         progress=Progress(
             corpus=corpus.content,
@@ -175,27 +179,29 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
     )
 
 
-def begin(training: Training) -> None:
+def create_or_resume(training: Training) -> None:
     """Make the run directory, or resume the same run from its newest checkpoint."""
-    config, run, ranks = training.config, training.run, training.ranks
+    config, run, group = training.config, training.run, training.group
     tokenizer = training.corpus.tokenizer
-    if not ranks.lead(lambda: run.exists):
+    if not group.on_rank_zero(lambda: run.exists):
         if config.base.run is not None:
-            _begin_from(training, RunDirectory(Path(config.base.run)))
-            ranks.lead(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
-            save(training)  # before `create`: resuming needs no base, and never begins untrained
-        ranks.lead(lambda: run.create(config, tokenizer))
+            _load_base_weights(training, RunDirectory(Path(config.base.run)))
+            group.on_rank_zero(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
+            save_checkpoint(
+                training
+            )  # before `create`: resuming needs no base, and never begins untrained
+        group.on_rank_zero(lambda: run.create(config, tokenizer))
         return
-    ranks.lead(lambda: run.checkpoints.mkdir(exist_ok=True))
-    existing = run.config()
-    check_same(config, existing, run)
-    if run.tokenizer().fingerprint != tokenizer.fingerprint:
-        raise _other_text(config, run)
-    if (checkpoint := newest(training)) is not None:
-        restore(training, checkpoint)
+    group.on_rank_zero(lambda: run.checkpoints.mkdir(exist_ok=True))
+    existing = run.load_config()
+    check_same_settings(config, existing, run)
+    if run.load_tokenizer().fingerprint != tokenizer.fingerprint:
+        raise _text_changed_error(config, run)
+    if (checkpoint := load_newest_checkpoint(training)) is not None:
+        restore_checkpoint(training, checkpoint)
         _compare_micro_batches(existing, config, run)
         # a kill may have left more
-        ranks.lead(lambda: run.prune(training.progress.best, config.train.keep))
+        group.on_rank_zero(lambda: run.prune(training.progress.best, config.train.keep))
         training.started -= training.progress.elapsed
     elif config.base.run is not None:
         raise CheckpointError(
@@ -203,7 +209,7 @@ def begin(training: Training) -> None:
             f"from {config.base.run}"
         )
     if training.step < config.train.steps:
-        ranks.lead(lambda: run.write_config(config))
+        group.on_rank_zero(lambda: run.write_config(config))
 
 
 def _compare_micro_batches(existing: Config, config: Config, run: RunDirectory) -> None:
@@ -219,19 +225,19 @@ def _compare_micro_batches(existing: Config, config: Config, run: RunDirectory) 
         )
 
 
-def newest(training: Training) -> Checkpoint | None:
+def load_newest_checkpoint(training: Training) -> Checkpoint | None:
     """The newest intact checkpoint, as rank 0 finds it; the other ranks read the same."""
     run, checkpoints = training.run, list[Checkpoint | None]()
     if training.shards is not None:
-        return run.newest(lambda step: _own_part(training, step))
+        return run.load_newest(lambda step: _load_own_shard(training, step))
 
     def find() -> tuple[int, str] | None:
-        checkpoints.append(checkpoint := run.newest())
+        checkpoints.append(checkpoint := run.load_newest())
         return None if checkpoint is None else (checkpoint.step, checkpoint.sha256)
 
-    chosen = training.ranks.lead(find)
+    chosen = training.group.on_rank_zero(find)
     if not checkpoints and chosen is not None:
-        checkpoints.append(checkpoint := run.load(chosen[0], with_optimizer=True))
+        checkpoints.append(checkpoint := run.load_checkpoint(chosen[0], with_optimizer=True))
         if checkpoint.sha256 != chosen[1]:
             raise CheckpointError(
                 f"{run.checkpoints}: step {chosen[0]} is not the checkpoint that rank 0 reads; "
@@ -240,57 +246,57 @@ def newest(training: Training) -> Checkpoint | None:
     return checkpoints[0] if checkpoints else None
 
 
-def _own_part(training: Training, step: int) -> Checkpoint:
+def _load_own_shard(training: Training, step: int) -> Checkpoint:
     """This rank's rows of a checkpoint; CheckpointError on all ranks if one cannot read its own."""
-    checkpoint, damage, part = list[Checkpoint](), list[str](), training.part
+    checkpoint, damage, spec = list[Checkpoint](), list[str](), training.shard_spec
     try:
-        checkpoint.append(training.run.load(step, with_optimizer=True, part=part))
+        checkpoint.append(training.run.load_checkpoint(step, with_optimizer=True, spec=spec))
     except CheckpointError as error:
         damage.extend(error.lines)
-    damages = [line for lines in training.ranks.exchange(damage) for line in lines]
+    damages = [line for lines in training.group.all_gather_object(damage) for line in lines]
     if damages:
         raise CheckpointError(*damages)
     return checkpoint[0]
 
 
-def _begin_from(training: Training, base: RunDirectory) -> None:
+def _load_base_weights(training: Training, base: RunDirectory) -> None:
     """Load the weights that the configuration names; CheckpointError if they are gone."""
-    checkpoint, model = base.best(training.part), training.model
+    checkpoint, model = base.load_best(training.shard_spec), training.model
     if checkpoint.sha256 != training.config.base.sha256:
         raise CheckpointError(
             f"{base.path}: changed while this run was prepared; run the same command again"
         )
-    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), base.checkpoints))
+    model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), base.checkpoints))
 
 
-def save(training: Training) -> None:
+def save_checkpoint(training: Training) -> None:
     """Write a checkpoint of this step, unless there is one."""
-    if training.saved == training.step:
+    if training.saved_step == training.step:
         return
-    run, ranks, shards = training.run, training.ranks, training.shards
+    run, group, shards = training.run, training.group, training.shards
     keep, weights = training.config.train.keep, training.model.state_dict()
-    own = shards.pieces(weights) if shards else {}
+    own = shards.to_row_slices(weights) if shards else {}
     parts = [piece.rows for piece in own.values()] if shards else weights.values()
     finite = all(bool(part.isfinite().all()) for part in parts)
-    if not all(ranks.exchange(finite)):
-        raise DivergedError(diverged(training, "weights that are not finite"))
+    if not all(group.all_gather_object(finite)):
+        raise DivergedError(describe_divergence(training, "weights that are not finite"))
     training.progress.elapsed = training.elapsed
-    state, optimizer = asdict(training.progress), training.optimizer.state()
+    state, optimizer = asdict(training.progress), training.optimizer.state_dict()
     if shards is None:
-        ranks.check_weights(weights)
-        ranks.lead(lambda: run.save(Checkpoint(state, weights, optimizer), keep))
+        group.check_weights(weights)
+        group.on_rank_zero(lambda: run.save(Checkpoint(state, weights, optimizer), keep))
     else:  # each rank its rows, then rank 0 the manifest
-        pieces = {"model": own, "optimizer": shards.pieces(optimizer)}
-        ranks.lead(run.begin_save)
-        written = ranks.together(
-            lambda: run.save_shard(training.step, ranks.rank + 1, ranks.size, pieces)
+        pieces = {"model": own, "optimizer": shards.to_row_slices(optimizer)}
+        group.on_rank_zero(run.begin_save)
+        written = group.on_all_ranks(
+            lambda: run.save_shard(training.step, group.rank + 1, group.world_size, pieces)
         )
         manifest = {name: each for shard in written for name, each in shard.items()}
-        ranks.lead(lambda: run.save(Checkpoint(state, {}, {}), keep, manifest))
-    training.saved = training.step
+        group.on_rank_zero(lambda: run.save(Checkpoint(state, {}, {}), keep, manifest))
+    training.saved_step = training.step
 
 
-def restore(training: Training, checkpoint: Checkpoint) -> None:
+def restore_checkpoint(training: Training, checkpoint: Checkpoint) -> None:
     """Load a checkpoint's weights, optimizer state and progress."""
     run, model, now = training.run, training.model, training.progress
     names = {entry.name for entry in fields(Progress)}
@@ -298,14 +304,16 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}")
     then = Progress(**{name: checkpoint.state[name] for name in names})
     if then.corpus != now.corpus:
-        raise _other_text(training.config, run)
-    model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
+        raise _text_changed_error(training.config, run)
+    model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), run.checkpoints))
     if checkpoint.step == 0:
         training.optimizer.reset()
     else:
-        fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
-        training.optimizer.restore(checkpoint.optimizer)
-    training.ranks.lead(lambda: run.set_aside_after(checkpoint.step))
+        check_shapes(
+            checkpoint.optimizer, training.optimizer.expected_state_dict(), run.checkpoints
+        )
+        training.optimizer.load_state_dict(checkpoint.optimizer)
+    training.group.on_rank_zero(lambda: run.set_aside_after(checkpoint.step))
     changes = []
     for name in BITS_DEPEND_ON:
         if getattr(then, name) != getattr(now, name):
@@ -313,24 +321,26 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
             setattr(then, name, getattr(now, name))
     if changes:
         warn(f"{run.path}: {'; '.join(changes)}; results will no longer be bit-identical")
-    training.progress, training.saved = then, then.step
-    training.logged = (then.step, then.seconds)
-    training.recent.clear()
-    training.first = None
-    training.ranks.lead(lambda: run.write_best(then.best))
+    training.progress, training.saved_step = then, then.step
+    training.last_logged = (then.step, then.seconds)
+    training.recent_losses.clear()
+    training.first_update = None
+    training.group.on_rank_zero(lambda: run.write_best(then.best))
 
 
-def check_same(
-    asked: Config, existing: Config, run: RunDirectory, undecided: tuple[Any, ...] = ()
+def check_same_settings(
+    requested: Config, existing: Config, run: RunDirectory, undecided: tuple[Any, ...] = ()
 ) -> None:
     """ConfigError listing the settings in which a run differs from the one asked for.
 
     Settings that still have one of the values `undecided` are not compared.
     """
     lines = [
-        f"{key}: {_shown(theirs)} in {run.path}, now {_shown(ours)}"
-        for key, ours, theirs in differences(asked, existing)
-        if key not in CHANGEABLE and not key.startswith("sample.") and ours not in undecided
+        f"{key}: {_format_value(theirs)} in {run.path}, now {_format_value(ours)}"
+        for key, ours, theirs in iter_differences(requested, existing)
+        if key not in CHANGEABLE_SETTINGS
+        and not key.startswith("sample.")
+        and ours not in undecided
         if key != "train.minutes" or None in (ours, theirs)  # other minutes make it longer
     ]
     if lines:
@@ -339,27 +349,27 @@ def check_same(
         )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
-def diverged(training: Training, what: str) -> str:
+def describe_divergence(training: Training, problem: str) -> str:
     """The message for a run whose numbers are no longer finite."""
     return (
-        f"{training.run.path}: {what} after step {training.step}, in {windows(training)}; nothing "
+        f"{training.run.path}: {problem} after step {training.step}, in {describe_windows(training)}; nothing "
         f"of it was saved; lower train.lr and choose another --out, or set "
         f"train.on_divergence=rewind"
     )
 
 
-def windows(training: Training, step: int | None = None) -> str:
+def describe_windows(training: Training, step: int | None = None) -> str:
     """Where the windows of a step begin, so that a user can find the text."""
-    starts = training.batches.starts(training.step if step is None else step)
+    starts = training.batches.locate_windows(training.step if step is None else step)
     shown = ", ".join(str(start) for _, start in starts[:4]) + ", ..." * (len(starts) > 4)
     return f"the windows at tokens {shown}"
 
 
-def _other_text(config: Config, run: RunDirectory) -> DataError:
+def _text_changed_error(config: Config, run: RunDirectory) -> DataError:
     return DataError(
         f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
         f"choose another --out"

@@ -24,7 +24,7 @@ VARIANTS = {
 }
 
 
-def config_of(name: str, context_length: int) -> ModelConfig:
+def build_config(name: str, context_length: int) -> ModelConfig:
     """A model with a single layer of that variant."""
     return ModelConfig.model_validate(
         {
@@ -38,7 +38,9 @@ def config_of(name: str, context_length: int) -> ModelConfig:
     )
 
 
-def in_turns(calls: dict[str, Callable[[], object]], rounds: int, repeat: int) -> dict[str, float]:
+def time_in_turns(
+    calls: dict[str, Callable[[], object]], rounds: int, repeat: int
+) -> dict[str, float]:
     """Median seconds per call; the calls take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
@@ -51,9 +53,9 @@ def in_turns(calls: dict[str, Callable[[], object]], rounds: int, repeat: int) -
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def training_call(name: str, length: int) -> Callable[[], object]:
+def make_training_call(name: str, length: int) -> Callable[[], object]:
     """Forward and backward of an attention module on 4 rows, products in bfloat16."""
-    module = Attention(config_of(name, length))
+    module = Attention(build_config(name, length))
     x = torch.randn(4, length, 768, requires_grad=True)  # (B, T, D)
 
     def call() -> None:
@@ -64,9 +66,9 @@ def training_call(name: str, length: int) -> Callable[[], object]:
     return call
 
 
-def decode_call(name: str, length: int) -> tuple[Callable[[], object], int]:
+def make_decode_call(name: str, length: int) -> tuple[Callable[[], object], int]:
     """One query on a full cache, as when generating a token, and the cache's bytes."""
-    config = config_of(name, length)
+    config = build_config(name, length)
     cache = KVCache(config, 1, torch.device("cpu"), torch.float32)
     layer = cache.layers[0]
     torch.nn.init.normal_(layer.keys)
@@ -88,15 +90,15 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     for length in (128,) if quick else (256, 1024, 4096):
-        decodes = {name: decode_call(name, length) for name in VARIANTS}
+        decodes = {name: make_decode_call(name, length) for name in VARIANTS}
         training: dict[str, float] = {}
         if length <= 1024:
-            steps = {name: training_call(name, length) for name in VARIANTS}
-            training = in_turns(steps, max(3, rounds // 3), 1)
-        decoding = in_turns({name: call for name, (call, _) in decodes.items()}, rounds, 200)
+            steps = {name: make_training_call(name, length) for name in VARIANTS}
+            training = time_in_turns(steps, max(3, rounds // 3), 1)
+        decoding = time_in_turns({name: call for name, (call, _) in decodes.items()}, rounds, 200)
         for name, (_, size) in decodes.items():
-            config = config_of(name, length)
-            formula = 2 * config.n_kv_head * 64 * config.cache_length(0) * 4
+            config = build_config(name, length)
+            formula = 2 * config.n_kv_head * 64 * config.get_cache_length(0) * 4
             trained = ("", "")
             if training:
                 trained = (

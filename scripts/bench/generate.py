@@ -21,11 +21,11 @@ import transformers
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig, SampleConfig
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native.engine import NativeEngine, open_engine
 from gptmini.generate.native.precision import PRECISIONS
-from gptmini.generate.run import load
+from gptmini.generate.run import load_run
 from gptmini.generate.sampler import decode
 from gptmini.generate.texts import Generation, Text
 from gptmini.model.gpt import GPT
@@ -52,7 +52,7 @@ def model_config(size: str, variant: str) -> ModelConfig:
     return ModelConfig.model_validate(config)
 
 
-def model_of(size: str, variant: str) -> GPT:
+def create_model(size: str, variant: str) -> GPT:
     """With random weights."""
     torch.manual_seed(0)
     return GPT(model_config(size, variant)).eval()
@@ -69,13 +69,13 @@ def gpt2_config(ours: ModelConfig) -> Any:
     )
 
 
-def hugging_face(model: GPT) -> Any:
+def create_hf_model(model: GPT) -> Any:
     """The same weights in the model of transformers."""
     ours = model.config
     theirs: Any
     if ours.position == "learned":
         theirs = transformers.GPT2LMHeadModel(gpt2_config(ours))
-        theirs.load_state_dict(gpt2_names(model), strict=False)
+        theirs.load_state_dict(to_gpt2_weights(model), strict=False)
     else:
         config = transformers.LlamaConfig(
             num_hidden_layers=ours.n_layer,
@@ -88,7 +88,7 @@ def hugging_face(model: GPT) -> Any:
             vocab_size=ours.vocab_size or 0,
         )
         theirs = transformers.LlamaForCausalLM(config)
-        theirs.load_state_dict(llama_names(model), strict=False)
+        theirs.load_state_dict(to_llama_weights(model), strict=False)
     tokens = torch.randint(ours.vocab_size or 1, (2, 40))
     with torch.inference_mode():
         torch.testing.assert_close(
@@ -97,7 +97,7 @@ def hugging_face(model: GPT) -> Any:
     return theirs
 
 
-def gpt2_names(model: GPT) -> dict[str, Tensor]:
+def to_gpt2_weights(model: GPT) -> dict[str, Tensor]:
     """Weights under GPT-2's names, its matrices transposed."""
     weights = {"transformer.wte.weight": model.embed.weight, "lm_head.weight": model.embed.weight}
     assert model.positions is not None
@@ -119,7 +119,7 @@ def gpt2_names(model: GPT) -> dict[str, Tensor]:
     return weights
 
 
-def llama_names(model: GPT) -> dict[str, Tensor]:
+def to_llama_weights(model: GPT) -> dict[str, Tensor]:
     """Weights under Llama's names."""
     renamed = {
         "blocks": "model.layers",
@@ -136,7 +136,7 @@ def llama_names(model: GPT) -> dict[str, Tensor]:
     }
 
 
-def ours(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
+def time_gptmini(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[float, float]:
     """Seconds in all and to the first token."""
     sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
     texts = [Text(n, prompt, 1024) for n, prompt in enumerate(prompts.tolist())]
@@ -145,17 +145,17 @@ def ours(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tuple[floa
     return times[-1] - started, times[0] - started
 
 
-def theirs(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
+def time_hf(model: Any, prompts: Tensor, n_new: int) -> tuple[float, float]:
     """The same for `generate` of transformers; the first token is timed in a separate call."""
     seconds = []
     for length in (n_new, 1):
         started = time.perf_counter()
-        generate(model, prompts, length)
+        generate_hf(model, prompts, length)
         seconds.append(time.perf_counter() - started)
     return seconds[0], seconds[1]
 
 
-def generate(model: Any, prompts: Tensor, n_new: int) -> None:
+def generate_hf(model: Any, prompts: Tensor, n_new: int) -> None:
     """By transformers."""
     model.generate(
         prompts,
@@ -168,22 +168,24 @@ def generate(model: Any, prompts: Tensor, n_new: int) -> None:
     )
 
 
-def contestants(model: GPT, batch: int) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
+def list_contestants(
+    model: GPT, batch: int
+) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
     """What is timed, by name."""
-    wide, narrow = hugging_face(model), hugging_face(model).to(torch.bfloat16)
+    wide, narrow = create_hf_model(model), create_hf_model(model).to(torch.bfloat16)
     calls: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
-        "HF": lambda prompts, n: theirs(wide, prompts, n),
-        "HF bf16": lambda prompts, n: theirs(narrow, prompts, n),
-        "torch": lambda prompts, n: ours(TorchEngine(model), model, prompts, n),
+        "HF": lambda prompts, n: time_hf(wide, prompts, n),
+        "HF bf16": lambda prompts, n: time_hf(narrow, prompts, n),
+        "torch": lambda prompts, n: time_gptmini(TorchEngine(model), model, prompts, n),
     }
     for weights in PRECISIONS:
-        engine = open_engine(model, weights, batch, CACHE)
+        engine = open_engine(model, weights, batch, DEFAULT_CACHE_DIR)
         if isinstance(engine, NativeEngine):
-            calls[weights] = lambda prompts, n, e=engine: ours(e, model, prompts, n)  # type: ignore[misc]
+            calls[weights] = lambda prompts, n, e=engine: time_gptmini(e, model, prompts, n)  # type: ignore[misc]
     return calls
 
 
-def bandwidth() -> float:
+def measure_bandwidth() -> float:
     """Bytes per second that all threads read from memory: the best of ten sums of 500 MB."""
     numbers, best = torch.ones(125_000_000), float("inf")
     for _ in range(10):
@@ -193,15 +195,15 @@ def bandwidth() -> float:
     return numbers.nbytes / best
 
 
-def row(size: str, variant: str, batch: int, length: int, rounds: int, reads: float) -> None:
+def print_row(size: str, variant: str, batch: int, length: int, rounds: int, reads: float) -> None:
     """Time one row of the table and print it; `reads` is the memory bandwidth in bytes/s."""
-    model = model_of(size, variant)
+    model = create_model(size, variant)
     parameters = sum(p.numel() for p in model.parameters())
     if model.positions is not None:
         parameters -= model.positions.weight.numel()
     if model.head is not None:
         parameters -= model.embed.weight.numel()
-    calls = contestants(model, batch)
+    calls = list_contestants(model, batch)
     n_new = 16 if size == "tiny" else 200 if size == "10M" else 64 if batch < 32 else 32
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(rounds + 1):  # with new prompts, as gptmini keeps what it has read
@@ -226,9 +228,9 @@ def row(size: str, variant: str, batch: int, length: int, rounds: int, reads: fl
     print(f"| {size} {variant}, {batch} x {length} | {' | '.join(cells)} |", flush=True)
 
 
-def guesses(path: str, draft: str) -> None:
+def print_speculation(path: str, draft: str) -> None:
     """Print what guessing ahead is worth to a trained run: the same texts with and without it."""
-    run, kinds = load(path), {"none": None, "lookup": "lookup", "draft": load(draft)}
+    run, kinds = load_run(path), {"none": None, "lookup": "lookup", "draft": load_run(draft)}
     print("| temperature | guesses by | right | tokens a second | to none |\n|---|---|---|---|---|")
     for temperature in (0.0, 0.8):
         speeds: dict[str, list[Generation]] = {name: [] for name in kinds}
@@ -245,21 +247,21 @@ def guesses(path: str, draft: str) -> None:
         base = statistics.median(speed.seconds for speed in speeds["none"])
         for name, found in speeds.items():
             seconds = statistics.median(speed.seconds for speed in found)
-            right = f"{found[0].guessed_right} of {found[0].guessed}"
+            right = f"{found[0].accepted} of {found[0].drafted}"
             print(
                 f"| {temperature} | {name} | {right} | {found[0].n_tokens / seconds:,.0f} "
                 f"| {base / seconds:.2f} x |"
             )
 
 
-def memory(size: str, who: str) -> None:
+def print_memory(size: str, who: str) -> None:
     """Generate one text and print the peak memory of this process in MiB."""
     prompts = torch.randint(65, (1, 32))
     if who == "HF":
-        theirs(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
+        time_hf(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
     else:
-        model = model_of(size, "mha")
-        ours(open_engine(model, who, 1, CACHE), model, prompts, 32)
+        model = create_model(size, "mha")
+        time_gptmini(open_engine(model, who, 1, DEFAULT_CACHE_DIR), model, prompts, 32)
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line for line in lines if line.startswith("VmHWM"))
     print(int(peak.split()[1]) // 1024)  # getrusage would include the parent's
@@ -273,12 +275,12 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if options.guess:
-        guesses(*options.guess)
+        print_speculation(*options.guess)
         return
     if options.memory:
-        memory(*options.memory)
+        print_memory(*options.memory)
         return
-    reads = bandwidth()
+    reads = measure_bandwidth()
     print(
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, reads {reads / 1e9:.1f} GB/s"
@@ -287,13 +289,13 @@ def main() -> None:
     names = ["HF", "HF bf16", "gptmini in torch", *(f"gptmini {name}" for name in PRECISIONS)]
     print(f"| model, batch x prompt | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     if options.quick:
-        row("tiny", "gqa", 2, 8, 1, reads)
-        row("tiny", "mha", 1, 8, 1, reads)
+        print_row("tiny", "gqa", 2, 8, 1, reads)
+        print_row("tiny", "mha", 1, 8, 1, reads)
         return
     for size in ("10M", "124M"):
         for variant in VARIANTS:
             for batch, length in ((1, 32), (1, 512), (8, 32), (32, 32)):
-                row(size, variant, batch, length, 3, reads)
+                print_row(size, variant, batch, length, 3, reads)
         for who in ("HF", *PRECISIONS):
             command = [sys.executable, __file__, "--memory", size, who]
             peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout

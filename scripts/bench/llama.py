@@ -13,17 +13,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import torch
 import transformers
-from generate import LLAMA, SIZES, generate, hugging_face, ours
-from serve import free_port, llama_cpp, server
+from generate import LLAMA, SIZES, create_hf_model, generate_hf, time_gptmini
+from serve import build_llama_command, find_free_port, start_server
 from torch import Tensor
 
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.files import CACHE
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.native.engine import open_engine
 from gptmini.generate.run import Run
 from gptmini.interop import gguf
@@ -34,10 +35,10 @@ from gptmini.tokenizer.tokenizers import CharTokenizer
 # What is compared: how gptmini stores weights, and llama.cpp.
 TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 ROWS = ((1, 32, 64), (1, 512, 1), (8, 32, 32), (32, 32, 16))  # rows, prompt tokens, new tokens
-OWN = time.CLOCK_PROCESS_CPUTIME_ID
+OWN_CLOCK = time.CLOCK_PROCESS_CPUTIME_ID
 
 
-def model_of(size: str) -> GPT:
+def create_model(size: str) -> GPT:
     """In the shape of Llama, with random weights."""
     torch.manual_seed(0)
     shape = {**SIZES[size], **LLAMA, "attention": {"variant": "mha", "qk_norm": False}}
@@ -47,15 +48,17 @@ def model_of(size: str) -> GPT:
 
 
 @contextmanager
-def llama_server(model: GPT, kind: str, n_rows: int) -> Iterator[tuple[str, int]]:
+def start_llama_server(model: GPT, kind: str, n_rows: int) -> Iterator[tuple[str, int]]:
     """llama.cpp with the weights of a model: the address and process of its server."""
     config, weights = fold(model.config, model.state_dict())
     characters = map(chr, range(0x10000, 0x10000 + (config.vocab_size or 0) - 257))
     run = Run(Path("random"), Config(), CharTokenizer("".join(characters)), model)
     with tempfile.TemporaryDirectory() as folder:
-        path, port = Path(folder) / "model.gguf", free_port()
-        gguf.write(path, run, "llama", config, weights, kind)
-        with server(llama_cpp(path, port, n_rows, torch.get_num_threads()), port) as found:
+        path, port = Path(folder) / "model.gguf", find_free_port()
+        gguf.write_gguf(path, run, "llama", config, weights, kind)
+        with start_server(
+            build_llama_command(path, port, n_rows, torch.get_num_threads()), port
+        ) as found:
             yield found
 
 
@@ -68,18 +71,18 @@ def ask(url: str, prompts: Tensor, n_new: int) -> None:
     assert [text["tokens_predicted"] for text in texts] == [n_new] * len(prompts), answer.text
 
 
-def row(model: GPT, batch: int, length: int, n_new: int, cpu: bool) -> None:
+def print_row(model: GPT, batch: int, length: int, n_new: int, cpu: bool) -> None:
     """Time one row of the table and print it."""
-    narrow = hugging_face(model).to(torch.bfloat16)
+    narrow = create_hf_model(model).to(torch.bfloat16)
     # What continues the prompts, and the clock of the process that does it.
     calls: dict[str, tuple[Callable[[Tensor, int], object], int]] = {}
-    calls["HF"] = (lambda prompts, n: generate(narrow, prompts, n), OWN)
+    calls["HF"] = (lambda prompts, n: generate_hf(narrow, prompts, n), OWN_CLOCK)
     seconds: dict[str, float] = {}
     with ExitStack() as servers:
         for weights, kind in TYPES.items():
-            engine = open_engine(model, weights, batch, CACHE)
-            url, process = servers.enter_context(llama_server(model, kind, batch))
-            calls[weights] = (lambda prompts, n, e=engine: ours(e, model, prompts, n), OWN)  # type: ignore[misc]
+            engine = open_engine(model, weights, batch, DEFAULT_CACHE_DIR)
+            url, process = servers.enter_context(start_llama_server(model, kind, batch))
+            calls[weights] = (partial(time_gptmini, engine, model), OWN_CLOCK)
             other = ~process << 3 | 2  # how Linux numbers the clock of another process
             calls[kind] = (lambda prompts, n, url=url: ask(url, prompts, n), other)  # type: ignore[misc]
         for turn in range(4):  # with new prompts, as gptmini keeps what it has read
@@ -111,9 +114,9 @@ def main() -> None:
     print(f"tokens per second of {torch.get_num_threads()} threads, gptmini / llama.cpp\n")
     print("| rows x prompt | HF bfloat16 | float32 | bfloat16 | int8, q8_0 |")
     print("|---|---|---|---|---|", flush=True)
-    model = model_of("tiny" if options.quick else "124M")
+    model = create_model("tiny" if options.quick else "124M")
     for batch, length, n_new in ROWS[:2] if options.quick else ROWS:
-        row(model, batch, length, n_new, options.cpu)
+        print_row(model, batch, length, n_new, options.cpu)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 import torch
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.gpt import GPT, loss
+from gptmini.model.gpt import GPT, compute_loss
 
 
 def measure(checkpointing: bool) -> None:
@@ -25,7 +25,7 @@ def measure(checkpointing: bool) -> None:
     started = time.perf_counter()
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            value = loss(model, tokens, tokens)
+            value = compute_loss(model, tokens, tokens)
         value.backward()
     seconds = (time.perf_counter() - started) / 2
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -36,13 +36,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from gptmini.config.load import DEFAULT, find, load
+from gptmini.config.load import DEFAULT_CONFIG_FILE, find_config_file, load_config
 from gptmini.config.settings import DataConfig
 from gptmini.data import sources
-from gptmini.tokenizer.tokenizers import choose
+from gptmini.tokenizer.tokenizers import choose_tokenizer
 
 ARMS = ("plan", "default", "hand")
-Job = tuple[str, str, str]  # text, minutes, arm
+Trial = tuple[str, str, str]  # text, minutes, arm
 Results = dict[str, dict[str, Any]]  # by these three, with a slash between them
 # What --minutes chooses, and the other configurations therefore state.
 PLANNED = {
@@ -52,7 +52,7 @@ PLANNED = {
 
 
 @dataclass(frozen=True)
-class Text:
+class BenchText:
     """A text, the settings that belong to it, and the configurations made for it by hand."""
 
     paths: list[str]
@@ -66,26 +66,28 @@ class Text:
         return words + [word for each in self.settings for word in ("--set", each)]
 
 
-def texts(shakespeare: Path | None, chinese: Path | None, folder: Path) -> dict[str, Text]:
+def find_texts(
+    shakespeare: Path | None, chinese: Path | None, folder: Path
+) -> dict[str, BenchText]:
     """The texts that can be had: python's own, and those that are given."""
     found = {}
     if shakespeare is not None:
         path = str(shakespeare.resolve())
         by_hand = ("shakespeare-char-small", "shakespeare-char", "shakespeare-char-best")
-        found["shakespeare-char"] = Text([path], ("tokenizer.kind=char",), by_hand)
-        found["shakespeare"] = Text([path])
-    found["python-docs"] = Text(["builtin:python-docs"])
-    found["python-code"] = Text(["builtin:python-code"], by_hand=("python-code",))
+        found["shakespeare-char"] = BenchText([path], ("tokenizer.kind=char",), by_hand)
+        found["shakespeare"] = BenchText([path])
+    found["python-docs"] = BenchText(["builtin:python-docs"])
+    found["python-code"] = BenchText(["builtin:python-code"], by_hand=("python-code",))
     if chinese is not None:
         pages = [gzip.decompress(page.read_bytes()) for page in sorted(chinese.rglob("*.gz"))]
         if not pages:
             sys.exit(f"--chinese {chinese}: has no manual pages (*.gz)")
         path = str(folder / "chinese.txt")
         Path(path).write_bytes(b"\n".join(pages))
-        found["chinese"] = Text([path])
+        found["chinese"] = BenchText([path])
     if shakespeare is not None:
         paths = [*found["shakespeare"].paths, "builtin:python-docs"]
-        found["mix"] = Text(paths, ("data.weights=[1, 1]",))
+        found["mix"] = BenchText(paths, ("data.weights=[1, 1]",))
     return found
 
 
@@ -99,7 +101,7 @@ class Bench:
             self.cores.put(core)
         self.spent: dict[str, float] = {}
 
-    def gptmini(self, *words: str, core: str = "") -> tuple[str, float]:
+    def run_gptmini(self, *words: str, core: str = "") -> tuple[str, float]:
         """The output of a command, and its seconds; RuntimeError if it fails."""
         pinned = ["taskset", "-c", core] if core else []
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if core else {})
@@ -112,30 +114,30 @@ class Bench:
             raise RuntimeError(process.stderr.strip()[-500:])
         return process.stdout, time.perf_counter() - started
 
-    def nearest(self, text: Text, minutes: float, core: str) -> str:
+    def find_nearest(self, text: BenchText, minutes: float, core: str) -> str:
         """The hand-made configuration of a text whose own training is nearest to the minutes."""
         for name in text.by_hand:
             if name not in self.spent:
                 words = ["size", name, *text.words, "--json", "--cache", str(self.folder)]
-                size = json.loads(self.gptmini(*words, core=core)[0])
+                size = json.loads(self.run_gptmini(*words, core=core)[0])
                 self.spent[name] = size["time"]["minutes"]
         return min(text.by_hand, key=lambda name: abs(math.log(self.spent[name] / minutes)))
 
-    def measure(self, text: Text, minutes: float, arm: str) -> dict[str, Any]:
+    def measure(self, text: BenchText, minutes: float, arm: str) -> dict[str, Any]:
         """Train, then evaluate on the test part."""
         core, place = self.cores.get(), Path(tempfile.mkdtemp(dir=self.folder))
         try:
             cache, run = place / "cache", place / "run"
             shutil.copytree(self.folder / "native", cache / "native")  # no g++: empty
-            name = self.nearest(text, minutes, core) if arm == "hand" else "default"
-            own = [] if arm == "plan" else list(stated(name, text))
+            name = self.find_nearest(text, minutes, core) if arm == "hand" else "default"
+            own = [] if arm == "plan" else list(list_planned_settings(name, text))
             words = [*text.words, "--minutes", str(minutes), "--cache", str(cache)]
             words += [word for each in ("data.test=0.1", *own) for word in ("--set", each)]
-            _, seconds = self.gptmini("train", *words, "--out", str(run), core=core)
+            _, seconds = self.run_gptmini("train", *words, "--out", str(run), core=core)
             words = ["--split", "test", "--json", "--cache", str(cache)]
-            facts = json.loads(self.gptmini("evaluate", str(run), *words, core=core)[0])
+            facts = json.loads(self.run_gptmini("evaluate", str(run), *words, core=core)[0])
             metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-            config = load(run / "config.yaml", [])
+            config = load_config(run / "config.yaml", [])
         finally:
             shutil.rmtree(place)
             self.cores.put(core)
@@ -156,12 +158,12 @@ class Bench:
         (self.folder / "first.txt").write_text("the cat sat on the mat. " * 200)
         words = ["--set", "model={n_layer: 1, n_head: 1, d_model: 8, context_length: 16}"]
         words += ["--data", str(self.folder / "first.txt"), "--cache", str(self.folder)]
-        self.gptmini("train", *words, "--steps", "1", "--out", str(self.folder / "first"))
+        self.run_gptmini("train", *words, "--steps", "1", "--out", str(self.folder / "first"))
 
 
-def stated(name: str, text: Text) -> Iterator[str]:
+def list_planned_settings(name: str, text: BenchText) -> Iterator[str]:
     """What the plan would choose, as a configuration has it."""
-    config = load(DEFAULT if name == "default" else find(name), [])
+    config = load_config(DEFAULT_CONFIG_FILE if name == "default" else find_config_file(name), [])
     for section, keys in PLANNED.items():
         values = getattr(config, section)
         for key in keys:
@@ -170,14 +172,14 @@ def stated(name: str, text: Text) -> Iterator[str]:
     if config.model.context_length != 256:
         yield f"model.context_length={config.model.context_length}"
     if not any(each.startswith("tokenizer.") for each in text.settings):
-        size = sources.find(text.paths, DataConfig(path=text.paths)).bytes
-        kind, vocab_size = choose("auto", size, config.model.d_model)
+        size = sources.find_source(text.paths, DataConfig(path=text.paths)).bytes
+        kind, vocab_size = choose_tokenizer("auto", size, config.model.d_model)
         yield f"tokenizer.kind={kind}"
         if vocab_size is not None:
             yield f"tokenizer.vocab_size={vocab_size}"
 
 
-def table(results: Results) -> Iterator[str]:
+def format_table(results: Results) -> Iterator[str]:
     yield "| text | minutes | plan | its sizes, steps | default | hand-made | seconds of plan |"
     yield "|---|---|---|---|---|---|---|"
     for text, minutes in dict.fromkeys(tuple(key.split("/")[:2]) for key in results):
@@ -208,7 +210,7 @@ def main() -> None:
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     cores = list(filter(None, options.cores.split(",")))
     with tempfile.TemporaryDirectory() as folder:
-        known = texts(options.shakespeare, options.chinese, Path(folder))
+        known = find_texts(options.shakespeare, options.chinese, Path(folder))
         names = options.texts.split(",") if options.texts else list(known)
         if missing := [name for name in names if name not in known]:
             sys.exit(f"{', '.join(missing)}: not there; choose from {', '.join(known)}")
@@ -219,16 +221,16 @@ def main() -> None:
         if new:
             bench.warm_up()
         measure_all(bench, known, new, results, options.out)
-    print(*table(results), sep="\n")
+    print(*format_table(results), sep="\n")
 
 
 def measure_all(
-    bench: Bench, known: dict[str, Text], jobs: list[Job], results: Results, out: Path
+    bench: Bench, known: dict[str, BenchText], jobs: list[Trial], results: Results, out: Path
 ) -> None:
     """Measure in order, on as many cores as there are, and save every result at once."""
     writing = threading.Lock()
 
-    def add(job: Job) -> None:
+    def add(job: Trial) -> None:
         text, minutes, arm = job
         try:
             measured = bench.measure(known[text], float(minutes), arm)

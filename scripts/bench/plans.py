@@ -110,9 +110,9 @@ def main() -> None:
             "gradient_checkpointing": case.again,
         }
         config = Config.model_validate({"model": case.shape, "train": train})
-        on = cluster.accelerator(case.accelerator, None, None)
+        on = cluster.find_accelerator(case.accelerator, None, None)
         started = time.process_time()
-        plan = cluster.plan(config, on, case.ranks, shard=True)
+        plan = cluster.plan_rank(config, on, case.ranks, shard=True)
         seconds = time.process_time() - started
         tokens = case.rows * case.passes * config.seq_len / plan.seconds
         against = ["", ""]
@@ -120,7 +120,7 @@ def main() -> None:
             against = [f"{case.published:,}", f"{tokens / case.published:.2f} x"]
         print(
             f"| {case.name} | {'on' if case.again else 'off'} | {case.ranks:,} x {on.name} "
-            f"| {plan.memory.peak / 2**30:.1f} | {plan.communication:.2g} | {plan.seconds:.3g} "
+            f"| {plan.memory.peak / 2**30:.1f} | {plan.communication_seconds:.2g} | {plan.seconds:.3g} "
             f"| {tokens:,.0f} | {against[0]} | {against[1]} | {case.source} | {seconds:.1f} |",
             flush=True,
         )

@@ -18,7 +18,7 @@ SIZES = {"3M": (4, 256, 4), "85M": (12, 768, 12)}  # layers, width, heads
 LAUNCH = ("-m", "torch.distributed.run", "--standalone")
 
 
-def seconds_per_step(size: str, ranks: int, reduce: str, options: argparse.Namespace) -> float:
+def measure_step(size: str, ranks: int, reduce: str, options: argparse.Namespace) -> float:
     """Train a new model; the first step, which allocates, is not counted."""
     layers, width, heads = SIZES[size]
     settings = {
@@ -63,7 +63,7 @@ def main() -> None:
         times: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
         for _ in range(options.rounds):
             for case in cases:
-                times[case].append(seconds_per_step(size, *case, options))
+                times[case].append(measure_step(size, *case, options))
         alone = statistics.median(times[1, "fast"])
         for (ranks, reduce), seconds in times.items():
             middle = statistics.median(seconds)

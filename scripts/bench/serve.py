@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx
 
-from gptmini.tokenizer.tokenizers import read
+from gptmini.tokenizer.tokenizers import load_tokenizer
 
 LLAMA = """
 import sys, threading, xllamacpp as x
@@ -35,12 +35,12 @@ server = x.Server(p)
 print(server.listening_address, flush=True)
 threading.Event().wait()
 """
-NEVER = [0]  # the token that ends a document
+END_OF_DOCUMENT = [0]  # the token that ends a document
 Times = tuple[float, list[float]]  # seconds to the first token, and between tokens
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
+def start_server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
     """The address and process of a server that answers; it ends with the block."""
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -58,19 +58,19 @@ def server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
         process.wait(60)
 
 
-def llama_cpp(gguf: str | Path, port: int, rows: int, threads: int = -1) -> list[str]:
+def build_llama_command(gguf: str | Path, port: int, rows: int, threads: int = -1) -> list[str]:
     """The command of llama.cpp's server; -1: all threads."""
     return [sys.executable, "-c", LLAMA, *map(str, (gguf, port, rows, threads))]
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], n_new: int, seed: int) -> Times:
     body = {"prompt": prompt, "max_tokens": n_new, "stream": True, "seed": seed, "logprobs": 0}
-    body |= {"temperature": 0.8, "top_k": 50, "logit_bias": {str(NEVER[0]): -100}}
+    body |= {"temperature": 0.8, "top_k": 50, "logit_bias": {str(END_OF_DOCUMENT[0]): -100}}
     started, stamps = time.perf_counter(), list[float]()
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -94,14 +94,14 @@ async def load(url: str, prompts: list[list[int]], n_clients: int, n_new: int) -
     return found
 
 
-def percentiles(values: list[float]) -> str:
+def format_percentiles(values: list[float]) -> str:
     if len(values) < 2:
         return "-"
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     return " / ".join(f"{1000 * cuts[n]:,.0f}" for n in (49, 94, 98))
 
 
-def processes(run: str, n_clients: int, n_texts: int, n_new: int) -> float:
+def time_processes(run: str, n_clients: int, n_texts: int, n_new: int) -> float:
     """Seconds of one `gptmini generate` per text, so many at a time."""
     words = [sys.executable, "-m", "gptmini", "generate", run, "--max-new-tokens", str(n_new)]
     started, running = time.perf_counter(), list[subprocess.Popen[bytes]]()
@@ -127,7 +127,9 @@ def main() -> None:
     parser.add_argument("--processes", action="store_true")
     options = parser.parse_args()
     # Random tokens from those before the one that ends a document, which is forbidden.
-    vocabulary = NEVER[0] = read(Path(options.run) / "tokenizer.json").document_token
+    vocabulary = END_OF_DOCUMENT[0] = load_tokenizer(
+        Path(options.run) / "tokenizer.json"
+    ).document_token
     print("| clients x prompt | server | tokens/s | first token | between tokens |")
     print("|---|---|---|---|---|", flush=True)
     for n_clients in map(int, options.clients.split(",")):
@@ -135,24 +137,27 @@ def main() -> None:
             dice = random.Random(length)  # noqa: S311
             n_texts = options.texts * n_clients
             prompts = [[dice.randrange(vocabulary) for _ in range(length)] for _ in range(n_texts)]
-            ports, rows = (free_port(), free_port()), min(32, n_clients)
+            ports, rows = (find_free_port(), find_free_port()), min(32, n_clients)
             own = [sys.executable, "-m", "gptmini", "serve", options.run, "--port", str(ports[0])]
             commands = {"gptmini": ([*own, "--weights", options.weights], ports[0])}
             if options.gguf:
-                commands["llama.cpp"] = (llama_cpp(options.gguf, ports[1], rows), ports[1])
+                commands["llama.cpp"] = (
+                    build_llama_command(options.gguf, ports[1], rows),
+                    ports[1],
+                )
             for name, (command, port) in commands.items():
-                with server(command, port) as (url, _):
+                with start_server(command, port) as (url, _):
                     asyncio.run(load(url, prompts[:1], 1, 4))  # warms up
                     started = time.perf_counter()
                     times = asyncio.run(load(url, prompts, n_clients, options.new))
                     seconds = time.perf_counter() - started
                 n_tokens = sum(1 + len(between) for _, between in times)
-                firsts = percentiles([first for first, _ in times])
-                between = percentiles([gap for _, gaps in times for gap in gaps])
+                firsts = format_percentiles([first for first, _ in times])
+                between = format_percentiles([gap for _, gaps in times for gap in gaps])
                 cells = [f"{n_clients} x {length}", name, f"{n_tokens / seconds:,.0f}"]
                 print(f"| {' | '.join([*cells, firsts, between])} |", flush=True)
         if options.processes:
-            seconds = processes(options.run, n_clients, n_texts, options.new)
+            seconds = time_processes(options.run, n_clients, n_texts, options.new)
             speed = n_texts * options.new / seconds
             print(f"| {n_clients} x 1 | a process each | {speed:,.0f} | | |", flush=True)
 

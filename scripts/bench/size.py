@@ -43,7 +43,7 @@ QUICK = {
 }
 
 
-def gptmini(*words: str) -> str:
+def run_gptmini(*words: str) -> str:
     """Run a gptmini command; its standard output."""
     command = [sys.executable, "-m", "gptmini", *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -71,8 +71,8 @@ def main() -> None:
     for name, words in cases.items():
         with tempfile.TemporaryDirectory() as folder:
             # One step first, so that the tokens are prepared.
-            gptmini("train", *words, "--steps", "1", "--out", f"{folder}/first")
-            plan = json.loads(gptmini("size", *words, "--json"))
+            run_gptmini("train", *words, "--steps", "1", "--out", f"{folder}/first")
+            plan = json.loads(run_gptmini("size", *words, "--json"))
             seconds, peak = train(*words, "--out", f"{folder}/run")
         memory, planned, minutes = plan["memory"]["peak"], plan["time"]["minutes"], seconds / 60
         print(

@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from gptmini.config.settings import Config, DataConfig
 from gptmini.data.corpus import prepare_corpus
-from gptmini.data.sources import find
+from gptmini.data.sources import find_source
 from gptmini.errors import DataError
 from gptmini.tokenizer import tokenizers
 
@@ -74,7 +74,9 @@ def prepare(path: Path, kind: str) -> tuple[float, float]:
     return size / 1e6 / seconds, size / sum(map(len, texts))
 
 
-def table(title: str, rows: Mapping[str, Callable[[], tuple[float, float]]], rounds: int) -> None:
+def print_table(
+    title: str, rows: Mapping[str, Callable[[], tuple[float, float]]], rounds: int
+) -> None:
     """Time the rows in turns and print a Markdown table."""
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     for _ in range(rounds):
@@ -87,7 +89,7 @@ def table(title: str, rows: Mapping[str, Callable[[], tuple[float, float]]], rou
         print(f"| {name} | {results[name][0][1]:.2f} | {speed:.1f} | {speed / base:.2f} x |")
 
 
-def large(gigabytes: float, documents: list[str], kind: str, folder: Path) -> None:
+def prepare_large(gigabytes: float, documents: list[str], kind: str, folder: Path) -> None:
     """Prepare a text far larger than the memory this should take."""
     path = folder / "large.txt"
     written = number = 0
@@ -119,12 +121,12 @@ def main() -> None:
     )
     options.add_argument("--large", type=float, default=0, metavar="GIGABYTES")
     chosen = options.parse_args()
-    pieces = find(["builtin:python-code"], DataConfig()).pieces()
+    pieces = find_source(["builtin:python-code"], DataConfig()).iter_chunks()
     documents = [piece.text for piece in pieces][:: 50 if chosen.quick else 1]
     rounds = 1 if chosen.quick else 3
     kinds = ["byte", "char"]
     try:
-        tokenizers.create("gpt2", None, ())
+        tokenizers.create_tokenizer("gpt2", None, ())
         kinds.append("gpt2")
     except DataError:
         print("warning: gpt2: no encoding files; set TIKTOKEN_CACHE_DIR", file=sys.stderr)
@@ -132,18 +134,18 @@ def main() -> None:
         folder = Path(name)
         files = write_kinds(documents, folder)
         for vocab_size in (1024, 4096, 16384):
-            tokenizer = tokenizers.create("bpe", vocab_size, documents)
+            tokenizer = tokenizers.create_tokenizer("bpe", vocab_size, documents)
             kind = str(folder / f"bpe-{vocab_size}.json")
             Path(kind).write_text(tokenizer.to_json())
             kinds.append(kind)
         bpe = str(folder / "bpe-4096.json")
         corpora = {title: partial(prepare, folder / file, bpe) for title, file in files.items()}
-        table("corpus", corpora, rounds)
+        print_table("corpus", corpora, rounds)
         file = folder / "one.txt"
         rows = {Path(kind).stem: partial(prepare, file, kind) for kind in kinds}
-        table("tokenizer", rows, rounds)
+        print_table("tokenizer", rows, rounds)
         if chosen.large:
-            large(chosen.large, documents, "gpt2" if "gpt2" in kinds else "byte", folder)
+            prepare_large(chosen.large, documents, "gpt2" if "gpt2" in kinds else "byte", folder)
 
 
 if __name__ == "__main__":

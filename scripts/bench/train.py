@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptmini.config.load import completed, find, load
+from gptmini.config.load import fill_open_settings, find_config_file, load_config
 from gptmini.machine import keep_freed_memory, pick_compute
-from gptmini.plan.cost import training_flops
+from gptmini.plan.cost import count_training_flops
 from gptmini.plan.timing import time_step
 
 SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
@@ -65,7 +65,7 @@ class Baseline(nn.Module):
         return F.linear(self.norms[-1](x), self.embed.weight)
 
 
-def characters(path: Path) -> tuple[Tensor, Tensor, int]:
+def encode_characters(path: Path) -> tuple[Tensor, Tensor, int]:
     """The text as character numbers: training, the last tenth, and the vocabulary size."""
     text = np.array(list(path.read_text("utf-8")))
     vocabulary, numbers = np.unique(text, return_inverse=True)
@@ -74,9 +74,9 @@ def characters(path: Path) -> tuple[Tensor, Tensor, int]:
     return tokens[:cut], tokens[cut:], len(vocabulary)
 
 
-def baseline(path: Path, steps: int) -> tuple[float, float]:
+def train_baseline(path: Path, steps: int) -> tuple[float, float]:
     """Train by the CPU recipe (4 x 4 x 128, 12 x 64 tokens a step): seconds, final loss."""
-    training, held_out, vocabulary = characters(path)
+    training, held_out, vocabulary = encode_characters(path)
     torch.manual_seed(1337)
     model = Baseline(4, 4, 128, 64, vocabulary)
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -107,9 +107,9 @@ def baseline(path: Path, steps: int) -> tuple[float, float]:
     return seconds, loss.item()
 
 
-def baseline_step(path: Path) -> float:
+def time_baseline_step(path: Path) -> float:
     """Seconds a step of the GPU recipe (6 x 6 x 384, 64 x 256 tokens), in float32."""
-    model = Baseline(6, 6, 384, 256, characters(path)[2])
+    model = Baseline(6, 6, 384, 256, encode_characters(path)[2])
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(64, 256, dtype=torch.long)
     times = []
@@ -141,13 +141,13 @@ class Runs:
         return [json.loads(line) for line in (out / "metrics.jsonl").open()]
 
 
-def seconds_to(metrics: list[dict[str, float]], target: float) -> float:
+def find_seconds_to(metrics: list[dict[str, float]], target: float) -> float:
     """Seconds of updates until the first evaluation at or below a loss."""
     seconds = [m["seconds"] for m in metrics if m.get("val_loss", math.inf) <= target]
     return min(seconds, default=math.nan)
 
 
-def best(metrics: list[dict[str, float]]) -> float:
+def find_lowest_loss(metrics: list[dict[str, float]]) -> float:
     """Lowest validation loss of a run."""
     return min(m["val_loss"] for m in metrics if "val_loss" in m)
 
@@ -171,7 +171,7 @@ def step_rows(runs: Runs, quick: bool) -> Iterator[str]:
     """Time of a step of the GPU recipe, eager and compiled."""
     shape = ["model={n_layer: 6, n_head: 6, d_model: 384}", "train.batch_size=64"]
     short = [f"train.steps={3 if quick else 9}", "train.log_every=1", "data.validation=0.01"]
-    plain = baseline_step(runs.path)
+    plain = time_baseline_step(runs.path)
     for mode in ("off", "on"):
         metrics = runs.train(None, *shape, *short, f"train.compile={mode}")
         seconds = statistics.median(64 * 256 / m["tokens_per_second"] for m in metrics[2:])
@@ -184,24 +184,24 @@ def small_rows(runs: Runs, quick: bool) -> Iterator[str]:
     repeats = 1 if quick else 3
     theirs, ours = [], []
     for _ in range(repeats):  # in turns, because the machine's speed drifts
-        theirs.append(baseline(runs.path, 20 if quick else 2000))
+        theirs.append(train_baseline(runs.path, 20 if quick else 2000))
         ours.append(runs.train("shakespeare-char-small", *(["train.steps=3"] if quick else [])))
     plain = statistics.median(seconds for seconds, _ in theirs)
-    seconds = statistics.median(seconds_to(metrics, SMALL_TARGET) for metrics in ours)
+    seconds = statistics.median(find_seconds_to(metrics, SMALL_TARGET) for metrics in ours)
     ends = statistics.median(loss for _, loss in theirs)
     name = f"seconds to {SMALL_TARGET}, the recipe ends at {ends:.4f}"
     yield f"| {name} | {plain:.1f} | {seconds:.1f} | {plain / seconds:.1f} x |"
-    yield f"| lowest loss of that run | | {statistics.median(map(best, ours)):.4f} | |"
+    yield f"| lowest loss of that run | | {statistics.median(map(find_lowest_loss, ours)):.4f} | |"
 
 
 def large_rows(runs: Runs, quick: bool) -> Iterator[str]:
     """Time to the best loss of the GPU recipe, whose 5000 steps are extrapolated, not run."""
-    plain = 5000 * baseline_step(runs.path) / 60
+    plain = 5000 * time_baseline_step(runs.path) / 60
     metrics = runs.train("shakespeare-char", *(["train.steps=3"] if quick else []))
-    minutes = seconds_to(metrics, LARGE_TARGET) / 60
+    minutes = find_seconds_to(metrics, LARGE_TARGET) / 60
     ratio = f"{plain / minutes:.0f} x"
     yield f"| minutes to {LARGE_TARGET} | {plain:.0f} (5000 steps) | {minutes:.1f} | {ratio} |"
-    yield f"| lowest loss of that run | | {best(metrics):.4f} | |"
+    yield f"| lowest loss of that run | | {find_lowest_loss(metrics):.4f} | |"
 
 
 def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
@@ -209,7 +209,7 @@ def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
     started = time.perf_counter()
     metrics = runs.train("shakespeare-char-best", *(["train.steps=3"] if quick else []))
     minutes = (time.perf_counter() - started) / 60
-    yield f"| lowest loss in {minutes:.1f} minutes, all told | | {best(metrics):.4f} | |"
+    yield f"| lowest loss in {minutes:.1f} minutes, all told | | {find_lowest_loss(metrics):.4f} | |"
 
 
 def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:
@@ -218,7 +218,7 @@ def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:
     time_given = f"train.minutes={0.2 if quick else 0.75}"
     for name, settings in list(ABLATIONS.items())[: 2 if quick else None]:
         metrics = runs.train(None, *sizes, time_given, *settings)
-        yield f"| {name} | {metrics[-1]['step']} | {best(metrics):.4f} |"
+        yield f"| {name} | {metrics[-1]['step']} | {find_lowest_loss(metrics):.4f} |"
 
 
 def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
@@ -239,8 +239,8 @@ def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
         "6 x 6 x 384, 64 rows": ("default", {"model": large, "train": {"batch_size": 64}}),
     }
     for name, (config, settings) in list(shapes.items())[: 1 if quick else None]:
-        full = completed(load(find(config), []), settings)
-        work = training_flops(full.model, full.seq_len) * full.train.batch_size * full.seq_len
+        full = fill_open_settings(load_config(find_config_file(config), []), settings)
+        work = count_training_flops(full.model, full.seq_len) * full.train.batch_size * full.seq_len
         cells = []
         for compiled in (False, True)[: 1 if quick else 2]:
             timed = time_step(full, compute, 4, compiled)

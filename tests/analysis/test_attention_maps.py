@@ -11,7 +11,7 @@ from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
-MASK = attention_maps.named_mask("causal", 5).numpy()
+MASK = attention_maps.build_mask("causal", 5).numpy()
 
 
 def model_of(**attention) -> GPT:
@@ -38,12 +38,12 @@ def test_the_weights_shown_are_those_the_model_uses(attention):
     seen = []
     for block in model.blocks:
         block.attn.register_forward_hook(lambda m, args, out: seen.append((m, args, out)))
-    weights = attention_maps.attention_weights(model, TOKENS)
+    weights = attention_maps.compute_attention_weights(model, TOKENS)
     assert weights.shape == (2, 4, 8, 8)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, 8))
     for layer, (module, arguments, out) in enumerate(seen):
         with torch.no_grad():
-            _, _, v = module.heads(*arguments[:2])
+            _, _, v = module.project_qkv(*arguments[:2])
             heads = [weights[layer, h] @ v[0, h // (4 // v.shape[1])] for h in range(4)]
             again = module.o_proj(torch.cat(heads, dim=-1))
         torch.testing.assert_close(again, out[0], atol=1e-5, rtol=1e-4)
@@ -52,7 +52,7 @@ def test_the_weights_shown_are_those_the_model_uses(attention):
 def test_looking_leaves_the_model_as_it_was():
     model = model_of(variant="mha")
     before = model(torch.tensor([TOKENS]))
-    attention_maps.attention_weights(model, TOKENS)
+    attention_maps.compute_attention_weights(model, TOKENS)
     assert torch.equal(model(torch.tensor([TOKENS])), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -67,7 +67,7 @@ def test_summaries_of_simple_heads_are_exact():
     first[:, 0] = 1
     even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
     heads = torch.stack([torch.eye(T), previous, first, even])[None]
-    summaries = attention_maps.summarize(heads)
+    summaries = attention_maps.summarize_heads(heads)
     assert [summary[:2] for summary in summaries] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     rows = [[round(number, 4) for number in summary[2:]] for summary in summaries]
     assert rows[0] == [0, 0, 1, 0]
@@ -81,45 +81,45 @@ def test_summaries_of_simple_heads_are_exact():
 def test_prompts_must_fit_the_context():
     for tokens in ([], [1] * 17):
         with pytest.raises(ConfigError, match="give between 1 and 16"):
-            attention_maps.attention_weights(model_of(variant="mha"), tokens)
+            attention_maps.compute_attention_weights(model_of(variant="mha"), tokens)
 
 
 def test_labels_can_be_read():
     tokenizer = ByteTokenizer()
-    labels = [attention_maps.label(tokenizer, token) for token in (65, 32, 10, 0xC3, 256)]
+    labels = [attention_maps.label_token(tokenizer, token) for token in (65, 32, 10, 0xC3, 256)]
     assert labels == ["A", "␣", "\\n", "c3", "<doc>"]
 
 
 def test_masks_by_name():
     def rows(name: str) -> list[str]:
-        return ["".join(".x"[int(c)] for c in row) for row in attention_maps.named_mask(name, 3)]
+        return ["".join(".x"[int(c)] for c in row) for row in attention_maps.build_mask(name, 3)]
 
     assert rows("causal") == ["x..", "xx.", "xxx"]
     assert rows("window:2") == ["x..", "xx.", ".xx"]
     assert rows("padding:1") == ["x..", ".x.", ".xx"]
     assert rows("cross:2,3") == ["xxx", "xxx"]
     assert rows("cross:2,1") == ["x..", "x.."]  # padded to the size
-    assert attention_maps.named_mask("cross:4,20").shape == (4, 20)
+    assert attention_maps.build_mask("cross:4,20").shape == (4, 20)
     for wrong in ("window:0", "window", "padding:3", "x", "causal:3"):
         with pytest.raises(ConfigError, match="use causal, window:N"):
-            attention_maps.named_mask(wrong, 3)
+            attention_maps.build_mask(wrong, 3)
     for wrong in ("cross", "cross:2", "cross:0,2", "cross:2,4", "cross:1,2,3", "cross:a,2"):
         with pytest.raises(ConfigError, match="use cross:T,S"):
-            attention_maps.named_mask(wrong, 3)
+            attention_maps.build_mask(wrong, 3)
 
 
 def test_pictures_are_drawn(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    weights = attention_maps.attention_weights(model_of(variant="gqa", n_kv_head=2), TOKENS)
+    weights = attention_maps.compute_attention_weights(model_of(variant="gqa", n_kv_head=2), TOKENS)
     names = list("abcdefgh")
     for name, layers, head in (("all", [0, 1], None), ("layer", [1], None), ("head", [1], 3)):
         path = tmp_path / f"{name}.png"
-        plots.save(plots.attention(weights.numpy(), names, 2, layers, head), path)
+        plots.save_figure(plots.draw_attention(weights.numpy(), names, 2, layers, head), path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.png")
+    plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"ends in \.png"):
-        plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.txt")
+        plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.txt")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_pictures_are_drawn(tmp_path: Path):
 @pytest.mark.parametrize("labels", [["a"] * 8, ["␣remarkably_long"] * 8])
 def test_every_title_is_inside_and_no_panel_is_squeezed(layers, head, n_kv_head, labels):
     pytest.importorskip("matplotlib")
-    weights = attention_maps.attention_weights(model_of(variant="mha"), TOKENS).numpy()
-    figure = plots.attention(weights, labels, n_kv_head, layers, head)
+    weights = attention_maps.compute_attention_weights(model_of(variant="mha"), TOKENS).numpy()
+    figure = plots.draw_attention(weights, labels, n_kv_head, layers, head)
     figure.canvas.draw()
     *panels, bar = figure.axes
     frame = figure.bbox
@@ -149,7 +149,7 @@ def test_every_title_is_inside_and_no_panel_is_squeezed(layers, head, n_kv_head,
 def test_many_tokens_leave_no_room_for_numbers():
     pytest.importorskip("matplotlib")
     weights = torch.ones(1, 1, 13, 13).tril().numpy()
-    assert not plots.attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
+    assert not plots.draw_attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
 
 
 @pytest.mark.filterwarnings("error")
@@ -159,13 +159,13 @@ def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd
 
     own = [font for font in font_manager.fontManager.ttflist if "matplotlib" in font.fname]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
-    texts, fonts = plots._drawable(["a", "\u23de"])  # a bracket that only STIX draws
+    texts, fonts = plots._make_drawable(["a", "\u23de"])  # a bracket that only STIX draws
     assert texts == ["a", "\u23de"]
-    assert fonts[0] == plots.MONOSPACE
+    assert fonts[0] == plots.MONOSPACE_FONT
     assert fonts[1:]
     assert capfd.readouterr().err == ""
     weights = torch.ones(1, 1, 3, 3).tril().numpy()
-    figure = plots.attention(weights, ["a", "示", "示例"], 1, [0])
+    figure = plots.draw_attention(weights, ["a", "示", "示例"], 1, [0])
     figure.canvas.draw()
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert labels == ["a", "\\u793a", "\\u793a\\u4f8b"]
@@ -176,7 +176,9 @@ def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd
 
 def test_one_head_is_shown_as_text():
     weights = torch.tensor([[[[1.0, 0.0], [0.25, 0.75]]]])
-    lines = attention_maps.View(weights, ["The", "␣cat"], 1, [0], 0).text().splitlines()
+    lines = (
+        attention_maps.AttentionView(weights, ["The", "␣cat"], 1, [0], 0).format_text().splitlines()
+    )
     assert [line.split() for line in lines[-3:]] == [
         ["query", "The", "␣cat"],
         ["The", "1.000"],
@@ -186,15 +188,23 @@ def test_one_head_is_shown_as_text():
     last_but_one = torch.eye(T).roll(-1, 1).tril()
     last_but_one[0, 0] = 1
     labels = [chr(97 + n) for n in range(T)]
-    lines = attention_maps.View(last_but_one[None, None], labels, 1, [0], 0).text().splitlines()
+    lines = (
+        attention_maps.AttentionView(last_but_one[None, None], labels, 1, [0], 0)
+        .format_text()
+        .splitlines()
+    )
     assert lines[-1].split() == ["12", "m", "11", "l", "1.000"]
-    lines = attention_maps.View(weights, ["The", "␣cat"], 1, [0], None).text().splitlines()
+    lines = (
+        attention_maps.AttentionView(weights, ["The", "␣cat"], 1, [0], None)
+        .format_text()
+        .splitlines()
+    )
     assert lines[-2] == "2 tokens: The ␣cat"
-    one = attention_maps.View(torch.ones(1, 1, 1, 1), ["The"], 1, [0], None)
-    assert one.text() == "1 token: The; it sees only itself, so there is nothing to compare"
+    one = attention_maps.AttentionView(torch.ones(1, 1, 1, 1), ["The"], 1, [0], None)
+    assert one.format_text() == "1 token: The; it sees only itself, so there is nothing to compare"
 
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MachineError, match="pip install matplotlib"):
-        plots.save(plots.mask(MASK, "causal"), tmp_path / "mask.png")
+        plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")

@@ -19,7 +19,7 @@ from tests.support import SMALL, tiny
 def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_path):
     base = tiny(train={"steps": 12, "batch_size": 4})
     wide = tiny(train={"steps": 99, "batch_size": 8})
-    jobs = compare.jobs({"a": base, "b": wide}, 2, tmp_path)
+    jobs = compare.plan_runs({"a": base, "b": wide}, 2, tmp_path)
     assert [(job.variant, job.config.train.seed) for job in jobs] == [
         ("a", 1337),
         ("b", 1337),
@@ -33,7 +33,7 @@ def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_pat
 
 @pytest.fixture(autouse=True)
 def _short_timings(monkeypatch):
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "MIN_TIMING_SECONDS", 0.0)
 
 
 WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4", "--seeds", "2"]
@@ -57,8 +57,8 @@ def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
     )
     folder = tmp_path / "runs" / "compare"
     runs = [folder / name / f"seed-{seed}" for name in ("mha", "window4") for seed in (1337, 1338)]
-    assert [RunDirectory(run).steps()[0] for run in runs] == [4] * 4
-    assert RunDirectory(runs[2]).config().model.attention.window == 4
+    assert [RunDirectory(run).list_steps()[0] for run in runs] == [4] * 4
+    assert RunDirectory(runs[2]).load_config().model.attention.window == 4
     before, made = weights(folder), [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
     first = json.loads((folder / "compare.json").read_text())
     code, again, err = gptmini(*WORDS, "--json")
@@ -103,7 +103,7 @@ def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_pa
     folder = tmp_path / "runs" / "compare"
     twins = [folder / "mha" / "seed-1337", folder / "mha" / "seed-1338"]
     (folder / "copy").symlink_to(twins[0])
-    assert compare.grouped([*twins, folder / "window4" / "seed-1337", folder / "copy"]) == {
+    assert compare.group_runs([*twins, folder / "window4" / "seed-1337", folder / "copy"]) == {
         "mha": twins,
         "window4": [folder / "window4" / "seed-1337"],
         "copy": [folder / "copy"],  # the same seed again is another variant
@@ -128,7 +128,7 @@ def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp
     code, _, err = gptmini(*words, "--attention", "mha,gqa:2")
     assert code == 0, err
     folder = tmp_path / "runs" / "compare"
-    configs = [RunDirectory(folder / name / "seed-1337").config() for name in ("mha", "gqa2")]
+    configs = [RunDirectory(folder / name / "seed-1337").load_config() for name in ("mha", "gqa2")]
     shapes = {
         (config.model.n_layer, config.model.n_head, config.model.d_model, config.train.batch_size)
         for config in configs
@@ -136,7 +136,7 @@ def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp
     assert len(shapes) == 1
     assert configs[0].tokenizer == configs[1].tokenizer
     assert configs[1].model.n_kv_head == 2
-    assert list(compare.grouped([folder / "mha" / "seed-1337"])) == ["mha"]
+    assert list(compare.group_runs([folder / "mha" / "seed-1337"])) == ["mha"]
 
 
 def test_a_mistake_before_the_first_step_can_be_corrected(text_file, tmp_path, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_signal_saves_the_training_and_says_how_to_resume(gptmini, text_file, 
     assert process.returncode == 128 + number
     assert "saved" in said
     assert "training stopped early; run the same command again to resume" in said
-    saved = RunDirectory(tmp_path / "runs/compare/mha/seed-1337").steps()
+    saved = RunDirectory(tmp_path / "runs/compare/mha/seed-1337").list_steps()
     assert 20 <= saved[0] < 3000
 
 
@@ -184,7 +184,7 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
     pytest.importorskip("matplotlib")
     one, two = variant("a", 2.0, 2.1), variant("b", 2.5)
     two.runs[0].history.clear()  # converted, and not trained since
-    plots.save(plots.comparison([one, two]), tmp_path / "a.svg")
+    plots.save_figure(plots.draw_comparison([one, two]), tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 

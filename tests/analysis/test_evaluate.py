@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmini.analysis.evaluate import evaluate_run, held_out, score, text_of
+from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text, score_text
 from gptmini.errors import CheckpointError, DataError
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.tokenizers import ByteTokenizer, Tokenizer, create
+from gptmini.tokenizer.tokenizers import ByteTokenizer, Tokenizer, create_tokenizer
 from tests.support import gpt2, new_cache, tiny, train
 
 TEXT = "héllo wörld, 東京! \n" * 60
@@ -35,7 +35,7 @@ def run_of(model: GPT, tokenizer: Tokenizer) -> Run:
 
 def tokenizers() -> dict[str, Tokenizer]:
     sizes = {"byte": None, "char": None, "bpe": 400}
-    return {kind: create(kind, size, iter([TEXT])) for kind, size in sizes.items()}
+    return {kind: create_tokenizer(kind, size, iter([TEXT])) for kind, size in sizes.items()}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_uniform_model_has_the_loss_log_of_the_vocabulary(kind, text, tmp_path):
     tokenizer = tokenizers()[kind]
     run = run_of(constant_model(torch.zeros(tokenizer.vocab_size)), tokenizer)
-    found = evaluate_run(run, text_of(run, [str(text)], tmp_path / "cache"))
+    found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
     tokens = len(tokenizer.encode(TEXT))
     assert found.tokens.sum() == tokens  # the document token in front is not a target
     assert found.bytes.sum() == len(TEXT.encode())
@@ -67,21 +67,21 @@ def test_bits_per_byte_of_one_text_agree_across_tokenizers(kind, text, tmp_path)
     Z is above 1 because one text has many spellings in tokens.
     """
     tokenizer = gpt2() if kind == "gpt2" else tokenizers()[kind]
-    logits = torch.tensor(tokenizer.byte_lengths() * -math.log(256))
+    logits = torch.tensor(tokenizer.compute_byte_lengths() * -math.log(256))
     logits[tokenizer.document_token] = -100
     run = run_of(constant_model(logits.float()), tokenizer)
-    found = evaluate_run(run, text_of(run, [str(text)], tmp_path / "cache"))
+    found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
     waste = logits.logsumexp(0).item() / math.log(2) * found.tokens.sum() / found.bytes.sum()
     assert 0 <= waste < 0.2
     assert found.bits_per_byte == pytest.approx(8 + waste, rel=1e-5)
 
 
 def test_accuracy_is_top_1(text, tmp_path):
-    tokenizer = create("byte", None, ())
+    tokenizer = create_tokenizer("byte", None, ())
     logits = torch.zeros(257)
     logits[ord("l")] = 1
     run = run_of(constant_model(logits), tokenizer)
-    found = evaluate_run(run, text_of(run, [str(text)], tmp_path / "cache"))
+    found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
     assert found.accuracy == pytest.approx(TEXT.count("l") / len(TEXT.encode()))
 
 
@@ -89,8 +89,8 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     cache = new_cache(tmp_path)
     exact = tiny(data={"path": str(text_file)}, train={"dtype": "float32"})
     train(exact, tmp_path / "run", cache)
-    run = load(tmp_path / "run", "cpu", "float32", cache)
-    (text,) = held_out(run, cache)
+    run = load_run(tmp_path / "run", "cpu", "float32", cache)
+    (text,) = load_held_out(run, cache)
     whole = text_file.read_text()
     tail = run.tokenizer.decode(text.read(0, len(text)).tolist())
     assert whole.endswith(tail)
@@ -101,7 +101,7 @@ def test_a_run_is_evaluated_on_its_held_out_text(text_file, tmp_path):
     assert found.tokens.sum() == len(text) - 1
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
-        held_out(run, cache)
+        load_held_out(run, cache)
 
 
 def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
@@ -109,32 +109,32 @@ def test_the_test_part_is_evaluated_on_request_only(text_file, tmp_path):
     train(tiny(data={"path": str(text_file), "test": 0.2}), tmp_path / "run", cache)
     files = set(cache.glob("*.tokens"))
     assert len(files) == 2
-    run = load(tmp_path / "run", "cpu", "float32", cache)
-    (text,) = held_out(run, cache, "test")
+    run = load_run(tmp_path / "run", "cpu", "float32", cache)
+    (text,) = load_held_out(run, cache, "test")
     assert text.path not in files
     whole = text_file.read_text()
-    (tail,) = held_out(run, cache)
+    (tail,) = load_held_out(run, cache)
     parts = [run.tokenizer.decode(part.read(0, len(part)).tolist()) for part in (text, tail)]
     assert whole.endswith("".join(parts))
     assert len(parts[0]) == pytest.approx(len(whole) / 5, abs=10)
     train(tiny(data={"path": str(text_file)}), tmp_path / "other", cache)
-    other = load(tmp_path / "other", "cpu", "float32", cache)
+    other = load_run(tmp_path / "other", "cpu", "float32", cache)
     with pytest.raises(DataError, match=r"other: has no test part; .*data.test"):
-        held_out(other, cache, "test")
+        load_held_out(other, cache, "test")
 
 
 def test_windows_are_as_long_as_in_training(text, tmp_path):
-    run = run_of(constant_model(torch.zeros(257)), create("byte", None, ()))
+    run = run_of(constant_model(torch.zeros(257)), create_tokenizer("byte", None, ()))
     run.config = run.config.with_train(seq_len=5)
-    texts = text_of(run, [str(text)], tmp_path / "cache")
+    texts = load_text(run, [str(text)], tmp_path / "cache")
     assert len(evaluate_run(run, texts).nats) == math.ceil(len(TEXT.encode()) / 5)
 
 
 def test_a_run_trained_on_standard_input_has_no_held_out_text(tmp_path):
-    run = run_of(constant_model(torch.zeros(257)), create("byte", None, ()))
+    run = run_of(constant_model(torch.zeros(257)), create_tokenizer("byte", None, ()))
     run.config = tiny(data={"path": "-"})
     with pytest.raises(DataError, match="was trained on standard input"):
-        held_out(run, tmp_path)
+        load_held_out(run, tmp_path)
 
 
 @pytest.fixture
@@ -159,13 +159,13 @@ def by_hand(run: Run, tokens: list[int], place: int, start: int) -> tuple[float,
 def test_scores_of_a_short_text_are_the_models_own(run: Run, start: str | None):
     run.config = tiny(sample={"start": start})
     text = "é quick one"
-    found = score(run, text)
+    found = score_text(run, text)
     tokens = list(text.encode())
     assert found.tokens == tokens
     for place in range(len(tokens)):
         logprob, rank = by_hand(run, tokens, place, 0)
         assert found.logprobs[place] == pytest.approx(logprob, abs=1e-5)
-        assert found.ranks[place] == rank
+        assert found.token_ranks[place] == rank
     assert found.loss == pytest.approx(-sum(found.logprobs) / 12)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a token is a byte
@@ -174,7 +174,7 @@ def test_scores_of_a_short_text_are_the_models_own(run: Run, start: str | None):
 @pytest.mark.parametrize("length", [15, 16, 17, 24, 25, 50])
 def test_a_long_text_is_read_in_windows_half_a_context_apart(run: Run, length: int):
     text = "".join(chr(97 + n * 7 % 26) for n in range(length))
-    found = score(run, text)
+    found = score_text(run, text)
     assert len(found.logprobs) == length
     tokens = list(text.encode())
     for place in range(length):
@@ -186,10 +186,10 @@ def test_a_long_text_is_read_in_windows_half_a_context_apart(run: Run, length: i
 @pytest.mark.parametrize(("text", "message"), [("", "empty"), ("a\udc80", "character 1 is no")])
 def test_text_that_cannot_be_scored_is_refused(run: Run, text: str, message: str):
     with pytest.raises(DataError, match=message):
-        score(run, text)
+        score_text(run, text)
 
 
 def test_non_finite_weights_are_reported(run: Run):
     torch.nn.init.constant_(run.model.final_norm.weight, torch.nan)
     with pytest.raises(CheckpointError, match="not finite"):
-        score(run, "text")
+        score_text(run, "text")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gptmini.analysis import measure
-from gptmini.analysis.variants import as_json, verdicts
+from gptmini.analysis.variants import to_json, write_verdicts
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data import shards
@@ -26,8 +26,8 @@ def test_figures_are_of_the_run_and_losses_are_computed_once(text_file, tmp_path
     one, _ = trained(text_file, tmp_path / "one", cache)
     two, _ = trained(text_file, tmp_path / "two", cache, seed=1)
     known = tmp_path / "compare.json"
-    (found,) = measure.measure({"a": [one, two]}, None, cache, known)
-    weights = RunDirectory(one).newest().model.values()
+    (found,) = measure.measure_variants({"a": [one, two]}, None, cache, known)
+    weights = RunDirectory(one).load_newest().model.values()
     assert found.parameters == sum(tensor.numel() for tensor in weights)
     assert found.cache_bytes_per_token == 2 * 2 * 32 * 4
     assert found.cache_bytes == 16 * found.cache_bytes_per_token
@@ -38,9 +38,9 @@ def test_figures_are_of_the_run_and_losses_are_computed_once(text_file, tmp_path
     assert min(found.decode_tokens_per_second.values()) > 0
     lines = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
     assert found.runs[0].peak_memory == lines[-1]["peak_memory"]
-    known.write_text(json.dumps(as_json([found])))
+    known.write_text(json.dumps(to_json([found])))
     monkeypatch.setattr(measure, "evaluate_run", lambda *_: pytest.fail("evaluated again"))
-    (again,) = measure.measure({"a": [one, two]}, None, cache, known)
+    (again,) = measure.measure_variants({"a": [one, two]}, None, cache, known)
     assert [asdict(run) | {"history": 0} for run in again.runs] == [
         asdict(run) | {"history": 0} for run in found.runs
     ]
@@ -50,36 +50,36 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
     cache = new_cache(tmp_path)
     one, config = trained(text_file, tmp_path / "one", cache)
     known = tmp_path / "compare.json"
-    (first,) = measure.measure({"a": [one]}, None, cache, known)
-    known.write_text(json.dumps(as_json([first])))
+    (first,) = measure.measure_variants({"a": [one]}, None, cache, known)
+    known.write_text(json.dumps(to_json([first])))
     other = tmp_path / "other.txt"
     other.write_text("It is another text. " * 9)
-    (second,) = measure.measure({"a": [one]}, [str(other)], cache, known)
+    (second,) = measure.measure_variants({"a": [one]}, [str(other)], cache, known)
     assert second.runs[0].loss != first.runs[0].loss
     train(config.with_train(steps=9), one, cache)
-    (third,) = measure.measure({"a": [one]}, None, cache, known)
+    (third,) = measure.measure_variants({"a": [one]}, None, cache, known)
     assert third.runs[0].made_of != first.runs[0].made_of
     # The same weights with a window are a different model.
-    narrow = RunDirectory(one).config().model_dump()
+    narrow = RunDirectory(one).load_config().model_dump()
     narrow["model"]["attention"]["window"] = 2
     RunDirectory(one).write_config(validate(narrow, {}))
-    (fourth,) = measure.measure({"a": [one]}, None, cache, known)
+    (fourth,) = measure.measure_variants({"a": [one]}, None, cache, known)
     assert fourth.runs[0].loss != third.runs[0].loss
 
 
 def test_other_shares_of_prepared_tokens_are_other_texts(text_file, tmp_path):
     cache, folder = new_cache(tmp_path), tmp_path / "prepared"
-    shards.prepare(tiny(data={"path": str(text_file)}), 1, 1, folder)
+    shards.prepare_part(tiny(data={"path": str(text_file)}), 1, 1, folder)
     runs = {}
     for share in (0.1, 0.2):
         config = tiny(data={"path": str(folder), "validation": share})
         train(config, tmp_path / str(share), cache)
         runs[str(share)] = [tmp_path / str(share)]
-    variants = measure.measure(runs, None, cache, tmp_path / "compare.json")
-    assert "measured on different texts" in verdicts(variants)[0]
+    variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
+    assert "measured on different texts" in write_verdicts(variants)[0]
     twice = {"a": runs["0.1"], "b": runs["0.1"]}
-    same = measure.measure(twice, None, cache, tmp_path / "compare.json")
-    assert "measured on different texts" not in verdicts(same)[0]
+    same = measure.measure_variants(twice, None, cache, tmp_path / "compare.json")
+    assert "measured on different texts" not in write_verdicts(same)[0]
 
 
 def test_a_text_keeps_its_name_in_other_tokens(text_file, tmp_path):
@@ -88,8 +88,8 @@ def test_a_text_keeps_its_name_in_other_tokens(text_file, tmp_path):
         config = tiny(data={"path": str(text_file)}, tokenizer={"kind": kind})
         train(config, tmp_path / kind, cache)
         runs[kind] = [tmp_path / kind]
-    variants = measure.measure(runs, None, cache, tmp_path / "compare.json")
-    assert "measured on different texts" not in verdicts(variants)[0]
+    variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
+    assert "measured on different texts" not in write_verdicts(variants)[0]
 
 
 def test_a_timing_lasts_long_enough_to_mean_something(monkeypatch):
@@ -101,5 +101,5 @@ def test_a_timing_lasts_long_enough_to_mean_something(monkeypatch):
         now += 0.001
 
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
-    assert measure._decode_speed(engine, 11) == pytest.approx(1000)
+    assert measure._measure_decode_speed(engine, 11) == pytest.approx(1000)
     assert now == pytest.approx(0.055)  # five texts, each with a prompt of one token

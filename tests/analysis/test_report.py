@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gptmini.analysis import plots, report
-from gptmini.runs.log import metrics
+from gptmini.runs.log import read_metrics
 from tests.analysis.test_page_data import data_of
 from tests.support import SMALL
 
@@ -43,7 +43,7 @@ def test_a_page_has_the_runs_their_curves_and_their_heads(runs):
     ]
     assert "mqa 4:1" in table["rows"][1]
     loss, lr, *_ = charts["items"]
-    logged = list(metrics(Path("runs/b/metrics.jsonl")))
+    logged = list(read_metrics(Path("runs/b/metrics.jsonl")))
     lines = {line["name"]: line["points"] for line in loss["series"]}
     assert lines["runs/b, validation"] == [
         [line["tokens"] / 1e6, line["val_loss"]] for line in logged if "val_loss" in line
@@ -135,8 +135,8 @@ def test_losses_of_different_tokenizers_are_drawn_in_bits_per_byte(runs, text_fi
     assert runs(*TRAIN, "--out", "runs/c", "--set", "tokenizer.kind=char")[0] == 0
     drawn = []
     for names in (["runs/a", "runs/b"], ["runs/a", "runs/c"]):
-        logged = {name: list(metrics(Path(name) / "metrics.jsonl")) for name in names}
-        drawn.append(plots.training(logged, report._in_bits(logged)).axes[0])
+        logged = {name: list(read_metrics(Path(name) / "metrics.jsonl")) for name in names}
+        drawn.append(plots.draw_training(logged, report._compares_in_bits(logged)).axes[0])
     nats, bits = drawn
     assert nats.get_title() == "loss (nats per token)"
     assert bits.get_title() == "loss (bits per byte)"
@@ -151,7 +151,7 @@ def test_the_axis_of_the_losses_has_enough_ticks():
         {"step": n, "tokens": 64 * n, "train_loss": loss, "val_loss": loss}
         for n, loss in enumerate((4.9, 3.8, 3.1), 1)
     ]
-    figure = plots.training({"runs/名": lines})
+    figure = plots.draw_training({"runs/名": lines})
     figure.canvas.draw()
     low, high = figure.axes[0].get_ylim()
     assert sum(low <= tick <= high for tick in figure.axes[0].get_yticks()) >= 4

@@ -9,9 +9,9 @@ import pytest
 import typer.core
 
 from gptmini import __version__, console
-from gptmini.analysis.attention_maps import spell
+from gptmini.analysis.attention_maps import spell_token
 from gptmini.cli import app, generate
-from gptmini.config.load import leaves
+from gptmini.config.load import iter_settings
 from gptmini.config.settings import Config
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.analysis.test_page_data import data_of
@@ -269,7 +269,7 @@ def test_help_is_a_command_too(gptmini):
 def test_settings_lists_every_key_with_its_choices_default_and_meaning(gptmini):
     code, out, _ = gptmini("settings")
     assert code == 0
-    for key, _ in leaves(Config().model_dump()):
+    for key, _ in iter_settings(Config().model_dump()):
         assert re.search(rf"^{key.replace('.', '[.]')}: .+ \(default: .+\)\n    \w", out, re.M), key
     assert "model.norm: layernorm, rmsnorm (default: layernorm)" in out
     one = gptmini("settings", "train.lr")
@@ -374,7 +374,7 @@ def test_inspect_writes_a_page_of_prompt_and_continuation(gptmini, text_file: Pa
     )[1]
     tokens = [*b"the <b>", *json.loads(drawn)["samples"][0]["tokens"]]
     spelled = [part["spellings"][n] for n in part["tokens"]]
-    assert spelled == [spell(ByteTokenizer(), token) for token in tokens]
+    assert spelled == [spell_token(ByteTokenizer(), token) for token in tokens]
     assert gptmini(*words)[0] == 0
     assert data_of(Path("a.html").read_bytes())["parts"][0]["drawn"] == 0
 
@@ -383,7 +383,7 @@ def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(generate, "run_directory", broken)
+    monkeypatch.setattr(generate, "resolve_run", broken)
     code, _, err = gptmini("generate")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("gptmini: internal error: ZeroDivisionError()")
@@ -395,9 +395,12 @@ def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, 
 
 
 def test_control_characters_are_shown_not_obeyed():
-    assert console.shown("a\x1b[31mé\n\t\x07東\x9b") == "a\\x1b[31mé\n\t\\x07東\\x9b"
+    assert (
+        console.escape_control_characters("a\x1b[31mé\n\t\x07東\x9b")
+        == "a\\x1b[31mé\n\t\\x07東\\x9b"
+    )
     ordinary = "\u3000l\u00a0homme\u202f! \u200d"
-    assert console.shown(ordinary + "\r\n") == ordinary + "\n"
+    assert console.escape_control_characters(ordinary + "\r\n") == ordinary + "\n"
 
 
 def test_help_answers_without_torch():

@@ -22,7 +22,7 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     code, out, err = gptmini(*words)
     assert (code, out) == (0, "")
     assert "t.json: 300 tokens" in err
-    learned = tokenizers.read(Path("t.json"))
+    learned = tokenizers.load_tokenizer(Path("t.json"))
     code, out, _ = gptmini("tokenizer", "encode", "t.json", "the lazy dog")
     assert (code, out.split()) == (0, [str(t) for t in learned.encode("the lazy dog")])
     text = "the döner\r\n \x1b東\n".encode()
@@ -142,7 +142,7 @@ def test_several_texts_and_documents(gptmini, tmp_path: Path):
 def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: Path, monkeypatch):
     from gptmini.train import trainer
 
-    update = trainer.update
+    update = trainer.train_step
 
     def cut(training: trainer.Training) -> dict[str, object]:
         if training.step == 3:
@@ -151,11 +151,11 @@ def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: 
                 file.truncate(200)
         return update(training)
 
-    monkeypatch.setattr(trainer, "update", cut)
+    monkeypatch.setattr(trainer, "train_step", cut)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 3
     assert ".tokens: truncated while in use (" in err
-    monkeypatch.setattr(trainer, "update", update)
+    monkeypatch.setattr(trainer, "train_step", update)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 0, err
     assert "resuming after step 2" in err

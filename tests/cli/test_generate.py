@@ -16,7 +16,7 @@ import pytest
 
 from gptmini import console
 from gptmini.cli import generate
-from gptmini.cli.generate import LARGEST
+from gptmini.cli.generate import MAX_INPUT_BYTES
 from tests.support import SMALL, WORDS
 
 FEW = ["--max-new-tokens", "6"]
@@ -121,7 +121,7 @@ def test_a_file_of_prompts(gptmini, run):
     ("data", "message"),
     [
         (b"\xff\xfe", "standard input: not UTF-8 at byte 0"),
-        (b"x" * (LARGEST + 1), "standard input: over 16 MiB"),
+        (b"x" * (MAX_INPUT_BYTES + 1), "standard input: over 16 MiB"),
     ],
 )
 def test_standard_input_that_cannot_be_a_prompt(gptmini, run, monkeypatch, data, message):
@@ -351,7 +351,7 @@ def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
     assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
     assert f"loss {found['loss']:.4f}" in lines[-1]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert list(generate._colored(cli_generate_score(found)))[-1] == "\n"
+    assert list(generate._color_tokens(cli_generate_score(found)))[-1] == "\n"
     code, _, err = gptmini("score")
     assert (code, err.count("\n")) == (2, 1)
 
@@ -368,5 +368,5 @@ def test_surprise_is_a_color():
     from gptmini.analysis.evaluate import Score
 
     found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
-    text = "".join(generate._colored(found))
+    text = "".join(generate._color_tokens(found))
     assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"

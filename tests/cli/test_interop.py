@@ -57,7 +57,7 @@ def test_wrong_usage_is_named(gptmini, tmp_path, monkeypatch):
         found, out, err = gptmini(*words)
         assert (found, out) == (code, ""), words
         assert line in err.lower() or line in err, err
-    monkeypatch.setattr(exporting, "LIMIT", 0.0)
+    monkeypatch.setattr(exporting, "MAX_RELATIVE_DIFFERENCE", 0.0)
     code, out, err = gptmini("export", "runs/my")
     assert (code, out) == (1, "")
     assert "gptmini: runs/my-hf: not written: logits differ by" in err

@@ -6,41 +6,41 @@ import runpy
 import pytest
 import torch
 
-from gptmini.config.load import CONFIGS, leaves, load, named_configs
+from gptmini.config.load import CONFIGS_DIR, iter_settings, list_config_files, load_config
 from gptmini.config.settings import Config
-from gptmini.model.gpt import GPT, loss
+from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
 from tests.support import ROOT
 
-NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_configs()]
+NAMES = [str(path.relative_to(CONFIGS_DIR).with_suffix("")) for path in list_config_files()]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_loads_is_short_and_opens_with_what_to_expect(name):
-    path = CONFIGS / f"{name}.yaml"
+    path = CONFIGS_DIR / f"{name}.yaml"
     lines = path.read_text().splitlines()
     assert len(lines) <= 40
     assert lines[0].startswith("# ")
     assert lines[1].startswith("# yaml-language-server: $schema=")
-    assert (path.parent / lines[1].split("=")[1]).resolve() == CONFIGS / "schema.json"
-    load(path, [])
+    assert (path.parent / lines[1].split("=")[1]).resolve() == CONFIGS_DIR / "schema.json"
+    load_config(path, [])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_makes_a_step(name):
     small = [("", ("model", "n_layer"), 1)]
-    config = load(CONFIGS / f"{name}.yaml", small).with_tokenizer("byte", 257)
+    config = load_config(CONFIGS_DIR / f"{name}.yaml", small).with_tokenizer("byte", 257)
     model = GPT(config.model)
     optimizer = Optimizer(model, config.train)
     tokens = torch.randint(257, (1, 17))
-    loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+    compute_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step(1e-3)
     assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_the_attention_configurations_differ_in_one_line():
     texts = {
-        name: (CONFIGS / "attention" / f"{name}.yaml").read_text().splitlines()[1:]
+        name: (CONFIGS_DIR / "attention" / f"{name}.yaml").read_text().splitlines()[1:]
         for name in ("mha", "gqa", "mqa")
     }
     for name in ("gqa", "mqa"):
@@ -51,12 +51,12 @@ def test_the_attention_configurations_differ_in_one_line():
 def test_the_schema_and_the_table_of_settings_are_those_of_the_code():
     script = runpy.run_path(str(ROOT / "scripts" / "write_schema.py"))
     schema = Config.model_json_schema()
-    readme = (CONFIGS / "README.md").read_text()
-    assert json.loads((CONFIGS / "schema.json").read_text()) == schema, "run write_schema.py"
+    readme = (CONFIGS_DIR / "README.md").read_text()
+    assert json.loads((CONFIGS_DIR / "schema.json").read_text()) == schema, "run write_schema.py"
     assert script["with_settings"](readme, schema) == readme, "run write_schema.py"
 
 
 def test_the_readme_lists_every_configuration_and_every_setting():
-    readme = (CONFIGS / "README.md").read_text()
-    names = {key.rpartition(".")[2] for key, _ in leaves(Config().model_dump())}
+    readme = (CONFIGS_DIR / "README.md").read_text()
+    names = {key.rpartition(".")[2] for key, _ in iter_settings(Config().model_dump())}
     assert [name for name in [*NAMES, *names] if f"| `{name}` |" not in readme] == []

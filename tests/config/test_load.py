@@ -3,8 +3,16 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from gptmini.config.load import DEFAULT, differences, find, full_key, load, named_configs, validate
-from gptmini.config.settings import Config, ModelConfig, default_d_ff
+from gptmini.config.load import (
+    DEFAULT_CONFIG_FILE,
+    find_config_file,
+    find_full_key,
+    iter_differences,
+    list_config_files,
+    load_config,
+    validate,
+)
+from gptmini.config.settings import Config, ModelConfig, compute_default_d_ff
 from gptmini.config.yamlfile import dump
 from gptmini.errors import ConfigError
 from tests.support import tiny
@@ -23,7 +31,7 @@ def test_every_mistake_of_a_file_is_one_line_with_its_place(tmp_path: Path):
         "train:\n  lr: -1\n  stepz: 4\n  betas: [0.9, 2]\n  dropout: 0.1\nmodle: {}\n"
     )
     with pytest.raises(ConfigError) as error:
-        load(path, [("--set train.seed", ("train", "seed"), -1)])
+        load_config(path, [("--set train.seed", ("train", "seed"), -1)])
     expected = [
         ":2: model.n_layer: expected a whole number, not 'four'",
         ":3: model.n_embd: no such setting; did you mean model.d_model?",
@@ -109,14 +117,16 @@ def test_each_variant_has_its_number_of_kv_heads():
 
 def test_swiglu_has_about_as_many_weights_as_two_matrices():
     for width in (64, 256, 576, 768):
-        assert 3 * width * default_d_ff(width, "swiglu") == pytest.approx(8 * width**2, rel=0.03)
+        assert 3 * width * compute_default_d_ff(width, "swiglu") == pytest.approx(
+            8 * width**2, rel=0.03
+        )
 
 
 def test_a_written_configuration_reads_back_equal(tmp_path: Path):
     config = tiny(train={"lr": 1e-5}, data={"path": "010"}).with_tokenizer("bpe", 700)
     path = tmp_path / "config.yaml"
     path.write_text(dump(config.model_dump()))
-    assert load(path, []) == config
+    assert load_config(path, []) == config
 
 
 def test_vocab_size_must_be_the_tokenizers():
@@ -126,15 +136,15 @@ def test_vocab_size_must_be_the_tokenizers():
 
 
 def test_differences_name_the_key_and_both_values():
-    assert list(differences(tiny(), tiny(train={"lr": 1.0}))) == [("train.lr", 2e-3, 1.0)]
+    assert list(iter_differences(tiny(), tiny(train={"lr": 1.0}))) == [("train.lr", 2e-3, 1.0)]
 
 
 def test_configurations_are_found_by_name_and_path():
-    for path in named_configs():
-        assert find(str(path)) == path
-    assert find("attention/mqa").name == "mqa.yaml"
+    for path in list_config_files():
+        assert find_config_file(str(path)) == path
+    assert find_config_file("attention/mqa").name == "mqa.yaml"
     with pytest.raises(ConfigError, match="did you mean shakespeare-char"):
-        find("shakespear-char")
+        find_config_file("shakespear-char")
 
 
 def test_a_single_text_will_do_for_a_list():
@@ -149,7 +159,7 @@ def test_a_value_is_not_a_section(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text("data: 3\n")
     with pytest.raises(ConfigError, match="data is a value"):
-        load(path, [("--data", ("data", "path"), "x")])
+        load_config(path, [("--data", ("data", "path"), "x")])
 
 
 def test_contradictions_are_reported_beside_malformed_settings():
@@ -166,13 +176,15 @@ def test_a_section_set_as_a_whole_is_named_with_the_key(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text("train:\n  lr: 1e-3\n")
     with pytest.raises(ConfigError) as error:
-        load(path, [("--set train", ("train",), {"lr": -1})])
+        load_config(path, [("--set train", ("train",), {"lr": -1})])
     assert error.value.lines[0].startswith("--set train: train.lr: must be at least 1e-08")
 
 
 def test_options_and_places_are_named_as_the_user_gave_them(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
-        load(None, [("--steps", ("train", "steps"), 0), ("--set train.lr", ("train", "lr"), "abc")])
+        load_config(
+            None, [("--steps", ("train", "steps"), 0), ("--set train.lr", ("train", "lr"), "abc")]
+        )
     assert error.value.lines == (
         "--steps: must be at least 1, not 0",
         "--set train.lr: expected a number, not 'abc'",
@@ -190,7 +202,7 @@ def test_every_setting_is_described():
 
 
 def test_a_setting_is_known_by_its_own_and_other_projects_names():
-    assert [full_key(name) for name in ("lr", "learning_rate", "n_embd", "foo")] == [
+    assert [find_full_key(name) for name in ("lr", "learning_rate", "n_embd", "foo")] == [
         "train.lr",
         "train.lr",
         "model.d_model",
@@ -210,18 +222,20 @@ def test_minutes_on_the_command_line_win_over_the_steps_of_a_file(tmp_path: Path
     intervals = "warmup_steps: 9, eval_every: 50, save_every: 50, log_every: 5"
     path.write_text(f"train: {{steps: 600, {intervals}, lr: 1e-3}}\n")
     minutes = ("--minutes", ("train", "minutes"), 5.0)
-    assert load(path, [minutes]).train.model_fields_set == {"minutes", "lr"}
-    both = load(path, [("--steps", ("train", "steps"), 70), minutes]).train
+    assert load_config(path, [minutes]).train.model_fields_set == {"minutes", "lr"}
+    both = load_config(path, [("--steps", ("train", "steps"), 70), minutes]).train
     assert (both.steps, both.eval_every, both.warmup_steps) == (70, 100, 7)
-    assert load(path, [("--set train.minutes", ("train", "minutes"), None)]).train.steps == 600
+    assert (
+        load_config(path, [("--set train.minutes", ("train", "minutes"), None)]).train.steps == 600
+    )
     path.write_text("train: {steps: 600, minutes: 5}\n")
-    assert load(path, []).train.steps == 600
+    assert load_config(path, []).train.steps == 600
 
 
 def test_the_default_configuration_is_the_defaults_and_leaves_open_what_is_chosen():
-    default = load(DEFAULT, [])
+    default = load_config(DEFAULT_CONFIG_FILE, [])
     assert default == Config()
-    planned = load(DEFAULT, [("--minutes", ("train", "minutes"), 5.0)])
+    planned = load_config(DEFAULT_CONFIG_FILE, [("--minutes", ("train", "minutes"), 5.0)])
     assert not planned.tokenizer.model_fields_set
     assert not {"n_layer", "n_head", "d_model", "dropout"} & planned.model.model_fields_set
     assert not {"steps", "batch_size", "eval_every", "compile"} & planned.train.model_fields_set

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.config.yamlfile import assignment, dump, parse, read_file
+from gptmini.config.yamlfile import dump, parse, parse_assignment, read_file
 from gptmini.errors import ConfigError
 
 
@@ -98,12 +98,12 @@ def test_lines_of_keys(tmp_path: Path):
 
 
 def test_assignments():
-    assert assignment("a.b=3e-4") == (("a", "b"), 3e-4)
-    assert assignment("a=[1, 2]") == (("a",), [1, 2])
-    assert assignment("a . b = 1") == (("a", "b"), 1)
+    assert parse_assignment("a.b=3e-4") == (("a", "b"), 3e-4)
+    assert parse_assignment("a=[1, 2]") == (("a",), [1, 2])
+    assert parse_assignment("a . b = 1") == (("a", "b"), 1)
     for wrong in ("a", "a..b=1", "=1", " . =1"):
         with pytest.raises(ConfigError, match="not an assignment"):
-            assignment(wrong)
+            parse_assignment(wrong)
 
 
 # NEL and the byte order mark are line ends and marks to YAML 1.1, not text

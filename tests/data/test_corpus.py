@@ -39,7 +39,7 @@ def test_the_tail_is_held_out(tmp_path: Path):
     expected = [DOCUMENT, *"héllo\nwörld\n".encode()]
     assert tokens_of(*corpus.training) == expected[:-6]  # no character is cut in two
     assert tokens_of(*corpus.validation) == expected[-6:]
-    assert corpus.summary("byte") == (
+    assert corpus.format_summary("byte") == (
         f"  data      {path}: 14 bytes -> 15 tokens (byte, vocabulary 257); "
         f"6 held out for validation"
     )
@@ -52,7 +52,12 @@ def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, ki
     corpus = prepared(path, tmp_path / "cache", kind, validation=0.02, test=0.05)
     known = {corpus.tokenizer.decode([token]) for token in range(corpus.tokenizer.vocab_size)}
     assert not {"東", "zy", " zyzzyva"} & known
-    assert "東" in corpora.learn("char", None, [sources.find([str(path)], DataConfig())]).characters
+    assert (
+        "東"
+        in corpora.learn_tokenizer(
+            "char", None, [sources.find_source([str(path)], DataConfig())]
+        ).characters
+    )
     if kind == "bpe":
         assert {" the", " cat"} <= known
 
@@ -68,12 +73,12 @@ def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, te
     assume("".join(lines).strip())  # blank texts are refused
     path = tmp_path / "a.txt"
     path.write_text("\n".join(lines))
-    whole = sources.find([str(path)], DataConfig(split=split, separator="\n"))
-    documents = [piece.text for piece in whole.pieces()]
+    whole = sources.find_source([str(path)], DataConfig(split=split, separator="\n"))
+    documents = [piece.text for piece in whole.iter_chunks()]
     sides = {}
     for side in ("training", "validation", "test"):
         try:
-            pieces = list(sources.Part(whole, side, validation, test).pieces())
+            pieces = list(sources.SourceSplit(whole, side, validation, test).iter_chunks())
         except DataError:  # no document for it
             pieces = []
         sides[side] = [piece.text for piece in pieces]
@@ -204,13 +209,13 @@ def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_p
 
 
 def test_text_that_changes_while_read_leaves_nothing(text_file: Path, tmp_path: Path, monkeypatch):
-    create = tokenizers.create
+    create = tokenizers.create_tokenizer
 
     def change_the_file(*arguments: Any) -> tokenizers.Tokenizer:
         text_file.write_text("other words")
         return create(*arguments)
 
-    monkeypatch.setattr(tokenizers, "create", change_the_file)
+    monkeypatch.setattr(tokenizers, "create_tokenizer", change_the_file)
     with pytest.raises(DataError, match="changed while being read"):
         prepared(text_file, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -278,7 +283,7 @@ def test_texts_without_words_take_bounded_time(tmp_path: Path, kind, text):
 def test_token_files_are_the_same_on_any_number_of_cores(
     text_file: Path, tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(tokenizers, "BLOCK", 64)
+    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", 64)
     whole = []
     for cores in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
@@ -313,7 +318,7 @@ def test_any_bytes_round_trip_or_are_one_error(tmp_path: Path, kind, content):
         short = len(content) < 20
         no_text = (
             b"\0" in content
-            or formats.not_text(path, content)
+            or formats.detect_binary(path, content)
             or not content.strip()
             or content[:2] in (b"\xff\xfe", b"\xfe\xff")
         )
@@ -347,7 +352,7 @@ def test_of_a_large_text_less_than_a_tenth_is_held_out(tmp_path: Path, monkeypat
     path = tmp_path / "a.txt"
     path.write_text("|".join(f"document {number:5}" for number in range(2000)))
     for held_out, expected in [(1_500_000, 0.1), (600, 0.02)]:
-        monkeypatch.setattr(corpora, "HELD_OUT", held_out)
+        monkeypatch.setattr(corpora, "MAX_HELD_OUT_BYTES", held_out)
         corpus = prepared(path, tmp_path / "cache", split=split, separator="|")
         ((training,), (validation,)) = corpus.training, corpus.validation
         share = len(validation) / (len(training) + len(validation))

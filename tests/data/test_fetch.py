@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gptmini.data import fetch
-from gptmini.data.fetch import KNOWN, Known
+from gptmini.data.fetch import KNOWN_CORPORA, KnownCorpus
 from gptmini.errors import DataError, MachineError
 from tests.support import SHARED
 
@@ -34,7 +34,9 @@ def server(monkeypatch: pytest.MonkeyPatch):
     thread.start()
     for name in ("good", "other", "short", "long", "none"):
         url = f"http://127.0.0.1:{http.server_port}/{name}"
-        monkeypatch.setitem(KNOWN, name, Known(url, len(TEXT), hashlib.sha256(TEXT).hexdigest()))
+        monkeypatch.setitem(
+            KNOWN_CORPORA, name, KnownCorpus(url, len(TEXT), hashlib.sha256(TEXT).hexdigest())
+        )
     yield http
     http.shutdown()
     thread.join()
@@ -64,7 +66,7 @@ def test_an_unexpected_answer_leaves_nothing(server: HTTPServer, tmp_path: Path,
 
 
 def test_without_network_alternatives_are_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(KNOWN, "far", Known("http://127.0.0.1:1/x", 1, "0"))
+    monkeypatch.setitem(KNOWN_CORPORA, "far", KnownCorpus("http://127.0.0.1:1/x", 1, "0"))
     with pytest.raises(MachineError, match=r"download failed .* builtin:python-docs"):
         fetch.fetch("far", tmp_path)
     with pytest.raises(DataError, match="choose tinyshakespeare or tinystories"):
@@ -75,6 +77,6 @@ def test_the_expected_hash_is_that_of_the_text():
     path = SHARED / "data" / "tinyshakespeare.txt"
     if not path.exists():
         pytest.skip("no Tiny Shakespeare here")
-    known = KNOWN["tinyshakespeare"]
+    known = KNOWN_CORPORA["tinyshakespeare"]
     assert path.stat().st_size == known.bytes
     assert hashlib.sha256(path.read_bytes()).hexdigest() == known.sha256

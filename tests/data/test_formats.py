@@ -22,7 +22,7 @@ IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 def documents(path: Path, **options: str) -> list[str]:
     """The documents of a file, joined from their pieces."""
     texts: list[str] = []
-    for piece in sources.find([str(path)], DataConfig.model_validate(options)).pieces():
+    for piece in sources.find_source([str(path)], DataConfig.model_validate(options)).iter_chunks():
         texts += [""] if piece.starts_document else []
         texts[-1] += piece.text
     return texts
@@ -37,8 +37,8 @@ def with_line_feeds(text: str) -> str:
 def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, text, block):
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
-    monkeypatch.setattr(formats, "BLOCK", block)
-    monkeypatch.setattr(tokenizers, "BLOCK", block)
+    monkeypatch.setattr(formats, "TEXT_BLOCK_SIZE", block)
+    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", block)
     assert documents(path) == [with_line_feeds(text)] * bool(text)
 
 
@@ -50,8 +50,8 @@ def test_separators_split_documents_wherever_blocks_end(
 ):
     path = tmp_path / "a.md"
     path.write_bytes(text.encode())
-    monkeypatch.setattr(formats, "BLOCK", block)
-    monkeypatch.setattr(tokenizers, "BLOCK", block)
+    monkeypatch.setattr(formats, "TEXT_BLOCK_SIZE", block)
+    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", block)
     expected = [document for document in with_line_feeds(text).split(separator) if document]
     assert documents(path, separator=separator) == expected
 
@@ -92,11 +92,11 @@ def test_parquet_columns_are_documents(tmp_path: Path):
 
 
 def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(tokenizers, "BLOCK", 10)
+    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", 10)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "seven words are in this one sentence"}) + "\n")
-    source = sources.find([str(path)], DataConfig())
-    pieces = [piece.text for piece in source.pieces()]
+    source = sources.find_source([str(path)], DataConfig())
+    pieces = [piece.text for piece in source.iter_chunks()]
     assert pieces == ["seven", " words", " are in", " this one", " sentence"]
 
 
@@ -105,7 +105,11 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
     [
         ("a.txt", b"x" * 100 + b"\xff", "a.txt: not UTF-8 at byte 100; .*--errors replace"),
         ("a.txt", b"\xef\xbb\xbf" + b"x" * 10 + b"\xff", "not UTF-8 at byte 13;"),
-        ("a.txt", b"x" * (formats.BLOCK + 5) + b"\xc3", f"not UTF-8 at byte {formats.BLOCK + 5};"),
+        (
+            "a.txt",
+            b"x" * (formats.TEXT_BLOCK_SIZE + 5) + b"\xc3",
+            f"not UTF-8 at byte {formats.TEXT_BLOCK_SIZE + 5};",
+        ),
         ("a.txt", "text".encode("utf-16"), "a.txt: UTF-16, not UTF-8; convert it with: iconv"),
         ("a.txt", "text".encode("utf-16-le"), "a.txt: binary data, not plain text; choose"),
         ("a.txt", b"x" * 9999 + b"\0", "NUL bytes, so it is not text"),

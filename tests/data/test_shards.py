@@ -13,7 +13,7 @@ from gptmini.config.settings import Config
 from gptmini.data import corpus as corpora
 from gptmini.data import shards, token_file
 from gptmini.data.formats import File
-from gptmini.data.shards import Joined
+from gptmini.data.shards import ConcatTokenFile
 from gptmini.data.token_file import TokenFile
 from gptmini.errors import ConfigError, DataError
 from gptmini.runs.directory import RunDirectory
@@ -44,12 +44,12 @@ def made(folder: Path, count: int, kind: str = "byte") -> Path:
     """All the parts of a folder's text, prepared in one that is named after their number."""
     out = folder.parent / f"in-{count}-parts"
     for part in range(count, 0, -1):
-        shards.prepare(asked(folder, kind=kind), part, count, out)
+        shards.prepare_part(asked(folder, kind=kind), part, count, out)
     return out
 
 
-def joined(out: Path) -> Joined:
-    return shards.opened(shards.find([str(out)]) or [], BYTES)
+def joined(out: Path) -> ConcatTokenFile:
+    return shards.open_token_files(shards.find_token_files([str(out)]) or [], BYTES)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
@@ -76,7 +76,7 @@ def test_the_parts_in_order_are_the_whole_text(folder: Path, count: int):
 def test_shares_are_consecutive_and_none_is_empty(sizes: list[int], data: st.DataObject):
     listed = [File(Path(f"{n}"), "text", "", size, 0, "strict") for n, size in enumerate(sizes)]
     count = data.draw(st.integers(1, len(sizes)))
-    shares = [shards.share(listed, part, count) for part in range(1, count + 1)]
+    shares = [shards.select_files(listed, part, count) for part in range(1, count + 1)]
     assert [file for own in shares for file in own] == listed
     assert all(shares)
     if len(set(sizes)) == 1:  # equal files are shared as equally as they can be
@@ -85,13 +85,15 @@ def test_shares_are_consecutive_and_none_is_empty(sizes: list[int], data: st.Dat
 
 def test_a_share_has_about_as_many_bytes_as_any_other():
     listed = [File(Path(f"{n}"), "text", "", 1 + n % 7, 0, "strict") for n in range(1000)]
-    sizes = [sum(f.bytes for f in shards.share(listed, part, 16)) for part in range(1, 17)]
+    sizes = [sum(f.bytes for f in shards.select_files(listed, part, 16)) for part in range(1, 17)]
     assert max(sizes) - min(sizes) <= 7
 
 
 def test_a_share_is_cut_at_the_nearest_file():
     listed = [File(Path(f"{n}"), "text", "", size, 0, "strict") for n, size in enumerate(LENGTHS)]
-    shares = [[file.bytes for file in shards.share(listed, part, 4)] for part in (1, 2, 3, 4)]
+    shares = [
+        [file.bytes for file in shards.select_files(listed, part, 4)] for part in (1, 2, 3, 4)
+    ]
     assert shares == [[900, 40], [2000], [0, 700], [1500, 300]]
 
 
@@ -102,8 +104,8 @@ def test_any_number_of_parts_trains_to_the_same_weights(folder: Path, tmp_path: 
         train(config, tmp_path / f"run-{count}", tmp_path / "cache")
         run = RunDirectory(tmp_path / f"run-{count}")
         best = json.loads((run.path / "best.json").read_text())
-        ends[count] = (run.best().sha256, best["val_loss"], best["val_bpb"])
-        assert run.config().tokenizer.kind == "byte"
+        ends[count] = (run.load_best().sha256, best["val_loss"], best["val_bpb"])
+        assert run.load_config().tokenizer.kind == "byte"
     assert ends[1] == ends[4]
 
 
@@ -142,7 +144,7 @@ def test_parts_with_weights_are_kept_apart(folder: Path, tmp_path: Path):
 
 
 def test_only_the_blocks_that_are_read_are_touched(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(token_file, "BLOCK", 256)
+    monkeypatch.setattr(token_file, "HASH_BLOCK_BYTES", 256)
     out = made(folder, 4)
     touched: list[tuple[str, int]] = []
     plain = TokenFile._bytes
@@ -174,7 +176,7 @@ def test_damage_names_the_part(folder: Path):
 
 def test_a_learned_tokenizer_comes_from_a_file(folder: Path, tmp_path: Path):
     learned = tmp_path / "my.json"
-    learned.write_text(tokenizers.create("bpe", 300, [prose(500)]).to_json())
+    learned.write_text(tokenizers.create_tokenizer("bpe", 300, [prose(500)]).to_json())
     out = made(folder, 3, str(learned))
     learned.unlink()
     corpus = corpora.prepare_corpus(asked(out, kind=""), tmp_path / "cache")
@@ -188,8 +190,8 @@ def test_a_learned_tokenizer_comes_from_a_file(folder: Path, tmp_path: Path):
 def test_plain_texts_may_be_named_tokens(tmp_path: Path):
     path = tmp_path / "wiki.train.tokens"
     path.write_text(" = Robert Boulter = \n" * 100)
-    assert shards.find([str(path)]) is None
-    assert shards.find([str(tmp_path)]) is None
+    assert shards.find_token_files([str(path)]) is None
+    assert shards.find_token_files([str(tmp_path)]) is None
     corpus = corpora.prepare_corpus(asked(path), tmp_path / "cache")
     assert corpus.training[0].text_bytes > 1000
 
@@ -204,13 +206,15 @@ def test_misuse_is_one_line_with_a_remedy(folder: Path, tmp_path: Path):
 
     for kind in ("auto", "bpe", "char"):
         with pytest.raises(ConfigError, match=f"kind: {kind} is learned .* set it to gpt2, byte"):
-            shards.prepare(asked(folder, kind=kind), 1, 2, tmp_path / "new")
+            shards.prepare_part(asked(folder, kind=kind), 1, 2, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match="--part 9/9: the text has 7 files; use at most as many"):
-        shards.prepare(asked(folder), 9, 9, tmp_path / "new")
-    (tmp_path / "my.json").write_text(tokenizers.create("bpe", 300, [prose(500)]).to_json())
+        shards.prepare_part(asked(folder), 9, 9, tmp_path / "new")
+    (tmp_path / "my.json").write_text(
+        tokenizers.create_tokenizer("bpe", 300, [prose(500)]).to_json()
+    )
     with pytest.raises(ConfigError, match="not bpe, the tokenizer asked for; choose another --out"):
-        shards.prepare(asked(folder, kind=str(tmp_path / "my.json")), 1, 2, whole)
+        shards.prepare_part(asked(folder, kind=str(tmp_path / "my.json")), 1, 2, whole)
     with pytest.raises(DataError, match=r"lacks part 3/4; make it with .* --part 3/4"):
         prepared(half, kind="")
     with pytest.raises(DataError, match=r"0.txt: a text beside token files; prepare it too"):
@@ -220,10 +224,10 @@ def test_misuse_is_one_line_with_a_remedy(folder: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="documents are not told apart in token files"):
         prepared(whole, kind="", split="documents")
     (folder / "8.txt").write_text("a file that came later")
-    shards.prepare(asked(folder), 2, 2, whole)
+    shards.prepare_part(asked(folder), 2, 2, whole)
     with pytest.raises(DataError, match=r"part-2-of-2.tokens: prepared from other files than part"):
         prepared(whole, kind="")
-    shards.prepare(asked(folder), 1, 1, whole)
+    shards.prepare_part(asked(folder), 1, 1, whole)
     with pytest.raises(DataError, match="has parts of 1 and of 2; keep one kind"):
         prepared(whole, kind="")
     (whole / "tokenizer.json").unlink()

@@ -13,13 +13,13 @@ import pytest
 from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.data import sources
-from gptmini.data.sources import Part
+from gptmini.data.sources import SourceSplit
 from gptmini.errors import DataError
 
 
 def texts(*paths: str, **options: object) -> list[str]:
-    source = sources.find(list(paths), DataConfig.model_validate(options))
-    return [piece.text for piece in source.pieces()]
+    source = sources.find_source(list(paths), DataConfig.model_validate(options))
+    return [piece.text for piece in source.iter_chunks()]
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_html_is_read_with_a_warning(folder: Path, capsys):
 def test_carriage_returns_change_the_digest_and_are_announced(folder: Path, capsys):
     def digest(content: bytes) -> str:
         (folder / "a.txt").write_bytes(content)
-        return sources.find([str(folder / "a.txt")], DataConfig()).digest
+        return sources.find_source([str(folder / "a.txt")], DataConfig()).digest
 
     # these two were the hashes when CR was kept: the first stays valid, the second must not
     assert digest(b"one\ntwo\n").startswith("4ef6cb1ab957")
@@ -159,18 +159,18 @@ def test_an_unreadable_file_among_many_is_reported(folder: Path, monkeypatch):
 
 
 def test_a_file_that_vanishes_or_changes_is_reported(folder: Path):
-    source = sources.find([str(folder)], DataConfig())
+    source = sources.find_source([str(folder)], DataConfig())
     (folder / "b.md").write_text("another text")
     with pytest.raises(DataError, match=r"b.md: changed while being read"):
-        list(source.pieces())
+        list(source.iter_chunks())
     (folder / "a.txt").unlink()
     with pytest.raises(DataError, match=r"a.txt: no such file"):
         _ = source.digest
 
 
-@pytest.mark.parametrize("name", sources.BUILTIN)
+@pytest.mark.parametrize("name", sources.BUILTIN_CORPORA)
 def test_builtin_corpora_have_many_documents(name):
-    pieces = list(sources.find([name], DataConfig()).pieces())
+    pieces = list(sources.find_source([name], DataConfig()).iter_chunks())
     assert sum(piece.starts_document for piece in pieces) > 50
     assert sum(len(piece.text) for piece in pieces) > 300_000
 
@@ -178,7 +178,7 @@ def test_builtin_corpora_have_many_documents(name):
 def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     def digest(*paths: Path, **options: object) -> str:
         settings = DataConfig.model_validate(options)
-        return sources.find([str(path) for path in paths], settings).digest
+        return sources.find_source([str(path) for path in paths], settings).digest
 
     a, b = folder / "a.txt", folder / "b.md"
     first = digest(a, b)
@@ -191,8 +191,8 @@ def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     moved.rename(folder / "a.jsonl")
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
-    source = sources.find([str(a), str(b)], DataConfig())
-    others += [Part(source, side, 0.1, 0.0).digest for side in ("training", "validation")]
+    source = sources.find_source([str(a), str(b)], DataConfig())
+    others += [SourceSplit(source, side, 0.1, 0.0).digest for side in ("training", "validation")]
     a.write_text("A")
     others.append(digest(a, b))
     assert len({first, *others}) == 10
@@ -205,8 +205,10 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
     def sides(documents: list[str]) -> list[list[str]]:
         path.write_text("|".join(documents))
         settings = {"separator": "|", "split": "documents"}
-        source = sources.find([str(path)], DataConfig.model_validate(settings))
-        parts = [Part(source, side, 0.2, 0.0).pieces() for side in ("training", "validation")]
+        source = sources.find_source([str(path)], DataConfig.model_validate(settings))
+        parts = [
+            SourceSplit(source, side, 0.2, 0.0).iter_chunks() for side in ("training", "validation")
+        ]
         return [[piece.text for piece in part] for part in parts]
 
     training, validation = sides(words)

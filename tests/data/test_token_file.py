@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from gptmini.config.settings import DataConfig
 from gptmini.data import sources
 from gptmini.data import token_file as token_files
-from gptmini.data.token_file import CYCLE, Corpus, TokenFile, shares, windows
+from gptmini.data.token_file import (
+    MIXTURE_CYCLE_WINDOWS,
+    Corpus,
+    TokenFile,
+    apportion,
+    count_windows,
+)
 from gptmini.errors import DataError
-from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, Piece
+from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, TextChunk
 
 BYTES = ByteTokenizer()
 
@@ -23,10 +29,12 @@ BYTES = ByteTokenizer()
 @pytest.fixture
 def token_file(text_file: Path, tmp_path: Path, monkeypatch) -> Path:
     """The tokens of the small text, hashed in small blocks."""
-    monkeypatch.setattr(token_files, "BLOCK", 512)
+    monkeypatch.setattr(token_files, "HASH_BLOCK_BYTES", 512)
     path = tmp_path / "a.tokens"
-    source = sources.find([str(text_file)], DataConfig())
-    token_files.write(path, source.pieces(), source.digest, BYTES, lambda count: None)
+    source = sources.find_source([str(text_file)], DataConfig())
+    token_files.write_token_file(
+        path, source.iter_chunks(), source.digest, BYTES, lambda count: None
+    )
     return path
 
 
@@ -40,18 +48,18 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
 
 
 def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(token_files.tokenizers, "BLOCK", 4)  # several batches
+    monkeypatch.setattr(token_files.tokenizers, "TEXT_BLOCK_SIZE", 4)  # several batches
     path = tmp_path / "a.tokens"
     texts = [("one", True), (" and more", False), ("two", True), ("", True)]
-    pieces = (Piece(*each) for each in texts)
-    token_files.write(path, pieces, "00" * 32, BYTES, lambda count: None)
+    pieces = (TextChunk(*each) for each in texts)
+    token_files.write_token_file(path, pieces, "00" * 32, BYTES, lambda count: None)
     assert TokenFile(path, BYTES).documents == 3
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 30])
 def test_every_flipped_bit_and_every_truncation_is_detected(token_file: Path, monkeypatch, at_once):
     """Small files are checked at once, large ones where they are read."""
-    monkeypatch.setattr(token_files, "CHECKED_AT_ONCE", at_once)
+    monkeypatch.setattr(token_files, "CHECK_ON_OPEN_MAX_BYTES", at_once)
     whole = token_file.read_bytes()
     damages = [whole[:cut] for cut in range(0, len(whole), 97)] + [whole + b"x"]
     for byte in range(0, len(whole), 41):
@@ -76,7 +84,7 @@ def test_every_flipped_bit_and_every_truncation_is_detected(token_file: Path, mo
 
 
 def test_a_large_file_is_checked_where_it_is_read(token_file: Path, monkeypatch):
-    monkeypatch.setattr(token_files, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(token_files, "CHECK_ON_OPEN_MAX_BYTES", 0)
     with token_file.open("r+b") as file:
         file.seek(token_files.HEADER.size + 1024)
         file.write(b"\7")
@@ -117,8 +125,8 @@ def test_a_token_outside_the_vocabulary_is_reported(token_file: Path):
 
 def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
     """The end of a sparse file of five billion tokens."""
-    monkeypatch.setattr(token_files, "BLOCK", 1 << 33)
-    monkeypatch.setattr(token_files, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(token_files, "HASH_BLOCK_BYTES", 1 << 33)
+    monkeypatch.setattr(token_files, "CHECK_ON_OPEN_MAX_BYTES", 0)
     count = 5_000_000_000
     path = tmp_path / "large.tokens"
     table = bytes(64)
@@ -138,25 +146,25 @@ def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(257, 2), (65536, 2), (65537, 4), (200_000, 4)])
 def test_token_types_hold_the_largest_token(vocab_size, size):
-    dtype = token_files.token_dtype(vocab_size)
+    dtype = token_files.get_token_dtype(vocab_size)
     assert dtype.itemsize == size
     assert dtype.type(vocab_size - 1) == vocab_size - 1
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 20))
 def test_blocks_do_not_depend_on_how_the_bytes_come(parts, block):
-    before, token_files.BLOCK = token_files.BLOCK, block
+    before, token_files.HASH_BLOCK_BYTES = token_files.HASH_BLOCK_BYTES, block
     try:
         whole = b"".join(parts)
         expected = [whole[start : start + block] for start in range(0, len(whole), block)]
-        assert list(token_files.blocks_of(parts)) == expected
+        assert list(token_files.iter_blocks(parts)) == expected
     finally:
-        token_files.BLOCK = before
+        token_files.HASH_BLOCK_BYTES = before
 
 
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), total=st.integers(40, 5000))
 def test_shares_are_whole_positive_and_near_the_weights(weights, total):
-    parts = shares(weights, total)
+    parts = apportion(weights, total)
     assert sum(parts) == total
     assert min(parts) >= 1
     for part, weight in zip(parts, weights, strict=True):
@@ -166,7 +174,7 @@ def test_shares_are_whole_positive_and_near_the_weights(weights, total):
 def test_windows_fit_from_any_first_position():
     for length in range(2, 60):
         for seq_len in range(1, min(length, 20)):
-            count = windows(range(length), seq_len)
+            count = count_windows(range(length), seq_len)
             offsets = min(seq_len, length - count * seq_len)
             assert offsets >= 1
             assert offsets - 1 + count * seq_len + 1 <= length
@@ -175,10 +183,15 @@ def test_windows_fit_from_any_first_position():
 def test_epochs_are_those_of_the_most_visited_text():
     texts = [range(500), range(1000)]
     corpus = Corpus("a", BYTES, texts, [], [], "")
-    assert corpus.epochs(10, 20, 200, [1.0, 1.0]) == pytest.approx(4000 * 0.5 / 49, rel=0.01)
-    assert corpus.epochs(10, 20, 200, [1.0, 99.0]) == pytest.approx(4000 * 0.99 / 99, rel=0.01)
+    assert corpus.count_epochs(10, 20, 200, [1.0, 1.0]) == pytest.approx(4000 * 0.5 / 49, rel=0.01)
+    assert corpus.count_epochs(10, 20, 200, [1.0, 99.0]) == pytest.approx(
+        4000 * 0.99 / 99, rel=0.01
+    )
     alone = Corpus("a", BYTES, texts[:1], [], [], "")
-    assert alone.epochs(10, 20, 200, None) == 200 * 20 * CYCLE / CYCLE / 49
+    assert (
+        alone.count_epochs(10, 20, 200, None)
+        == 200 * 20 * MIXTURE_CYCLE_WINDOWS / MIXTURE_CYCLE_WINDOWS / 49
+    )
 
 
 def test_token_files_load_no_file_formats():

@@ -11,10 +11,10 @@ import pytest
 
 from gptmini import machine
 from gptmini.config.settings import Config
-from gptmini.distributed.group import Ranks
-from gptmini.distributed.sharding import own_micro_batches
+from gptmini.distributed.group import Group
+from gptmini.distributed.sharding import micro_batches_of
 from gptmini.errors import MachineError
-from gptmini.plan.cost import parameter_count
+from gptmini.plan.cost import count_parameters
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from tests.support import ROOT, new_cache, tiny, train
@@ -24,16 +24,16 @@ SCRIPT = """
 import json, sys, time
 from pathlib import Path
 from gptmini.config.load import validate
-from gptmini.distributed.group import join
-from gptmini.plan.broadcast import decide_together
+from gptmini.distributed.group import join_group
+from gptmini.plan.broadcast import decide_on_all_ranks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 
 cases, cache = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-with join() as ranks:
+with join_group() as ranks:
     for name, settings in cases.items():
         run, config, started = Path(name), validate(settings, {}), time.perf_counter()
-        trainer.train(decide_together(config, RunDirectory(run), cache, started, ranks), run)
+        trainer.train(decide_on_all_ranks(config, RunDirectory(run), cache, started, ranks), run)
 """
 TRAIN = {
     **{"steps": 4, "eval_every": 2, "save_every": 2, "log_every": 1, "keep": 1},
@@ -103,7 +103,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last(run: Path) -> Checkpoint:
-    checkpoint = RunDirectory(run).newest()
+    checkpoint = RunDirectory(run).load_newest()
     assert checkpoint is not None
     return checkpoint
 
@@ -162,19 +162,19 @@ def test_commands_read_a_sharded_run_as_any_other(runs: Path, gptmini):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (6, 2), (3, 4), (8, 8)])
 def test_every_micro_batch_belongs_to_one_rank(n: int, size: int, sharded: bool):
-    own = [own_micro_batches(n, Ranks(rank, size), sharded) for rank in range(size)]
+    own = [micro_batches_of(n, Group(rank, size), sharded) for rank in range(size)]
     assert sorted(number for numbers in own for number in numbers) == list(range(n * size))
     assert {len(numbers) for numbers in own} == {n}
 
 
 def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):
     config = tiny(data={"path": str(text_file)}, train={"micro_batch_size": 1})
-    decided = decide(config, None, tmp_path, ranks=2)
+    decided = decide(config, None, tmp_path, world_size=2)
     assert not decided.config.train.shard
-    whole = 16 * parameter_count(decided.config.model)
-    monkeypatch.setattr(machine, "total_memory", lambda _: 2 * whole - 1)  # of two processes
-    assert decide(config, None, tmp_path, ranks=2).config.train.shard
-    assert not decide(config, None, tmp_path, ranks=1).config.train.shard
-    monkeypatch.setattr(machine, "total_memory", lambda _: whole - 1)
+    whole = 16 * count_parameters(decided.config.model)
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 2 * whole - 1)  # of two processes
+    assert decide(config, None, tmp_path, world_size=2).config.train.shard
+    assert not decide(config, None, tmp_path, world_size=1).config.train.shard
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: whole - 1)
     with pytest.raises(MachineError, match="bytes"):
-        decide(config, None, tmp_path, ranks=2)
+        decide(config, None, tmp_path, world_size=2)

@@ -6,8 +6,14 @@ from hypothesis import strategies as st
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
-from gptmini.generate.filters import Adjustment, choose, log_probability, probabilities, uniform
-from gptmini.generate.ranking import largest, most_likely, pick
+from gptmini.generate.filters import (
+    LogitsProcessor,
+    compute_logprob,
+    draw_uniform,
+    filter_probabilities,
+    sample_token,
+)
+from gptmini.generate.ranking import find_top_k, find_top_p, sample_index
 
 OPEN = {"temperature": 1.0, "top_k": None}
 
@@ -15,7 +21,7 @@ OPEN = {"temperature": 1.0, "top_k": None}
 def weights_of(logits: torch.Tensor, **settings) -> np.ndarray:
     """Probabilities (V,) in the order of the vocabulary."""
     sample = SampleConfig.model_validate(OPEN | settings)
-    tokens, weights = probabilities(logits, sample)
+    tokens, weights = filter_probabilities(logits, sample)
     found = np.zeros(len(logits))
     found[slice(None) if tokens is None else tokens] = weights
     return found / found.sum()
@@ -66,7 +72,7 @@ def test_filters_keep_the_most_likely_tokens_and_a_draw_is_one_of_them(
     assert ordered == sorted(ordered, reverse=True)
     assert ordered[0]
     sample = SampleConfig.model_validate(settings)
-    assert found[choose(torch.tensor(logits), sample, number)] > 0
+    assert found[sample_token(torch.tensor(logits), sample, number)] > 0
 
 
 @given(st.integers(0, 999), st.integers(2, 3000), st.integers(1, 200), st.floats(0.01, 0.999))
@@ -78,21 +84,21 @@ def test_large_vocabularies_are_ranked_and_drawn_from_as_by_sorting_all_of_them(
     values[dice.integers(V)] = 3  # not all are -inf
     ranked = sorted(range(V), key=lambda token: (-values[token], token))
     k = min(k, V)
-    assert largest(values, k).tolist() == ranked[:k]
+    assert find_top_k(values, k).tolist() == ranked[:k]
 
     weights = 2.0 ** np.floor(values.astype(np.float64) - 3)  # their sums are exact
     enough = part * weights.sum()
-    found = most_likely(values, weights, enough).tolist()
+    found = find_top_p(values, weights, enough).tolist()
     assert found == ranked[: len(found)]
     assert weights[found].sum() >= enough
 
     ends = weights.cumsum()
     for place in (int(ends.searchsorted(part * ends[-1], side="right")), int(weights.argmax())):
-        assert pick(weights, (ends[place] - weights[place] / 2) / ends[-1]) == place
+        assert sample_index(weights, (ends[place] - weights[place] / 2) / ends[-1]) == place
     weights *= dice.random(V)  # sums of these are rounded
     near = weights.cumsum()[511::512] / weights.sum()
     for random in (0.0, *near, *np.nextafter(near, 0), 1 - 2**-53):
-        assert weights[pick(weights, min(random, 1 - 2**-53))] > 0
+        assert weights[sample_index(weights, min(random, 1 - 2**-53))] > 0
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def test_draws_follow_the_exact_probabilities(settings):
     draws = 20_000
     counts = np.zeros(12)
     for n in range(draws):
-        counts[choose(logits, sample, uniform(5, 0, n))] += 1
+        counts[sample_token(logits, sample, draw_uniform(5, 0, n))] += 1
     assert not counts[~kept].any()
     chi_squared = ((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum()
     # 1 in 1000, for 1 to 11 degrees of freedom
@@ -117,11 +123,11 @@ def test_draws_follow_the_exact_probabilities(settings):
 
 
 def test_random_numbers_are_uniform_and_differ_by_seed_text_and_place():
-    numbers = [uniform(s, r, p) for s in range(10) for r in range(10) for p in range(100)]
+    numbers = [draw_uniform(s, r, p) for s in range(10) for r in range(10) for p in range(100)]
     assert len(set(numbers)) == 10_000
     counts, _ = np.histogram(numbers, 10, (0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 27.9  # 1 in 1000 with 9 degrees of freedom
-    assert uniform(1337, 0, 0) == 0.16112765958959163  # on every machine
+    assert draw_uniform(1337, 0, 0) == 0.16112765958959163  # on every machine
 
 
 def test_penalties_are_those_of_the_papers():
@@ -129,7 +135,7 @@ def test_penalties_are_those_of_the_papers():
 
     def adjusted(prompt, drawn, **settings) -> list[float]:
         sample = SampleConfig.model_validate(settings)
-        return Adjustment(sample, None)(logits, prompt, drawn).tolist()
+        return LogitsProcessor(sample, None)(logits, prompt, drawn).tolist()
 
     assert adjusted([0], [1, 1], repetition_penalty=2.0) == [1, -4, 1, 1]
     assert adjusted([0], [1, 1, 2], presence_penalty=0.5) == [2, -2.5, 0.5, 1]
@@ -142,7 +148,7 @@ def test_penalties_are_those_of_the_papers():
 
 def test_bias_is_added_before_the_penalties():
     sample = SampleConfig(repetition_penalty=2.0)
-    found = Adjustment(sample, torch.tensor([4.0, 0]))(torch.tensor([-2.0, 0]), [0], [])
+    found = LogitsProcessor(sample, torch.tensor([4.0, 0]))(torch.tensor([-2.0, 0]), [0], [])
     assert found.tolist() == [1, 0]
 
 
@@ -150,16 +156,16 @@ def test_bias_is_added_before_the_penalties():
 def test_banning_every_token_is_an_error(temperature):
     sample = SampleConfig(temperature=temperature)
     with pytest.raises(ConfigError, match=r"sample.ban: no token is left"):
-        choose(torch.tensor([-torch.inf, -torch.inf]), sample, 0.5)
+        sample_token(torch.tensor([-torch.inf, -torch.inf]), sample, 0.5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_weights_that_are_not_finite_are_an_error(bad):
     with pytest.raises(CheckpointError, match="non-finite"):
-        Adjustment(SampleConfig(), None)(torch.tensor([0.0, bad]), [], [])
+        LogitsProcessor(SampleConfig(), None)(torch.tensor([0.0, bad]), [], [])
 
 
 def test_log_probability_equals_log_softmax():
     logits = torch.randn(9)
-    found = [log_probability(logits, token) for token in range(9)]
+    found = [compute_logprob(logits, token) for token in range(9)]
     torch.testing.assert_close(torch.tensor(found), logits.log_softmax(0))

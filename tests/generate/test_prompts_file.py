@@ -35,7 +35,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def written(run: Run, prompts: Path, name: str, batch_size: int) -> bytes:
     out = prompts.with_name(name)
-    prompts_file.generate(run, prompts, out, 2, batch_size, SETTINGS, logprobs=True)
+    prompts_file.generate_file(run, prompts, out, 2, batch_size, SETTINGS, logprobs=True)
     return out.read_bytes()
 
 
@@ -74,20 +74,20 @@ def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):
     out = prompts.with_name("out.jsonl")
     for other in ({**SETTINGS, "seed": 3}, {}):
         with pytest.raises(DataError, match=r"out.jsonl:1: made of other prompts"):
-            prompts_file.generate(run, prompts, out, 2, 2, other)
+            prompts_file.generate_file(run, prompts, out, 2, 2, other)
     with pytest.raises(DataError, match="made of other"):  # <|endoftext|> means something else
-        prompts_file.generate(run, prompts, out, 2, 2, SETTINGS, special=True)
+        prompts_file.generate_file(run, prompts, out, 2, 2, SETTINGS, special=True)
     same = {**SETTINGS, "seed": run.config.sample.seed}
-    prompts_file.generate(run, prompts, out, 2, 2, same, logprobs=True)
+    prompts_file.generate_file(run, prompts, out, 2, 2, same, logprobs=True)
     other_run = Run(run.path, run.config, run.tokenizer, run.model)  # trained a little further
     with torch.no_grad():
         run.model.final_norm.weight[0] += 0.01
     with pytest.raises(DataError, match="made of other"):
-        prompts_file.generate(other_run, prompts, out, 2, 2, SETTINGS)
+        prompts_file.generate_file(other_run, prompts, out, 2, 2, SETTINGS)
     assert out.read_bytes() == before
     out.write_text("a letter to a friend\n")
     with pytest.raises(DataError, match="choose another --out"):
-        prompts_file.generate(run, prompts, out, 2, 2, SETTINGS)
+        prompts_file.generate_file(run, prompts, out, 2, 2, SETTINGS)
     assert out.read_text() == "a letter to a friend\n"
 
 
@@ -112,7 +112,7 @@ def test_wrong_prompts_are_named(run: Run, tmp_path: Path, text: str, message: s
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=message):
-        prompts_file.generate(run, path, tmp_path / "out.jsonl", 1, 2, SETTINGS)
+        prompts_file.generate_file(run, path, tmp_path / "out.jsonl", 1, 2, SETTINGS)
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -122,5 +122,5 @@ def test_prompts_may_come_from_standard_input(run: Run, prompts: Path, monkeypat
     for text, message in (("[1]", "standard input:1: no prompt"), (prompts.read_text(), "")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         with pytest.raises(DataError, match=message) if message else nullcontext():
-            prompts_file.generate(run, Path("-"), out, 2, 2, SETTINGS, logprobs=True)
+            prompts_file.generate_file(run, Path("-"), out, 2, 2, SETTINGS, logprobs=True)
     assert out.read_bytes() == expected

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gptmini.errors import ConfigError, DataError
-from gptmini.generate.filters import log_probability
+from gptmini.generate.filters import compute_logprob
 from gptmini.generate.native import engine as native
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import BpeTokenizer, CharTokenizer
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path) -> Run:
-    return load(trained)
+    return load_run(trained)
 
 
 def facts(samples: list[Text]) -> list[dict]:
@@ -55,7 +55,7 @@ def test_an_empty_prompt_starts_where_the_run_says(run: Run):
 
 
 def test_the_sample_of_training_is_what_the_run_generates(trained: Path):
-    run = load(trained, weights="float32")
+    run = load_run(trained, weights="float32")
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == run.step
     assert last["sample"] == run.generate("", overflow="stop") != run.generate("", start=None)
@@ -75,7 +75,7 @@ def test_prompts_together_are_what_they_are_alone(run: Run):
         assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-5)
         assert found == expected
     assert generation.n_tokens == sum(len(sample.tokens) for sample in generation.samples)
-    assert 0 < generation.first_token < generation.seconds
+    assert 0 < generation.time_to_first_token < generation.seconds
 
 
 def test_two_generations_may_take_turns(run: Run):
@@ -90,7 +90,7 @@ def test_two_generations_may_take_turns(run: Run):
 def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
     """Each thread draws its texts in small steps, so that all of them are under way together."""
     prompts = ["the ", "a dog", "", "jumps over"] * 4
-    settings = {"max_new_tokens": 40, "temperature": 1.5, "guess": load(run.path)}
+    settings = {"max_new_tokens": 40, "temperature": 1.5, "guess": load_run(run.path)}
     alone = [run.generate(prompt, seed=seed, **settings) for seed, prompt in enumerate(prompts)]
     together = threading.Barrier(8)
 
@@ -130,7 +130,7 @@ def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
 
 
 def test_engines_of_one_run_share_its_weights(run: Run):
-    with run.engine(1) as first, run.engine(1) as second:
+    with run.borrow_engine(1) as first, run.borrow_engine(1) as second:
         if not isinstance(first, native.NativeEngine):
             pytest.skip("needs g++")
         steps = [first._step._model, second._step._model]
@@ -168,26 +168,26 @@ def test_a_single_stop_text_needs_no_list(run: Run):
 
 
 def test_log_probabilities_are_those_of_the_model(trained: Path):
-    run = load(trained, weights="float32")
+    run = load_run(trained, weights="float32")
     generation = run.start(["the"], max_new_tokens=6, logprobs=True, temperature=1.5, top_k=3)
     (sample,) = generation.finish()
     tokens = [*b"the", *sample.tokens]
     with torch.no_grad():
         logits = run.model(torch.tensor([tokens]))[0]
-    expected = [log_probability(logits[2 + n], token) for n, token in enumerate(sample.tokens)]
+    expected = [compute_logprob(logits[2 + n], token) for n, token in enumerate(sample.tokens)]
     assert sample.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_cache_changes_no_text_in_float32(trained: Path):
     """In the other precisions the compiled engine rounds the inputs of products, torch does not."""
-    run = load(trained, weights="float32")
+    run = load_run(trained, weights="float32")
     settings = {"max_new_tokens": 60, "temperature": 1.5, "top_k": None}
     assert run.generate("the ", **settings) == run.generate("the ", **settings, use_cache=False)
 
 
 def test_unknown_weights_are_refused(trained: Path):
     with pytest.raises(ConfigError, match="--weights int4: not supported; choose float32"):
-        load(trained, weights="int4")
+        load_run(trained, weights="int4")
 
 
 def test_bans_and_bias_name_tokens_by_their_text(run: Run):
@@ -225,7 +225,7 @@ def test_a_tokenizer_of_another_run_is_refused(trained: Path):
     before = file.read_text()
     file.write_text(CharTokenizer("é").to_json())
     with pytest.raises(DataError, match="not the tokenizer of this run"):
-        load(trained)
+        load_run(trained)
     file.write_text(before)
 
 

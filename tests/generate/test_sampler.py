@@ -18,7 +18,7 @@ from gptmini.generate.native import engine as native
 from gptmini.generate.native.engine import NativeEngine, open_engine
 from gptmini.generate.native.precision import PRECISIONS
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.speculative import Draft, Lookup
+from gptmini.generate.speculative import DraftModel, PromptLookup
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from tests.support import tiny
@@ -48,7 +48,7 @@ def model_of(
 
 def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
     if engine == "compiled":
-        compiled = open_engine(model, "float32", n_texts, files.CACHE)
+        compiled = open_engine(model, "float32", n_texts, files.DEFAULT_CACHE_DIR)
         assert isinstance(compiled, NativeEngine)
         return compiled
     return TorchEngine(model, use_cache=engine == "torch")
@@ -62,7 +62,7 @@ def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[li
     limit = model.config.context_length
     texts = [Text(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
     together = engine_of(model, engine, len(texts))
-    for text, token, logits in decode(together, texts, sample, limit, guesser=guesser):
+    for text, token, logits in decode(together, texts, sample, limit, drafter=guesser):
         assert text.tokens[-1] == token
         assert logits.shape == (50,)
     return [text.tokens for text in texts]
@@ -122,16 +122,16 @@ def test_the_compiled_engine_gives_a_text_the_same_bits_in_every_batch():
     texts = [Text(n, list(range(n + 1, n + 1 + n % 7 + 1)), LIMIT) for n in range(40)]
     together = engine_of(model, "compiled", 40)(texts)  # in several calls
     for text, logits in zip(texts, together, strict=True):
-        text.cached = 0
+        text.n_cached = 0
         assert torch.equal(engine_of(model, "compiled")([text])[0], logits)
 
 
 def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     model, prompt = model_of(extra={"window": 5, "full_every": 2}), list(range(15))
     whole = drawn(model, [prompt], "torch", temperature=0, max_new_tokens=20)
-    monkeypatch.setattr(torch_engine, "PREFILL", 4)
-    monkeypatch.setattr(torch_engine, "SPARE", 2)
-    monkeypatch.setattr(native, "SPARE", 2)
+    monkeypatch.setattr(torch_engine, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(torch_engine, "SPARE_POSITIONS", 2)
+    monkeypatch.setattr(native, "SPARE_POSITIONS", 2)
     for engine in ENGINES:
         assert drawn(model, [prompt], engine, temperature=0, max_new_tokens=20) == whole
 
@@ -139,7 +139,7 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
 @pytest.mark.parametrize("attention", [{}, {"window": 5}, {"window": 5, "full_every": 2}], ids=str)
 def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monkeypatch):
-    for module, name, value in [(native, "PREFILL", 4), (native, "SPARE", 1)]:
+    for module, name, value in [(native, "PREFILL_CHUNK", 4), (native, "SPARE_POSITIONS", 1)]:
         monkeypatch.setattr(module, name, value)
         monkeypatch.setattr(torch_engine, name, value)
     model = model_of(extra=attention)
@@ -151,8 +151,8 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
         chunks += 1
         engine(others[:1])  # a row that is not evicted meanwhile
         others[0].context.append(chunks)
-        assert others[0].cached == chunks
-        assert first.cached == 4 * chunks
+        assert others[0].n_cached == chunks
+        assert first.n_cached == 4 * chunks
     assert chunks == 3
     for text in (first, others[1]):
         (found,) = engine([text])
@@ -160,7 +160,7 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
         alone = Text(9, text.prompt_tokens, LIMIT)
         assert torch.equal(engine_of(model, "compiled")([alone])[0], found)
     # Nine tokens in common are two chunks of four; a window has overwritten its first keys.
-    assert others[1].reused == (0 if attention else 8)
+    assert others[1].n_reused == (0 if attention else 8)
     # Steps follow the shared part, and a text that takes an ended one's slot finds no old keys.
     first.finish_reason = others[0].finish_reason = "length"
     # A rest of one token would take the compiled step, so a chunk less is shared.
@@ -176,7 +176,7 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
                 alone.context.append(earlier)
             assert torch.equal(lonely([alone])[0], found)
             text.context.append(token)
-        assert text.reused == (0 if attention else shared)
+        assert text.n_reused == (0 if attention else shared)
         text.finish_reason = "length"
     # Keys that steps have made are not shared: their last bits differ from those of a prefill.
     text = Text(3, [*range(20, 26)], LIMIT)
@@ -185,7 +185,7 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
         engine([text])
     again = Text(4, [*range(20, 34)], LIMIT)
     engine([again])
-    assert again.reused == (0 if attention else 4)
+    assert again.n_reused == (0 if attention else 4)
 
 
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
@@ -194,10 +194,10 @@ def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monke
 def test_narrow_weights_give_prompts_and_steps_one_arithmetic(weights, attention, monkeypatch):
     """The bits are the same token by token, in chunks, in calls that cut a prompt, in company."""
     for module in (native, torch_engine):
-        monkeypatch.setattr(module, "PREFILL", 16)
-    monkeypatch.setattr(native, "CALL", 32)
+        monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(native, "MAX_CALL_TOKENS", 32)
     model = model_of(extra=attention, length=128)
-    open_one = lambda n=1: open_engine(model, weights, n, files.CACHE)
+    open_one = lambda n=1: open_engine(model, weights, n, files.DEFAULT_CACHE_DIR)
     prompt = [n * n % 50 for n in range(100)]
     slowly, engine = Text(0, prompt[:1], 128), open_one()
     (expected,) = engine([slowly])
@@ -213,8 +213,8 @@ def test_narrow_weights_give_prompts_and_steps_one_arithmetic(weights, attention
     found = together(texts)  # the first ends, the second is cut, the third begins as the first
     assert torch.equal(found[0], expected)
     assert torch.equal(found[2], expected)
-    assert texts[2].reused == (0 if attention else 80)
-    texts[1].context, texts[1].wanted = list(prompt), 30
+    assert texts[2].n_reused == (0 if attention else 80)
+    texts[1].context, texts[1].n_logits = list(prompt), 30
     (rest,) = together(texts[1:2])
     assert torch.equal(rest[-1:], expected)
 
@@ -227,8 +227,8 @@ def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
     text = Text(1, prompt, 256)
     for _ in decode(engine, [text], SampleConfig(max_new_tokens=60), 256):
         pass
-    assert text.start > 0
-    assert text.reused == 128
+    assert text.context_start > 0
+    assert text.n_reused == 128
 
 
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
@@ -237,8 +237,8 @@ def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
     """A text that needs logits of its whole prompt overwrites the keys that others could share."""
     model = model_of(length=256)
     prompt = [n * n % 50 for n in range(200)]
-    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 256)])
-    engine = open_engine(model, weights, 1, files.CACHE)
+    (expected,) = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)([Text(0, prompt, 256)])
+    engine = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)
     before, scored, again = Text(0, prompt, 256), Text(1, [7] * 100, 256), Text(2, prompt, 256)
     engine([before])
     before.finish_reason = "length"
@@ -246,7 +246,7 @@ def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
     engine([scored])
     scored.finish_reason = "length"
     assert torch.equal(engine([again])[0], expected)
-    assert again.reused == 0
+    assert again.n_reused == 0
 
 
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
@@ -255,14 +255,14 @@ def test_tokens_taken_back_are_no_longer_shared(weights):
     """Not even if they were part of a prompt, once others have taken their place."""
     model = model_of(length=256)
     prompt = [n * n % 50 for n in range(200)]
-    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 256)])
-    engine = open_engine(model, weights, 2, files.CACHE)
+    (expected,) = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)([Text(0, prompt, 256)])
+    engine = open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
     before, again = Text(0, prompt, 256), Text(1, prompt, 256)
     engine([before])
     before.context[100:], before.cached = [7], 100
     engine([before])
     assert torch.equal(engine([again])[0], expected)
-    assert again.reused == 0
+    assert again.n_reused == 0
 
 
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
@@ -271,8 +271,8 @@ def test_a_chunk_that_goes_round_a_ring_leaves_no_keys_to_share(weights):
     model = model_of(extra={"window": 120}, length=512)
     tokens = [n * n % 50 for n in range(500)]
     prompt = tokens[:200]
-    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 512)])
-    engine = open_engine(model, weights, 2, files.CACHE)
+    (expected,) = open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)([Text(0, prompt, 512)])
+    engine = open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
     before, again = Text(0, tokens[:128], 512), Text(1, prompt, 512)
     for end in (129, 500):  # a step, then chunks behind it
         engine([before])
@@ -280,7 +280,7 @@ def test_a_chunk_that_goes_round_a_ring_leaves_no_keys_to_share(weights):
     while engine.prefill_chunk(before):
         pass
     assert torch.equal(engine([again])[0], expected)
-    assert again.reused == 0
+    assert again.n_reused == 0
 
 
 def test_sampling_loads_neither_the_compiled_engine_nor_guessers():
@@ -325,7 +325,7 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
             scores[seen] -= 0.9 + 0.5 * drawn.count(seen)
         assert token == int(scores.argmax())
         drawn.append(token)
-        assert text.context == (prompt + drawn)[text.start :]
+        assert text.context == (prompt + drawn)[text.context_start :]
     assert len(drawn) == 30
 
 
@@ -352,8 +352,10 @@ def test_greedy_is_the_argmax_of_the_whole_model(engine):
 
 def test_the_cost_of_a_token_stays_bounded(monkeypatch: pytest.MonkeyPatch):
     model, seen = model_of(), []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda t, *r: seen.append(t.shape[1]) or hidden(t, *r))
+    hidden = model.forward_hidden
+    monkeypatch.setattr(
+        model, "forward_hidden", lambda t, *r: seen.append(t.shape[1]) or hidden(t, *r)
+    )
     drawn(model, [[1] * 100], "torch", max_new_tokens=160)
     assert seen[0] == 16  # the last context of the prompt
     assert sum(seen) <= 3 * 160
@@ -397,15 +399,15 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
     for guessing, right in ((model, True), (other, False)):
-        draft = Draft(guessing, engine_of(guessing, "torch"), sample)
+        draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
         assert drawn(model, [[3, 1, 4]], engine, **given, guesser=draft) == plain
         text = Text(0, [3, 1, 4], LIMIT)
-        draft = Draft(guessing, engine_of(guessing, "torch"), sample)
-        for _ in decode(engine_of(model, engine), [text], sample, LIMIT, guesser=draft):
+        draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
+        for _ in decode(engine_of(model, engine), [text], sample, LIMIT, drafter=draft):
             pass
         assert len(text.tokens) == 256
-        assert (text.guessed_right == text.guessed > 100) == right
-    assert drawn(model, [[3, 1, 4]], engine, **given, guesser=Lookup()) == plain
+        assert (text.accepted == text.drafted > 100) == right
+    assert drawn(model, [[3, 1, 4]], engine, **given, guesser=PromptLookup()) == plain
 
 
 def test_a_prefill_carries_no_guesses():
@@ -423,7 +425,7 @@ def test_a_prefill_carries_no_guesses():
 
 def test_lookup_guesses_what_followed_last_time():
     text = Text(0, [1, 2, 3, 4, 1, 2], LIMIT)
-    lookup = Lookup()
+    lookup = PromptLookup()
     assert lookup([text], [2]) == [[3, 4]]
     text.tokens += [9]
     assert lookup([text], [4]) == [[]]

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.config.settings import SampleConfig
-from gptmini.generate.sampler import append
+from gptmini.generate.sampler import append_token
 from gptmini.generate.texts import Text
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 
@@ -12,8 +12,8 @@ def read(tokens: list[int], stops: list[str]) -> tuple[list[str], Text]:
     text = Text(0, [], 99, tokenizer=ByteTokenizer(), stops=stops)
     pieces = []
     for token in tokens:
-        append(text, token, SampleConfig(max_new_tokens=len(tokens)), 99)
-        pieces.append(text.read(token))
+        append_token(text, token, SampleConfig(max_new_tokens=len(tokens)), 99)
+        pieces.append(text.decode_token(token))
         if text.finish_reason:
             break
     return pieces, text

@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.errors import ConfigError, GptminiError
-from gptmini.generate.filters import Adjustment, probabilities
-from gptmini.generate.run import Run, load
+from gptmini.generate.filters import LogitsProcessor, filter_probabilities
+from gptmini.generate.run import Run, load_run
 from gptmini.interop import architectures, huggingface
-from gptmini.interop.export import export_run, logits, prove, sample
+from gptmini.interop.export import check_read_back, choose_tokens, compute_logits, export_run
 from gptmini.interop.folding import fold
 from gptmini.interop.huggingface import import_model
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import Tokenizer, bpe_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer, create_bpe_tokenizer
 from gptmini.train.state import write_run
 from tests.support import prose
 
@@ -38,8 +38,8 @@ SCALED = {"rope_scaling": [8.0, 1.0, 4.0, 16.0]}
 
 
 def learned_tokenizer() -> Tokenizer:
-    ranks = bpe.learn([TEXT], 299)
-    return bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": 299})
+    ranks = bpe.learn_bpe([TEXT], 299)
+    return create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 299})
 
 
 TOKENIZER = learned_tokenizer()
@@ -53,11 +53,11 @@ CHAT = {"<|endoftext|>": 299, "<|im_start|>": 300, "<|im_end|>": 301}
 def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
     """A tokenizer as SmolLM2's: of single digits, without some bytes, with a chat template."""
     known = [bytes([byte]) for byte in range(256) if byte not in missing]
-    merges = list(bpe.learn([TEXT], 299))[256:]
+    merges = list(bpe.learn_bpe([TEXT], 299))[256:]
     ranks = {token: rank for rank, token in enumerate(known + merges)}
-    digits = {theirs: ours for ours, (theirs, _) in tokenizer_json.PATTERNS.items()}
-    pattern = digits[tokenizer_json.DIGITS]
-    return bpe_tokenizer(
+    digits = {theirs: ours for ours, (theirs, _) in tokenizer_json.KNOWN_PATTERNS.items()}
+    pattern = digits[tokenizer_json.DIGITS_THEN_GPT2]
+    return create_bpe_tokenizer(
         "imported",
         pattern,
         ranks,
@@ -83,7 +83,7 @@ def run_of(
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
     write_run(RunDirectory(path), config, net.state_dict(), tokenizer)
-    return load(path, "cpu", "float32", path.parent)
+    return load_run(path, "cpu", "float32", path.parent)
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,7 +120,7 @@ def test_transformers_computes_the_same(case, tmp_path):
     made = export_run(run, tmp_path / "out")
     assert made.architecture == architecture
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(theirs).__name__ == architectures.CLASSES[architecture]
+    assert type(theirs).__name__ == architectures.HF_CLASSES[architecture]
     tokens = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = run.model(tokens)
     scale = float(expected.detach().abs().max())
@@ -178,12 +178,12 @@ def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
     settings = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
     made = theirs.generate(torch.tensor([prompt]), **settings)
     logits = run.model(torch.tensor([prompt]))[0, -1].detach()
-    scores = Adjustment(sample, run.bias(sample))(logits, prompt, [])
+    scores = LogitsProcessor(sample, run.bias(sample))(logits, prompt, [])
     if sample.temperature == 0:
         assert made.sequences[0, -1] == scores.argmax()
         torch.testing.assert_close(made.scores[0][0], scores, rtol=0, atol=1e-4)
         return
-    tokens, weights = probabilities(scores, sample)
+    tokens, weights = filter_probabilities(scores, sample)
     expected = torch.zeros(300, dtype=torch.float64)
     chosen = torch.arange(300) if tokens is None else torch.from_numpy(tokens)
     expected[chosen] = torch.from_numpy(weights / weights.sum())
@@ -327,13 +327,13 @@ FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
     run = run_of(tmp_path / "run", attention={**GQA, "window": 7, "full_every": 3})
-    write = huggingface.write
+    write = huggingface.write_folder
 
     def faulty(folder: Path, *arguments: Any) -> None:
         write(folder, *arguments)
         changed(folder, FAULTS[fault])
 
-    monkeypatch.setattr(huggingface, "write", faulty)
+    monkeypatch.setattr(huggingface, "write_folder", faulty)
     with pytest.raises(
         GptminiError, match=r"out: not written: logits differ by .*report it"
     ) as end:
@@ -344,14 +344,14 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
 
 def test_the_proof_catches_another_tokenizer(tmp_path):
     run = run_of(tmp_path / "run")
-    tokens = sample(run, tmp_path)
+    tokens = choose_tokens(run, tmp_path)
     config, weights = fold(run.config.model, run.model.state_dict())
-    expected = logits(config, weights, tokens)
-    ranks = bpe.learn([TEXT[::-1]], 299)
-    other = bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": 299})
-    prove(Path("out"), expected, run.tokenizer, (config, weights, run.tokenizer), tokens)
+    expected = compute_logits(config, weights, tokens)
+    ranks = bpe.learn_bpe([TEXT[::-1]], 299)
+    other = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 299})
+    check_read_back(Path("out"), expected, run.tokenizer, (config, weights, run.tokenizer), tokens)
     with pytest.raises(GptminiError, match="has other tokens there"):
-        prove(Path("out"), expected, run.tokenizer, (config, weights, other), tokens)
+        check_read_back(Path("out"), expected, run.tokenizer, (config, weights, other), tokens)
 
 
 def test_weights_that_are_not_finite_are_not_exported(tmp_path):
@@ -410,14 +410,16 @@ def test_any_model_ends_in_a_proven_export_or_in_a_refusal_that_names_a_setting(
         assert not list(folder.iterdir())
         return
     assert made.difference <= 1e-5 * made.scale
-    read, weights, _ = huggingface.read(folder / "out", config.context_length)
+    read, weights, _ = huggingface.read_folder(folder / "out", config.context_length)
     tokens = torch.randint(300, (1, config.context_length))
-    torch.testing.assert_close(logits(read, weights, tokens), model(tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        compute_logits(read, weights, tokens), model(tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     run = run_of(tmp_path / "run")
-    monkeypatch.setattr(huggingface, "SHARD", 40_000)
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 40_000)
     export_run(run, tmp_path / "out")
     shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
     assert len(shards) > 2
@@ -440,6 +442,6 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="already exists"):
         export_run(fine, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
-    rounded = load(tmp_path / "fine", cache=tmp_path)
+    rounded = load_run(tmp_path / "fine", cache=tmp_path)
     with pytest.raises(ConfigError, match="weights='float32'"):
         export_run(rounded, tmp_path / "other")

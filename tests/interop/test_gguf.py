@@ -14,7 +14,7 @@ from gptmini.generate.run import Run
 from gptmini.interop import gguf
 from gptmini.interop.export import HARD_TEXTS, export_run
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.tokenizers import Tokenizer, create
+from gptmini.tokenizer.tokenizers import Tokenizer, create_tokenizer
 from tests.interop.test_export import (
     CASES,
     CHAT_TOKENIZER,
@@ -46,7 +46,7 @@ def with_tokenizer(run: Run, kind: str) -> Run:
     """The same shape with another vocabulary."""
     made: dict[str, Tokenizer] = {"bpe": TOKENIZER, "digits": CHAT_TOKENIZER}
     made["partial"] = chat_tokenizer(missing=b"\x04\xf1\xff")
-    tokenizer = made.get(kind) or create(kind, None, ["é東👍" + TEXT])
+    tokenizer = made.get(kind) or create_tokenizer(kind, None, ["é東👍" + TEXT])
     model = run.config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     torch.manual_seed(1)
     net = GPT(model).eval()
@@ -83,12 +83,12 @@ def test_every_type_of_weights_and_every_tokenizer_is_proven(kind, tmp_path):
 def test_special_tokens_and_chat_template_are_written(tmp_path):
     run = run_of(tmp_path / "run", CHAT_TOKENIZER)
     export_run(run, tmp_path / "out.gguf", "gguf")
-    fields = gguf.library().GGUFReader(tmp_path / "out.gguf").fields
+    fields = gguf.import_gguf().GGUFReader(tmp_path / "out.gguf").fields
     found = {name.partition(".")[2]: field.contents() for name, field in fields.items()}
     assert found["ggml.eos_token_id"] == 301
     assert found["ggml.eot_token_id"] == found["ggml.bos_token_id"] == 299
     assert found["chat_template"] == TEMPLATE
-    assert gguf.read(tmp_path / "out.gguf")[2].to_json() == CHAT_TOKENIZER.to_json()
+    assert gguf.read_gguf(tmp_path / "out.gguf")[2].to_json() == CHAT_TOKENIZER.to_json()
 
 
 @installed
@@ -109,7 +109,7 @@ def test_tokenizers_and_types_that_llama_cpp_does_not_have_are_refused(tmp_path)
     run = run_of(tmp_path / "run")
     with pytest.raises(ConfigError, match="--weights q4_0: unknown type; use f32, f16, bf16, q8_0"):
         export_run(run, tmp_path / "out", "gguf", "q4_0")
-    with_space = create("char", None, ["\u2581"])
+    with_space = create_tokenizer("char", None, ["\u2581"])
     model = run.config.model.model_copy(update={"vocab_size": with_space.vocab_size})
     other = Run(run.path, Config(model=model), with_space, GPT(model).eval())
     with pytest.raises(ConfigError, match=r"has U\+2581, llama.cpp's space"):
@@ -134,7 +134,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fault", [*FAULTS, "rows of q and k as they were", "layers exchanged"])
 def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
     run = run_of(tmp_path / "run", **LLAMA, attention=NO_NORM)
-    write = gguf.write
+    write = gguf.write_gguf
 
     def faulty(path: Path, run: Run, kind: str, config: Any, weights: Any, to: str) -> None:
         weights = dict(weights)
@@ -144,11 +144,11 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
         if fault.startswith("rows"):
             for name in weights:
                 if name.endswith("q_proj.weight"):  # undone by the interleaving
-                    weights[name] = gguf._interleaved(weights[name], 4, back=True)
+                    weights[name] = gguf._interleave(weights[name], 4, back=True)
         config = config.model_copy(update=FAULTS.get(fault, {}))
         write(path, run, kind, config, weights, to)
 
-    monkeypatch.setattr(gguf, "write", faulty)
+    monkeypatch.setattr(gguf, "write_gguf", faulty)
     with pytest.raises(GptminiError, match="not written: logits differ by"):
         export_run(run, tmp_path / "out", "gguf", "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

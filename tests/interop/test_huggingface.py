@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from gptmini.analysis.evaluate import evaluate_run, held_out, score, text_of
+from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text, score_text
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from gptmini.interop.export import export_run
 from gptmini.interop.huggingface import import_model
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import Tokenizer, bpe_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer, create_bpe_tokenizer
 from gptmini.train import convert
 from tests.interop.test_export import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer
 from tests.support import new_cache, prose
@@ -68,9 +68,9 @@ def written(name: str, folder: Path, **more: Any) -> Any:
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
         model.get_output_embeddings().weight[299] = 0  # greedy texts do not end
     model.save_pretrained(folder)
-    ranks = bpe.learn([TEXT], 299)
-    tokenizer = bpe_tokenizer("bpe", bpe.PATTERN, ranks, {"<|endoftext|>": 299})
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json.to_json(tokenizer)))
+    ranks = bpe.learn_bpe([TEXT], 299)
+    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 299})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json.to_tokenizer_json(tokenizer)))
     return model
 
 
@@ -107,13 +107,15 @@ def imported(tmp_path: Path) -> Run:
 def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, tmp_path):
     cache = tmp_path / "cache"
     (tmp_path / "text.txt").write_text(TEXT)
-    assert score(imported, "It was").bytes == 6
-    spans = text_of(imported, [str(tmp_path / "text.txt")], cache)
+    assert score_text(imported, "It was").bytes == 6
+    spans = load_text(imported, [str(tmp_path / "text.txt")], cache)
     assert evaluate_run(imported, spans).loss > 1
     with pytest.raises(DataError, match="was imported, with no text; give one with --data"):
-        held_out(imported, cache)
-    convert.convert(imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa", cache)
-    converted = load(tmp_path / "mqa", "cpu", "float32", cache)
+        load_held_out(imported, cache)
+    convert.convert_run(
+        imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa", cache
+    )
+    converted = load_run(tmp_path / "mqa", "cpu", "float32", cache)
     assert converted.config.model.n_kv_head == 1
     assert converted.config.model.rope_scaling == [8.0, 1.0, 4.0, 32.0]
     assert export_run(converted, tmp_path / "out", cache=cache).architecture == "llama"
@@ -133,7 +135,7 @@ def test_the_command_that_convert_prints_makes_the_steps_it_names(
     assert said.endswith("train it for 3 steps with:")
     printed = printed.replace("TEXT", "text.txt") + " --set train.batch_size=1 --out tuned"
     assert command(printed.split(), monkeypatch) == 0
-    assert RunDirectory(tmp_path / "tuned").steps()[0] == 3
+    assert RunDirectory(tmp_path / "tuned").list_steps()[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def instruct(folder: Path, tokenizer: Tokenizer = CHAT_TOKENIZER) -> Any:
     model.config.bos_token_id = model.config.eos_token_id = 299
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json.to_json(tokenizer)))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json.to_tokenizer_json(tokenizer)))
     return model
 
 
@@ -261,8 +263,8 @@ def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, mo
     samples = [line["sample"] for line in map(json.loads, lines) if "sample" in line]
     assert samples
     assert set(samples) == {""}  # the token that ended it is not part of it
-    there = load("tuned").encode("a\x04 b")
-    assert there == load("tuned").encode("a b")
+    there = load_run("tuned").encode("a\x04 b")
+    assert there == load_run("tuned").encode("a b")
 
 
 def test_narrow_weights_and_models_saved_without_a_head_are_read(tmp_path):

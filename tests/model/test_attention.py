@@ -15,8 +15,8 @@ from gptmini.model.attention import (
     LayerCache,
     attend,
     choose_backend,
-    left_padding,
-    visible,
+    compute_left_padding,
+    make_mask,
 )
 from gptmini.model.layers import Rotary
 
@@ -56,7 +56,7 @@ SHAPES = [  # H, G, T, S, K, size of a value
 def test_attend_is_the_definition(H, G, T, S, K, V, causal, backend):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, H, T, K), torch.randn(2, G, S, K), torch.randn(2, G, S, V)
-    mask = visible(torch.arange(S - T, S), torch.arange(S))
+    mask = make_mask(torch.arange(S - T, S), torch.arange(S))
     mask = mask if causal else torch.ones_like(mask)
     found = attend(q, k, v, mask, backend=backend)
     torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
@@ -286,7 +286,7 @@ def test_a_row_of_a_cache_shares_its_memory_and_has_its_own_length():
     cache = KVCache(config_of("gqa", 2), 3, torch.device("cpu"), torch.float32)
     for layer in cache.layers:
         layer.keys.zero_()
-    row = cache.row(1)
+    row = cache.view_row(1)
     row.layers[2].append(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8))
     assert (row.layers[2].length, cache.length, row.length) == (5, 0, 0)
     assert cache.layers[2].keys.sum((1, 2, 3)).tolist() == [0, 2 * 5 * 8, 0]
@@ -324,7 +324,7 @@ def test_the_module_equals_the_written_out_mechanism(variant, position, window, 
     module = Attention(config)
     rotation = Rotary(config)(torch.arange(9)) if position == "rope" else None
     x = torch.randn(2, 9, 32, requires_grad=True)
-    q, k, v = module.heads(x, rotation)
+    q, k, v = module.project_qkv(x, rotation)
     mask = mechanisms.causal_mask(9) if window is None else mechanisms.window_mask(9, window)
     rows = [mechanisms.grouped_query_attention(*row, mask) for row in zip(q, k, v, strict=True)]
     expected = module.o_proj(torch.stack(rows).transpose(1, 2).flatten(2))
@@ -374,17 +374,17 @@ def test_the_ring_buffer_holds_what_a_window_needs(size, chunks, seed):
 def test_masks_equal_the_written_out_ones(window):
     positions = torch.arange(5)
     expected = mechanisms.causal_mask(5) if window is None else mechanisms.window_mask(5, window)
-    assert torch.equal(visible(positions, positions, window), expected)
-    assert torch.equal(visible(positions[3:], positions, window), expected[3:])
+    assert torch.equal(make_mask(positions, positions, window), expected)
+    assert torch.equal(make_mask(positions[3:], positions, window), expected[3:])
     shuffled = torch.tensor([2, 0, 4, 1, 3])
-    assert torch.equal(visible(positions, shuffled, window), expected[:, shuffled])
+    assert torch.equal(make_mask(positions, shuffled, window), expected[:, shuffled])
 
 
 def test_padding_on_the_left_is_visible_to_itself_only():
     positions = torch.arange(4)
-    padding = left_padding([4, 2])
+    padding = compute_left_padding([4, 2])
     assert padding.tolist() == [0, 2]
-    full, padded = visible(positions, positions, None, padding)[:, 0]
+    full, padded = make_mask(positions, positions, None, padding)[:, 0]
     assert torch.equal(full, mechanisms.causal_mask(4))
     assert ["".join(".x"[int(cell)] for cell in row) for row in padded] == [
         "x...",
@@ -396,4 +396,4 @@ def test_padding_on_the_left_is_visible_to_itself_only():
 
 def test_an_empty_row_cannot_be_padded():
     with pytest.raises(ConfigError, match="row 1 is empty; give each at least 1 token"):
-        left_padding([3, 0])
+        compute_left_padding([3, 0])

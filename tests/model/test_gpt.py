@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
-from gptmini.model.attention import KVCache, left_padding
-from gptmini.model.gpt import GPT, Block, loss
+from gptmini.model.attention import KVCache, compute_left_padding
+from gptmini.model.gpt import GPT, Block, compute_loss
 
 
 def make(**given) -> GPT:
@@ -53,9 +53,9 @@ def test_every_combination_learns_is_causal_and_caches(variant, position, norm, 
     losses = []
     for _ in range(3):
         with torch.no_grad():
-            losses.append(loss(model.eval(), inputs, targets).item())
+            losses.append(compute_loss(model.eval(), inputs, targets).item())
         optimizer.zero_grad()
-        loss(model.train(), inputs, targets).backward()
+        compute_loss(model.train(), inputs, targets).backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
         optimizer.step()
     assert losses[0] > losses[1] > losses[2]
@@ -108,7 +108,7 @@ def by_hand(weights: dict[str, Tensor], config: ModelConfig, tokens: list[int]) 
     if config.position == "learned":
         stream = [x + w["positions.weight"][t] for t, x in enumerate(stream)]
     for n in range(config.n_layer):
-        at, window = f"blocks.{n}", config.window(n) or len(tokens)
+        at, window = f"blocks.{n}", config.get_window(n) or len(tokens)
         xs, stream = [normed(f"{at}.attn_norm", x) for x in stream], list(stream)
         for t in range(len(tokens)):
             sees, mixed = range(max(0, t + 1 - window), t + 1), []
@@ -218,7 +218,7 @@ def test_rows_of_different_lengths_get_the_values_they_get_alone(variant, positi
     heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
     model = make(attention=heads | attention, position=position, n_layer=3).eval()
     rows = [torch.randint(11, (length,)) for length in (12, 5, 1, 9)]
-    padding = left_padding([len(row) for row in rows])
+    padding = compute_left_padding([len(row) for row in rows])
     batch = torch.stack([F.pad(row, (12 - len(row), 0), value=7) for row in rows])
     with torch.no_grad():
         alone = [model(row[None])[0] for row in rows]
@@ -258,7 +258,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout):
     for model.gradient_checkpointing in (False, True):
         torch.manual_seed(1)
         model.zero_grad()
-        loss(model, tokens, tokens).backward()
+        compute_loss(model, tokens, tokens).backward()
         both.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
@@ -296,13 +296,13 @@ def test_published_shapes_have_their_published_sizes():
 def test_the_loss_of_a_new_model_is_that_of_guessing():
     model = make(vocab_size=50)
     tokens, targets = torch.randint(50, (2, 8, 12))
-    assert loss(model, tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
+    assert compute_loss(model, tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
 
 
 def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(11, (3, 12)), torch.randint(11, (3, 12))
     chosen = model(tokens).softmax(-1).gather(-1, targets[..., None])
-    torch.testing.assert_close(loss(model, tokens, targets), -chosen.log().mean())
+    torch.testing.assert_close(compute_loss(model, tokens, targets), -chosen.log().mean())
 
 
 def test_weights_are_drawn_by_role():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.model import kernels
-from gptmini.model.kernels import RMSNorm, cross_entropy
+from gptmini.model.kernels import RMSNorm, cross_entropy_
 from gptmini.plan.memory import StorageCounter
 
 
@@ -37,11 +37,11 @@ def test_rmsnorm_takes_heads_that_are_not_contiguous():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_cross_entropy_is_that_of_torch_in_float32(rows: int, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "AT_ONCE", 7 * 50)  # 7 rows at a time
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 7 * 50)  # 7 rows at a time
     torch.manual_seed(rows)
     scores, targets = 5 * torch.randn(rows, 50, dtype=dtype), torch.randint(50, (rows,))
     ours, torchs = scores.clone().requires_grad_(), scores.clone().requires_grad_()
-    losses = cross_entropy(ours * 1, targets), F.cross_entropy(torchs.float(), targets)
+    losses = cross_entropy_(ours * 1, targets), F.cross_entropy(torchs.float(), targets)
     torch.testing.assert_close(*losses)
     assert losses[0].dtype == torch.float32
     for loss in losses:
@@ -52,10 +52,10 @@ def test_cross_entropy_is_that_of_torch_in_float32(rows: int, dtype, monkeypatch
 
 
 def test_cross_entropy_holds_no_second_tensor_of_the_size_of_the_logits(monkeypatch):
-    monkeypatch.setattr(kernels, "AT_ONCE", 1000)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1000)
     targets = torch.randint(1000, (512,))
     with StorageCounter() as storages:
         logits = torch.randn(512, 1000, dtype=torch.bfloat16).requires_grad_()
         copy = logits * 1
-        cross_entropy(copy, targets).backward()
+        cross_entropy_(copy, targets).backward()
     assert storages.peak < 3.1 * copy.nbytes  # logits, copy, their gradient of `* 1`

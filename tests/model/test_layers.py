@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.layers import MLP, Dropout, Rotary, norm, rotate
+from gptmini.model.layers import MLP, Dropout, Rotary, apply_rotary, create_norm
 
 
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.25, 0.5, 0.9, 255 / 256])
@@ -61,8 +61,8 @@ def test_rotary_positions_turn_complex_numbers(theta, half, start, seed):
     )
     x = torch.randn(2, 3, 5, 2 * half)
     positions = torch.arange(start, start + 5)
-    found = rotate(x, Rotary(config)(positions))
-    each = rotate(x, Rotary(config)(torch.stack([positions, positions])))
+    found = apply_rotary(x, Rotary(config)(positions))
+    each = apply_rotary(x, Rotary(config)(torch.stack([positions, positions])))
     assert torch.equal(found, each)
     for p in range(5):
         for i in range(half):
@@ -115,7 +115,10 @@ def test_rotated_scores_depend_on_the_distance_alone():
 
     def score(i: int, j: int) -> float:
         return float(
-            (rotate(q, rotary(torch.tensor([i]))) * rotate(k, rotary(torch.tensor([j])))).sum()
+            (
+                apply_rotary(q, rotary(torch.tensor([i])))
+                * apply_rotary(k, rotary(torch.tensor([j])))
+            ).sum()
         )
 
     for distance in (0, 1, 7):
@@ -127,9 +130,9 @@ def test_rotated_scores_depend_on_the_distance_alone():
 def test_rotation_keeps_the_type_and_computes_in_float32():
     config = ModelConfig(head_dim=8, n_head=1, d_model=8, context_length=512)
     x, rotation = torch.randn(1, 1, 512, 8).bfloat16(), Rotary(config)(torch.arange(512))
-    found = rotate(x, rotation)
+    found = apply_rotary(x, rotation)
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, rotate(x.float(), rotation).bfloat16())
+    assert torch.equal(found, apply_rotary(x.float(), rotation).bfloat16())
 
 
 @pytest.mark.parametrize("eps", [1e-5, 0.5])
@@ -137,7 +140,7 @@ def test_rotation_keeps_the_type_and_computes_in_float32():
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_norms_are_their_formulas(kind, bias, eps):
     torch.manual_seed(0)
-    module = norm(ModelConfig(norm=kind, norm_eps=eps, bias=bias, d_model=12, n_head=1))
+    module = create_norm(ModelConfig(norm=kind, norm_eps=eps, bias=bias, d_model=12, n_head=1))
     parameters = dict(module.named_parameters())
     assert ("bias" in parameters) == (bias and kind == "layernorm")
     for parameter in parameters.values():

@@ -3,15 +3,15 @@ import torch
 from torch import nn
 
 from gptmini.config.settings import ModelConfig, TrainConfig
-from gptmini.distributed.gradients import divided, one_by_one
-from gptmini.distributed.group import Ranks
+from gptmini.distributed.gradients import make_orthogonalize, one_by_one
+from gptmini.distributed.group import Group
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import Muon, Optimizer, learning_rate, orthogonal
+from gptmini.model.optim import Muon, Optimizer, get_learning_rate, orthogonalize
 
 
 def rates(**settings) -> list[float]:
     config = TrainConfig.model_validate({"lr": 1.0, "min_lr": 0.1} | settings)
-    return [learning_rate(config, step) for step in range(config.steps)]
+    return [get_learning_rate(config, step) for step in range(config.steps)]
 
 
 def test_linear_cooldown_after_a_plateau():
@@ -69,7 +69,7 @@ MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
 def test_only_matrices_of_linear_layers_decay():
     model = small()
     settings = TrainConfig(optimizer="adamw", weight_decay=0.1)
-    ((adamw, _),) = Optimizer(model, settings).parts
+    ((adamw, _),) = Optimizer(model, settings).optimizers
     decayed, others = adamw.param_groups
     assert roles(decayed["params"], model) == MATRICES
     assert all(p.ndim == 2 for p in decayed["params"])
@@ -80,7 +80,7 @@ def test_only_matrices_of_linear_layers_decay():
 @pytest.mark.parametrize("tied", [True, False])
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
     model = small(tie_embeddings=tied)
-    (adamw, _), (muon, scale) = Optimizer(model, TrainConfig(muon_lr=0.04, lr=0.01)).parts
+    (adamw, _), (muon, scale) = Optimizer(model, TrainConfig(muon_lr=0.04, lr=0.01)).optimizers
     assert isinstance(muon, Muon)
     assert scale == 4
     (group,) = muon.param_groups
@@ -106,7 +106,7 @@ def test_an_update_of_muon_is_equally_long_in_every_direction():
     assert values.max() < 1.5
 
 
-class Recording(Ranks):
+class Recording(Group):
     """One of several processes, which keeps what it would send."""
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,19 +121,19 @@ def test_bits_of_a_matrix_do_not_depend_on_how_many_a_rank_has(dtype, shape, cou
     """Kernels may round otherwise for one matrix than for several, and by its alignment."""
     generator = torch.Generator().manual_seed(0)
     matrices = torch.randn(count, *shape, generator=generator).to(dtype)
-    alone = divided(Ranks(), "exact")(matrices)
-    assert alone.float() == pytest.approx(orthogonal(matrices).float(), abs=0.05)
+    alone = make_orthogonalize(Group(), "exact")(matrices)
+    assert alone.float() == pytest.approx(orthogonalize(matrices).float(), abs=0.05)
     for size in range(2, 9):
         sent = []
         for rank in range(size):
             ranks = Recording(rank, size)
-            assert divided(ranks, "exact")(matrices).shape == matrices.shape
+            assert make_orthogonalize(ranks, "exact")(matrices).shape == matrices.shape
             sent.append(ranks.sent)
         assert torch.equal(torch.cat(sent)[:count], alone)
 
 
 def test_fast_sums_leave_muon_its_batches():
-    assert divided(Ranks(), "fast") is orthogonal
+    assert make_orthogonalize(Group(), "fast") is orthogonalize
 
 
 def test_a_rank_without_matrices_turns_none():
@@ -201,14 +201,14 @@ def test_restoring_the_state_continues_with_the_same_bits(kind):
     model, settings = small(), TrainConfig(optimizer=kind)
     optimizer = Optimizer(model, settings)
     step(model, optimizer)
-    state = {name: value.clone() for name, value in optimizer.state().items()}
+    state = {name: value.clone() for name, value in optimizer.state_dict().items()}
     assert {n: t.shape for n, t in state.items()} == {
-        n: t.shape for n, t in optimizer.state_like().items()
+        n: t.shape for n, t in optimizer.expected_state_dict().items()
     }
     twin = small()
     twin.load_state_dict(model.state_dict())
     twin_optimizer = Optimizer(twin, settings)
-    twin_optimizer.restore(dict(reversed(state.items())))
+    twin_optimizer.load_state_dict(dict(reversed(state.items())))
     step(model, optimizer)
     step(twin, twin_optimizer)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptmini.distributed.sharding import wrap
+from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
-from gptmini.model.gpt import GPT, loss
+from gptmini.model.gpt import GPT, compute_loss
 from gptmini.plan import cluster, cost
 from gptmini.plan.memory import Memory
 from tests.support import tiny
 
 SHAPE = {"n_layer": 5, "n_head": 4, "d_model": 64, "context_length": 64, "dropout": 0}
-H100 = cluster.accelerator("h100", None, None)
+H100 = cluster.find_accelerator("h100", None, None)
 
 
 def config_of(batch_size: int = 8, vocab_size: int = 256, **settings):
@@ -39,35 +39,35 @@ import json, sys
 import torch
 from torch import distributed
 from gptmini.config.settings import Config
-from gptmini.distributed.group import Ranks
-from gptmini.distributed.sharding import Shards, gradients
-from gptmini.model.gpt import loss
-from gptmini.plan.cluster import COMPUTE, RankCounter
+from gptmini.distributed.group import Group
+from gptmini.distributed.sharding import Shards, create_gradients
+from gptmini.model.gpt import compute_loss
+from gptmini.plan.cluster import SIMULATED_COMPUTE, RankCounter
 
 folder, rank, texts = sys.argv[1:]
 distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=2
 )
-ranks = Ranks(int(rank), 2)
-shards = Shards(ranks, COMPUTE.device)
+ranks = Group(int(rank), 2)
+shards = Shards(ranks, SIMULATED_COMPUTE.device)
 local = lambda tensors: sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
 
 def found(config):
     train = config.train
-    model = shards.model(config.model, train.reduce, COMPUTE.dtype).train()
+    model = shards.create_model(config.model, train.reduce, SIMULATED_COMPUTE.dtype).train()
     model.gradient_checkpointing = train.gradient_checkpointing
     passes = train.batch_size // 2 // train.micro_batch_size
-    adding = gradients(train.reduce, model, ranks, passes, sharded=True)
-    optimizer = shards.optimizer(model, train, COMPUTE.dtype)
+    adding = create_gradients(train.reduce, model, ranks, passes, sharded=True)
+    optimizer = shards.create_optimizer(model, train, SIMULATED_COMPUTE.dtype)
     held = RankCounter(model)
     held.restart()
     with held:
         for _ in range(passes):
             tokens = torch.zeros(train.micro_batch_size, config.seq_len, dtype=torch.long)
-            with COMPUTE.autocast():
-                mean = loss(model, tokens, tokens)
+            with SIMULATED_COMPUTE.autocast():
+                mean = compute_loss(model, tokens, tokens)
             mean.backward()
-            adding.added()
+            adding.after_backward()
     adding.finish()
     traffic = {"all_gather": held.traffic["all_gather"]}
     if train.reduce == "fast":  # `exact` adds by itself
@@ -75,7 +75,7 @@ def found(config):
     weights = [*model.parameters()]
     sizes = {"weights": local(weights), "gradients": local(p.grad for p in weights)}
     optimizer.step(0.1)
-    state = local(optimizer.state().values())
+    state = local(optimizer.state_dict().values())
     return sizes | {"optimizer": state, "peak": held.peak, "traffic": traffic}
 
 print(json.dumps([found(Config.model_validate(each)) for each in json.loads(texts)]))
@@ -105,7 +105,7 @@ def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
     ]
     planned = []
     for config in configs:
-        with cluster.one_rank(config, 2, shard=True) as measure:
+        with cluster.simulate_rank(config, 2, shard=True) as measure:
             rows = config.train.batch_size // 2
             planned.append(measure(config.with_train(batch_size=rows)))
     for process in processes:
@@ -136,7 +136,7 @@ def test_collectives_carry_the_weights_twice_and_the_gradients_once(n, vocab_siz
     """`exact` adds an odd number of passes before it adds their gradients over the ranks."""
     train = {"gradient_checkpointing": again, "reduce": reduce}
     config = config_of(6, vocab_size, bias=True, position="learned", train=train)
-    with cluster.one_rank(config, n, shard=True) as measure:
+    with cluster.simulate_rank(config, n, shard=True) as measure:
         _, traffic = measure(config)
     passes, (matrices, others) = 3, padded(config, n)
     width, sums = (4, 1) if reduce == "exact" else (2, passes)
@@ -148,13 +148,13 @@ def test_collectives_carry_the_weights_twice_and_the_gradients_once(n, vocab_siz
 
 def test_replicas_reduce_their_gradients_once_a_step():
     config = config_of(16)
-    plan = cluster.plan(config, H100, 2)
+    plan = cluster.plan_rank(config, H100, 2)
     model = GPT(config.model)
     tokens = torch.zeros(1, 64, dtype=torch.long)
-    loss(model, tokens, tokens).backward()
+    compute_loss(model, tokens, tokens).backward()
     assert plan.traffic == {"all_reduce": sum(p.grad.nbytes for p in model.parameters())}
-    alone = cluster.plan(config_of(8), H100)
-    assert (alone.traffic, alone.communication) == ({}, 0)
+    alone = cluster.plan_rank(config_of(8), H100)
+    assert (alone.traffic, alone.communication_seconds) == ({}, 0)
     assert plan.memory == alone.memory  # each replica is a whole training of its rows
 
 
@@ -166,9 +166,9 @@ def test_replicas_reduce_their_gradients_once_a_step():
 def test_a_few_blocks_stand_for_many(monkeypatch, settings):
     config = config_of(n_layer=10, **settings)
     measured = []
-    for few in (cluster.FEW, 10):
-        monkeypatch.setattr(cluster, "FEW", few)
-        with cluster.one_rank(config, 2, shard=True) as measure:
+    for few in (cluster.SIMULATED_BLOCKS, 10):
+        monkeypatch.setattr(cluster, "SIMULATED_BLOCKS", few)
+        with cluster.simulate_rank(config, 2, shard=True) as measure:
             measured.append(measure(config))
     assert measured[0] == measured[1]
 
@@ -182,16 +182,16 @@ def test_operations_of_a_rank_are_those_of_the_formula():
         mesh = init_device_mesh("cpu", (4,))
         with FakeTensorMode():
             sharded = GPT(config.model).train()
-            wrap(sharded, mesh, "fast", torch.bfloat16)
+            apply_fsdp(sharded, mesh, "fast", torch.bfloat16)
             with FlopCounterMode(display=False) as counted:
                 tokens = torch.zeros(2, T, dtype=torch.long)
-                with cluster.COMPUTE.autocast():
-                    mean = loss(sharded, tokens, tokens)
+                with cluster.SIMULATED_COMPUTE.autocast():
+                    mean = compute_loss(sharded, tokens, tokens)
                 mean.backward()
     finally:
         distributed.destroy_process_group()
     unseen = 3 * 4 * model.n_head * model.head_dim * model.n_layer * (T - (T + 1) / 2)
-    assert counted.get_total_flops() == 2 * T * (cost.training_flops(model, T) + unseen)
+    assert counted.get_total_flops() == 2 * T * (cost.count_training_flops(model, T) + unseen)
 
 
 @pytest.fixture
@@ -205,55 +205,59 @@ def measured(monkeypatch):
         scaled = Memory(*(size * 10**6 for size in astuple(memory)))
         return scaled, {"all_gather": 10**9 * training.train.batch_size}
 
-    monkeypatch.setattr(cluster, "one_rank", lambda *_: nullcontext(measure))
+    monkeypatch.setattr(cluster, "simulate_rank", lambda *_: nullcontext(measure))
 
 
 def test_a_step_takes_the_longer_of_compute_and_communication(measured):
     config = config_of(64, train={"micro_batch_size": 1})
-    flops = 64 * 64 * cost.training_flops(config.model, 64)
+    flops = 64 * 64 * cost.count_training_flops(config.model, 64)
     for n, bandwidth in ((8, 450e9), (16, 8 * 50e9), (64, 8 * 50e9)):
-        plan = cluster.plan(config, H100, n)
-        assert plan.compute == pytest.approx(flops / n / (0.4 * 989e12))
-        assert plan.communication == pytest.approx(64e9 / n * (n - 1) / n / (0.8 * bandwidth))
-        assert plan.seconds == plan.communication > plan.compute
+        plan = cluster.plan_rank(config, H100, n)
+        assert plan.compute_seconds == pytest.approx(flops / n / (0.4 * 989e12))
+        assert plan.communication_seconds == pytest.approx(
+            64e9 / n * (n - 1) / n / (0.8 * bandwidth)
+        )
+        assert plan.seconds == plan.communication_seconds > plan.compute_seconds
         assert plan.memory_otherwise == plan.memory.peak - 100e6
-    slow = cluster.accelerator("H100", 1e-9, 8)
-    plan = cluster.plan(config, slow, 16)
-    assert plan.communication == pytest.approx(4e9 * 15 / 16 / (0.8 * 8e9))
-    assert plan.seconds == plan.compute == pytest.approx(flops / 16 / (1e-9 * 989e12))
+    slow = cluster.find_accelerator("H100", 1e-9, 8)
+    plan = cluster.plan_rank(config, slow, 16)
+    assert plan.communication_seconds == pytest.approx(4e9 * 15 / 16 / (0.8 * 8e9))
+    assert plan.seconds == plan.compute_seconds == pytest.approx(flops / 16 / (1e-9 * 989e12))
 
 
 def test_rows_of_a_pass_are_chosen_to_fit(measured):
     for gigabytes, rows in ((1.2, 1), (1.6, 1), (2.5, 3), (3.4, 4), (80, 24)):
         on = H100._replace(gigabytes=gigabytes)
         config = config_of(48, train={"reduce": "fast"})
-        plan = cluster.plan(config, on, 2, shard=True, choose=True)
+        plan = cluster.plan_rank(config, on, 2, shard=True, choose=True)
         assert plan.config.train.micro_batch_size == rows
         assert (plan.memory.peak <= gigabytes * 1e9) == (gigabytes > 1.5)
-    exact = cluster.plan(config_of(48), H100, 2, shard=True, choose=True)
+    exact = cluster.plan_rank(config_of(48), H100, 2, shard=True, choose=True)
     assert exact.config.train.micro_batch_size == 6  # as on 8 ranks
-    given = cluster.plan(config_of(48, train={"micro_batch_size": None}), H100, 8)
+    given = cluster.plan_rank(config_of(48, train={"micro_batch_size": None}), H100, 8)
     assert given.config.train.micro_batch_size == 6  # all that a rank has
 
 
 def test_batches_that_ranks_cannot_share_are_refused():
     for n, near in ((3, "use 6 or 9"), (16, "use 16$")):
         with pytest.raises(ConfigError, match=f"8 rows do not divide among {n} processes; {near}"):
-            cluster.plan(config_of(8), H100, n)
+            cluster.plan_rank(config_of(8), H100, n)
     with pytest.raises(ConfigError, match="micro_batch_size: 2 does not divide the 1 rows"):
-        cluster.plan(config_of(8), H100, 8)
+        cluster.plan_rank(config_of(8), H100, 8)
 
 
 def test_nothing_is_left_behind(monkeypatch):
     own = F.rms_norm
     monkeypatch.setattr(cluster, "Optimizer", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cluster.plan(config_of(norm="rmsnorm"), H100, 2, shard=True)
+        cluster.plan_rank(config_of(norm="rmsnorm"), H100, 2, shard=True)
     assert F.rms_norm is own
     assert not distributed.is_initialized()
 
 
 def test_norms_keep_no_more_than_fused_kernels_do():
     """RMSNorm keeps one number less per position than LayerNorm, the mean."""
-    rms, layer = (cluster.plan(config_of(norm=norm), H100) for norm in ("rmsnorm", "layernorm"))
+    rms, layer = (
+        cluster.plan_rank(config_of(norm=norm), H100) for norm in ("rmsnorm", "layernorm")
+    )
     assert 0.95 < rms.memory.activations / layer.memory.activations < 1

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptmini.config.load import CONFIGS, load, named_configs
+from gptmini.config.load import CONFIGS_DIR, list_config_files, load_config
 from gptmini.config.settings import ModelConfig
 from gptmini.model.attention import Attention, KVCache
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import MLP
 from gptmini.plan import cost
 
-NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in named_configs()]
+NAMES = [str(path.relative_to(CONFIGS_DIR).with_suffix("")) for path in list_config_files()]
 
 
 def by_part(model: GPT) -> dict[str, int]:
@@ -35,9 +35,11 @@ def by_part(model: GPT) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_those_of_the_model_for_every_configuration(name):
-    config = load(CONFIGS / f"{name}.yaml", []).model.model_copy(update={"vocab_size": 50257})
+    config = load_config(CONFIGS_DIR / f"{name}.yaml", []).model.model_copy(
+        update={"vocab_size": 50257}
+    )
     with torch.device("meta"):
-        assert cost.parameters(config) == by_part(GPT(config))
+        assert cost.count_parameters_by_part(config) == by_part(GPT(config))
 
 
 @st.composite
@@ -75,9 +77,9 @@ def models(draw) -> ModelConfig:
 @given(models())
 def test_parameters_and_caches_are_those_of_any_model(config):
     with torch.device("meta"):
-        assert cost.parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
+        assert cost.count_parameters(config) == sum(p.numel() for p in GPT(config).parameters())
     cache = KVCache(config, 1, torch.device("meta"), torch.float32)
-    assert cost.cache_bytes(config, config.context_length) == cache.bytes
+    assert cost.count_cache_bytes(config, config.context_length) == cache.bytes
 
 
 @settings(deadline=None, max_examples=25)
@@ -89,7 +91,7 @@ def test_operations_are_those_that_torch_counts(config):
     length = config.context_length
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         GPT(config)(torch.zeros(1, length, dtype=torch.long))
-    ours = cost.forward_flops(config, length)
+    ours = cost.count_forward_flops(config, length)
     heads = config.n_layer * config.n_head * config.head_dim
     unseen = 4 * heads * length * (length - (length + 1) / 2)
     assert sum(ours.values()) * length + unseen == pytest.approx(counter.get_total_flops())
@@ -97,24 +99,24 @@ def test_operations_are_those_that_torch_counts(config):
 
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_keys_seen_are_those_of_the_mask(window, length):
-    from gptmini.model.attention import visible
+    from gptmini.model.attention import make_mask
 
     places = torch.arange(length)
-    seen = visible(places, places, window).sum().item()
+    seen = make_mask(places, places, window).sum().item()
     config = ModelConfig.model_validate(
         {"vocab_size": 7, "n_layer": 1, "attention": {"window": window}}
     )
     narrow = config.attention.model_copy(update={"window": 1})
     whole = config.model_copy(update={"attention": narrow})
-    gap = cost.forward_flops(config, length)["attention"]
-    gap -= cost.forward_flops(whole, length)["attention"]
+    gap = cost.count_forward_flops(config, length)["attention"]
+    gap -= cost.count_forward_flops(whole, length)["attention"]
     heads = config.n_head * config.head_dim
     assert gap * length == pytest.approx(4 * heads * (seen - length))
 
 
 def test_training_takes_three_passes_and_checkpointing_four_of_the_blocks():
     config = ModelConfig(vocab_size=100)
-    parts = cost.forward_flops(config, 64)
-    assert cost.training_flops(config, 64) == 3 * sum(parts.values())
-    more = cost.training_flops(config, 64, True) - cost.training_flops(config, 64)
+    parts = cost.count_forward_flops(config, 64)
+    assert cost.count_training_flops(config, 64) == 3 * sum(parts.values())
+    more = cost.count_training_flops(config, 64, True) - cost.count_training_flops(config, 64)
     assert more == parts["attention"] + parts["mlp"]

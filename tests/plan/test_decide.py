@@ -11,7 +11,7 @@ from gptmini.config.settings import Config
 from gptmini.errors import MachineError
 from gptmini.plan import decide as deciding
 from gptmini.plan import minutes
-from gptmini.plan.decide import decide, with_choices
+from gptmini.plan.decide import decide, reuse_choices
 from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
 from tests.support import tiny
@@ -67,7 +67,7 @@ def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
     decision = decide(asked, run, tmp_path / "cache")
     run.create(decision.config, decision.corpus.tokenizer)
     monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(deciding, "micro_batch_size", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(deciding, "choose_micro_batch_size", lambda *_: pytest.fail("measured"))
     assert decide(asked, run, tmp_path / "cache").config == decision.config
 
 
@@ -79,13 +79,13 @@ def test_what_compiling_brought_is_in_the_decision(
     decision = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
     assert decision.config.train.compile == "on"
     assert decision.seconds_per_step == 1.5
-    assert decision.compiling == "1.000 s/step instead of 2.000"
+    assert decision.compile_outcome == "1.000 s/step instead of 2.000"
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gptmini.machine.total_memory", lambda _: 1 << 10)
+    monkeypatch.setattr("gptmini.machine.get_total_memory", lambda _: 1 << 10)
     monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
     with pytest.raises(MachineError, match="parameters needs"):
         decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
@@ -97,13 +97,13 @@ def test_compared_runs_share_how_they_compute_but_not_how_long():
 
     sizes = {"d_model": 64, "n_layer": 2, "dropout": 0.1}
     first = run(model=sizes, train={"minutes": 1.0, "steps": 7, "batch_size": 8, "compile": "on"})
-    other = with_choices(run(train={"minutes": 1.0}), first, same_run=False)
+    other = reuse_choices(run(train={"minutes": 1.0}), first, same_run=False)
     assert (other.model.d_model, other.model.n_layer, other.model.dropout) == (64, 2, 0.1)
     assert (other.train.batch_size, other.train.compile) == (8, "on")
     assert "steps" not in other.train.model_fields_set
-    resumed = with_choices(run(train={"minutes": 1.0}), first)
+    resumed = reuse_choices(run(train={"minutes": 1.0}), first)
     assert resumed.train.steps == 7
-    by_steps = with_choices(run(train={"steps": 9}), first, same_run=False)
+    by_steps = reuse_choices(run(train={"steps": 9}), first, same_run=False)
     assert (by_steps.model.d_model, by_steps.train.compile) == (192, "on")
 
 
@@ -112,15 +112,15 @@ def test_other_runs_evaluate_on_the_part_that_the_first_chose():
     first = validate({"train": planned}, {})
     asked = validate({"train": {"minutes": 3.0}}, {})
     for same in (True, False):
-        assert with_choices(asked, first, same_run=same).train.eval_tokens == 5000
+        assert reuse_choices(asked, first, same_run=same).train.eval_tokens == 5000
     by_steps = validate({"train": {"steps": 60}}, {})
-    assert with_choices(by_steps, first, same_run=False).train.eval_tokens is None
+    assert reuse_choices(by_steps, first, same_run=False).train.eval_tokens is None
 
 
 def test_more_minutes_prolong_a_resumed_run():
     first = validate({"train": {"minutes": 1.0, "steps": 60, "warmup_steps": 6}}, {})
     steps = {
-        minutes: with_choices(validate({"train": {"minutes": minutes}}, {}), first).train.steps
+        minutes: reuse_choices(validate({"train": {"minutes": minutes}}, {}), first).train.steps
         for minutes in (0.01, 1.0, 3.0)
     }
     assert steps == {0.01: 6, 1.0: 60, 3.0: 180}
@@ -129,7 +129,7 @@ def test_more_minutes_prolong_a_resumed_run():
 def test_what_is_stated_stays_when_a_run_is_resumed():
     first = validate({"model": {"dropout": 0.1}, "train": {"micro_batch_size": 2}}, {})
     asked = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})
-    kept = with_choices(asked, first)
+    kept = reuse_choices(asked, first)
     assert (kept.model.dropout, kept.train.micro_batch_size) == (0.3, 4)
 
 

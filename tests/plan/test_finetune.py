@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini.analysis.evaluate import evaluate_run, held_out
+from gptmini.analysis.evaluate import evaluate_run, load_held_out
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
@@ -24,12 +24,12 @@ from gptmini.errors import (
     GptminiError,
     Stopped,
 )
-from gptmini.generate.run import load
+from gptmini.generate.run import load_run
 from gptmini.plan import finetune as fine_tuning
 from gptmini.plan import minutes
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.tokenizers import create
+from gptmini.tokenizer.tokenizers import create_tokenizer
 from gptmini.train import convert, trainer
 from tests.support import SMALL, gpt2, new_cache, tiny
 from tests.support import train as begin_training
@@ -89,10 +89,10 @@ def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
 
 def result(run: RunDirectory) -> tuple[Any, ...]:
     """The newest weights and optimizer, and the metrics without what a clock said."""
-    checkpoint = run.newest()
+    checkpoint = run.load_newest()
     assert checkpoint is not None
     tensors = {**checkpoint.model, **{f"o/{k}": v for k, v in checkpoint.optimizer.items()}}
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     return (
         checkpoint.step,
         {name: tensor.numpy().tobytes() for name, tensor in tensors.items()},
@@ -104,21 +104,23 @@ def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(
     before = contents(base.path)
     run = tune(asked)
     assert contents(base.path) == before
-    start = run.load(0, with_optimizer=True)
-    best = base.best()
+    start = run.load_checkpoint(0, with_optimizer=True)
+    best = base.load_best()
     assert start.model.keys() == best.model.keys()
     assert all(torch.equal(start.model[name], best.model[name]) for name in best.model)
     assert start.optimizer == {}
     assert run.tokenizer_file.read_bytes() == base.tokenizer_file.read_bytes()
-    assert run.steps()[0] == 6
-    assert not torch.equal(run.newest().model["embed.weight"], best.model["embed.weight"])
+    assert run.list_steps()[0] == 6
+    assert not torch.equal(run.load_newest().model["embed.weight"], best.model["embed.weight"])
 
 
 def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, asked, tune, tmp_path, capsys):
     run = tune(on(base, Path(asked.data.path[0]), train={**STEPS, "dtype": "float32"}))
-    first, *rest = (json.loads(line) for line in run.metrics.read_text().splitlines())
-    text = held_out(load(run.path, "cpu", "float32", tmp_path / "cache"), tmp_path / "cache")
-    expected = evaluate_run(load(base.path, "cpu", "float32", tmp_path / "cache"), text)
+    first, *rest = (json.loads(line) for line in run.metrics_file.read_text().splitlines())
+    text = load_held_out(
+        load_run(run.path, "cpu", "float32", tmp_path / "cache"), tmp_path / "cache"
+    )
+    expected = evaluate_run(load_run(base.path, "cpu", "float32", tmp_path / "cache"), text)
     assert (first["step"], first["tokens"]) == (0, 0)
     assert first["val_loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert first["val_bpb"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
@@ -129,10 +131,10 @@ def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, asked, tune, tmp_p
 
 def test_if_tuning_only_harms_the_base_remains_the_best(base, text_file, tune, tmp_path):
     run = tune(on(base, text_file, train={**STEPS, "lr": 5.0, "muon_lr": 5.0, "keep": 1}))
-    assert sorted(run.steps()) == [0, 6]
-    best = load(run.path, "cpu", "float32", tmp_path / "cache")
+    assert sorted(run.list_steps()) == [0, 6]
+    best = load_run(run.path, "cpu", "float32", tmp_path / "cache")
     assert best.step == 0
-    assert torch.equal(best.model.embed.weight, base.best().model["embed.weight"])
+    assert torch.equal(best.model.embed.weight, base.load_best().model["embed.weight"])
 
 
 def test_a_rewind_to_the_base_begins_again_and_remembers_its_loss(
@@ -142,31 +144,31 @@ def test_a_rewind_to_the_base_begins_again_and_remembers_its_loss(
     settings |= {"on_divergence": "rewind"}
     config = on(base, text_file, train=settings)
     with monkeypatch.context() as patch:
-        begin = trainer.begin
+        begin = trainer.create_or_resume
 
         def slower(training: Any) -> None:
             begin(training)
             training.progress.lr_scale = 0.5
 
-        patch.setattr(trainer, "begin", slower)
+        patch.setattr(trainer, "create_or_resume", slower)
         straight = tune(config, "straight")
-    update = trainer.update
+    update = trainer.train_step
 
     def diverging(training: Any) -> Any:
         if training.step == 3 and training.progress.lr_scale == 1:
             raise DivergedError("loss nan")
         return update(training)
 
-    monkeypatch.setattr(trainer, "update", diverging)
+    monkeypatch.setattr(trainer, "train_step", diverging)
     run = tune(config)
     assert result(run) == result(straight)
-    assert sorted(run.steps()) == [0, 6]
+    assert sorted(run.list_steps()) == [0, 6]
     for each in (run, straight):
         best = json.loads((each.path / "best.json").read_text())
         first = json.loads(each.metrics.read_text().splitlines()[0])
         assert (best["step"], best["val_loss"]) == (0, first["val_loss"])
-    found = load(run.path, "cpu", "float32", tmp_path / "cache")
-    assert torch.equal(found.model.embed.weight, base.best().model["embed.weight"])
+    found = load_run(run.path, "cpu", "float32", tmp_path / "cache")
+    assert torch.equal(found.model.embed.weight, base.load_best().model["embed.weight"])
 
 
 class Killed(BaseException):
@@ -175,7 +177,14 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     ("function", "call"),
-    [("assess", 1), ("sample", 1), ("update", 1), ("update", 2), ("save", 1), ("update", 6)],
+    [
+        ("evaluate_validation", 1),
+        ("generate_sample", 1),
+        ("train_step", 1),
+        ("train_step", 2),
+        ("save_checkpoint", 1),
+        ("train_step", 6),
+    ],
 )
 def test_a_killed_run_needs_no_base_to_end_in_the_same_bits(
     base, asked, tune, monkeypatch, function, call
@@ -212,14 +221,14 @@ def test_a_kill_before_the_run_is_there_is_a_fresh_start(base, asked, tune, monk
 @pytest.mark.usefixtures("default_signals")
 def test_a_signal_during_the_first_evaluation_saves(base, asked, tune, monkeypatch):
     whole = result(tune(asked, "whole"))
-    assess = trainer.assess
+    assess = trainer.evaluate_validation
 
     def interrupted(training: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return assess(training)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "assess", interrupted)
+        patch.setattr(trainer, "evaluate_validation", interrupted)
         with pytest.raises(Stopped, match="after step 1, saved"):
             tune(asked)
     assert result(tune(asked)) == whole
@@ -236,12 +245,12 @@ def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     def decided(**sections: dict[str, Any]) -> Config:
         return decide(on(base, other_text, **sections), None, tmp_path / "cache").config
 
-    config, trained = decided(), base.config()
+    config, trained = decided(), base.load_config()
     theirs = trained.model.model_dump(exclude={"dropout"})
     assert config.model.model_dump(exclude={"dropout"}) == theirs
     assert config.tokenizer == trained.tokenizer
-    assert config.train.lr == pytest.approx(fine_tuning.RATE * 4e-3)
-    assert config.train.muon_lr == pytest.approx(fine_tuning.RATE * 0.01)
+    assert config.train.lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 4e-3)
+    assert config.train.muon_lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 0.01)
     assert (config.train.betas, config.train.batch_size) == ([0.8, 0.9], 4)
     assert config.train.optimizer == "muon"
     stated = decided(
@@ -289,18 +298,18 @@ def test_what_contradicts_the_base_is_refused_by_its_key(
 
 def test_the_origin_is_recorded_and_can_be_repeated(base, asked, tune):
     run = tune(asked)
-    origin = run.config().base
+    origin = run.load_config().base
     assert origin.run == str(base.path)
     weights = base.checkpoints / f"step-{origin.step:08d}" / "model.safetensors"
     assert origin.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert result(tune(run.config(), "again")) == result(run)
+    assert result(tune(run.load_config(), "again")) == result(run)
 
 
 def test_the_same_command_resumes_and_another_base_is_refused(base, asked, tune, tmp_path):
     run = tune(asked)
-    first = run.config()
+    first = run.load_config()
     assert decide(asked, run, tmp_path / "cache").config == first
-    assert tune(asked.with_train(steps=8)).steps()[0] == 8
+    assert tune(asked.with_train(steps=8)).list_steps()[0] == 8
     shutil.copytree(base.path, tmp_path / "copy")
     for other in (tmp_path / "copy", None):
         elsewhere = asked.base.model_copy(update={"run": other and str(other)})
@@ -332,9 +341,9 @@ def test_a_base_that_changes_meanwhile_is_noticed(base, asked, tmp_path):
     out = RunDirectory(tmp_path / "tuned")
     decision = decide(asked, out, tmp_path / "cache")
     (base.path / "best.json").unlink()
-    longer = base.config().with_train(steps=8)
+    longer = base.load_config().with_train(steps=8)
     begin_training(longer, base.path, tmp_path / "cache")
-    assert base.best().step != decision.config.base.step
+    assert base.load_best().step != decision.config.base.step
     with pytest.raises(CheckpointError, match="changed while this run was prepared"):
         trainer.train(decision, out.path)
     assert not out.exists
@@ -371,14 +380,14 @@ CHINESE = "凡是有钱的单身汉。总想娶位太太。这已经成了一条
 def test_a_tokenizer_that_spells_the_text_out_is_noted(
     kind, trained, text, noted, tmp_path, capsys
 ):
-    made = gpt2() if kind == "gpt2" else create(kind, 400, [trained * 20])
+    made = gpt2() if kind == "gpt2" else create_tokenizer(kind, 400, [trained * 20])
     (tmp_path / "tokenizer.json").write_text(made.to_json())
     (tmp_path / "new.txt").write_text(text * 100)
     tokenizer = {"kind": str(tmp_path / "tokenizer.json")}
     config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
     config = config.model_copy(update={"base": config.base.model_copy(update={"run": "base"})})
     corpus = prepare_corpus(config, tmp_path / "cache")
-    fine_tuning.introduce(config, corpus)
+    fine_tuning.say_base(config, corpus)
     said = capsys.readouterr().err
     if noted is None:
         assert "warning" not in said
@@ -397,12 +406,12 @@ def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monk
         {**asked.model_dump(exclude_unset=True), "train": {**steps, "minutes": 0.05}}, {}
     )
     run = tune(asked)
-    config = run.config()
-    assert config.model.model_copy(update={"dropout": 0}) == base.config().model.model_copy(
+    config = run.load_config()
+    assert config.model.model_copy(update={"dropout": 0}) == base.load_config().model.model_copy(
         update={"dropout": 0}
     )
-    assert (config.train.batch_size, config.base.step) == (4, base.best().step)
-    assert run.steps()[0] == config.train.steps
+    assert (config.train.batch_size, config.base.step) == (4, base.load_best().step)
+    assert run.list_steps()[0] == config.train.steps
     assert decide(asked, run, run.path.parent / "cache").config == config
 
 
@@ -415,15 +424,15 @@ def test_a_plan_needs_no_weights(base, asked, tmp_path):
 
 
 def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, asked, tune, tmp_path):
-    run = load(tune(asked).path, "cpu", "float32", tmp_path / "cache")
+    run = load_run(tune(asked).path, "cpu", "float32", tmp_path / "cache")
     shutil.rmtree(base.path)
     mqa = {"variant": "mqa", "n_kv_head": None}
     out = tmp_path / "pooled"
-    config = convert.convert(run, mqa, 2, out, tmp_path / "cache")
+    config = convert.convert_run(run, mqa, 2, out, tmp_path / "cache")
     assert config.base.run is None
-    assert RunDirectory(out).tokenizer().fingerprint == run.tokenizer.fingerprint
-    begin_training(RunDirectory(out).config(), out, tmp_path / "cache")
-    assert RunDirectory(out).steps()[0] == 2
+    assert RunDirectory(out).load_tokenizer().fingerprint == run.tokenizer.fingerprint
+    begin_training(RunDirectory(out).load_config(), out, tmp_path / "cache")
+    assert RunDirectory(out).list_steps()[0] == 2
 
 
 # -- the command line ------------------------------------------------------------------------------
@@ -435,14 +444,14 @@ def test_the_command_line_tunes_plans_and_shows_the_origin(gptmini, text_file, o
     words = ["--from", "runs/text/", "--data", "other.txt", *small]
     code, out, _ = gptmini("size", *words, "--json")
     assert code == 0
-    count = sum(t.numel() for t in RunDirectory(Path("runs/text")).best().model.values())
+    count = sum(t.numel() for t in RunDirectory(Path("runs/text")).load_best().model.values())
     assert json.loads(out)["parameters"]["all"] == count
     assert not Path("runs/other-from-text").exists()
     code, _, err = gptmini("train", *words)
     assert code == 0, err
     assert "  base      runs/text, step 4: its weights and tokenizer\n" in err
     assert math.isfinite(float(err.partition("step 0/2   0%  val ")[2].split()[0]))
-    assert RunDirectory(Path("runs/other-from-text")).config().base.run == "runs/text"
+    assert RunDirectory(Path("runs/other-from-text")).load_config().base.run == "runs/text"
     shutil.rmtree("runs/text")
     assert "already finished at step 2" in gptmini("train", *words)[2]
     assert "already finished at step 2" in gptmini("train", "runs/other-from-text")[2]

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from gptmini.machine import Compute
-from gptmini.model.gpt import GPT, loss
+from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
-from gptmini.plan.memory import StorageCounter, dry_run
+from gptmini.plan.memory import StorageCounter, estimate_memory
 from tests.support import tiny
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -39,17 +39,17 @@ def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
         for _ in range(2):
             tokens = torch.zeros(8, 64, dtype=torch.long)
             with compute.autocast():
-                mean = loss(model, tokens, tokens)
+                mean = compute_loss(model, tokens, tokens)
             mean.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             learner.step(1e-3)
-    found = dry_run(config, compute)
+    found = estimate_memory(config, compute)
     assert found.weights + found.gradients + found.optimizer + found.activations == pytest.approx(
         held.peak, rel=0.02
     )
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
     assert found.weights == pytest.approx(sum(weights.values()), rel=0.01)  # and rotary tables
-    assert found.optimizer == sum(tensor.nbytes for tensor in learner.state().values())
+    assert found.optimizer == sum(tensor.nbytes for tensor in learner.state_dict().values())
 
 
 def test_what_is_released_is_not_counted():
@@ -66,9 +66,9 @@ def test_what_is_released_is_not_counted():
 
 
 def test_windows_cost_activations_and_checkpointing_saves_them():
-    few = dry_run(config_of(micro_batch_size=2), CPU)
-    many = dry_run(config_of(), CPU)
-    saving = dry_run(config_of(gradient_checkpointing=True), CPU)
+    few = estimate_memory(config_of(micro_batch_size=2), CPU)
+    many = estimate_memory(config_of(), CPU)
+    saving = estimate_memory(config_of(gradient_checkpointing=True), CPU)
     assert 3 < many.activations / few.activations < 4.5
     assert saving.activations < 0.6 * many.activations
     assert few.weights == many.weights == saving.weights
@@ -77,7 +77,7 @@ def test_windows_cost_activations_and_checkpointing_saves_them():
 def test_no_weights_are_made(monkeypatch):
     """A model of a trillion parameters is weighed like any other."""
     config = tiny(model={"n_layer": 1, "n_head": 1, "d_model": 262_144, "context_length": 16})
-    found = dry_run(config.with_tokenizer("byte", 257), CPU)
+    found = estimate_memory(config.with_tokenizer("byte", 257), CPU)
     assert found.weights > 3e12
 
 
@@ -85,14 +85,14 @@ SAVE = """
 import sys, torch
 from pathlib import Path
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.machine import peak_memory, resident_memory
+from gptmini.machine import get_peak_memory, get_resident_memory
 cpu, run = torch.device("cpu"), RunDirectory(Path(sys.argv[1]))
 weights = {str(n): torch.ones(5_000_000) for n in range(4)}
 state = {str(n): torch.ones(5_000_000) for n in range(6)}
 run.checkpoints.mkdir()
-before = resident_memory(cpu)
+before = get_resident_memory(cpu)
 run.save(Checkpoint({"step": 1, "best": None}, weights, state))
-print(peak_memory(cpu) - before)
+print(get_peak_memory(cpu) - before)
 """
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.machine import Compute
-from gptmini.model.optim import learning_rate
+from gptmini.model.optim import get_learning_rate
 from gptmini.plan import cost, minutes
 from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
@@ -28,13 +28,13 @@ def planned(
 
     def computed(config: Config, *_: Any, **__: Any) -> StepTime:
         tokens = config.train.batch_size * config.seq_len
-        return StepTime(6 * cost.parameter_count(config.model) * tokens / 1e11, 0.0)
+        return StepTime(6 * cost.count_parameters(config.model) * tokens / 1e11, 0.0)
 
     monkeypatch.setattr(minutes, "time_step", computed)
     monkeypatch.setattr(minutes, "has_compiler", lambda: False)
     config = config.with_tokenizer("byte", 257)
     sizes, _ = minutes.choose_sizes(config, seconds, CPU)
-    assert minutes.has_sizes(sizes)
+    assert minutes.states_all_sizes(sizes)
     return minutes.choose_steps(sizes, seconds, CPU, 1, held_out)
 
 
@@ -44,7 +44,7 @@ def test_more_minutes_make_a_larger_model(monkeypatch):
         plan = planned(Config(), seconds, monkeypatch)
         widths.append(plan.model.d_model)
         tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
-        assert tokens * 6 * cost.parameter_count(plan.model) / 1e11 <= seconds
+        assert tokens * 6 * cost.count_parameters(plan.model) / 1e11 <= seconds
         assert plan.train.eval_every <= max(1, plan.train.steps // 2)
     assert widths == sorted(widths)
     assert widths[0] == 128
@@ -55,19 +55,19 @@ def test_more_minutes_make_a_larger_model(monkeypatch):
 @pytest.mark.parametrize("seconds", [30, 120, 900])
 def test_reading_held_out_text_takes_a_twentieth_of_the_time(monkeypatch, seconds, held_out):
     plan = planned(Config(), seconds, monkeypatch, held_out)
-    forward = 2 * cost.parameter_count(plan.model) * 0.75 / 1e11  # a quarter of 6 per parameter
+    forward = 2 * cost.count_parameters(plan.model) * 0.75 / 1e11  # a quarter of 6 per parameter
     count = math.ceil(plan.train.steps / plan.train.eval_every)
     read = plan.train.eval_tokens or held_out
     evaluations = count * (0.5 + forward * read)
     tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
-    updates = tokens * 6 * cost.parameter_count(plan.model) / 1e11
+    updates = tokens * 6 * cost.count_parameters(plan.model) / 1e11
     assert count * forward * read < seconds / 20
     assert count == 1 or evaluations < seconds / 20
     assert plan.train.save_every <= max(1, plan.train.steps // 4)  # even if it evaluates once
     all_read = plan.train.eval_tokens is None
     assert all_read == (2 * forward * held_out <= seconds / 20)  # twice as slow at worst
     assert count == 10 * 0.8 or evaluations > 0.6 * seconds / 20 / (1 if all_read else 2)
-    assert 0.9 * seconds < updates + evaluations + minutes.FINISH < seconds + 0.1
+    assert 0.9 * seconds < updates + evaluations + minutes.FINAL_SAMPLE_SECONDS < seconds + 0.1
 
 
 def test_what_is_stated_wins_over_the_plan(monkeypatch):
@@ -94,7 +94,7 @@ def tuned(
     def computed(config: Config, *_: Any, **__: Any) -> StepTime:
         tokens = config.train.batch_size * config.seq_len
         probed.append(tokens)
-        flops = cost.training_flops(config.model, config.seq_len)
+        flops = cost.count_training_flops(config.model, config.seq_len)
         return StepTime(flops * tokens / 1e11, update)
 
     monkeypatch.setattr(minutes, "time_step", computed)
@@ -106,7 +106,7 @@ def tuned(
     config, step = minutes.choose_batch(asked, asked, seconds, CPU, 1, 10_000)
     assert probed == [minutes.PROBE]  # nothing larger is timed
     tokens = config.train.batch_size * config.seq_len
-    flops = cost.training_flops(config.model, config.seq_len)
+    flops = cost.count_training_flops(config.model, config.seq_len)
     assert step.passes == pytest.approx(flops * tokens / 1e11)
     return minutes.choose_steps(config, seconds, CPU, 1, 100_000, step)
 
@@ -137,14 +137,14 @@ def test_a_batch_is_not_cut_where_the_update_takes_the_time(monkeypatch):
 def test_a_fine_tuning_reads_so_little_that_two_evaluations_fit(monkeypatch):
     plan = tuned(120, monkeypatch)
     read = plan.train.eval_tokens or 100_000
-    forward = cost.training_flops(plan.model, plan.seq_len) / 4 / 1e11
+    forward = cost.count_training_flops(plan.model, plan.seq_len) / 4 / 1e11
     assert 2 * 2 * read * forward <= 120 / 20 or read == minutes.READ_AT_LEAST
 
 
 def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     config = validate({"train": {"micro_batch_size": 16}}, {})
-    sizes, _ = minutes.choose_sizes(config.with_tokenizer("byte", 257), 30, CPU, ranks=2)
+    sizes, _ = minutes.choose_sizes(config.with_tokenizer("byte", 257), 30, CPU, world_size=2)
     assert sizes.train.batch_size == 32
 
 
@@ -208,7 +208,7 @@ def test_slow_evaluations_and_checkpoints_leave_fewer_steps():
     config = Config(train=TrainConfig.model_validate(settings))
 
     def steps(**slow: float) -> int:
-        return minutes.paced_steps(config, (1, 0.5), (11, 5.5), 6.0, 0, **slow)
+        return minutes.compute_paced_steps(config, (1, 0.5), (11, 5.5), 6.0, 0, **slow)
 
     # 0.5 s a step and 0.5 s an evaluation: 11 + (60 - 2 - 6 - 0.5) / 0.55
     assert steps() == 104
@@ -235,8 +235,12 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
-    update, evaluation, first = trainer.update, trainer.evaluation, minutes.RUNGS[:1]
-    monkeypatch.setattr(minutes, "RUNGS", first)
+    update, evaluation, first = (
+        trainer.train_step,
+        trainer.evaluate_and_sample,
+        minutes.MODEL_LADDER[:1],
+    )
+    monkeypatch.setattr(minutes, "MODEL_LADDER", first)
 
     def timed(training: Any) -> Any:
         clock.now += speeds[training.step > 100] / 2
@@ -247,8 +251,8 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
         clock.now += 0.5 + steps / 4 * speeds[training.step > 100] / 2
         return evaluation(training)
 
-    monkeypatch.setattr(trainer, "update", timed)
-    monkeypatch.setattr(trainer, "evaluation", evaluated)
+    monkeypatch.setattr(trainer, "train_step", timed)
+    monkeypatch.setattr(trainer, "evaluate_and_sample", evaluated)
     config = tiny(data={"path": str(text_file)})
     sections = config.model_dump(exclude_unset=True)
     del sections["train"]["steps"]
@@ -267,15 +271,15 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     )
     run = tmp_path / "run"
     train(config, run, tmp_path / "cache", clock.now)
-    assert clock.now - 1000 == pytest.approx(120 - minutes.FINISH, rel=0.05)
+    assert clock.now - 1000 == pytest.approx(120 - minutes.FINAL_SAMPLE_SECONDS, rel=0.05)
     finished = RunDirectory(run)
-    final, checkpoint = finished.config(), finished.newest()
+    final, checkpoint = finished.load_config(), finished.load_newest()
     assert checkpoint is not None
     assert checkpoint.step == final.train.steps
     # The configuration that it ended with makes the same run.
     weights = checkpoint.model
     train(final.with_train(minutes=None), tmp_path / "again", tmp_path / "cache")
-    again = RunDirectory(tmp_path / "again").newest()
+    again = RunDirectory(tmp_path / "again").load_newest()
     assert again is not None
     assert all(torch.equal(weights[name], again.model[name]) for name in weights)
     # The same command finds it finished.
@@ -297,7 +301,7 @@ def test_no_step_made_depends_on_the_new_number(
     given_ = {"minutes": given_minutes, "steps": steps, "warmup_steps": 5, "cooldown": cooldown}
     settings = TrainConfig.model_validate(given_)
     now = (step, step * per_step)
-    found = minutes.paced_steps(Config(train=settings), (0, 0.0), now, 0.0, held_out)
+    found = minutes.compute_paced_steps(Config(train=settings), (0, 0.0), now, 0.0, held_out)
     changed = settings.model_copy(update={"steps": found})
     for made in range(step):
-        assert learning_rate(changed, made) == learning_rate(settings, made)
+        assert get_learning_rate(changed, made) == get_learning_rate(settings, made)

@@ -24,14 +24,14 @@ def test_a_plan_is_what_the_training_does(gptmini, text_file, tmp_path):
     code, _, err = gptmini("train", *WORDS, "--out", "run")
     assert code == 0, err
     run = RunDirectory(tmp_path / "run")
-    checkpoint = run.newest()
+    checkpoint = run.load_newest()
     count = sum(tensor.numel() for tensor in checkpoint.model.values())
     assert found["parameters"]["all"] == count
     assert sum(n for part, n in found["parameters"].items() if part != "all") == count
     assert found["memory"]["weights"] == pytest.approx(4 * count, rel=0.02)
     assert found["memory"]["optimizer"] == sum(t.nbytes for t in checkpoint.optimizer.values())
-    assert found["micro_batch_size"] == run.config().train.micro_batch_size
-    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert found["micro_batch_size"] == run.load_config().train.micro_batch_size
+    last = json.loads(run.metrics_file.read_text().splitlines()[-1])
     assert (found["steps"], found["tokens"]["seen"]) == (last["step"], last["tokens"])
     assert f"= {found['tokens']['epochs']:.1f} epochs" in err
     (row,) = [row for row in found["cache"] if row["variant"] == "mha"]
@@ -108,8 +108,8 @@ def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text
 
 
 def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
-    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 10)
-    monkeypatch.setattr(report, "_measured", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 10)
+    monkeypatch.setattr(report, "_measure_steps", lambda *_: pytest.fail("tried"))
     code, out, _ = gptmini("size", *WORDS)
     assert code == 0
     assert "does not fit in the memory of this machine, cpu" in out
@@ -145,7 +145,7 @@ def test_deep_models_are_timed_by_a_few_layers(monkeypatch, text_file, tmp_path)
     monkeypatch.setattr(timing, "time_step", time_step)
     config = tiny(model={"n_layer": 10}, train={"batch_size": 8, "micro_batch_size": 4})
     cpu = machine.pick_compute("cpu", "float32")
-    step = timing.predict_step(config.with_tokenizer("byte", 257), cpu)
+    step = timing.predict_step_time(config.with_tokenizer("byte", 257), cpu)
     assert (step.passes, step.update) == pytest.approx((2 * 21, 1.3))
     assert seen == [3, 1]
 
@@ -168,4 +168,4 @@ def test_a_missing_text_is_named(gptmini):
     ],
 )
 def test_numbers_are_short(number, short):
-    assert report._short(number) == short
+    assert report._format_si(number) == short

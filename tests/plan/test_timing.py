@@ -13,7 +13,7 @@ from gptmini.errors import MachineError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost, timing
-from gptmini.plan.memory import dry_run
+from gptmini.plan.memory import estimate_memory
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from tests.support import tiny, train
@@ -23,35 +23,39 @@ CPU = Compute(torch.device("cpu"), torch.float32)
 
 def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
     config = tiny(train={"batch_size": 12}).with_tokenizer("byte", 257)
-    row = dry_run(config.with_train(batch_size=1, micro_batch_size=1), CPU).activations
-    static = 16 * cost.parameter_count(config.model)
+    row = estimate_memory(config.with_train(batch_size=1, micro_batch_size=1), CPU).activations
+    static = 16 * cost.count_parameters(config.model)
     for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
         memory = static + 2 * rows * row
-        monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
-        assert timing.micro_batch_size(config, CPU) == expected
-    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
-    monkeypatch.setattr(timing, "dry_run", lambda *_: pytest.fail("weighed a row for nothing"))
-    assert timing.micro_batch_size(config, CPU) == 12
-    monkeypatch.setattr(timing, "FAST_TOKENS", 4 * config.seq_len)
-    assert timing.micro_batch_size(config, CPU) == 4
+        monkeypatch.setattr(machine, "get_total_memory", lambda _, memory=memory: memory)
+        assert timing.choose_micro_batch_size(config, CPU) == expected
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(
+        timing, "estimate_memory", lambda *_: pytest.fail("weighed a row for nothing")
+    )
+    assert timing.choose_micro_batch_size(config, CPU) == 12
+    monkeypatch.setattr(timing, "MAX_CPU_TOKENS_PER_PASS", 4 * config.seq_len)
+    assert timing.choose_micro_batch_size(config, CPU) == 4
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
 def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected, monkeypatch):
     config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
     numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
-    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
-    assert [timing.micro_batch_size(config, CPU, n) for n in numbers] == [expected] * len(numbers)
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 40)
+    assert [timing.choose_micro_batch_size(config, CPU, n) for n in numbers] == [expected] * len(
+        numbers
+    )
     fast = config.with_train(reduce="fast")
     shares = [batch_size // n for n in numbers]
-    assert [timing.micro_batch_size(fast, CPU, n) for n in numbers] == shares
-    static = 16 * cost.parameter_count(config.model)
+    assert [timing.choose_micro_batch_size(fast, CPU, n) for n in numbers] == shares
+    static = 16 * cost.count_parameters(config.model)
     row = static // 8
-    monkeypatch.setattr(timing, "dry_run", lambda *_: SimpleNamespace(activations=row))
+    monkeypatch.setattr(timing, "estimate_memory", lambda *_: SimpleNamespace(activations=row))
     for most in numbers:  # so many processes fit, each with two rows
         memory = most * static + 4 * row
-        monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
-        found = {timing.micro_batch_size(config, CPU, n) for n in numbers}
+        monkeypatch.setattr(machine, "get_total_memory", lambda _, memory=memory: memory)
+        found = {timing.choose_micro_batch_size(config, CPU, n) for n in numbers}
         assert found == {2 if expected % 2 == 0 else 1}
 
 
@@ -65,8 +69,8 @@ def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, voc
     model = {**shape, **other, "n_layer": 1, "attention": attention}
     config = tiny(model=model, train={"batch_size": 1, "micro_batch_size": 1})
     for dtype in (torch.float32, torch.bfloat16):
-        held = dry_run(config, Compute(torch.device("cpu"), dtype)).activations
-        assert held < timing._row_at_most(config) < 50 * held
+        held = estimate_memory(config, Compute(torch.device("cpu"), dtype)).activations
+        assert held < timing._bound_row_bytes(config) < 50 * held
 
 
 @pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
@@ -79,8 +83,8 @@ def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
         now, made = now + 1, made + 1
         return loss(*given)
 
-    loss = timing.loss
-    monkeypatch.setattr(timing, "loss", slow)
+    loss = timing.compute_loss
+    monkeypatch.setattr(timing, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     config = tiny().with_tokenizer("byte", 257)
     assert timing.time_step(config, CPU, limit=limit).passes == 1
@@ -121,7 +125,7 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
     config = tiny(train={"steps": 100}).with_tokenizer("byte", 257)
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
-    monkeypatch.setattr(timing, "COMPILE_PAYS", 0)
+    monkeypatch.setattr(timing, "MIN_SECONDS_TO_COMPILE", 0)
     compiled, timed, outcome = timing.choose_compile(config, CPU)
     assert not compiled
     assert timed is not None
@@ -147,20 +151,20 @@ def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
         settings = {"compile": compile, "dtype": "float32"}
         config = tiny(data={"path": str(text_file)}, model={"dropout": dropout}, train=settings)
         train(config, tmp_path / name, tmp_path / "cache")
-        found = RunDirectory(tmp_path / name).newest()
+        found = RunDirectory(tmp_path / name).load_newest()
         assert found is not None
         return found.model
 
     whole = run("whole")
     with monkeypatch.context() as patch:
-        update = trainer.update
+        update = trainer.train_step
 
         def stop(training: Any) -> Any:
             if training.step == 4:
                 raise KeyboardInterrupt
             return update(training)
 
-        patch.setattr(trainer, "update", stop)
+        patch.setattr(trainer, "train_step", stop)
         with pytest.raises(KeyboardInterrupt):
             run("stopped")
     again = run("stopped")

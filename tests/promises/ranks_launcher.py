@@ -24,24 +24,24 @@ from gptmini.train import state, trainer
 
 def nan(rank: int) -> None:
     """Rank 1's third update has a loss that is not a number."""
-    loss, calls = trainer.loss, []
+    loss, calls = trainer.compute_loss, []
 
     def broken(*inputs: object) -> object:
         calls.append(1)
         return loss(*inputs) * (math.nan if rank == 1 and len(calls) == 3 else 1)
 
-    trainer.loss = broken
+    trainer.compute_loss = broken
 
 
 def seeded(rank: int) -> None:
     """Every rank draws its own initial weights."""
-    draw = state.draw
-    state.draw = lambda *words: draw(*words, rank)
+    draw = state.seed_from
+    state.seed_from = lambda *words: draw(*words, rank)
 
 
 def signalled(rank: int, number: int) -> None:
     """Rank 1 gets a signal in its third update."""
-    update, calls = trainer.update, []
+    update, calls = trainer.train_step, []
 
     def interrupted(training: object) -> object:
         calls.append(1)
@@ -49,7 +49,7 @@ def signalled(rank: int, number: int) -> None:
             os.kill(os.getpid(), number)
         return update(training)
 
-    trainer.update = interrupted
+    trainer.train_step = interrupted
 
 
 def killed(rank: int) -> None:
@@ -67,20 +67,20 @@ def full(rank: int) -> None:
         assert rank == 0
         raise OSError(28, "No space left on device")
 
-    files.write = failing
+    files.write_and_sync = failing
 
 
 def silent(rank: int) -> None:
     """Rank 1 hangs where rank 0 waits for what it has to say."""
-    group.SILENCE = 2
+    group.HEARTBEAT_TIMEOUT_SECONDS = 2
     if rank == 1:
-        save = trainer.save
+        save = trainer.save_checkpoint
 
         def hanging(training: object) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             save(training)
 
-        trainer.save = hanging
+        trainer.save_checkpoint = hanging
 
 
 def watched(rank: int) -> None:
@@ -96,9 +96,11 @@ def watched(rank: int) -> None:
 
 def misread(rank: int) -> None:
     """Rank 1 reads another text."""
-    opened = broadcast._opened
+    opened = broadcast._prepare_with_tokenizer
     if rank == 1:
-        broadcast._opened = lambda *inputs: replace(opened(*inputs), content="another")
+        broadcast._prepare_with_tokenizer = lambda *inputs: replace(
+            opened(*inputs), content="another"
+        )
 
 
 FAULTS = {

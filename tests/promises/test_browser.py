@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptmini.analysis import page, page_data
-from gptmini.analysis.attention_maps import attention_weights, summarize
+from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from tests.analysis.test_page_data import HOSTILE, run_of
 from tests.support import SMALL
 
@@ -74,8 +74,8 @@ def percent(text: str) -> float:
 @pytest.mark.parametrize("attention", [{}, {"variant": "gqa", "n_kv_head": 2, "window": 4}])
 def test_pointing_at_a_token_lights_what_the_tensor_says(visit, attention):
     run = run_of(**attention)
-    tab = visit(page_data.html(run, TEXT, None, (1, 2)))
-    weights = attention_weights(run.model, TEXT)[1, 2]
+    tab = visit(page_data.build_page(run, TEXT, None, (1, 2)))
+    weights = compute_attention_weights(run.model, TEXT)[1, 2]
     for query in (5, 13, 0):
         tab.locator(".token").nth(query).hover()
         shown = lit(tab)
@@ -98,7 +98,7 @@ def test_pointing_at_a_token_lights_what_the_tensor_says(visit, attention):
 
 
 def test_keys_move_through_tokens_and_heads(visit):
-    tab = visit(page_data.html(run_of(), list(b"one\ntwo\nsix"), None, (0, 0)))
+    tab = visit(page_data.build_page(run_of(), list(b"one\ntwo\nsix"), None, (0, 0)))
 
     def at() -> int:
         focused = tab.evaluate("document.activeElement.dataset.k")
@@ -117,15 +117,18 @@ def test_keys_move_through_tokens_and_heads(visit):
 
 def test_the_expectations_are_those_of_python(visit):
     run = run_of()
-    expected = page_data.lens(run.model, TEXT)
-    tab = visit(page_data.html(run, TEXT, None, (0, 0)))
+    expected = page_data.compute_logit_lens(run.model, TEXT)
+    tab = visit(page_data.build_page(run, TEXT, None, (0, 0)))
     tab.locator(".token").nth(5).click()
     for stage in (2, 0, 1):
         tab.locator(".stages button").nth(stage).click()
         shown = tab.locator(".expect .bars > span:nth-child(3n)").all_inner_texts()
         chances = expected.probabilities[stage, 5].tolist()
         assert [percent(text) for text in shown[:10]] == pytest.approx(chances, abs=0.006)
-        rank, came = expected.ranks[stage, 5].item(), expected.came[stage, 5].item()
+        rank, came = (
+            expected.token_ranks[stage, 5].item(),
+            expected.target_probabilities[stage, 5].item(),
+        )
         outcome = tab.locator(".expect > p").first.inner_text()
         assert f"rank {rank} of 257, " in outcome
         assert percent(outcome) == pytest.approx(came, abs=0.006)
@@ -136,10 +139,10 @@ def test_the_expectations_are_those_of_python(visit):
 
 def test_several_heads_are_averaged(visit):
     run = run_of()
-    tab = visit(page_data.html(run, TEXT, None, (0, 1)))
+    tab = visit(page_data.build_page(run, TEXT, None, (0, 1)))
     tab.get_by_role("button", name="average several").click()
     tab.locator(".tile").nth(6).click()
-    weights = attention_weights(run.model, TEXT)
+    weights = compute_attention_weights(run.model, TEXT)
     mean = (weights[0, 1, 13] + weights[1, 2, 13]) / 2
     shown = [percent(title) for _, title, *_ in lit(tab)]
     assert shown == pytest.approx(mean.tolist(), abs=0.006)
@@ -150,12 +153,14 @@ def test_several_heads_are_averaged(visit):
 
 def test_heads_that_share_a_kv_head_stand_in_one_frame(visit):
     run = run_of(variant="gqa", n_kv_head=2)
-    tab = visit(page_data.html(run, TEXT, None, (0, 0)))
+    tab = visit(page_data.build_page(run, TEXT, None, (0, 0)))
     frames = tab.locator(".group")
     assert frames.count() == 4  # two in each layer
     assert frames.nth(1).locator(".tile b").all_inner_texts() == ["head 2", "head 3"]
     labels = [tile.get_attribute("aria-label") for tile in tab.locator(".tile").all()]
-    for label, means in zip(labels, summarize(attention_weights(run.model, TEXT)), strict=True):
+    for label, means in zip(
+        labels, summarize_heads(compute_attention_weights(run.model, TEXT)), strict=True
+    ):
         assert label.startswith(
             f"layer {means.layer}, head {means.head}, KV head {means.head // 2}"
         )
@@ -165,10 +170,10 @@ def test_heads_that_share_a_kv_head_stand_in_one_frame(visit):
 
 def test_tables_say_the_same(visit):
     run = run_of(window=3)
-    tab = visit(page_data.html(run, TEXT, None, (1, 3)))
+    tab = visit(page_data.build_page(run, TEXT, None, (1, 3)))
     tab.locator("summary", has_text="tables").click()
     rows = tab.locator("details tr").all_inner_texts()
-    weights = attention_weights(run.model, TEXT)[1, 3, 13]
+    weights = compute_attention_weights(run.model, TEXT)[1, 3, 13]
     cells = [row.split("\t") for row in rows[1:15]]
     assert [cell[3] for cell in cells[:11]] == ["hidden"] * 11
     assert [float(cell[3]) for cell in cells[11:]] == pytest.approx(weights[11:], abs=0.005)
@@ -177,8 +182,8 @@ def test_tables_say_the_same(visit):
 
 def test_draws_show_what_the_filters_removed(visit):
     run = run_of({"top_k": 3})
-    text = page_data.continued(run, "abc", 9)
-    tab = visit(page_data.html(run, text.prompt_tokens + text.tokens, text, (0, 0)))
+    text = page_data.continue_prompt(run, "abc", 9)
+    tab = visit(page_data.build_page(run, text.prompt_tokens + text.tokens, text, (0, 0)))
     note = tab.locator(".expect .note", has_text="Drawn with")
     assert "top_k 3. The filters kept 3 tokens and removed" in note.inner_text()
     assert tab.locator(".expect .bars > .gone").count() >= 2 * 7
@@ -188,19 +193,19 @@ def test_draws_show_what_the_filters_removed(visit):
 
 
 def test_hostile_texts_are_shown_and_run_nothing(visit):
-    part = page_data.part([run_of()], TEXT, HOSTILE)
+    part = page_data.build_reading([run_of()], TEXT, HOSTILE)
     part["spellings"] = [[HOSTILE, HOSTILE] for _ in part["spellings"]]
     part["whole"] = [HOSTILE] * len(TEXT)
     part["sampling"] = HOSTILE
-    lines = [page.series(HOSTILE, [(0, 1), (1, 2)])]
+    lines = [page.build_series(HOSTILE, [(0, 1), (1, 2)])]
     parts = [
-        page.table([HOSTILE], [[HOSTILE]], HOSTILE, HOSTILE),
-        page.charts([page.chart(HOSTILE, HOSTILE, HOSTILE, lines)], HOSTILE),
+        page.build_table([HOSTILE], [[HOSTILE]], HOSTILE, HOSTILE),
+        page.build_charts([page.build_chart(HOSTILE, HOSTILE, HOSTILE, lines)], HOSTILE),
         {"type": "samples", "heading": HOSTILE, "items": [[HOSTILE, HOSTILE]]},
         part,
     ]
-    plain = visit(page.render("", "", [])).evaluate("document.scripts.length")
-    tab = visit(page.render(HOSTILE, HOSTILE, parts))
+    plain = visit(page.render_page("", "", [])).evaluate("document.scripts.length")
+    tab = visit(page.render_page(HOSTILE, HOSTILE, parts))
     assert tab.evaluate("document.scripts.length") == plain
     assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
     for selector in ("h1", "#lead", "td", "pre", "svg + *, .card h3", ".token", ".label"):
@@ -237,19 +242,19 @@ def test_a_plot_shows_the_heads_at_every_checkpoint(visit, plotted):
 
 def of_long_words() -> bytes:
     long = "x" * 300
-    part = page_data.part([run_of()], TEXT, long)
+    part = page_data.build_reading([run_of()], TEXT, long)
     part["spellings"] = [[long, "␣" * 300] for _ in part["spellings"]]
-    lines = [page.series(long, [(0, 1), (1, 2)])]
+    lines = [page.build_series(long, [(0, 1), (1, 2)])]
     samples = {"type": "samples", "heading": long, "items": [[long, long]]}
-    parts = [page.table([long], [[long]], long, long), samples, part]
-    parts += [page.charts([page.chart(long, "x", long, lines)], long)]
-    return page.render(long, long, parts)
+    parts = [page.build_table([long], [[long]], long, long), samples, part]
+    parts += [page.build_charts([page.build_chart(long, "x", long, lines)], long)]
+    return page.render_page(long, long, parts)
 
 
 def test_nothing_overflows(visit, plotted):
     run = run_of(variant="gqa", n_kv_head=2)
     pages = [
-        page_data.html(run, [*b"A long line. \n"], None, (0, 0)),
+        page_data.build_page(run, [*b"A long line. \n"], None, (0, 0)),
         plotted / "plot.html",
         plotted / "c" / "compare.html",
         of_long_words(),

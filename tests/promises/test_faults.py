@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gptmini import files
 from gptmini.config import load
-from gptmini.config.load import named_configs
+from gptmini.config.load import list_config_files
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
 from gptmini.model.optim import Optimizer
@@ -55,7 +55,7 @@ def train(tmp_path: Path) -> Callable[..., RunDirectory]:
 def result(run: RunDirectory) -> tuple[bytes, list[dict[str, Any]]]:
     """The final weights and all metrics that do not depend on the clock."""
     final = run.checkpoints / "step-00000006" / "model.safetensors"
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     for line in lines:
         del line["seconds"]
         line.pop("tokens_per_second", None)
@@ -79,7 +79,7 @@ class Machine:
             (os, "fsync"),
             (os, "open"),
             (shutil, "rmtree"),
-            (files, "write"),
+            (files, "write_and_sync"),
             (files, "sync_directory"),
             (Path, "mkdir"),
             (Path, "unlink"),
@@ -152,12 +152,12 @@ def test_the_test_above_would_notice(train, config, tmp_path, monkeypatch, mutan
         monkeypatch.setattr(files, "sync", lambda descriptor: None)
         monkeypatch.setattr(tensors, "read_verified", lambda path, _: path.read_bytes())
     elif mutant == "no rename":
-        monkeypatch.setattr(files, "replace", lambda path, data: path.write_bytes(data))
+        monkeypatch.setattr(files, "atomic_write_bytes", lambda path, data: path.write_bytes(data))
     elif mutant == "no seed":
         seed = torch.manual_seed
         monkeypatch.setattr(trainer.torch, "manual_seed", lambda n: seed(1) if n < 9 else None)
     else:
-        monkeypatch.setattr(Optimizer, "restore", lambda *_: None)
+        monkeypatch.setattr(Optimizer, "load_state_dict", lambda *_: None)
     try:
         found = lost(train, config, 7, tmp_path)
     except Exception as error:  # a mutant may also fail in worse ways
@@ -190,10 +190,10 @@ def test_every_error_of_the_disk_keeps_the_checkpoint_before(tmp_path: Path):
                     text = error.lines[0]
                     assert f"could not save step {step} ({os.strerror(number).lower()})" in text
                     assert " bytes needed, " in text
-            newest = run.newest()
+            newest = run.load_newest()
             assert newest is not None
             assert newest.model["a"].tolist() == [newest.step] * 5
-            assert run.best().step == 1
+            assert run.load_best().step == 1
             if calls[0] < at:  # the save is over before the call that should fail
                 assert newest.step == step
                 break
@@ -213,7 +213,7 @@ def _failing(patch: pytest.MonkeyPatch, at: int, number: int) -> list[int]:
 
         return call
 
-    for owner, name in [(os, "replace"), (os, "fsync"), (files, "write"), (Path, "mkdir")]:
+    for owner, name in [(os, "replace"), (os, "fsync"), (files, "write_and_sync"), (Path, "mkdir")]:
         patch.setattr(owner, name, counted(getattr(owner, name)))
     return calls
 
@@ -253,7 +253,7 @@ def test_a_disk_that_fills_up_keeps_what_is_there(train, config, tmp_path: Path)
 
 def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
-    monkeypatch.setattr(trainer, "update", None)
+    monkeypatch.setattr(trainer, "train_step", None)
     with pytest.raises(
         MachineError, match=r"a checkpoint needs [\d,]+ bytes, 1,000 are free; make"
     ):
@@ -262,7 +262,7 @@ def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatc
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("where", ["update", "evaluate", "save"])
+@pytest.mark.parametrize("where", ["train_step", "evaluate", "save_checkpoint"])
 def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
     whole = result(train(config, "whole"))
     number, said = getattr(signal, name), name.replace("SIGINT", "Ctrl-C")
@@ -287,22 +287,22 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
 @pytest.mark.usefixtures("default_signals")
 def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    update = trainer.update
+    update = trainer.train_step
 
     def hang_up(training: Any) -> Any:
         os.kill(os.getpid(), signal.SIGHUP)
         return update(training)
 
-    monkeypatch.setattr(trainer, "update", hang_up)
+    monkeypatch.setattr(trainer, "train_step", hang_up)
     try:
-        assert train(config).steps()[0] == 6
+        assert train(config).list_steps()[0] == 6
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkeypatch):
     whole = result(train(config, "whole"))
-    save, saved = trainer.save, []
+    save, saved = trainer.save_checkpoint, []
 
     def note(training: Any) -> None:
         saved.append(training.step)
@@ -310,22 +310,22 @@ def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkey
             os.kill(os.getpid(), signal.SIGUSR1)
         save(training)
 
-    update = trainer.update
+    update = trainer.train_step
 
     def ask(training: Any) -> Any:
         if training.step == 4:
             os.kill(os.getpid(), signal.SIGUSR1)
         return update(training)
 
-    monkeypatch.setattr(trainer, "save", note)
-    monkeypatch.setattr(trainer, "update", ask)
+    monkeypatch.setattr(trainer, "save_checkpoint", note)
+    monkeypatch.setattr(trainer, "train_step", ask)
     assert result(train(config)) == whole
     assert 5 in saved
 
 
 def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
     config = config.with_train(save_every=6, eval_every=6)
-    save, update, saved = trainer.save, trainer.update, []
+    save, update, saved = trainer.save_checkpoint, trainer.train_step, []
 
     def ask(training: Any) -> Any:
         if training.step == 2:
@@ -333,24 +333,26 @@ def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
         return update(training)
 
     monkeypatch.setattr(
-        trainer, "save", lambda training: (saved.append(training.step), save(training))
+        trainer, "save_checkpoint", lambda training: (saved.append(training.step), save(training))
     )
-    monkeypatch.setattr(trainer, "update", ask)
+    monkeypatch.setattr(trainer, "train_step", ask)
     train(config)
     assert saved == [3, 6]
 
 
 def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Let step 5 diverge unless the rate is at most `limit` times the planned one."""
-    loss = trainer.loss
+    loss = trainer.compute_loss
 
     def unstable(training: Any) -> Any:
         bad = training.step == 4 and training.progress.lr_scale > limit
-        monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * (float("nan") if bad else 1.0))
+        monkeypatch.setattr(
+            trainer, "compute_loss", lambda *a: loss(*a) * (float("nan") if bad else 1.0)
+        )
         return update(training)
 
-    update = trainer.update
-    monkeypatch.setattr(trainer, "update", unstable)
+    update = trainer.train_step
+    monkeypatch.setattr(trainer, "train_step", unstable)
 
 
 def test_a_run_that_diverges_rewinds_and_continues_at_a_lower_rate(
@@ -365,18 +367,18 @@ def test_a_run_that_diverges_rewinds_and_continues_at_a_lower_rate(
     whole = train(config, "whole")
     assert capsys.readouterr().err.count("; rewinding to step 4 at 0.") == 2
     assert [line["step"] for line in result(whole)[1]] == [1, 2, 3, 4, 5, 6]
-    found = whole.newest()
+    found = whole.load_newest()
     assert found is not None
     assert found.state["lr_scale"] == 0.25
     with monkeypatch.context() as patch:
-        update = trainer.update
+        update = trainer.train_step
 
         def kill(training: Any) -> Any:
             if training.step == 5:
                 raise Killed
             return update(training)
 
-        patch.setattr(trainer, "update", kill)
+        patch.setattr(trainer, "train_step", kill)
         with pytest.raises(Killed):
             train(config)
     assert result(train(config)) == result(whole)
@@ -401,13 +403,13 @@ def test_a_run_that_diverges_at_any_rate_ends(train, config, monkeypatch):
 
 def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys):
     config = tiny(data={"path": config.data.path}, train={"steps": 40, "lr": 1e-6})
-    update = trainer.update
+    update = trainer.train_step
 
     def spike(training: Any) -> Any:
         metrics = update(training)
         return metrics | ({"train_loss": 9.0} if training.step == 29 else {})
 
-    monkeypatch.setattr(trainer, "update", spike)
+    monkeypatch.setattr(trainer, "train_step", spike)
     train(config)
     lines = [line for line in capsys.readouterr().err.splitlines() if "the windows at" in line]
     assert len(lines) == 1
@@ -426,14 +428,14 @@ def test_in_any_history_the_newest_intact_and_the_best_are_there(tmp_path: Path,
         tensors = {"a": torch.full((2,), float(step))}
         run.save(Checkpoint({"step": step, "best": {"step": best}}, tensors, tensors))
         whole.append(step)
-        kept = run.steps()
+        kept = run.list_steps()
         assert kept[0] == step
         assert best in kept or best not in whole
         assert len(kept) <= 3
         if damaged and len(whole) > 1:
             (run.checkpoints / f"step-{step:08d}" / "model.safetensors").write_bytes(b"x")
             whole.remove(step)
-            newest = run.newest()
+            newest = run.load_newest()
             assert newest is not None
             assert newest.step == max(set(whole) & set(kept))
             run.set_aside_after(newest.step)
@@ -479,7 +481,7 @@ def test_no_file_can_run_code(gptmini, train, config, text_file: Path, tmp_path:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(data=st.data())
 def test_no_configuration_makes_us_crash(tmp_path: Path, data):
-    texts = [path.read_text() for path in named_configs()]
+    texts = [path.read_text() for path in list_config_files()]
     text = data.draw(st.sampled_from(texts))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(text)))
@@ -489,7 +491,7 @@ def test_no_configuration_makes_us_crash(tmp_path: Path, data):
     path = tmp_path / "c.yaml"
     path.write_bytes(text.encode("utf-8", "replace"))
     try:
-        load.load(path, [])
+        load.load_config(path, [])
     except ConfigError as error:
         assert all(line for line in error.lines)
 
@@ -502,13 +504,13 @@ def test_only_intact_checkpoints_count_as_kept(tmp_path: Path):
         run.save(Checkpoint({"step": step, "best": {"step": 1}}, tensors, tensors), keep=3)
         if step == 4:
             (run.checkpoints / "step-00000004" / "optimizer.safetensors").write_bytes(b"x")
-    assert run.steps() == [5, 4, 3, 2, 1]  # 5, 3 and 2 are whole, 4 is not, 1 is the best
+    assert run.list_steps() == [5, 4, 3, 2, 1]  # 5, 3 and 2 are whole, 4 is not, 1 is the best
     run.save(Checkpoint({"step": 6, "best": {"step": 1}}, tensors, tensors), keep=1)
-    assert run.steps() == [6, 1]
+    assert run.list_steps() == [6, 1]
 
 
 def test_a_run_that_is_moved_away_is_not_started_afresh(train, config, tmp_path, monkeypatch):
-    update = trainer.update
+    update = trainer.train_step
 
     def move(training: Any) -> Any:
         if training.step == 3:
@@ -517,7 +519,7 @@ def test_a_run_that_is_moved_away_is_not_started_afresh(train, config, tmp_path,
 
     whole = result(train(config, "whole"))
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "update", move)
+        patch.setattr(trainer, "train_step", move)
         with pytest.raises(MachineError, match="could not save step 4"):
             train(config)
     assert not (tmp_path / "run").exists()
@@ -538,15 +540,15 @@ def test_a_run_can_be_read_while_it_is_written(train, config, tmp_path):
             os._exit(0)
     run, read = RunDirectory(tmp_path / "run"), 0
     while not os.waitpid(pid, os.WNOHANG)[0]:
-        if run.exists and run.steps():
-            assert run.best().model
+        if run.exists and run.list_steps():
+            assert run.load_best().model
             read += 1
     assert read > 5
 
 
 @pytest.mark.parametrize("name", ["with space", "ünïcode 東", "new\nline", "-x", "a" * 200])
 def test_runs_may_have_any_name(train, config, name):
-    assert train(config, name).steps()[0] == 6
+    assert train(config, name).list_steps()[0] == 6
 
 
 def test_a_model_too_large_for_memory_is_refused_before_it_is_made(train, config):
@@ -563,7 +565,7 @@ def test_too_little_memory_is_the_limit_of_the_machine(gptmini, text_file, monke
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(trainer, "update", fail)
+    monkeypatch.setattr(trainer, "train_step", fail)
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 5
     assert "out of memory; lower train.micro_batch_size" in err

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from gptmini.config.settings import AttentionConfig, ModelConfig
 from gptmini.errors import Stopped
-from gptmini.generate.run import load
-from gptmini.model.attention import attend, visible
-from gptmini.model.gpt import GPT, loss
+from gptmini.generate.run import load_run
+from gptmini.model.attention import attend, make_mask
+from gptmini.model.gpt import GPT, compute_loss
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.log import metrics
+from gptmini.runs.log import read_metrics
 from gptmini.train import trainer
 from gptmini.train.api import fit
 
@@ -60,7 +60,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
     """The loss on fixed tokens, and its gradients by parameter, on the CPU."""
     drawn = torch.randint(101, (3, 41), generator=torch.Generator().manual_seed(1))
     tokens = drawn.to(model.device)
-    value = loss(model, tokens[:, :-1], tokens[:, 1:])
+    value = compute_loss(model, tokens[:, :-1], tokens[:, 1:])
     value.backward()
     found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": value.detach().cpu()}
@@ -96,7 +96,7 @@ def test_eager_and_fused_attention_agree_in_bfloat16(kernel, n_kv_head):
         for n in (4, n_kv_head, n_kv_head)
     ]
     positions = torch.arange(300, device=DEVICE)
-    mask = visible(positions, positions, 32) if windowed else None
+    mask = make_mask(positions, positions, 32) if windowed else None
 
     def outcome(dtype: torch.dtype, backend: str) -> list[Tensor]:
         q, k, v = (head.detach().clone().to(dtype).requires_grad_() for head in heads)
@@ -141,7 +141,7 @@ def test_training_follows_that_of_the_cpu(optimizer, tmp_path):
     for device in ("cpu", DEVICE):
         asked = settings(tmp_path, device, {}, optimizer=optimizer)
         fit(asked, tmp_path / f"on {device}", tmp_path / "cache")
-        lines = metrics(tmp_path / f"on {device}" / "metrics.jsonl")
+        lines = read_metrics(tmp_path / f"on {device}" / "metrics.jsonl")
         losses.append([(line["train_loss"], line.get("val_loss", 0.0)) for line in lines])
     assert losses[0][-1][1] < losses[0][3][1]
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=2e-3)
@@ -153,16 +153,16 @@ def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_p
     fit(asked, tmp_path / "run", tmp_path / "cache")
     prompts = ["The cat ", "12. The", "", "a text that fills more than the 32 positions of context"]
     drawn: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0}
-    plain = load(tmp_path / "run", "cpu", "float32").start(prompts, use_cache=False, **drawn)
+    plain = load_run(tmp_path / "run", "cpu", "float32").start(prompts, use_cache=False, **drawn)
     expected = [text.tokens for text in plain.finish()]
-    run = load(tmp_path / "run", DEVICE, "float32", cache=tmp_path / "cache")
+    run = load_run(tmp_path / "run", DEVICE, "float32", cache=tmp_path / "cache")
     together = [text.tokens for text in run.start(prompts, **drawn).finish()]
     alone = [run.start([prompt], **drawn).finish()[0].tokens for prompt in prompts]
     assert together == alone == expected
 
 
 def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path):
-    update = trainer.update
+    update = trainer.train_step
 
     def stopping(training: Any) -> dict[str, Any]:
         if training.step == 4:
@@ -171,12 +171,14 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path):
 
     model = {"dropout": 0.1, "attention": {"backend": "eager"}}  # fused kernels may vary
     asked = settings(tmp_path, DEVICE, model)
-    with mock.patch.object(trainer, "update", stopping), pytest.raises(Stopped):
+    with mock.patch.object(trainer, "train_step", stopping), pytest.raises(Stopped):
         fit(asked, tmp_path / "stopped", tmp_path / "cache")
-    assert RunDirectory(tmp_path / "stopped").steps()[0] == 5
+    assert RunDirectory(tmp_path / "stopped").list_steps()[0] == 5
     for name in ("stopped", "straight"):
         fit(asked, tmp_path / name, tmp_path / "cache")
-    ends = [RunDirectory(tmp_path / name).load(8, True) for name in ("stopped", "straight")]
+    ends = [
+        RunDirectory(tmp_path / name).load_checkpoint(8, True) for name in ("stopped", "straight")
+    ]
     assert ends[0].sha256 == ends[1].sha256
     for name, state in ends[0].optimizer.items():
         assert torch.equal(state, ends[1].optimizer[name]), name

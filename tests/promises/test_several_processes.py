@@ -84,7 +84,7 @@ def same(one, other):
 
 def losses(run):
     names = ("step", "train_loss", "val_loss", "grad_norm")
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     return [{name: line.get(name) for name in names} for line in lines]
 
 
@@ -141,7 +141,7 @@ def test_a_run_continues_on_more_ranks_than_it_has_micro_batches(train):
     assert codes == [0] * 4
     assert "8 does not divide the 2 rows of each of 4 processes; choosing another" in said
     assert "micro_batch_size was 8, is 2; results will no longer be bit-identical" in said
-    assert run.config().train.micro_batch_size == 2
+    assert run.load_config().train.micro_batch_size == 2
 
 
 def test_fast_reduction_agrees_but_for_rounding_on_any_number_of_ranks(train):
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_rest_is_trained_again(train):
     assert codes == [7, -9]
     (line,) = errors(said)
     assert re.match(r"gptmini: rank 1 \(process \d+ on .+\) no longer answers; run the same", line)
-    assert run.steps() == [2]
+    assert run.list_steps() == [2]
     run, codes, _ = train(2)
     assert codes == [0, 0]
     assert same(weights(whole), weights(run))
@@ -184,7 +184,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(train):
     assert codes == [143, 143]
     (line,) = errors(said)
     assert "stopped by SIGTERM after step 3, saved" in line
-    assert run.steps()[0] == 3
+    assert run.list_steps()[0] == 3
     train(2)
     assert same(weights(whole), weights(run))
 
@@ -194,14 +194,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(train):
     assert codes == [6, 6]
     (line,) = errors(said)
     assert "loss nan" in line
-    assert run.steps() == [2]
+    assert run.list_steps() == [2]
 
 
 def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
     run, codes, said = train(2, fault="seeded")
     assert codes == [7, 7]
     assert "rank 1: embed.weight is" in errors(said)[0]
-    assert run.steps() == []
+    assert run.list_steps() == []
 
 
 def test_a_full_disk_on_rank_0_ends_all_with_its_line(train):
@@ -234,18 +234,21 @@ def test_ranks_with_another_text_are_refused(train):
 
 def test_half_of_torchruns_variables_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="WORLD_SIZE: not set, but RANK is"), group.join():
+    with pytest.raises(ConfigError, match="WORLD_SIZE: not set, but RANK is"), group.join_group():
         pass
 
 
 def test_ranks_that_never_come_are_counted(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    monkeypatch.setattr(group, "JOINING", 0.2)
+    monkeypatch.setattr(group, "JOIN_TIMEOUT_SECONDS", 0.2)
     values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4}
     for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(RankError, match=r"1 of 4 ranks joined within 0\.2 seconds"), group.join():
+    with (
+        pytest.raises(RankError, match=r"1 of 4 ranks joined within 0\.2 seconds"),
+        group.join_group(),
+    ):
         pass
 
 
@@ -253,13 +256,13 @@ DIES_ONCE = """
 import os, signal
 from gptmini.cli import app
 from gptmini.train import trainer
-update = trainer.update
+update = trainer.train_step
 def dying(training):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if training.step == 3 and os.environ["RANK"] == "1" and first:
         os.kill(os.getpid(), signal.SIGKILL)
     return update(training)
-trainer.update = dying
+trainer.train_step = dying
 app.main()
 """
 

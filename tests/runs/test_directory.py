@@ -9,8 +9,8 @@ import torch
 
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, MachineError
-from gptmini.runs.directory import Checkpoint, RunDirectory, newest_run
-from gptmini.runs.tensors import Manifest, Part, Piece, fitting
+from gptmini.runs.directory import Checkpoint, RunDirectory, find_newest_run
+from gptmini.runs.tensors import Manifest, RowSlice, ShardSpec, check_shapes
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny
 
@@ -34,7 +34,7 @@ def checkpoint(step: int, best: int | None = None) -> Checkpoint:
 
 
 def newest_step(run: RunDirectory) -> int:
-    found = run.newest()
+    found = run.load_newest()
     assert found is not None
     assert found.model["a"].tolist() == [found.step] * 5
     assert found.optimizer["a/exp_avg"].tolist() == [-found.step] * 5
@@ -42,24 +42,24 @@ def newest_step(run: RunDirectory) -> int:
 
 
 def test_a_saved_checkpoint_loads_as_it_was(run: RunDirectory):
-    assert run.newest() is None
+    assert run.load_newest() is None
     run.save(checkpoint(3))
     assert newest_step(run) == 3
-    assert run.config() == tiny()
-    assert run.tokenizer().kind == "byte"
+    assert run.load_config() == tiny()
+    assert run.load_tokenizer().kind == "byte"
 
 
 def test_the_newest_two_and_the_best_are_kept(run: RunDirectory):
     for step in range(1, 7):
         run.save(checkpoint(step, best=min(step, 2)))
-    assert run.steps() == [6, 5, 2]
-    assert run.best().step == 2
+    assert run.list_steps() == [6, 5, 2]
+    assert run.load_best().step == 2
     assert json.loads((run.path / "best.json").read_bytes())["step"] == 2
     assert not list(run.checkpoints.glob(".*"))
 
 
 shutil_rmtree = shutil.rmtree
-CALLS = ("write", "rename", "sync_directory", "remove_tree", "replace")
+CALLS = ("write_and_sync", "rename", "sync_directory", "remove_tree", "atomic_write_bytes")
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
@@ -71,7 +71,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
             nonlocal count
             count += 1
             if count == number:
-                if not before and function.__name__ == "write":
+                if not before and function.__name__ == "write_and_sync":
                     path.write_bytes(rest[0][: len(rest[0]) // 2])
                 elif not before and function is shutil_rmtree:
                     next(path.iterdir()).unlink()
@@ -100,15 +100,15 @@ def save_sharded(run: RunDirectory, whole: Checkpoint, count: int = 2) -> None:
         own = {"model": {}, "optimizer": {}}
         for kind, tensors in (("model", whole.model), ("optimizer", whole.optimizer)):
             for name, tensor in tensors.items():
-                own[kind][name] = Piece(tensor, 0, ())
+                own[kind][name] = RowSlice(tensor, 0, ())
                 if tensor.ndim:
-                    rows = part_of(number, count).rows(len(tensor))
-                    own[kind][name] = Piece(tensor[rows], rows.start, tuple(tensor.shape))
+                    rows = part_of(number, count).slice_rows(len(tensor))
+                    own[kind][name] = RowSlice(tensor[rows], rows.start, tuple(tensor.shape))
         manifest |= run.save_shard(whole.step, number + 1, count, own)
     run.save(Checkpoint(whole.state, {}, {}), shards=manifest)
 
 
-def part_of(number: int, count: int) -> Part:
+def part_of(number: int, count: int) -> ShardSpec:
     """The rows that torch.chunk gives to one of `count` processes."""
 
     def rows(n_rows: int) -> slice:
@@ -117,7 +117,7 @@ def part_of(number: int, count: int) -> Part:
         own = torch.arange(n_rows).chunk(count)[number : number + 1]
         return slice(start, start + sum(len(chunk) for chunk in own))
 
-    return Part(rows)
+    return ShardSpec(rows)
 
 
 @pytest.mark.parametrize("save", [save_whole, save_sharded])
@@ -142,7 +142,7 @@ def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, b
         assert newest_step(run) in (3, 4)
         save(run, checkpoint(4, best=4))  # the next save cleans up
         assert newest_step(run) == 4
-        assert run.steps() == [4, 3]
+        assert run.list_steps() == [4, 3]
         assert not list(run.checkpoints.glob(".*"))
     assert number > 10
 
@@ -211,14 +211,15 @@ def test_any_number_of_processes_reads_what_any_number_wrote(run: RunDirectory, 
     whole.optimizer |= {"c/exp_avg": torch.randn(11, 2, 3), "c/step": torch.tensor(7.0)}
     save_sharded(run, whole, writing)
     parts = [
-        run.load(1, with_optimizer=True, part=part_of(number, reading)) for number in range(reading)
+        run.load_checkpoint(1, with_optimizer=True, spec=part_of(number, reading))
+        for number in range(reading)
     ]
     for name, tensor in whole.model.items():
         assert torch.cat([part.model[name] for part in parts]).equal(tensor)
     for name, tensor in whole.optimizer.items():
         rows = [part.optimizer[name] for part in parts if name in part.optimizer]
         assert (torch.cat(rows) if tensor.ndim else rows[0]).equal(tensor)
-    loaded = run.load(1, with_optimizer=True)
+    loaded = run.load_checkpoint(1, with_optimizer=True)
     assert loaded.optimizer.keys() == whole.optimizer.keys()
     assert all(tensor.equal(loaded.model[name]) for name, tensor in whole.model.items())
 
@@ -227,9 +228,9 @@ def test_a_process_opens_only_the_files_with_its_rows(run: RunDirectory):
     save_sharded(run, checkpoint(1))
     (run.checkpoints / "step-00000001" / "model-00002-of-00002.safetensors").unlink()
     (run.checkpoints / "step-00000001" / "optimizer-00002-of-00002.safetensors").unlink()
-    assert run.load(1, True, part_of(0, 2)).model["a"].tolist() == [1, 1, 1]
+    assert run.load_checkpoint(1, True, part_of(0, 2)).model["a"].tolist() == [1, 1, 1]
     with pytest.raises(CheckpointError, match="model-00002-of-00002"):
-        run.load(1, True, part_of(1, 2))
+        run.load_checkpoint(1, True, part_of(1, 2))
 
 
 @pytest.mark.parametrize("number", range(1, 3))
@@ -246,7 +247,7 @@ def test_damage_in_any_shard_is_found_and_the_previous_checkpoint_used(
     assert newest_step(run) == 1
     assert f"{file.name}: damaged (its contents do not match" in capsys.readouterr().err
     save_sharded(run, checkpoint(3))
-    assert run.steps() == [3, 2, 1]  # a damaged one does not count as kept
+    assert run.list_steps() == [3, 2, 1]  # a damaged one does not count as kept
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_a_manifest_that_places_rows_wrongly_is_damage(run: RunDirectory, change
     change(manifest, "model-00002-of-00002.safetensors")
     file.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="damaged"):
-        run.load(1)
+        run.load_checkpoint(1)
 
 
 def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(run: RunDirectory):
@@ -278,7 +279,7 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(run: RunDirectory
         run.save(checkpoint(step))
         (run.checkpoints / f"step-{step:08d}" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError) as error:
-        run.newest()
+        run.load_newest()
     assert len(error.value.lines) == 3
     assert "step-00000002" in error.value.lines[0]
 
@@ -287,10 +288,10 @@ def test_other_names_are_not_checkpoints(run: RunDirectory):
     run.save(checkpoint(7))
     for name in ("step-1", "step-00000009.bak", ".tmp", "step-0000000x"):
         shutil.copytree(run.checkpoints / "step-00000007", run.checkpoints / name)
-    assert run.steps() == [7]
+    assert run.list_steps() == [7]
     (run.checkpoints / "step-00000007").rename(run.checkpoints / "step-00000008")
     with pytest.raises(CheckpointError, match="step 7"):
-        run.newest()
+        run.load_newest()
 
 
 @pytest.mark.parametrize(
@@ -305,25 +306,25 @@ def test_files_by_others_with_matching_hashes_are_refused_as_damaged(run: RunDir
     manifest["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"step-00000007.*state\.json"):
-        run.newest()
+        run.load_newest()
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"step-00000007.*(manifest|state)\.json"):
-        run.newest()
+        run.load_newest()
 
 
 def test_a_damaged_best_falls_back_to_the_newest(run: RunDirectory):
     run.save(checkpoint(1, best=1))
     run.save(checkpoint(2, best=1))
-    assert run.best().step == 1
+    assert run.load_best().step == 1
     (run.checkpoints / "step-00000001" / "model.safetensors").unlink()
-    assert run.best().step == 2
+    assert run.load_best().step == 2
 
 
 def test_tensors_must_fit_the_model():
     found = {"a": torch.zeros(2), "b": torch.zeros(3)}
     expected = {"a": torch.zeros(2), "b": torch.zeros(4), "c": torch.zeros(1)}
     with pytest.raises(CheckpointError) as error:
-        fitting(found, expected, Path("here"))
+        check_shapes(found, expected, Path("here"))
     assert [
         "tensor b: (3,) in the checkpoint, (4,)" in error.value.lines[0],
         "tensor c: missing in the checkpoint, (1,)" in error.value.lines[1],
@@ -335,11 +336,11 @@ def test_pruning_leaves_the_best_and_the_newest(run: RunDirectory):
     for step in range(1, 7):
         run.save(checkpoint(step, best=2), keep=9)
     run.prune({"step": 2}, 2)
-    assert run.steps() == [6, 5, 2]
+    assert run.list_steps() == [6, 5, 2]
 
 
 def test_the_newest_run_is_the_one_whose_last_checkpoint_is_newest(tmp_path: Path):
-    assert newest_run(tmp_path) is None
+    assert find_newest_run(tmp_path) is None
     for name, step in {"finished": 7, "earlier": 9, "converted": 0, "begun": None}.items():
         run = RunDirectory(tmp_path / name)
         run.create(tiny(), ByteTokenizer())
@@ -348,11 +349,11 @@ def test_the_newest_run_is_the_one_whose_last_checkpoint_is_newest(tmp_path: Pat
     for number, name in enumerate(("earlier", "finished", "converted")):
         for manifest in (tmp_path / name).glob("checkpoints/*/manifest.json"):
             os.utime(manifest, (number, number))
-    assert newest_run(tmp_path) == tmp_path / "finished"
+    assert find_newest_run(tmp_path) == tmp_path / "finished"
     for name in ("finished", "earlier"):
         shutil.rmtree(tmp_path / name)
     os.utime(tmp_path / "converted" / "config.yaml", (1, 1))
-    assert newest_run(tmp_path) == tmp_path / "begun"
+    assert find_newest_run(tmp_path) == tmp_path / "begun"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
@@ -364,19 +365,19 @@ def test_a_fifo_is_refused_and_not_waited_for(run: RunDirectory, name: str):
     os.mkfifo(path)
     if name == "config.yaml":
         with pytest.raises(ConfigError, match=r"config.yaml: not a regular file"):
-            run.config()
+            run.load_config()
     elif name == "best.json":
-        assert run.best().step == 1
+        assert run.load_best().step == 1
     else:
         with pytest.raises(CheckpointError, match=rf"{name}: damaged"):
-            run.newest()
+            run.load_newest()
 
 
 def test_a_missing_run_and_a_missing_checkpoint_are_reported(tmp_path: Path, run: RunDirectory):
     with pytest.raises(CheckpointError, match="no run here"):
-        RunDirectory(tmp_path / "none").config()
+        RunDirectory(tmp_path / "none").load_config()
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
-        run.best()
+        run.load_best()
 
 
 def test_one_writer_at_a_time(run: RunDirectory):
@@ -392,7 +393,7 @@ def test_one_writer_at_a_time(run: RunDirectory):
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path: Path):
     path = tmp_path / "a"
-    files.replace(path, b"one")
+    files.atomic_write_bytes(path, b"one")
     with pytest.raises(ZeroDivisionError), files.atomic_write(path) as file:
         file.write(b"half")
         raise ZeroDivisionError

@@ -100,10 +100,10 @@ def test_a_log_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, capsys):
     written = log.RunLog(tmp_path, tiny(), 2)
     written.write(stamp(3) | EVALUATED)
     assert lines(tmp_path) == [stamp(1), stamp(2), stamp(3) | EVALUATED]
-    written.back_to(1)
+    written.rewind_to(1)
     written.write(stamp(2))
     written.close()
-    assert log.metrics(path) == lines(tmp_path) == [stamp(1), stamp(2)]
+    assert log.read_metrics(path) == lines(tmp_path) == [stamp(1), stamp(2)]
     assert capsys.readouterr().err == ""
 
 
@@ -134,7 +134,7 @@ def test_a_line_that_training_did_not_write_is_skipped_with_a_warning(tmp_path, 
     path = tmp_path / "metrics.jsonl"
     first, last = json.dumps(stamp(1)), json.dumps(stamp(3) | EVALUATED)
     path.write_text("\n".join([first, line, line, last, ""]), encoding="latin-1")
-    assert log.metrics(path) == [stamp(1), stamp(3) | EVALUATED]
+    assert log.read_metrics(path) == [stamp(1), stamp(3) | EVALUATED]
     expected = f"warning: {path}: skipped 2 lines not written by training\n"
     assert capsys.readouterr().err == expected
     log.RunLog(tmp_path, tiny(), 3).close()  # as when the run is resumed

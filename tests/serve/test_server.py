@@ -23,13 +23,13 @@ import torch
 import uvicorn
 
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.filters import Adjustment
+from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.native import engine as native
 from gptmini.generate.native.engine import NativeEngine
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
-from gptmini.serve.scheduler import Batch, Job, News
-from gptmini.serve.server import LOOPBACK, Limits, Server, listen
+from gptmini.serve.scheduler import Deliveries, Request, Scheduler
+from gptmini.serve.server import LOOPBACK_NAMES, Limits, Server, listen
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny, train
 
@@ -63,13 +63,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(trained: Path) -> Run:
-    return load(trained)
+    return load_run(trained)
 
 
 @contextmanager
 def serving(run: Run, key: str = "", **limits) -> Iterator[str]:
     """The address of a server in this process."""
-    app = Server(run, Limits(**limits), key, LOOPBACK).app
+    app = Server(run, Limits(**limits), key, LOOPBACK_NAMES).app
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
     listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=[[listening]])
@@ -253,7 +253,7 @@ def test_echo_scores_the_prompt(run: Run, client: openai.OpenAI, prompt: str):
 
 
 def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
-    monkeypatch.setattr(native, "library_for", lambda *_: None)  # rows of torch share a length
+    monkeypatch.setattr(native, "load_library", lambda *_: None)  # rows of torch share a length
     body = {"logprobs": 0, "echo": True, "max_tokens": 3}
     post = lambda prompt: HTTP.post(f"{url}/v1/completions", json=body | {"prompt": prompt})
     with serving(copy.copy(run), rows=5) as url, ThreadPoolExecutor(5) as pool:
@@ -269,22 +269,22 @@ def test_a_long_prompt_yields_to_running_texts_between_layers():
     config = tiny(model={"context_length": CONTEXT, "n_layer": 4, "vocab_size": 257})
     torch.manual_seed(1)
     run = Run(Path("none"), config, ByteTokenizer(), GPT(config.model).eval())
-    sample = run.sampling({"max_new_tokens": 30, "seed": 2})
+    sample = run.build_sample_config({"max_new_tokens": 30, "seed": 2})
     prompts = {"short": "the", "long": "the quick fox " * 21}  # the long one in three chunks
-    texts = {name: run.text(0, prompt, sample) for name, prompt in prompts.items()}
+    texts = {name: run.create_text(0, prompt, sample) for name, prompt in prompts.items()}
     order: list[str] = []
     done = threading.Event()
 
-    def deliver(news: News) -> None:
+    def deliver(news: Deliveries) -> None:
         for tell, pieces in news:
             tell(pieces)
         if all(text.finish_reason for text in texts.values()):
             done.set()
 
-    batch = Batch(run, max_rows=2, max_waiting=2, deliver=deliver)
-    adjust = Adjustment(sample, None)
+    batch = Scheduler(run, max_rows=2, max_waiting=2, deliver=deliver)
+    adjust = LogitsProcessor(sample, None)
     tell = lambda name: lambda _: order.append(name)
-    batch.submit([Job(text, sample, adjust, None, False, tell(n)) for n, text in texts.items()])
+    batch.submit([Request(text, sample, adjust, None, False, tell(n)) for n, text in texts.items()])
     batch.start()
     assert done.wait(60)
     batch.stop()
@@ -452,8 +452,8 @@ def test_texts_under_load_are_those_alone(run: Run):
 
 
 def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
-    monkeypatch.setattr(native, "library_for", lambda *_: None)
-    slow = load(trained)
+    monkeypatch.setattr(native, "load_library", lambda *_: None)
+    slow = load_run(trained)
     ask = lambda seed: HTTP.post(
         f"{url}/v1/completions", json={"prompt": "the dog" * seed, "max_tokens": 9, "seed": seed}
     )

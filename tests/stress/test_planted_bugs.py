@@ -21,10 +21,10 @@ def test_every_bug_finds_its_place_and_its_test():
     ("change", "problem"),
     [
         ({"function": "gone"}, "gptmini/model has 0 functions gone, not one"),
-        ({"code": "no such code"}, "Attention.heads has 'no such code' 0 times, not once"),
-        ({"code": "q"}, r"Attention.heads has 'q' \d+ times, not once"),
+        ({"code": "no such code"}, "Attention.project_qkv has 'no such code' 0 times, not once"),
+        ({"code": "q"}, r"Attention.project_qkv has 'q' \d+ times, not once"),
         ({"becomes": "("}, "was never closed"),
-        ({"becomes": BUGS[0].code}, r"'rotate\(k, rotation\)' stays the same"),
+        ({"becomes": BUGS[0].code}, r"'apply_rotary\(k, rotation\)' stays the same"),
         ({"seen_by": "test_gone"}, "test_gone is in 0 files, not one"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from tests.support import tiny, train
 
 CLIENTS = 16
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     shape, short = {"context_length": 400, "n_layer": 2}, {"steps": 3, "seq_len": 16}
     config = tiny(model=shape, data=data, train=short)
     train(config, folder / "small", folder / "cache")
-    return load(folder / "small")
+    return load_run(folder / "small")
 
 
 def requests(count: int, dice: random.Random) -> list[Request]:

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from gptmini.errors import ConfigError, DataError
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import BpeTokenizer, Tokenizer, bpe_tokenizer, create, read
+from gptmini.tokenizer.tokenizers import (
+    BpeTokenizer,
+    Tokenizer,
+    create_bpe_tokenizer,
+    create_tokenizer,
+    load_tokenizer,
+)
 from tests.support import gpt2, prose
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
@@ -21,9 +27,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 TEXT = prose()
 WHERE = Path("tokenizer.json")
 LEFT, RIGHT = "ab zé東\u00a0'1.\n", "\t\r!Z²٣\u017f👍\x1c\u2028\u0301"
-QWEN2 = tokenizer_json.PATTERNS[bpe.PATTERN][0]
+QWEN2 = tokenizer_json.KNOWN_PATTERNS[bpe.WORD_PATTERN][0]
 LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
-OLD = next(reversed(tokenizer_json.PATTERNS))
+OLD = next(reversed(tokenizer_json.KNOWN_PATTERNS))
 
 
 def texts() -> list[str]:
@@ -37,14 +43,14 @@ def theirs(data: dict[str, Any]) -> Any:
     return tokenizers.Tokenizer.from_str(json.dumps(data))
 
 
-def learned(pattern: str = bpe.PATTERN) -> Tokenizer:
-    ranks = bpe.learn([TEXT], 700)
-    return bpe_tokenizer("bpe", pattern, ranks, {"<|endoftext|>": len(ranks)})
+def learned(pattern: str = bpe.WORD_PATTERN) -> Tokenizer:
+    ranks = bpe.learn_bpe([TEXT], 700)
+    return create_bpe_tokenizer("bpe", pattern, ranks, {"<|endoftext|>": len(ranks)})
 
 
 OURS = {
-    "byte": lambda: create("byte"),
-    "char": lambda: create("char", None, ["é東👍" + TEXT]),
+    "byte": lambda: create_tokenizer("byte"),
+    "char": lambda: create_tokenizer("char", None, ["é東👍" + TEXT]),
     "bpe": learned,
     "bpe of old runs": lambda: learned(OLD),
     "gpt2": gpt2,
@@ -54,10 +60,10 @@ OURS = {
 @pytest.mark.parametrize("kind", OURS)
 def test_ours_gives_the_same_ids_there_and_back(kind):
     ours = OURS[kind]()
-    data = tokenizer_json.to_json(ours)
+    data = tokenizer_json.to_tokenizer_json(ours)
     there = theirs(data)
     there.encode_special_tokens = True  # as split_special_tokens of transformers does
-    back = tokenizer_json.from_json(data, WHERE, ours.vocab_size, [])
+    back = tokenizer_json.from_tokenizer_json(data, WHERE, ours.vocab_size, [])
     assert back.document_token == ours.document_token
     for text in texts():
         ids = ours.encode(text).tolist()
@@ -94,7 +100,9 @@ def trained(style: str = "GPT-2", **model: Any) -> Any:
 
 
 def imported(there: Any, vocab_size: int = 800, ends: list[int] | None = None) -> Tokenizer:
-    return tokenizer_json.from_json(json.loads(there.to_str()), WHERE, vocab_size, ends or [])
+    return tokenizer_json.from_tokenizer_json(
+        json.loads(there.to_str()), WHERE, vocab_size, ends or []
+    )
 
 
 @pytest.mark.parametrize("style", PRE)
@@ -133,7 +141,7 @@ def test_llama_3_lists_every_pair_that_makes_a_token():
     ]
     data["model"] |= {"merges": [list(pair) for _, pair in pairs], "ignore_merges": True}
     assert len(pairs) > 600
-    there, ours = theirs(data), tokenizer_json.from_json(data, WHERE, 800, [])
+    there, ours = theirs(data), tokenizer_json.from_tokenizer_json(data, WHERE, 800, [])
     for text in texts()[:200]:
         assert ours.encode(text).tolist() == there.encode(text).ids, repr(text)
 
@@ -147,13 +155,13 @@ DROPPED = "\x04\x06\U00040000\U000bffff"
 def without(style: str, missing: bytes = MISSING) -> dict[str, Any]:
     """A tokenizer.json learned by their trainer whose vocabulary lacks some bytes."""
     data = json.loads(trained(style).to_str())
-    vocab, dropped = data["model"]["vocab"], tokenizer_json.spelled(missing)
+    vocab, dropped = data["model"]["vocab"], tokenizer_json.to_byte_level(missing)
     data["model"]["vocab"] = {t: n for t, n in vocab.items() if t not in dropped}
     return data
 
 
 PARTIAL = {
-    style: (theirs(without(style)), tokenizer_json.from_json(without(style), WHERE, 800))
+    style: (theirs(without(style)), tokenizer_json.from_tokenizer_json(without(style), WHERE, 800))
     for style in PRE
 }
 
@@ -177,8 +185,8 @@ def test_a_vocabulary_without_some_bytes_is_kept_and_goes_back(style, tmp_path):
     assert ours.encode("!\x04!").tolist() == there.encode("!\x04!").ids
     assert ours.encode(DROPPED[:2]).tolist() == []
     (tmp_path / "t.json").write_text(ours.to_json())
-    again = theirs(tokenizer_json.to_json(ours))
-    kept = read(tmp_path / "t.json")
+    again = theirs(tokenizer_json.to_tokenizer_json(ours))
+    kept = load_tokenizer(tmp_path / "t.json")
     for text in [*texts()[1:200], TEXT + DROPPED + TEXT, "a\x04 b \x06c \U00040000 d"]:
         ids = there.encode(text).ids
         assert ours.encode(text).tolist() == ids, repr(text)
@@ -190,18 +198,20 @@ def test_a_missing_byte_that_a_token_is_made_of_or_that_becomes_unknown_is_refus
     data = without("GPT-2")
     data["model"]["unk_token"] = "<pad>"
     with pytest.raises(DataError, match=r"model.unk_token: '<pad>' for missing bytes, which"):
-        tokenizer_json.from_json(data, WHERE, 800)
+        tokenizer_json.from_tokenizer_json(data, WHERE, 800)
     whole = json.loads(trained().to_str())
     whole["model"]["unk_token"] = "<pad>"  # of no use, as every byte has a token
-    assert tokenizer_json.from_json(whole, WHERE, 800).missing_bytes == b""
+    assert tokenizer_json.from_tokenizer_json(whole, WHERE, 800).missing_bytes == b""
     with pytest.raises(ValueError, match="byte 97 has no rank"):
-        tokenizer_json.from_json(without("GPT-2", b"a"), WHERE, 800)
+        tokenizer_json.from_tokenizer_json(without("GPT-2", b"a"), WHERE, 800)
 
 
 def test_every_special_token_that_ends_a_text_is_known():
     data = json.loads(trained().to_str())
     data["added_tokens"].append(data["added_tokens"][0] | {"id": 800, "content": "<|im_end|>"})
-    ours = tokenizer_json.from_json(data, WHERE, 801, ["<|im_end|>", 1, 800, None, 700], 1)
+    ours = tokenizer_json.from_tokenizer_json(
+        data, WHERE, 801, ["<|im_end|>", 1, 800, None, 700], 1
+    )
     assert ours.special_tokens == {"<|endoftext|>": 0, "<pad>": 1, "<|im_end|>": 800}
     # The document token ends a text in any case; 700 is an ordinary token.
     assert (ours.document_token, ours.end_tokens) == (0, [800, 1, 0])
@@ -212,17 +222,20 @@ def test_a_document_token_of_another_name_keeps_it_and_unused_numbers_are_specia
     data = json.loads(there.to_str())
     data["added_tokens"][0]["content"] = "<s>"
     data["model"]["vocab"]["<s>"] = data["model"]["vocab"].pop("<|endoftext|>")
-    ours = tokenizer_json.from_json(data, WHERE, 810, [1], 0)
+    ours = tokenizer_json.from_tokenizer_json(data, WHERE, 810, [1], 0)
     assert isinstance(ours, BpeTokenizer)
     assert (ours.document_token, ours.vocab_size, ours.end_tokens) == (0, 810, [1, 0])
     assert ours.special_tokens["<s>"] == 0
-    assert tokenizer_json.from_json(data, WHERE, 810, [1]).document_token == 1
+    assert tokenizer_json.from_tokenizer_json(data, WHERE, 810, [1]).document_token == 1
     (tmp_path / "t.json").write_text(ours.to_json())
-    assert read(tmp_path / "t.json").document_token == 0
+    assert load_tokenizer(tmp_path / "t.json").document_token == 0
     assert ours.encode("<s><|unused_805|>").max() < 800
-    assert ours.byte_lengths()[[0, 1]].tolist() == [0, 5]  # <pad> has a text, as in other runs
+    assert ours.compute_byte_lengths()[[0, 1]].tolist() == [
+        0,
+        5,
+    ]  # <pad> has a text, as in other runs
     with pytest.raises(DataError, match="no token ends a document"):
-        tokenizer_json.from_json(data, WHERE, 800, [700])
+        tokenizer_json.from_tokenizer_json(data, WHERE, 800, [700])
 
 
 def refusals() -> dict[str, tuple[Any, str]]:
@@ -264,7 +277,7 @@ def test_a_split_that_we_do_not_know_is_refused(style, step, change):
     data = json.loads(trained(style).to_str())
     data["pre_tokenizer"]["pretokenizers"][step] |= change
     with pytest.raises(DataError, match=r"pre_tokenizer: .* is not supported"):
-        tokenizer_json.from_json(data, WHERE, 800, [])
+        tokenizer_json.from_tokenizer_json(data, WHERE, 800, [])
 
 
 @pytest.mark.parametrize("case", refusals())
@@ -273,7 +286,7 @@ def test_what_we_would_split_otherwise_is_refused(case):
     change, named = refusals()[case]
     change(data)
     with pytest.raises(DataError, match=r"tokenizer\.json: ") as error:
-        tokenizer_json.from_json(data, WHERE, 800, [])
+        tokenizer_json.from_tokenizer_json(data, WHERE, 800, [])
     assert named in str(error.value)
 
 
@@ -284,18 +297,18 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
 
 def test_nfc_is_announced(capfd):
     data = json.loads(trained().to_str()) | {"normalizer": {"type": "NFC"}}
-    tokenizer_json.from_json(data, WHERE, 800, [])
+    tokenizer_json.from_tokenizer_json(data, WHERE, 800, [])
     assert "not brought into NFC" in capfd.readouterr().err
 
 
 def test_a_pattern_that_others_may_read_differently_is_refused(tiny_encoding):
     with pytest.raises(ConfigError, match="splits words in a way"):
-        tokenizer_json.to_json(BpeTokenizer(tiny_encoding))
+        tokenizer_json.to_tokenizer_json(BpeTokenizer(tiny_encoding))
 
 
 def test_the_last_merge_of_every_token_is_the_one_that_was_learned():
-    ranks = bpe.learn([TEXT], 700)
+    ranks = bpe.learn_bpe([TEXT], 700)
     words = [bytes(map(ord, "ab")), *ranks]
-    made = {left + right for left, right in tokenizer_json.merges(ranks)}
-    assert made == {tokenizer_json.spelled(token) for token in ranks if len(token) > 1}
+    made = {left + right for left, right in tokenizer_json.recover_merges(ranks)}
+    assert made == {tokenizer_json.to_byte_level(token) for token in ranks if len(token) > 1}
     assert all(ranks[a] < ranks[b] for a, b in pairwise(words[1:]))

@@ -33,7 +33,7 @@ def test_characters_round_trip_their_own_text(text):
     tokens = tokenizer.encode(text)
     assert len(tokens) == len(text)
     assert tokenizer.decode(tokens) == text
-    assert [tokenizer.token_bytes(token).decode() for token in tokens.tolist()] == list(text)
+    assert [tokenizer.decode_token(token).decode() for token in tokens.tolist()] == list(text)
 
 
 @given(TEXTS, TEXTS)
@@ -57,7 +57,10 @@ def test_bpe_round_trips_and_keeps_special_text_as_text(tiny_encoding: tiktoken.
 
 def test_bpe_takes_a_million_spaces(tiny_encoding: tiktoken.Encoding):
     text = " " * 1_000_000 + "the " + "x" * 250_000
-    for tokenizer in (BpeTokenizer(tiny_encoding), tokenizers.create("bpe", 300, [WORDS])):
+    for tokenizer in (
+        BpeTokenizer(tiny_encoding),
+        tokenizers.create_tokenizer("bpe", 300, [WORDS]),
+    ):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -76,14 +79,14 @@ def test_gpt2_agrees_with_published_tokens():
 @pytest.mark.parametrize("kind", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "bpe"])
 def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind, text):
     if kind == "bpe":
-        pattern = bpe.PATTERN
+        pattern = bpe.WORD_PATTERN
     else:  # the pattern is all that matters here, and needs no download
         monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *a, **k: {})
         monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *a, **k: {})
         pattern = getattr(openai_public, kind)()["pat_str"]
     whole = regex.findall(pattern, text)
     for limit in range(1, len(text)):
-        cut = tokenizers.boundary(text, limit)
+        cut = tokenizers.find_boundary(text, limit)
         assert 0 < cut <= limit
         if text[cut] == " " and text[cut - 1].isalnum():
             assert regex.findall(pattern, text[:cut]) + regex.findall(pattern, text[cut:]) == whole
@@ -93,19 +96,19 @@ def test_long_texts_are_encoded_in_parts(tiny_encoding: tiktoken.Encoding, monke
     tokenizer = BpeTokenizer(tiny_encoding)
     text = WORDS * 20
     whole = tokenizer.encode(text).tolist()
-    monkeypatch.setattr(tokenizers, "BLOCK", 50)
+    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", 50)
     assert tokenizer.encode(text).tolist() == whole
     assert tokenizer.encode("").tolist() == []
 
 
 def test_a_learned_vocabulary_encodes_any_text(tmp_path: Path):
-    tokenizer = tokenizers.create("bpe", 300, [WORDS * 3])
+    tokenizer = tokenizers.create_tokenizer("bpe", 300, [WORDS * 3])
     assert tokenizer.vocab_size == 300
     assert len(tokenizer.encode(WORDS)) < len(WORDS) / 2
     assert tokenizer.decode(tokenizer.encode("東京 <|endoftext|>\n")) == "東京 <|endoftext|>\n"
     path = tmp_path / "t.json"
     path.write_text(tokenizer.to_json())
-    assert tokenizers.create(str(path), None, ()).fingerprint == tokenizer.fingerprint
+    assert tokenizers.create_tokenizer(str(path), None, ()).fingerprint == tokenizer.fingerprint
 
 
 def make_all(encoding: tiktoken.Encoding) -> list[tokenizers.Tokenizer]:
@@ -116,7 +119,7 @@ def test_saved_tokenizers_load_unchanged(tmp_path: Path, tiny_encoding: tiktoken
     for tokenizer in make_all(tiny_encoding):
         path = tmp_path / "tokenizer.json"
         path.write_text(tokenizer.to_json())
-        again = tokenizers.read(path)
+        again = tokenizers.load_tokenizer(path)
         assert again.fingerprint == tokenizer.fingerprint
         assert again.encode("abé東").tolist() == tokenizer.encode("abé東").tolist()
     assert len({t.fingerprint for t in make_all(tiny_encoding)}) == 3
@@ -125,7 +128,7 @@ def test_saved_tokenizers_load_unchanged(tmp_path: Path, tiny_encoding: tiktoken
 def test_byte_lengths_add_up_to_the_text(tiny_encoding: tiktoken.Encoding):
     text = "abé東"
     for tokenizer in make_all(tiny_encoding):
-        lengths = tokenizer.byte_lengths()
+        lengths = tokenizer.compute_byte_lengths()
         assert lengths[tokenizer.document_token] == 0
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
@@ -135,13 +138,13 @@ def test_ends_and_chat_template_are_kept_and_do_not_change_the_tokens(tmp_path: 
     files = []
     for more in ({}, {"ends": ["<|im_end|>", "<|endoftext|>"], "chat_template": "{{ messages }}"}):
         (tmp_path / "t.json").write_text(bpe_file(special_tokens=special, **more))
-        files.append(tokenizers.read(tmp_path / "t.json"))
+        files.append(tokenizers.load_tokenizer(tmp_path / "t.json"))
     plain, chat = files
     assert (plain.end_tokens, plain.chat_template) == ([256], None)
     assert (chat.end_tokens, chat.chat_template) == ([257, 256], "{{ messages }}")
     assert plain.fingerprint == chat.fingerprint  # one may guess for the other
     (tmp_path / "t.json").write_text(chat.to_json())
-    again = tokenizers.read(tmp_path / "t.json")
+    again = tokenizers.load_tokenizer(tmp_path / "t.json")
     assert (again.end_tokens, again.chat_template) == ([257, 256], "{{ messages }}")
 
 
@@ -149,7 +152,7 @@ def test_unknown_kinds_list_the_known():
     with pytest.raises(
         DataError, match=r"gpt3: no such tokenizer; choose one of auto, byte, char, bpe.*gpt2"
     ):
-        tokenizers.create("gpt3", None, ())
+        tokenizers.create_tokenizer("gpt3", None, ())
 
 
 def test_without_network_the_offline_kinds_are_named(
@@ -162,7 +165,7 @@ def test_without_network_the_offline_kinds_are_named(
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     with pytest.raises(DataError, match=r"gpt2: .*use byte, char or bpe"):
-        tokenizers.create("gpt2", None, ())
+        tokenizers.create_tokenizer("gpt2", None, ())
 
 
 def bpe_file(**changes: object) -> str:
@@ -175,7 +178,7 @@ def bpe_file(**changes: object) -> str:
 
 def test_a_bpe_file_is_read(tmp_path: Path):
     (tmp_path / "t.json").write_text(bpe_file())
-    assert tokenizers.read(tmp_path / "t.json").encode("abc").tolist() == [97, 98, 99]
+    assert tokenizers.load_tokenizer(tmp_path / "t.json").encode("abc").tolist() == [97, 98, 99]
 
 
 @pytest.mark.parametrize(
@@ -203,13 +206,13 @@ def test_a_damaged_tokenizer_file_is_reported(tmp_path: Path, content):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
     with pytest.raises(DataError, match=str(path)):
-        tokenizers.read(path)
+        tokenizers.load_tokenizer(path)
 
 
 def test_a_fifo_is_not_a_tokenizer_file(tmp_path: Path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"tokenizer.json: not a regular file; give a run"):
-        tokenizers.read(tmp_path / "tokenizer.json")
+        tokenizers.load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_tokenizer_json_is_json():
@@ -228,7 +231,7 @@ def test_half_a_character_is_refused(tiny_encoding: tiktoken.Encoding):
 
 def test_a_pattern_that_backtracks_forever_is_one_error(tmp_path: Path):
     (tmp_path / "t.json").write_text(bpe_file(pattern=r"((a|aa)+)(?!x)b|."))
-    tokenizer = tokenizers.read(tmp_path / "t.json")
+    tokenizer = tokenizers.load_tokenizer(tmp_path / "t.json")
     with pytest.raises(DataError, match=r"tokenizer x: .*backtracking.*; choose another"):
         tokenizer.encode("a" * 70)
 
@@ -237,8 +240,8 @@ def test_a_pattern_that_backtracks_forever_is_one_error(tmp_path: Path):
     ("tokens", "vocab_size"), [(0, 512), (500_000, 512), (1_200_000, 1024), (10**8, 4096)]
 )
 def test_few_tokens_get_a_small_vocabulary(tokens, vocab_size):
-    assert tokenizers.choose("auto", 10**7, 192, tokens) == ("bpe", vocab_size)
-    assert tokenizers.choose("auto", 30_000, 192, tokens) == ("byte", None)
+    assert tokenizers.choose_tokenizer("auto", 10**7, 192, tokens) == ("bpe", vocab_size)
+    assert tokenizers.choose_tokenizer("auto", 30_000, 192, tokens) == ("byte", None)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +258,7 @@ def test_few_tokens_get_a_small_vocabulary(tokens, vocab_size):
     ],
 )
 def test_the_vocabulary_fits_text_and_model(text_bytes, d_model, expected):
-    assert tokenizers.choose("auto", text_bytes, d_model, 10**12) == expected
-    assert tokenizers.choose("auto", text_bytes, d_model) == expected
-    kind, vocab_size = tokenizers.choose("bpe", text_bytes, d_model)
+    assert tokenizers.choose_tokenizer("auto", text_bytes, d_model, 10**12) == expected
+    assert tokenizers.choose_tokenizer("auto", text_bytes, d_model) == expected
+    kind, vocab_size = tokenizers.choose_tokenizer("bpe", text_bytes, d_model)
     assert (kind, vocab_size) == ("bpe", expected[1] or 512)

@@ -20,17 +20,17 @@ def test_it_returns_the_trained_run_and_resumes_it(text_file: Path, tmp_path: Pa
     cache = new_cache(tmp_path)
     run = gptmini.fit(asked(text_file), tmp_path / "run", cache)
     assert isinstance(run, gptmini.Run)
-    best = RunDirectory(tmp_path / "run").best()
+    best = RunDirectory(tmp_path / "run").load_best()
     assert run.step == best.step > 0
     for name, tensor in run.model.state_dict().items():
         torch.testing.assert_close(tensor, best.model[name], rtol=1e-2, atol=1e-2)  # bfloat16
     assert run.generate("the", max_new_tokens=3)
-    before = RunDirectory(tmp_path / "run").steps()
+    before = RunDirectory(tmp_path / "run").list_steps()
     gptmini.fit(asked(text_file), str(tmp_path / "run"), cache)  # finished already
-    assert RunDirectory(tmp_path / "run").steps() == before
+    assert RunDirectory(tmp_path / "run").list_steps() == before
     longer = {**TINY["train"], "steps": 8}
     gptmini.fit({**asked(text_file), "train": longer}, tmp_path / "run", cache)
-    assert RunDirectory(tmp_path / "run").steps()[0] == 8
+    assert RunDirectory(tmp_path / "run").list_steps()[0] == 8
 
 
 def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path):
@@ -38,10 +38,10 @@ def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path)
     import gptmini as package
 
     command = RunDirectory(tmp_path / "runs" / "text")
-    package.fit(command.config(), tmp_path / "again", tmp_path / "cache")
+    package.fit(command.load_config(), tmp_path / "again", tmp_path / "cache")
     again = RunDirectory(tmp_path / "again")
-    assert again.config() == command.config()
-    ours, theirs = again.newest(), command.newest()
+    assert again.load_config() == command.load_config()
+    ours, theirs = again.load_newest(), command.load_newest()
     assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
 
 

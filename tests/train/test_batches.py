@@ -55,9 +55,9 @@ def test_permutations_differ_by_key_and_stir():
 def test_an_epoch_sees_every_window_once(seq_len, extra, batch_size, seed):
     train = seq_len + extra
     data = Batches([text_of(train)], None, seq_len, batch_size, seed)
-    (windows,) = data.windows
+    (windows,) = data.window_counts
     steps = -(-3 * windows // batch_size)
-    starts = [start for step in range(steps) for _, start in data.starts(step)]
+    starts = [start for step in range(steps) for _, start in data.locate_windows(step)]
     for epoch in range(3):
         seen = sorted(starts[epoch * windows : (epoch + 1) * windows])
         assert np.all(np.diff(seen) == seq_len)  # side by side, none twice
@@ -72,10 +72,10 @@ def test_epochs_differ_in_order_and_in_where_their_windows_begin():
     def epochs(weights: list[float] | None, seed: int) -> list[tuple[int, list[int]]]:
         """The text of each epoch, and where its windows begin, in order."""
         data = Batches([text_of(1000 + 7)] * len(weights or [1]), weights, 20, 1, seed)
-        (count,) = set(data.windows)
+        (count,) = set(data.window_counts)
         found: list[list[int]] = [[] for _ in data.texts]
         for step in range(500):
-            ((which, start),) = data.starts(step)
+            ((which, start),) = data.locate_windows(step)
             found[which].append(start)
         return [
             (which, starts[first : first + count])
@@ -92,7 +92,10 @@ def test_epochs_differ_in_order_and_in_where_their_windows_begin():
 
 def test_texts_take_turns_in_another_order_for_another_seed():
     turns = [
-        [which for which, _ in Batches([text_of(900)] * 2, [1.0, 1.0], 20, 50, seed).starts(0)]
+        [
+            which
+            for which, _ in Batches([text_of(900)] * 2, [1.0, 1.0], 20, 50, seed).locate_windows(0)
+        ]
         for seed in range(3)
     ]
     assert len(set(map(tuple, turns))) == 3
@@ -100,25 +103,25 @@ def test_texts_take_turns_in_another_order_for_another_seed():
 
 def test_the_first_window_may_begin_at_every_place_of_a_window():
     data = Batches([text_of(45)], None, 20, 1, 0)  # one window, and the token after it
-    starts = [start for step in range(2000) for _, start in data.starts(step)]
-    assert data.windows == [1]
+    starts = [start for step in range(2000) for _, start in data.locate_windows(step)]
+    assert data.window_counts == [1]
     assert set(starts) == set(range(20))
     counts = np.bincount(starts)
     assert ((counts - 100) ** 2 / 100).sum() < 43.8  # 1 in 1000 with 19 degrees of freedom
     data = Batches([text_of(22)], None, 20, 1, 0)  # one token to spare: two places
-    assert {start for step in range(99) for _, start in data.starts(step)} == {0, 1}
+    assert {start for step in range(99) for _, start in data.locate_windows(step)} == {0, 1}
 
 
 def test_windows_are_a_function_of_seed_and_step():
     def make(seed: int) -> Batches:
         return Batches([text_of(5000)], None, 16, 8, seed)
 
-    assert make(1).starts(77) == make(1).starts(77)
-    assert make(1).starts(77) != make(2).starts(77)
-    tokens, targets = make(1).batch(3)
+    assert make(1).locate_windows(77) == make(1).locate_windows(77)
+    assert make(1).locate_windows(77) != make(2).locate_windows(77)
+    tokens, targets = make(1).get_batch(3)
     assert tokens.shape == targets.shape == (8, 16)
     assert torch.equal(targets, tokens + 1)
-    assert tokens[:, 0].tolist() == [start for _, start in make(1).starts(3)]
+    assert tokens[:, 0].tolist() == [start for _, start in make(1).locate_windows(3)]
 
 
 @given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9), st.data())
@@ -127,7 +130,7 @@ def test_validation_sees_every_target_once_behind_enough_of_the_text(
 ):
     stride = data.draw(st.none() | st.integers(1, seq_len))
     seen = []
-    for tokens, targets in batches.validation_batches(
+    for tokens, targets in batches.iter_validation_batches(
         [text_of(total)], seq_len, batch_size, stride
     ):
         assert len(tokens) <= batch_size
@@ -143,7 +146,7 @@ def test_validation_sees_every_target_once_behind_enough_of_the_text(
 @given(st.integers(60, 3000), st.integers(1, 20), st.integers(1, 9), st.integers(1, 3000))
 def test_a_part_of_the_validation_text_is_spread_over_it(total, seq_len, batch_size, limit):
     def targets(**limited: int) -> list[int]:
-        seen = batches.validation_batches([text_of(total)], seq_len, batch_size, **limited)
+        seen = batches.iter_validation_batches([text_of(total)], seq_len, batch_size, **limited)
         return [int(token) for _, each in seen for token in each[each != batches.IGNORE_INDEX]]
 
     part = targets(limit=limit)
@@ -161,26 +164,26 @@ def test_a_part_of_the_validation_text_is_spread_over_it(total, seq_len, batch_s
 def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
     sizes, weights = [500, 3000, 10_000], [1.0, 2.0, 7.0]
     data = Batches([text_of(size) for size in sizes], weights, 10, 20, 3)
-    visits = [visit for step in range(200) for visit in data.starts(step)]
+    visits = [visit for step in range(200) for visit in data.locate_windows(step)]
     for which in range(3):
         starts = [start for one, start in visits if one == which]
         assert len(starts) == pytest.approx(400 * weights[which], abs=10)
-        windows = data.windows[which]
+        windows = data.window_counts[which]
         for epoch in range(len(starts) // windows):
             assert len(set(starts[epoch * windows : (epoch + 1) * windows])) == windows
     first = [sum(one == which for one, _ in visits[:100]) for which in range(3)]
     assert first == pytest.approx([10, 20, 70], abs=12)  # mixed from the start
     corpus = Corpus("", ByteTokenizer(), data.texts, [], [], "")
-    assert corpus.epochs(10, 20, 200, weights) == pytest.approx(4000 * 0.1 / 49, rel=0.02)
-    tokens, _ = data.batch(3)
-    assert tokens[:, 0].tolist() == [start for _, start in data.starts(3)]
+    assert corpus.count_epochs(10, 20, 200, weights) == pytest.approx(4000 * 0.1 / 49, rel=0.02)
+    tokens, _ = data.get_batch(3)
+    assert tokens[:, 0].tolist() == [start for _, start in data.locate_windows(3)]
 
 
 def test_rows_come_from_the_file(text_file: Path, tmp_path: Path):
     corpus = prepare_corpus(tiny(data={"path": str(text_file)}), tmp_path / "cache")
     data = Batches(corpus.training, None, 32, 4, 0)
     text = b"\0" + text_file.read_bytes()  # the document token stands before it
-    tokens, _ = data.batch(5)
-    for row, (_, start) in zip(tokens, data.starts(5), strict=True):
+    tokens, _ = data.get_batch(5)
+    for row, (_, start) in zip(tokens, data.locate_windows(5), strict=True):
         if start > 0:
             assert bytes(row.tolist()) == text[start : start + 32]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, DataError
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import convert
@@ -67,23 +67,23 @@ def test_a_pooled_head_is_the_mean_of_those_it_replaces():
 def trained(text_file: Path, tmp_path: Path) -> Run:
     config = tiny(data={"path": str(text_file)}, train={"steps": 20, "eval_every": 10})
     train(config, tmp_path / "run", new_cache(tmp_path))
-    return load(tmp_path / "run", "cpu", "float32", tmp_path / "cache")
+    return load_run(tmp_path / "run", "cpu", "float32", tmp_path / "cache")
 
 
 def test_a_converted_run_generates_and_can_be_trained_further(trained, tmp_path):
     out, cache = tmp_path / "pooled", tmp_path / "cache"
     mqa = {"variant": "mqa", "n_kv_head": None}
-    config = convert.convert(trained, mqa, None, out, cache)
+    config = convert.convert_run(trained, mqa, None, out, cache)
     assert config.train.steps == 2
     assert config.model.n_kv_head == 1
-    start = load(out, "cpu", "float32", cache)
+    start = load_run(out, "cpu", "float32", cache)
     assert start.step == 0
     assert start.generate("the", max_new_tokens=3)
     for name, tensor in start.model.state_dict().items():
         if "k_proj" not in name and "v_proj" not in name:
             assert torch.equal(tensor, trained.model.state_dict()[name])
-    train(RunDirectory(out).config(), out, cache)
-    after = RunDirectory(out).newest()
+    train(RunDirectory(out).load_config(), out, cache)
+    after = RunDirectory(out).load_newest()
     assert after.step == 2
     assert not torch.equal(after.model["embed.weight"], start.model.embed.weight)
 
@@ -93,13 +93,13 @@ def test_interrupted_uptraining_ends_in_the_same_bits(trained, tmp_path, monkeyp
     heads = {"variant": "gqa", "n_kv_head": 2}
     for name, stop in (("whole", None), ("halved", 2)):
         out = tmp_path / name
-        config = convert.convert(trained, heads, 4, out, cache)
+        config = convert.convert_run(trained, heads, 4, out, cache)
         if stop:
             train(config.with_train(save_every=1, keep=9), out, cache)
             for step in (3, 4):
                 (out / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"{step}")
-        train(RunDirectory(out).config(), out, cache)
-        ends.append(copy.deepcopy(load(out, "cpu", "float32", cache).model.state_dict()))
+        train(RunDirectory(out).load_config(), out, cache)
+        ends.append(copy.deepcopy(load_run(out, "cpu", "float32", cache).model.state_dict()))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
@@ -107,17 +107,19 @@ def test_conversions_that_cannot_work_are_refused(trained, tmp_path, text_file):
     cache = tmp_path / "cache"
     wrong = {"variant": "gqa", "n_kv_head": 3}
     with pytest.raises(ConfigError, match="3"):
-        convert.convert(trained, wrong, None, tmp_path / "a", cache)
+        convert.convert_run(trained, wrong, None, tmp_path / "a", cache)
     half = {"variant": "gqa", "n_kv_head": 2}
-    convert.convert(trained, half, None, tmp_path / "half", cache)
-    fewer = load(tmp_path / "half", "cpu", "float32", cache)
+    convert.convert_run(trained, half, None, tmp_path / "half", cache)
+    fewer = load_run(tmp_path / "half", "cpu", "float32", cache)
     with pytest.raises(ConfigError, match=r"2 KV heads, which do not pool into 4; .* one of 1, 2"):
-        convert.convert(fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b", cache)
+        convert.convert_run(
+            fewer, {"variant": "mha", "n_kv_head": None}, None, tmp_path / "b", cache
+        )
     with pytest.raises(ConfigError, match="already holds a run"):
-        convert.convert(trained, half, None, tmp_path / "half", cache)
+        convert.convert_run(trained, half, None, tmp_path / "half", cache)
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(DataError, match="not the text"):
-        convert.convert(trained, half, None, tmp_path / "c", cache)
+        convert.convert_run(trained, half, None, tmp_path / "c", cache)
     assert not (tmp_path / "c").exists()
 
 
@@ -128,8 +130,8 @@ def test_an_interrupted_conversion_leaves_no_run_without_weights(trained, tmp_pa
     half, out = {"variant": "gqa", "n_kv_head": 2}, tmp_path / "half"
     monkeypatch.setattr(RunDirectory, "write_config", full)
     with pytest.raises(OSError, match="no space"):
-        convert.convert(trained, half, None, out, tmp_path / "cache")
+        convert.convert_run(trained, half, None, out, tmp_path / "cache")
     assert not RunDirectory(out).exists
     monkeypatch.undo()
-    convert.convert(trained, half, None, out, tmp_path / "cache")
-    assert load(out, "cpu", "float32", tmp_path / "cache").step == 0
+    convert.convert_run(trained, half, None, out, tmp_path / "cache")
+    assert load_run(out, "cpu", "float32", tmp_path / "cache").step == 0

@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def windows_of_one(corpus: Corpus) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return batches.validation_batches(corpus.validation, 16, 1)
+    return batches.iter_validation_batches(corpus.validation, 16, 1)
 
 
 @pytest.mark.parametrize("stride", [None, 16, 5, 1])
@@ -45,8 +45,8 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
     state = torch.get_rng_state()
     found = []
     for size in (1, 3, 8, 1000):
-        windows = batches.validation_batches(corpus.validation, 16, size, stride)
-        found.append(evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT))
+        windows = batches.iter_validation_batches(corpus.validation, 16, size, stride)
+        found.append(evaluate(model, windows, corpus.tokenizer.compute_byte_lengths(), EXACT))
     for one in found:
         assert one.tokens.sum() == sum(len(text) - 1 for text in corpus.validation)
         assert one.loss == pytest.approx(found[0].loss, rel=1e-7)
@@ -54,7 +54,7 @@ def test_the_number_does_not_depend_on_the_batch_size_or_on_dropout(stride, text
         assert one.bytes.tolist() == found[0].bytes.tolist() == one.tokens.tolist()
         assert one.loss_error == pytest.approx(found[0].loss_error, rel=1e-6)
     assert model.training
-    evaluate(model.eval(), windows_of_one(corpus), corpus.tokenizer.byte_lengths(), EXACT)
+    evaluate(model.eval(), windows_of_one(corpus), corpus.tokenizer.compute_byte_lengths(), EXACT)
     assert not model.training
     assert torch.equal(state, torch.get_rng_state())
 
@@ -68,8 +68,8 @@ def test_targets_that_do_not_count_are_never_correct(text, tmp_path):
         model.final_norm.weight.zero_()
         model.final_norm.bias.fill_(1)
         model.head.weight.zero_()[0] = 1
-    windows = batches.validation_batches(corpus.validation, 16, 4, 5)
-    assert evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT).correct == 0
+    windows = batches.iter_validation_batches(corpus.validation, 16, 4, 5)
+    assert evaluate(model, windows, corpus.tokenizer.compute_byte_lengths(), EXACT).correct == 0
 
 
 @pytest.mark.parametrize("stride", [16, 7, 1])
@@ -87,8 +87,8 @@ def test_each_token_is_read_behind_what_its_window_has_of_it(stride, text, tmp_p
             start += stride
         scores = model(tokens[None, start:place])[0, -1].log_softmax(-1)
         nats -= scores[tokens[place]].item()
-    windows = batches.validation_batches(corpus.validation, 16, 4, stride)
-    found = evaluate(model, windows, corpus.tokenizer.byte_lengths(), EXACT)
+    windows = batches.iter_validation_batches(corpus.validation, 16, 4, stride)
+    found = evaluate(model, windows, corpus.tokenizer.compute_byte_lengths(), EXACT)
     assert found.nats.sum() == pytest.approx(nats, rel=1e-5)
 
 
@@ -131,4 +131,4 @@ def test_neighbors_that_go_together_widen_the_error():
 def test_one_window_has_no_standard_error():
     found = Evaluation(np.array([4.0]), np.array([2.0]), np.array([2.0]), 0)
     assert found.loss_error is None
-    assert found.facts()["bits_per_byte_error"] is None
+    assert found.to_dict()["bits_per_byte_error"] is None

@@ -15,7 +15,7 @@ import torch
 from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
 from gptmini.generate.run import Run
-from gptmini.machine import pick_device, signals
+from gptmini.machine import catch_signals, pick_device
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from tests.support import prepared, tiny
@@ -45,7 +45,7 @@ def weights(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
 
 def metrics(run: RunDirectory) -> list[dict]:
     """The lines of metrics without what a clock said."""
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines]
 
 
@@ -55,7 +55,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, act) -> None:
     """Do something to the process in the middle of its n-th update."""
-    update, made = trainer.update, 0
+    update, made = trainer.train_step, 0
 
     def counting(training):
         nonlocal made
@@ -64,7 +64,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, act) -> None:
             act()
         return update(training)
 
-    monkeypatch.setattr(trainer, "update", counting)
+    monkeypatch.setattr(trainer, "train_step", counting)
 
 
 class Killed(BaseException):
@@ -100,14 +100,14 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(
         with pytest.raises(Stopped, match=rf"by {name} after step 2, saved") as stopped:
             train(config)
     assert stopped.value.exit_code == code
-    assert RunDirectory(text_file.parent / "run").steps() == [2]
-    assert RunDirectory(stopped_path := train(config).path).steps()[0] == 6
+    assert RunDirectory(text_file.parent / "run").list_steps() == [2]
+    assert RunDirectory(stopped_path := train(config).path).list_steps()[0] == 6
     assert same(weights(whole, 6), weights(RunDirectory(stopped_path), 6))
 
 
 @pytest.mark.usefixtures("default_signals")
 def test_a_second_ctrl_c_stops_at_once():
-    with pytest.raises(KeyboardInterrupt), signals() as received:
+    with pytest.raises(KeyboardInterrupt), catch_signals() as received:
         os.kill(os.getpid(), signal.SIGINT)
         assert received.stop == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
@@ -130,14 +130,14 @@ def test_an_update_is_that_of_the_large_batch(text_file, tmp_path, micro_batch_s
     model, optimizer, given = training.model, training.optimizer, []
     for step in (2, 5):
         training.progress.step = step
-        tokens, targets = training.batches.batch(step)
+        tokens, targets = training.batches.get_batch(step)
         scores = model(tokens).log_softmax(-1)
         expected_loss = -scores.gather(-1, targets[..., None]).mean()
         gradients = torch.autograd.grad(expected_loss, list(model.parameters()))
         norm = sum(gradient.square().sum() for gradient in gradients).sqrt().item()
         assert 0.01 < norm < 1e9
         optimizer.step = given.append  # type: ignore[method-assign]
-        metrics = trainer.update(training)
+        metrics = trainer.train_step(training)
         rate = config.train.lr * {2: 3 / 5, 5: 1}[step]
         assert given.pop() == metrics["lr"] == pytest.approx(rate)
         assert metrics["train_loss"] == pytest.approx(expected_loss.item(), rel=1e-5)
@@ -164,18 +164,18 @@ def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before
     train, text_file, monkeypatch
 ):
     """On a clock by which step n takes n seconds."""
-    update, now = trainer.update, 0.0
+    update, now = trainer.train_step, 0.0
 
     def timed(training: Any) -> Any:
         nonlocal now
         now += training.step + 1
         return update(training)
 
-    monkeypatch.setattr(trainer, "update", timed)
+    monkeypatch.setattr(trainer, "train_step", timed)
     monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
     intervals = {"steps": 10, "log_every": 4, "eval_every": 100, "save_every": 100}
     run = train(tiny(data={"path": str(text_file)}, train=intervals))
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 4, 8, 10]
     assert [line["seconds"] for line in lines] == [1, 10, 36, 55]
     speeds = [64 / 1, 3 * 64 / (2 + 3 + 4), 4 * 64 / (5 + 6 + 7 + 8), 2 * 64 / (9 + 10)]
@@ -187,13 +187,13 @@ def test_the_rate_is_scaled_after_a_rewind(text_file, tmp_path):
     training.progress.lr_scale = 0.25
     rates: list[float] = []
     training.optimizer.step = rates.append  # type: ignore[method-assign]
-    assert trainer.update(training)["lr"] == rates[0] == training.config.train.lr / 4
+    assert trainer.train_step(training)["lr"] == rates[0] == training.config.train.lr / 4
 
 
 def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
     train(config)
     shorter = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
-    assert train(shorter).config().train.steps == 6
+    assert train(shorter).load_config().train.steps == 6
     err = capsys.readouterr().err
     assert err.endswith(
         "run: already has 6 steps, more than --steps 2; pass a larger --steps to train longer\n"
@@ -204,8 +204,8 @@ def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
     assert "resuming" not in err
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     run = train(longer)
-    assert run.steps()[0] == 9
-    assert run.config().train.steps == 9
+    assert run.list_steps()[0] == 9
+    assert run.load_config().train.steps == 9
 
 
 def test_another_micro_batch_is_said_to_change_the_bits(train, config, capsys):
@@ -231,8 +231,8 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
             sample=settings | case,
         )
         training = prepared(config, tmp_path / f"run-{number}", tmp_path / "cache")
-        trainer.update(training)
-        samples.append(trainer.sample(training))
+        trainer.train_step(training)
+        samples.append(trainer.generate_sample(training))
         tokenizer, model = training.corpus.tokenizer, training.model
         same_model = Run(tmp_path, training.config, tokenizer, model, cache=tmp_path / "cache")
         drawn = same_model.start([""], use_cache=False, overflow="stop").finish()
@@ -302,10 +302,10 @@ def test_a_resumed_run_deletes_what_a_kill_left(train, config, monkeypatch):
         patch.setattr(RunDirectory, "prune", lambda *_: None)
         train(every)
     run = RunDirectory(Path(config.data.path[0]).parent / "run")
-    assert len(run.steps()) == 6
+    assert len(run.list_steps()) == 6
     train(every)  # finished, but still tidied
     best = json.loads((run.path / "best.json").read_text())["step"]
-    assert run.steps() == sorted({6, 5, best}, reverse=True)
+    assert run.list_steps() == sorted({6, 5, best}, reverse=True)
 
 
 def test_other_text_under_the_same_name_is_refused(train, config, text_file):
@@ -320,21 +320,21 @@ def test_other_text_under_the_same_name_is_refused(train, config, text_file):
 
 def test_damaged_checkpoints_are_never_a_fresh_start(train, config, tmp_path):
     run = train(config)
-    for step in run.steps():
+    for step in run.list_steps():
         (run.checkpoints / f"step-{step:08d}" / "state.json").unlink()
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
     with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
         train(longer)
-    assert run.config().train.steps == 6
+    assert run.load_config().train.steps == 6
 
 
 def test_damaged_newer_checkpoints_do_not_push_out_new_ones(train, config):
     run = train(config)
-    assert run.steps() == [6, 3]
+    assert run.list_steps() == [6, 3]
     (run.checkpoints / "step-00000006" / "state.json").write_text("{")
     whole = train(config, "whole")
     again = train(config)
-    assert again.steps() == [6, 3]
+    assert again.list_steps() == [6, 3]
     assert same(weights(whole, 6), weights(again, 6))
     assert (run.checkpoints / "step-00000006.damaged").is_dir()
 
@@ -344,7 +344,7 @@ def test_weights_that_blow_up_in_an_update_are_never_saved(train, text_file):
     with pytest.raises(DivergedError, match=r"nothing of it was saved; lower train.lr"):
         train(tiny(data={"path": str(text_file)}, train=wild))
     run = RunDirectory(text_file.parent / "run")
-    for step in run.steps():
+    for step in run.list_steps():
         assert all(tensor.isfinite().all() for tensor in weights(run, step).values())
     if (run.path / "best.json").exists():
         assert math.isfinite(json.loads((run.path / "best.json").read_text())["val_loss"])
@@ -361,20 +361,20 @@ def test_the_same_text_by_another_path_goes_on(train, config, text_file):
     train(config)
     data = {"path": str(text_file.parent / ".." / text_file.parent.name / text_file.name)}
     other = tiny(data=data, model={"dropout": 0.1}, train={"steps": 9})
-    assert train(other).steps()[0] == 9
+    assert train(other).list_steps()[0] == 9
 
 
 def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monkeypatch):
     def poison() -> None:
-        loss = trainer.loss
-        monkeypatch.setattr(trainer, "loss", lambda *a: loss(*a) * float("nan"))
+        loss = trainer.compute_loss
+        monkeypatch.setattr(trainer, "compute_loss", lambda *a: loss(*a) * float("nan"))
 
     stop_after(monkeypatch, 5, poison)
     expected = r"gradient norm nan after step 4, in the windows at tokens \d.*; nothing of it was"
     with pytest.raises(DivergedError, match=expected):
         train(config)
     run = RunDirectory(Path(config.data.path[0]).parent / "run")
-    assert run.steps() == [3]
+    assert run.list_steps() == [3]
     assert all(tensor.isfinite().all() for tensor in weights(run, 3).values())
 
 
@@ -392,8 +392,8 @@ def test_the_run_directory_holds_what_it_promises(train, config):
     chosen = config.with_tokenizer("byte", 257).with_train(
         micro_batch_size=4, compile="off", reduce="fast"
     )
-    assert run.config() == chosen.model_copy(update={"sample": started})
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert run.load_config() == chosen.model_copy(update={"sample": started})
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     keys = {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
     assert set(lines[0]) == keys
     assert set(lines[2]) == keys | {"val_loss", "val_bpb", "sample", "peak_memory"}
@@ -407,7 +407,7 @@ def test_the_run_directory_holds_what_it_promises(train, config):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monkeypatch, dropout):
     """The same rows again and again, through the same weights: only noise can differ."""
-    loss, losses = trainer.loss, []
+    loss, losses = trainer.compute_loss, []
 
     def note(*arguments: Any) -> Any:
         losses.append(loss(*arguments))
@@ -425,13 +425,13 @@ def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monke
             torch.nn.init.normal_(parameter, std=0.1)
         training.model.eval()  # as an evaluation would leave it, if it forgot
         row = torch.arange(17).expand(4, 17)
-        monkeypatch.setattr(training.batches, "batch", lambda _: (row[:, :-1], row[:, 1:]))
+        monkeypatch.setattr(training.batches, "get_batch", lambda _: (row[:, :-1], row[:, 1:]))
         training.progress.step = step
         losses.clear()
-        trainer.update(training)
+        trainer.train_step(training)
         return [value.item() for value in losses]
 
-    monkeypatch.setattr(trainer, "loss", note)
+    monkeypatch.setattr(trainer, "compute_loss", note)
     found = [update(1, 0), update(1, 1), update(2, 0)]
     different = {value for values in found for value in values}
     assert len(different) == (12 if dropout else 1)
@@ -445,7 +445,7 @@ def test_auto_device_is_there():
 
 def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypatch, capsys):
     """Best at step 12 of 60, evaluated each third step: the cool-down from 18 on counts."""
-    assess = trainer.assess
+    assess = trainer.evaluate_validation
 
     def turning(training: Any) -> Any:
         found = assess(training) | {"val_loss": 5.0 + abs(training.step - 12)}
@@ -453,17 +453,17 @@ def test_a_run_ends_when_the_validation_loss_turns(text_file, tmp_path, monkeypa
             training.progress.best = training.progress.best | {"step": 12}
         return found
 
-    monkeypatch.setattr(trainer, "assess", turning)
+    monkeypatch.setattr(trainer, "evaluate_validation", turning)
     config = tiny(
         data={"path": str(text_file)}, train={"steps": 60, "patience": 4, "warmup_steps": 2}
     )
     begin_training(config, tmp_path / "run", tmp_path / "cache")
     run = RunDirectory(tmp_path / "run")
-    assert run.steps()[0] == 18 + 4 * 3
+    assert run.list_steps()[0] == 18 + 4 * 3
     assert "ended at step 30: the validation loss was best at step 12" in capsys.readouterr().err
     begin_training(config, tmp_path / "run", tmp_path / "cache")
     assert "already finished at step 30; " in capsys.readouterr().err
-    assert run.steps()[0] == 30
+    assert run.list_steps()[0] == 30
     more = config.with_train(patience=None)
     begin_training(more, tmp_path / "run", tmp_path / "cache")
-    assert run.steps()[0] == 60
+    assert run.list_steps()[0] == 60

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gptmini.console import warn
-from gptmini.generate.native.precision import cache_of
+from gptmini.generate.native.precision import create_cache
 from gptmini.generate.native.step import NativeStep
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
@@ -65,15 +65,15 @@ def difference(library: ctypes.CDLL, model: GPT) -> float:
 
     cache = _zeros(model, end)
     cache.truncate(start)
-    hidden = model.hidden(tokens, cache, torch.tensor([start, 0]))  # (2, T, D)
-    expected = model.logits(hidden[:, -1]).float()  # (2, V)
+    hidden = model.forward_hidden(tokens, cache, torch.tensor([start, 0]))  # (2, T, D)
+    expected = model.compute_logits(hidden[:, -1]).float()  # (2, V)
     return _distance(found, expected)
 
 
 def _zeros(model: GPT, length: int) -> KVCache:
     """A cache of two rows for this many positions, all zero."""
     config = model.config.model_copy(update={"context_length": length})
-    cache = cache_of(config, "float32", 2, TOKENS)
+    cache = create_cache(config, "float32", 2, TOKENS)
     for layer in cache.layers:
         # Fresh memory is zero already, and takes no time until it is used.
         layer.keys, layer.values = torch.zeros_like(layer.keys), torch.zeros_like(layer.values)

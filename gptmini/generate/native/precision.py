@@ -11,7 +11,7 @@ from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT
 
 PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
-PADDED, LANES = 64, 16  # as in product.h
+ROW_ALIGNMENT, LANES = 64, 16  # as in product.h
 
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,17 +35,17 @@ def round_weights(model: GPT, precision: str) -> None:
                 module.weight.copy_(integers * scales[:, None])
 
 
-def padded(width: int, unit: int = PADDED) -> int:
-    return -(-width // unit) * unit
+def round_up(width: int, multiple: int = ROW_ALIGNMENT) -> int:
+    return -(-width // multiple) * multiple
 
 
-def pad(weights: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+def pad_with_zeros(weights: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
     """Weights with zeros below and beside them; no copy of those that need none."""
     return functional.pad(weights, (0, columns, 0, rows)) if rows or columns else weights
 
 
 # The first module of each matrix: its words, scales and bias, and how many rows and columns.
-Packed = dict[nn.Module, tuple[list[Tensor | None], int, int]]
+PackedMatrices = dict[nn.Module, tuple[list[Tensor | None], int, int]]
 
 
 def pack(
@@ -57,10 +57,10 @@ def pack(
     weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
     bias = torch.cat([part["bias"].detach() for part in parts]) if "bias" in parts[0] else None
     if precision == "float32":
-        weights = pad(weights, columns=-weights.shape[1] % PADDED)
+        weights = pad_with_zeros(weights, columns=-weights.shape[1] % ROW_ALIGNMENT)
         return [weights, None, bias], *weights.shape
-    missing = -weights.shape[0] % PADDED
-    weights = pad(weights, missing, -weights.shape[1] % PADDED)
+    missing = -weights.shape[0] % ROW_ALIGNMENT
+    weights = pad_with_zeros(weights, missing, -weights.shape[1] % ROW_ALIGNMENT)
     rows, columns = weights.shape
     bias = None if bias is None else functional.pad(bias, (0, missing))
     scales = None
@@ -74,17 +74,17 @@ def pack(
     return [panels, scales, bias], rows, columns
 
 
-def cache_of(config: ModelConfig, precision: str, n_rows: int, spare: int) -> KVCache:
-    """An empty cache for the compiled step, whose windowed layers store `spare` positions more.
+def create_cache(config: ModelConfig, precision: str, n_rows: int, spare_positions: int) -> KVCache:
+    """An empty cache for the compiled step, whose windowed layers store `spare_positions` positions more.
 
     torch can fill it too if weights are float32. Else keys and values are bfloat16, positions and
     head size padded to whole vectors, and keys lie in blocks, as attention.h says.
     """
-    cache = KVCache(config, n_rows, torch.device("cpu"), torch.float32, spare)
+    cache = KVCache(config, n_rows, torch.device("cpu"), torch.float32, spare_positions)
     if precision != "float32":
-        head_dim = padded(config.head_dim, LANES)
+        head_dim = round_up(config.head_dim, LANES)
         for number, layer in enumerate(cache.layers):
-            shape = (n_rows, config.n_kv_head, padded(layer.size, LANES), head_dim)
+            shape = (n_rows, config.n_kv_head, round_up(layer.size, LANES), head_dim)
             memory = torch.empty(2, *shape, dtype=torch.bfloat16)
             cache.layers[number] = LayerCache(memory[0], memory[1])
     return cache

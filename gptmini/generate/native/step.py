@@ -11,13 +11,13 @@ from ctypes import POINTER, Structure, c_float, c_int, c_void_p
 import torch
 from torch import Tensor, nn
 
-from gptmini.generate.native.precision import LANES, PRECISIONS, Packed, pack, padded
+from gptmini.generate.native.precision import LANES, PRECISIONS, PackedMatrices, pack, round_up
 from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT, Block
 
-CALL = 128  # most tokens in one call, which sizes the buffers
-ACTIVATIONS = {"gelu": 0, "relu2": 1, "swiglu": 2}
-SIZES = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "context_length")
+MAX_CALL_TOKENS = 128  # most tokens in one call, which sizes the buffers
+ACTIVATION_CODES = {"gelu": 0, "relu2": 1, "swiglu": 2}
+SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "context_length")
 
 
 # The structs of decode.cpp, field by field.
@@ -45,7 +45,7 @@ class _Layer(Structure):
 
 class _Model(Structure):
     _fields_ = [
-        *[(name, c_int) for name in SIZES],
+        *[(name, c_int) for name in SIZE_FIELDS],
         *[(name, c_int) for name in ("rms", "activation", "precision", "n_threads")],
         ("norm_eps", c_float),
         *[(name, c_void_p) for name in ("embed", "positions", "cosines", "sines")],
@@ -72,7 +72,7 @@ class NativeStep:
         model: GPT,
         precision: str,
         cache: KVCache,
-        packed: Packed | None = None,
+        packed: PackedMatrices | None = None,
     ) -> None:
         """`packed` shares the weights in C's layout between the steps of one model."""
         config = model.config
@@ -80,12 +80,12 @@ class NativeStep:
         self._function.restype = None
         self._precision = precision
         self._packed = {} if packed is None else packed
-        self._kept: list[Tensor] = []  # keeps alive what C has pointers to
-        self._model = self._describe(model, cache)
+        self._referenced: list[Tensor] = []  # keeps alive what C has pointers to
+        self._model = self._build_model(model, cache)
         # Fixed buffers, so that a call allocates nothing.
-        inputs = torch.zeros(4, CALL, dtype=torch.int32)
+        inputs = torch.zeros(4, MAX_CALL_TOKENS, dtype=torch.int32)
         self._inputs = inputs.numpy()  # the same memory
-        self._logits = torch.zeros(CALL, padded(config.vocab_size or 0))
+        self._logits = torch.zeros(MAX_CALL_TOKENS, round_up(config.vocab_size or 0))
         self._vocab_size = config.vocab_size
         self._pointers = [c_void_p(row.data_ptr()) for row in [*inputs, self._logits]]
 
@@ -94,49 +94,51 @@ class NativeStep:
         tokens: Sequence[int],
         rows: Sequence[int],
         positions: Sequence[int],
-        wanted: Sequence[int],
+        logit_indices: Sequence[int],
     ) -> Tensor:
-        """Logits (N, V) of the N out of M <= CALL tokens; `wanted` are their places in the call.
+        """Logits (N, V) of the N out of M <= CALL tokens; `logit_indices` are their places in the call.
 
         Each token has its row of the cache and its position; those of a row come in order, right
         behind what its cache holds. The next call overwrites the logits.
         """
-        M, N = len(tokens), len(wanted)
+        M, N = len(tokens), len(logit_indices)
         self._inputs[:3, :M] = tokens, rows, positions
-        self._inputs[3, :N] = wanted
+        self._inputs[3, :N] = logit_indices
         *inputs, outputs, logits = self._pointers
         self._function(ctypes.byref(self._model), M, *inputs, N, outputs, logits)
         return self._logits[:N, : self._vocab_size]
 
-    def _describe(self, model: GPT, cache: KVCache) -> _Model:
+    def _build_model(self, model: GPT, cache: KVCache) -> _Model:
         config, threads = model.config, torch.get_num_threads()
         D, F, H, K = config.d_model, config.d_ff, config.n_head, config.head_dim
         layers = (_Layer * config.n_layer)()
         for number, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            layers[number] = self._layer(block, cache.layers[number])
-            layers[number].window = config.window(number) or 0
+            layers[number] = self._build_layer(block, cache.layers[number])
+            layers[number].window = config.get_window(number) or 0
         described = _Model(  # pointers left out are null
-            **{name: getattr(config, name) for name in SIZES},
+            **{name: getattr(config, name) for name in SIZE_FIELDS},
             rms=config.norm == "rmsnorm",
-            activation=ACTIVATIONS[config.activation],
+            activation=ACTIVATION_CODES[config.activation],
             precision=PRECISIONS[self._precision],
             n_threads=threads,
             norm_eps=config.norm_eps,
             embed=self._pointer(model.embed.weight),
-            final_norm=self._norm(model.final_norm),
-            head=self._matrix(model.head or model.embed),
+            final_norm=self._build_norm(model.final_norm),
+            head=self._build_matrix(model.head or model.embed),
             layers=layers,
-            x=self._buffer(CALL, D),
-            normed=self._buffer(CALL, D),
-            qkv=self._buffer(CALL, (H + 2 * config.n_kv_head) * K),
-            mixed=self._buffer(CALL, H * K),
-            inner=self._buffer(2 * CALL, F),
-            scores=self._buffer(threads, 4 * (config.context_length + LANES)),
+            x=self._allocate_buffer(MAX_CALL_TOKENS, D),
+            normed=self._allocate_buffer(MAX_CALL_TOKENS, D),
+            qkv=self._allocate_buffer(MAX_CALL_TOKENS, (H + 2 * config.n_kv_head) * K),
+            mixed=self._allocate_buffer(MAX_CALL_TOKENS, H * K),
+            inner=self._allocate_buffer(2 * MAX_CALL_TOKENS, F),
+            scores=self._allocate_buffer(threads, 4 * (config.context_length + LANES)),
         )
         if self._precision != "float32":  # inputs of 16 bits
-            described.words = self._pointer(torch.zeros(CALL, padded(max(D, F, H * K)) // 2))
-            described.scales = self._buffer(1, CALL)
+            described.words = self._pointer(
+                torch.zeros(MAX_CALL_TOKENS, round_up(max(D, F, H * K)) // 2)
+            )
+            described.scales = self._allocate_buffer(1, MAX_CALL_TOKENS)
         if model.positions is not None:
             described.positions = self._pointer(model.positions.weight)
         if model.rotary is not None:
@@ -144,41 +146,44 @@ class NativeStep:
             described.sines = self._pointer(model.rotary.sines)
         return described
 
-    def _layer(self, block: Block, cache: LayerCache) -> _Layer:
+    def _build_layer(self, block: Block, cache: LayerCache) -> _Layer:
         attn, mlp = block.attn, block.mlp
         layer = _Layer(
-            attn_norm=self._norm(block.attn_norm),
-            mlp_norm=self._norm(block.mlp_norm),
-            qkv=self._matrix(attn.q_proj, attn.k_proj, attn.v_proj),
-            o=self._matrix(attn.o_proj),
-            up=self._matrix(mlp.up_proj),
-            down=self._matrix(mlp.down_proj),
+            attn_norm=self._build_norm(block.attn_norm),
+            mlp_norm=self._build_norm(block.mlp_norm),
+            qkv=self._build_matrix(attn.q_proj, attn.k_proj, attn.v_proj),
+            o=self._build_matrix(attn.o_proj),
+            up=self._build_matrix(mlp.up_proj),
+            down=self._build_matrix(mlp.down_proj),
             keys=self._pointer(cache.keys),
             values=self._pointer(cache.values),
             size=cache.size,
         )
         if mlp.activation == "swiglu":
-            layer.gate = self._matrix(mlp.gate_proj)
+            layer.gate = self._build_matrix(mlp.gate_proj)
         if attn.qk_norm:
-            layer.q_norm, layer.k_norm = self._norm(attn.q_norm), self._norm(attn.k_norm)
+            layer.q_norm, layer.k_norm = (
+                self._build_norm(attn.q_norm),
+                self._build_norm(attn.k_norm),
+            )
         return layer
 
-    def _norm(self, module: nn.Module) -> _Norm:
+    def _build_norm(self, module: nn.Module) -> _Norm:
         parts = dict(module.named_parameters())
         return _Norm(self._pointer(parts["weight"]), self._pointer(parts.get("bias")))
 
-    def _matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
+    def _build_matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
         """Modules with the same input as one matrix, in the layout that product.h reads."""
         if modules[0] not in self._packed:
             self._packed[modules[0]] = pack(modules, self._precision)
         tensors, rows, columns = self._packed[modules[0]]
         return _Matrix(*map(self._pointer, tensors), rows, columns)
 
-    def _buffer(self, rows: int, width: int) -> int:
-        return self._pointer(torch.zeros(rows, padded(width))) or 0
+    def _allocate_buffer(self, rows: int, width: int) -> int:
+        return self._pointer(torch.zeros(rows, round_up(width))) or 0
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        self._kept.append(tensor.detach().contiguous())
-        return self._kept[-1].data_ptr()
+        self._referenced.append(tensor.detach().contiguous())
+        return self._referenced[-1].data_ptr()

@@ -21,7 +21,7 @@ COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-a
 START, SIZE = 1 << 40, 1 << 28  # both processes map a file here, so that they share pointers
 SHARED = f"{SIZE}, {mmap.PROT_READ | mmap.PROT_WRITE}, {mmap.MAP_SHARED | 0x10}"  # MAP_FIXED
 MAIN = f"""
-#include "{build.SOURCES[0]}"
+#include "{build.SOURCE_FILES[0]}"
 #include <fcntl.h>
 #include <sys/mman.h>
 int main(int, char** words) {{
@@ -36,8 +36,8 @@ class ArmStep(NativeStep):
 
     def __init__(self, command: list[str], model: GPT, weights: str) -> None:
         self._command, self._end = command, START + 64  # behind the arguments of a call
-        cache = precision.cache_of(model.config, weights, 1, spare=LENGTH)
-        super().__init__(build.build(files.CACHE), model, weights, cache)
+        cache = precision.create_cache(model.config, weights, 1, spare_positions=LENGTH)
+        super().__init__(build.build_library(files.DEFAULT_CACHE_DIR), model, weights, cache)
         g, self._function = self._model, self._call
         g.layers = cast(
             self._put(addressof(g.layers[0]), g.n_layer * sizeof(_Layer)), type(g.layers)
@@ -50,7 +50,7 @@ class ArmStep(NativeStep):
 
     def _pointer(self, tensor: torch.Tensor | None) -> int | None:
         address = super()._pointer(tensor)
-        return address and self._put(address, self._kept[-1].nbytes)
+        return address and self._put(address, self._referenced[-1].nbytes)
 
     def _call(self, _, M, tokens, rows, positions, N, wanted, logits) -> None:
         g, found = (self._put(addressof(self._model), sizeof(self._model)), self._end)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from gptmini import files
 from gptmini.analysis import attention_maps
-from gptmini.analysis.evaluate import evaluate_run, text_of
+from gptmini.analysis.evaluate import evaluate_run, load_text
 from gptmini.config.settings import ModelConfig
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.native import build, check
 from gptmini.generate.native import engine as native
-from gptmini.generate.run import Run, load
+from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
-from gptmini.model.attention import Attention, KVCache, visible
+from gptmini.model.attention import Attention, KVCache, make_mask
 from gptmini.model.gpt import GPT
 from tests.support import new_cache, tiny, train
 
@@ -28,7 +28,7 @@ def alibi(module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | No
     n_head = module.q_proj.out_features // module.head_dim
     slopes = 2.0 ** -torch.arange(1, n_head + 1)[:, None, None]  # (H, 1, 1)
     distance = queries[:, None] - keys  # (T, S)
-    seen = visible(queries, keys, module.window, padding)
+    seen = make_mask(queries, keys, module.window, padding)
     return torch.where(seen, -slopes * distance, -torch.inf)  # (H, T, S) or (B, H, T, S)
 
 
@@ -57,24 +57,32 @@ MODELS = {
 @needs_compiler
 @pytest.mark.parametrize("settings", MODELS.values(), ids=list(MODELS))
 def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
-    library = build.build(files.CACHE)
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
     for seed in range(5):
         assert check.difference(library, noisy(seed, **settings)) < check.TOLERANCE / 5
-    assert native.library_for(noisy(**settings), files.CACHE) is not None
+    assert native.load_library(noisy(**settings), files.DEFAULT_CACHE_DIR) is not None
     assert capsys.readouterr().err == ""
 
 
 def wider_window(
     module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | None
 ) -> Tensor:
-    return visible(queries, keys, 8, padding)
+    return make_mask(queries, keys, 8, padding)
 
 
 CHANGES = {
     "ALiBi": (Attention, "mask", alibi),
     "another window": (Attention, "mask", wider_window),
-    "no rotation": (Attention, "heads", lambda self, x, _, old=Attention.heads: old(self, x, None)),
-    "scaled logits": (GPT, "logits", lambda self, x, old=GPT.logits: old(self, x) * 1.001),
+    "no rotation": (
+        Attention,
+        "project_qkv",
+        lambda self, x, _, old=Attention.project_qkv: old(self, x, None),
+    ),
+    "scaled logits": (
+        GPT,
+        "compute_logits",
+        lambda self, x, old=GPT.compute_logits: old(self, x) * 1.001,
+    ),
 }
 
 
@@ -83,10 +91,12 @@ CHANGES = {
 def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch, capsys):
     monkeypatch.setattr(*change)
     model = noisy(attention={"window": 7})
-    library = build.build(files.CACHE)
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
     assert check.difference(library, model) > 2 * check.TOLERANCE
     for _ in range(2):
-        assert isinstance(native.open_engine(model, "bfloat16", 1, files.CACHE), TorchEngine)
+        assert isinstance(
+            native.open_engine(model, "bfloat16", 1, files.DEFAULT_CACHE_DIR), TorchEngine
+        )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
     assert line.endswith("generating with PyTorch, which is slower")
@@ -98,7 +108,9 @@ def test_the_weakest_sign_of_alibi_is_seen_in_a_new_model(monkeypatch):
     monkeypatch.setattr(Attention, "mask", alibi)
     torch.manual_seed(0)
     model = GPT(ModelConfig(vocab_size=300, n_layer=2, n_head=4, d_model=64)).eval()
-    assert check.difference(build.build(files.CACHE), model) > 2 * check.TOLERANCE
+    assert (
+        check.difference(build.build_library(files.DEFAULT_CACHE_DIR), model) > 2 * check.TOLERANCE
+    )
 
 
 @needs_compiler
@@ -111,7 +123,7 @@ def test_each_model_is_compared_once_and_random_numbers_stay(monkeypatch):
     torch.set_rng_state(state)
     for model in models * 3:
         for weights in ("float32", "int8"):
-            native.open_engine(model, weights, 2, files.CACHE)
+            native.open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
     assert len(asked) == 2
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -121,7 +133,7 @@ def test_a_model_that_overflows_is_left_to_those_who_report_it(capsys):
     model = noisy()
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
-    assert native.library_for(model, files.CACHE) is not None
+    assert native.load_library(model, files.DEFAULT_CACHE_DIR) is not None
     assert capsys.readouterr().err == ""
 
 
@@ -133,7 +145,7 @@ def trained(out: Path, text_file: Path, cache: Path) -> Run:
         sample={"temperature": 0, "max_new_tokens": 12},
     )
     train(config, out, cache)
-    return load(out, weights="float32", cache=cache)
+    return load_run(out, weights="float32", cache=cache)
 
 
 def test_alibi_added_to_attention_reaches_every_command(
@@ -142,11 +154,11 @@ def test_alibi_added_to_attention_reaches_every_command(
     cache = new_cache(tmp_path)
     plain = trained(tmp_path / "plain", text_file, cache)
     tokens = plain.encode("the cat sat on")
-    plain_maps = attention_maps.attention_weights(plain.model, tokens)
-    plain_loss = evaluate_run(plain, text_of(plain, None, cache)).loss
+    plain_maps = attention_maps.compute_attention_weights(plain.model, tokens)
+    plain_loss = evaluate_run(plain, load_text(plain, None, cache)).loss
     monkeypatch.setattr(Attention, "mask", alibi)
 
-    other_loss = evaluate_run(plain, text_of(plain, None, cache)).loss
+    other_loss = evaluate_run(plain, load_text(plain, None, cache)).loss
     assert other_loss != plain_loss
     run = trained(tmp_path / "alibi", text_file, cache)
     learned = zip(run.model.parameters(), plain.model.parameters(), strict=True)
@@ -172,7 +184,7 @@ def test_alibi_added_to_attention_reaches_every_command(
         logits = [run.model(torch.tensor([[token]]), steps)[0, 0] for token in tokens]
         whole = run.model(torch.tensor([tokens]))[0]
     torch.testing.assert_close(torch.stack(logits), whole, atol=1e-5, rtol=1e-4)
-    maps = attention_maps.attention_weights(plain.model, tokens)
+    maps = attention_maps.compute_attention_weights(plain.model, tokens)
     T = len(tokens)
     slopes = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
     bias = -slopes * (torch.arange(T)[:, None] - torch.arange(T))  # (H, T, T)

@@ -21,7 +21,7 @@ from gptmini.model.gpt import GPT
 
 LENGTH = 40  # more than two blocks of keys
 
-TARGETS = [build.NATIVE]  # this processor, and what it would do with fewer instructions
+TARGETS = [build.NATIVE_TARGET]  # this processor, and what it would do with fewer instructions
 if platform.machine() == "x86_64":
     TARGETS += [
         ("-march=native", "-mno-avx512bf16", "-mno-avx512vnni"),
@@ -69,11 +69,14 @@ def models(draw: st.DrawFn) -> GPT:
 
 
 def step_of(
-    model: GPT, weights: str = "float32", n_rows: int = 1, target: tuple[str, ...] = build.NATIVE
+    model: GPT,
+    weights: str = "float32",
+    n_rows: int = 1,
+    target: tuple[str, ...] = build.NATIVE_TARGET,
 ) -> NativeStep:
-    library = build.build(files.CACHE, target)
+    library = build.build_library(files.DEFAULT_CACHE_DIR, target)
     assert library is not None
-    cache = precision.cache_of(model.config, weights, n_rows, spare=LENGTH)
+    cache = precision.create_cache(model.config, weights, n_rows, spare_positions=LENGTH)
     return NativeStep(library, model, weights, cache)
 
 
@@ -104,7 +107,7 @@ def rounded_inputs(model: GPT, weights: str) -> GPT:
     model = copy.deepcopy(model)
     for block in model.blocks:
         if weights != "float32":
-            block.attn.heads = cached(block.attn.heads)
+            block.attn.project_qkv = cached(block.attn.project_qkv)
     for module in model.modules():
         if weights != "float32" and isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
@@ -215,7 +218,7 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build.build(tmp_path / "one") is None
+    assert build.build_library(tmp_path / "one") is None
     assert capsys.readouterr().err == ""
     broken = tmp_path / "g++"
     for command, reason in [
@@ -224,9 +227,9 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
     ]:
         broken.write_text(f"#!/bin/sh\n{command}\n")
         broken.chmod(0o755)
-        build.build.cache_clear()
-        assert build.build(tmp_path / "two") is None
-        assert build.build(tmp_path / "two") is None
+        build.build_library.cache_clear()
+        assert build.build_library(tmp_path / "two") is None
+        assert build.build_library(tmp_path / "two") is None
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("warning: g++: cannot compile the decoder (")
         assert reason in line
@@ -234,19 +237,19 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
 
 @needs_compiler
 def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
-    assert build.build(tmp_path) is not None
+    assert build.build_library(tmp_path) is not None
     (library,) = (tmp_path / "native").iterdir()
     made = library.stat().st_mtime_ns
-    build.build.cache_clear()
-    assert build.build(tmp_path) is not None
+    build.build_library.cache_clear()
+    assert build.build_library(tmp_path) is not None
     assert library.stat().st_mtime_ns == made
     library.chmod(stat.S_IMODE(library.stat().st_mode) | 0o002)  # anybody could write it
-    build.build.cache_clear()
-    assert build.build(tmp_path) is None
+    build.build_library.cache_clear()
+    assert build.build_library(tmp_path) is None
 
 
 @needs_compiler
 def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path):
     (tmp_path / "native").write_text("a file where the folder should be")
-    assert build.build(tmp_path) is None
+    assert build.build_library(tmp_path) is None
     assert os.listdir(tmp_path) == ["native"]

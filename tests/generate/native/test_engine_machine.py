@@ -26,10 +26,10 @@ from hypothesis.stateful import (
 )
 
 from gptmini import files
-from gptmini.generate.engine import PREFILL, SPARE
-from gptmini.generate.native.build import build
+from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS
+from gptmini.generate.native.build import build_library
 from gptmini.generate.native.engine import NativeEngine
-from gptmini.generate.native.precision import PRECISIONS, Packed
+from gptmini.generate.native.precision import PRECISIONS, PackedMatrices
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from tests.support import tiny
@@ -42,11 +42,42 @@ SOURCES = [random.Random(seed).choices(range(VOCABULARY), k=LIMIT) for seed in r
 
 # Lengths around whole chunks, and around what a single call takes without a prefill.
 LENGTHS = [
-    *(1, 2, SPARE, SPARE + 1, 60, PREFILL - 1, PREFILL, PREFILL + 1),
-    *(PREFILL + SPARE, PREFILL + SPARE + 1, PREFILL + SPARE + 2, 200),
-    *(2 * PREFILL, 2 * PREFILL + SPARE + 1, 300, 3 * PREFILL, 400, LIMIT - 3, LIMIT),
+    *(
+        1,
+        2,
+        SPARE_POSITIONS,
+        SPARE_POSITIONS + 1,
+        60,
+        PREFILL_CHUNK - 1,
+        PREFILL_CHUNK,
+        PREFILL_CHUNK + 1,
+    ),
+    *(
+        PREFILL_CHUNK + SPARE_POSITIONS,
+        PREFILL_CHUNK + SPARE_POSITIONS + 1,
+        PREFILL_CHUNK + SPARE_POSITIONS + 2,
+        200,
+    ),
+    *(
+        2 * PREFILL_CHUNK,
+        2 * PREFILL_CHUNK + SPARE_POSITIONS + 1,
+        300,
+        3 * PREFILL_CHUNK,
+        400,
+        LIMIT - 3,
+        LIMIT,
+    ),
 ]
-BEGINNINGS = [1, PREFILL, PREFILL + 1, 200, 2 * PREFILL, 300, 3 * PREFILL, 400]
+BEGINNINGS = [
+    1,
+    PREFILL_CHUNK,
+    PREFILL_CHUNK + 1,
+    200,
+    2 * PREFILL_CHUNK,
+    300,
+    3 * PREFILL_CHUNK,
+    400,
+]
 sources = st.integers(0, len(SOURCES) - 1)
 lengths = st.sampled_from(LENGTHS)
 # Windows of which the ring holds no chunk in float32, or two.
@@ -75,13 +106,13 @@ def model_of(variant: str, window: int | None, full_every: int | None) -> GPT:
 
 
 @cache
-def packed_of(model: GPT, weights: str) -> Packed:
+def packed_of(model: GPT, weights: str) -> PackedMatrices:
     """The weights in the layout of the compiled step, shared by the engines of a model."""
     return {}
 
 
 def engine_of(model: GPT, weights: str, n_slots: int) -> NativeEngine:
-    library = build(files.CACHE)
+    library = build_library(files.DEFAULT_CACHE_DIR)
     assert library is not None
     return NativeEngine(library, model, weights, n_slots, packed_of(model, weights))
 
@@ -153,7 +184,7 @@ class Company(RuleBasedStateMachine):
         self.append(known, source)
 
     @precondition(lambda self: self.long())
-    @rule(data=st.data(), most=st.integers(1, PREFILL), n_chunks=st.integers(1, 3))
+    @rule(data=st.data(), most=st.integers(1, PREFILL_CHUNK), n_chunks=st.integers(1, 3))
     def prefill(self, data: st.DataObject, most: int, n_chunks: int) -> None:
         known = data.draw(st.sampled_from(self.long()))
         for _ in range(n_chunks):
@@ -174,7 +205,7 @@ class Company(RuleBasedStateMachine):
                 self.append(short, source)
 
         hook = self.model.blocks[0].register_forward_hook(give_a_token)
-        self.chunk(long, PREFILL)
+        self.chunk(long, PREFILL_CHUNK)
         hook.remove()
 
     @precondition(lambda self: self.live)
@@ -190,7 +221,7 @@ class Company(RuleBasedStateMachine):
         known = data.draw(st.sampled_from(self.live))
         text = known.text
         if self.windowed:
-            length = min(length, SPARE - (known.written - text.cached))
+            length = min(length, SPARE_POSITIONS - (known.written - text.cached))
         length = min(length, len(text.context) - 1)
         del text.context[len(text.context) - length :]
         self.append(known, source)
@@ -212,11 +243,11 @@ class Company(RuleBasedStateMachine):
 
     def long(self) -> list[Known]:
         """Texts of which a chunk can be prefilled."""
-        return [known for known in self.live if known.unseen() > PREFILL + SPARE]
+        return [known for known in self.live if known.unseen() > PREFILL_CHUNK + SPARE_POSITIONS]
 
     def short(self) -> list[Known]:
         """Texts that a step can give a token."""
-        return [known for known in self.live if known.unseen() <= SPARE]
+        return [known for known in self.live if known.unseen() <= SPARE_POSITIONS]
 
     # -- what they must get ------------------------------------------------------------------------
 
