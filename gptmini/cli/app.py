@@ -20,12 +20,21 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__
-from gptmini.cli.evidence import compare, evaluate, inspect, plot, size
-from gptmini.cli.generate import generate, score
-from gptmini.cli.interop import convert, export, import_
+from gptmini.cli.compare import compare
+from gptmini.cli.convert import convert
+from gptmini.cli.data import data_app
+from gptmini.cli.evaluate import evaluate
+from gptmini.cli.export import export
+from gptmini.cli.generate import generate
+from gptmini.cli.import_model import import_model
+from gptmini.cli.inspect import inspect
+from gptmini.cli.plot import plot
+from gptmini.cli.score import score
 from gptmini.cli.serve import serve
-from gptmini.cli.text import data_app, tokenizer_app
-from gptmini.cli.train import list_settings, prepare, train
+from gptmini.cli.settings import list_settings
+from gptmini.cli.size import size
+from gptmini.cli.tokenizer import tokenizer_app
+from gptmini.cli.train import train
 from gptmini.errors import GptminiError, Stopped
 
 app = typer.Typer(
@@ -101,9 +110,8 @@ for _command in (
 ):
     app.command()(_command)
 app.command()(export)
-app.command("import")(import_)
+app.command("import")(import_model)
 app.command("settings")(list_settings)
-data_app.command()(prepare)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 for _info in chain(*(group.registered_commands for group in (app, data_app, tokenizer_app))):

@@ -1,11 +1,10 @@
-"""`gptmini generate` and `gptmini score`."""
+"""`gptmini generate`: continue a prompt with a trained model."""
 
 import json
 import os
 import select
 import stat
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -21,17 +20,16 @@ from gptmini.cli.options import (
     flag,
     option,
     parse_assignments,
+    read_text,
     resolve_run,
 )
-from gptmini.errors import ConfigError, DataError
-from gptmini.files import DEFAULT_CACHE_DIR, decode_utf8
+from gptmini.errors import ConfigError
+from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
-    from gptmini.analysis.evaluate import Score
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
-MAX_INPUT_BYTES = 16 << 20  # bytes of a prompt or of a text to score
 Settings = dict[str, Any]
 
 
@@ -128,7 +126,7 @@ def generate(
     elif interactive:
         _converse(trained, settings | how, raw)
     else:
-        text = prompt or _read_text(prompt_file).removesuffix("\n").removesuffix("\r")
+        text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
         _print_texts(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
@@ -252,80 +250,3 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
             stream_to_stdout(["\n"])
         text += generation.samples[0].text if generation else ""
         turn += 1
-
-
-def score(
-    run: RunName = None,
-    text: str | None = option(None, "TEXT", "The text to score."),
-    file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
-    weights: WeightsType = "float32",
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Show how well a trained model predicts a text, token by token."""
-    path = resolve_run(run, "--text", "--file")
-    if (text is None) == (file is None):
-        raise ConfigError("--text, --file: give exactly one of them")
-    from gptmini.analysis import evaluate as scoring
-    from gptmini.console import say, stream_to_stdout
-    from gptmini.generate.run import load_run
-
-    trained = load_run(path, device, weights)
-    if run is None:
-        say(f"{path}, step {trained.step}")
-    scored = scoring.score_text(trained, _read_text(file) if text is None else text)
-    if as_json:
-        rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.token_ranks, strict=True)
-        facts = {
-            "tokens": len(scored.tokens),
-            "bytes": scored.n_bytes,
-            "loss": scored.loss,
-            "perplexity": scored.perplexity,
-            "bits_per_byte": scored.bits_per_byte,
-            "scores": [{"text": t, "token": n, "logprob": p, "rank": r} for t, n, p, r in rows],
-        }
-        stream_to_stdout([json.dumps(facts), "\n"])
-        return
-    stream_to_stdout(
-        _color_tokens(scored) if sys.stdout.isatty() else _format_table(scored), raw=True
-    )
-    print(
-        f"{len(scored.tokens):,} tokens, {scored.n_bytes:,} bytes: loss {scored.loss:.4f} nats per "
-        f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
-    )
-
-
-def _format_table(scored: "Score") -> Iterator[str]:
-    yield "logprob   rank  token\n"
-    for text, logprob, rank in zip(scored.texts, scored.logprobs, scored.token_ranks, strict=True):
-        yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
-
-
-def _color_tokens(scored: "Score") -> Iterator[str]:
-    """The text on backgrounds from none to dark red, one step per two bits of surprise."""
-    from gptmini.console import escape_control_characters
-
-    colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
-    for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
-        color = colors[min(len(colors) - 1, int(-logprob / 1.386))]  # 2 bits are 1.386 nats
-        yield "\n".join(
-            f"{color}{escape_control_characters(line)}\x1b[0m"
-            if color and line
-            else escape_control_characters(line)
-            for line in text.split("\n")
-        )
-    yield "\n"
-
-
-def _read_text(file: Path | None) -> str:
-    """The contents of a file or of standard input (-); without a file, nothing."""
-    if file is None:
-        return ""
-    if str(file) == "-":
-        name, data = "standard input", sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
-    else:
-        with file.open("rb") as opened:
-            name, data = str(file), opened.read(MAX_INPUT_BYTES + 1)
-    if len(data) > MAX_INPUT_BYTES:
-        raise DataError(f"{name}: over {MAX_INPUT_BYTES >> 20} MiB; shorten it")
-    return decode_utf8(data, name)

@@ -2,17 +2,20 @@
 
 import difflib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptmini.errors import CheckpointError, ConfigError
+from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.files import decode_utf8
 
 if TYPE_CHECKING:
     from gptmini.config.settings import Config
 
 RUNS_FOLDER = Path("runs")
+MAX_INPUT_BYTES = 16 << 20  # of a prompt, or of a text to score
 
 
 def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
@@ -241,3 +244,19 @@ def find_newest_run() -> Path:
             f"{RUNS_FOLDER}: no run here; train one with gptmini train, or name one"
         )
     return newest
+
+
+def read_text(file: Path | None) -> str:
+    """Read a file or standard input (-); without a file, return an empty text."""
+    if file is None:
+        return ""
+    if str(file) == "-":
+        name = "standard input"
+        data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+    else:
+        name = str(file)
+        with file.open("rb") as opened:
+            data = opened.read(MAX_INPUT_BYTES + 1)
+    if len(data) > MAX_INPUT_BYTES:
+        raise DataError(f"{name}: over {MAX_INPUT_BYTES >> 20} MiB; shorten it")
+    return decode_utf8(data, name)

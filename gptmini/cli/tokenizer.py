@@ -1,4 +1,4 @@
-"""The commands that need no model: `gptmini tokenizer ...` and `gptmini data fetch`."""
+"""`gptmini tokenizer`: train, use and inspect tokenizers."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from gptmini.cli.options import AsJson, Errors, argument, option
 from gptmini.errors import DataError
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
-data_app = typer.Typer(help="Download and prepare texts.")
 
 TokenizerName = Annotated[
     str, argument(..., "NAME", "A run, a tokenizer file, or a name such as byte or gpt2.")
@@ -136,14 +135,3 @@ def info(
         rows["vocabulary used"] = f"{facts['coverage']:.1%} of its tokens occur in this text"
     for label, value in rows.items():
         print(f"{label:17}{value}")
-
-
-@data_app.command("fetch")
-def fetch(
-    name: str = argument(..., "NAME", "tinyshakespeare or tinystories."),
-    out: Path = option(Path("data"), "DIR", "The folder to save it in."),
-) -> None:
-    """Download a known corpus and check its SHA-256."""
-    from gptmini.data import fetch
-
-    print(fetch.fetch(name, out))

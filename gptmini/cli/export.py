@@ -1,0 +1,51 @@
+"""`gptmini export`: write a trained model for other programs."""
+
+import shlex
+from pathlib import Path
+
+from gptmini.cli.options import Cache, RunName, option, resolve_run
+from gptmini.errors import ConfigError
+from gptmini.files import DEFAULT_CACHE_DIR
+
+
+def export(
+    run: RunName = None,
+    to: str = option("hf", "FORMAT", "hf, a folder for transformers, or gguf, for llama.cpp."),
+    weights: str | None = option(
+        None, "TYPE", "Matrices in gguf: f32, f16, bf16 or q8_0.", show_default="f16"
+    ),
+    out: Path | None = option(
+        None, "PATH", "The folder or file to write.", show_default="RUN-hf or RUN-f16.gguf"
+    ),
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """Write a trained model for other programs, and prove that it computes the same."""
+    if to not in ("hf", "gguf"):
+        raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
+    if weights is not None and to == "hf":
+        raise ConfigError("--weights: applies to --to gguf; leave it out")
+    path = resolve_run(run)
+    path = path.resolve() if path.name == "" else path
+    kind = weights or "f16"
+    out = out or path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
+    from gptmini.console import say
+    from gptmini.interop.export import export_run
+
+    made = export_run(path, out, to, kind, cache)
+    say(f"{path}: written as a {made.architecture}")
+    say(
+        f"proof: read back, its logits differ by at most {made.difference:.1e} (the largest is "
+        f"{made.scale:.1f}) on {made.tokens:,} tokens"
+    )
+    if made.rounding:
+        say(f"proof: rounding to {kind} changes logits by at most {made.rounding:.1e}")
+    print(out)
+    if to == "hf":
+        say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        return
+    file, name = shlex.quote(str(out)), shlex.quote(path.name)
+    say(
+        f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT\n"
+        f"Ollama:     echo 'FROM ./{out.name}' > {shlex.quote(str(out.parent / 'Modelfile'))} && "
+        f"ollama create {name} -f {shlex.quote(str(out.parent / 'Modelfile'))} && ollama run {name}"
+    )
