@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gptmini.model.gpt import GPT
     from gptmini.train.fit import fit
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["GPT", "Config", "ModelConfig", "Run", "export_run", "fit", "import_model", "load"]
 
 _HOMES = {
