@@ -8,9 +8,11 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 _speakers = [True]
 
@@ -179,6 +181,12 @@ def counted(unit: str, total: int, done: int) -> Iterator[Callable[[int], object
     """A bar over `total` things, `done` of them already; yields a function that counts more."""
     with tqdm(total=total, initial=done, unit=unit, disable=not on_terminal()) as bar:
         yield bar.update
+
+
+def watched(things: Iterable[T], what: str, total: int) -> Iterable[T]:
+    """The same things, with a bar on a terminal if they take more than a second."""
+    hidden = not on_terminal()
+    return tqdm(things, desc=what, total=total, delay=1, leave=False, disable=hidden)
 
 
 def table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:

@@ -24,8 +24,8 @@ ROOMS = {
     "distributed": ["ranks", "gradients", "sharding"],
     "plan": ["cost", "memory", "fit", "minutes", "base", "decide", "together", "ranks", "size"],
     "generate": [
-        *("ranking", "filters", "sampler", "engine", "build", "precision", "step", "native"),
-        *("guess", "texts", "run", "bulk", "batch"),
+        *("ranking", "filters", "sampler", "engine", "build", "precision", "step", "check"),
+        *("native", "guess", "texts", "run", "bulk", "batch"),
     ],
     "train": ["batches", "evaluate", "trainer", "state", "messages", "fit"],
     "evidence": [

@@ -87,6 +87,50 @@ def by_the_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.stack(rows, 1)
 
 
+def by_the_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention of each head and query under a bias (B, H, T, S) on its scores, one by one."""
+    share = q.shape[1] // k.shape[1]
+    out = torch.zeros(*q.shape[:3], v.shape[-1])
+    for b, h, t in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        seen = bias[b, h, t] > -torch.inf
+        scores = k[b, h // share, seen] @ q[b, h, t] / math.sqrt(q.shape[-1]) + bias[b, h, t, seen]
+        out[b, h, t] = scores.softmax(0) @ v[b, h // share, seen]
+    return out
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
+@pytest.mark.parametrize("shape", ["TS", "HTS", "B1TS", "BHTS"])
+@pytest.mark.parametrize(("H", "G", "T"), [(4, 4, 5), (4, 2, 5), (6, 1, 1), (8, 2, 1), (3, 3, 1)])
+@pytest.mark.parametrize("kind", ["bias", "boolean"])
+def test_a_mask_may_be_a_bias_and_differ_between_heads(H, G, T, shape, backend, kind):
+    torch.manual_seed(0)
+    B, S = 2, 7
+    q, k, v = torch.randn(B, H, T, 8), torch.randn(B, G, S, 8), torch.randn(B, G, S, 8)
+    sizes = {"B": B, "H": H, "T": T, "S": S, "1": 1}
+    bias = 2 * torch.randn([sizes[letter] for letter in shape])
+    bias[torch.rand(bias.shape) < 0.3] = -torch.inf
+    bias[..., -1, :] = -torch.inf  # the last query sees no key, or
+    if T == 1:
+        bias[..., 3] = 1.0
+    given = bias if kind == "bias" else bias > -torch.inf
+    meant = bias if kind == "bias" else torch.zeros_like(bias).masked_fill(~given, -torch.inf)
+    expected = by_the_bias(q, k, v, meant.expand(B, H, T, S))
+    found = attend(q.requires_grad_(), k, v, given, backend=backend)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found.square().sum().backward()
+    assert q.grad.isfinite().all()
+    found = attend(q.detach().bfloat16(), k.bfloat16(), v.bfloat16(), given, backend=backend)
+    torch.testing.assert_close(found.float(), expected, atol=0.06, rtol=0.06)
+
+
+def test_dropout_acts_on_weights_under_a_bias():
+    torch.manual_seed(0)
+    q, k, bias = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 500, 8), torch.randn(4, 1, 500)
+    dropped = attend(q, k, torch.ones(1, 2, 500, 8), bias, dropout=0.5)
+    assert (dropped - 1).abs().max() < 0.5
+    assert (dropped != 1).all()
+
+
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_eager_and_fused_attention_have_the_same_gradients(G):
     torch.manual_seed(0)

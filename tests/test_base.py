@@ -11,18 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL, new_cache, tiny
+from conftest import SMALL, gpt2, new_cache, tiny
 from conftest import train as begin_training
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
-from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError, Stopped
+from gptmini.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    GptminiError,
+    Stopped,
+)
 from gptmini.evidence.evaluate import evaluate_run, held_out
 from gptmini.generate.run import load
 from gptmini.interop import pooling
 from gptmini.plan import base as fine_tuning
+from gptmini.plan import minutes
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
+from gptmini.text.corpus import prepare_corpus
+from gptmini.text.tokenizer import create
 from gptmini.train import trainer
 
 CLOCK = {"seconds", "tokens_per_second", "peak_memory"}
@@ -124,6 +134,40 @@ def test_if_tuning_only_harms_the_base_remains_the_best(base, text_file, tune, t
     best = load(run.path, "cpu", "float32", tmp_path / "cache")
     assert best.step == 0
     assert torch.equal(best.model.embed.weight, base.best().model["embed.weight"])
+
+
+def test_a_rewind_to_the_base_begins_again_and_remembers_its_loss(
+    base, text_file, tune, tmp_path, monkeypatch
+):
+    settings = STEPS | {"lr": 5.0, "muon_lr": 5.0, "keep": 1, "save_every": 6, "eval_every": 6}
+    settings |= {"on_divergence": "rewind"}
+    config = on(base, text_file, train=settings)
+    with monkeypatch.context() as patch:
+        begin = trainer.begin
+
+        def slower(training: Any) -> None:
+            begin(training)
+            training.progress.lr_scale = 0.5
+
+        patch.setattr(trainer, "begin", slower)
+        straight = tune(config, "straight")
+    update = trainer.update
+
+    def diverging(training: Any) -> Any:
+        if training.step == 3 and training.progress.lr_scale == 1:
+            raise DivergedError("loss nan")
+        return update(training)
+
+    monkeypatch.setattr(trainer, "update", diverging)
+    run = tune(config)
+    assert result(run) == result(straight)
+    assert sorted(run.steps()) == [0, 6]
+    for each in (run, straight):
+        best = json.loads((each.path / "best.json").read_text())
+        first = json.loads(each.metrics.read_text().splitlines()[0])
+        assert (best["step"], best["val_loss"]) == (0, first["val_loss"])
+    found = load(run.path, "cpu", "float32", tmp_path / "cache")
+    assert torch.equal(found.model.embed.weight, base.best().model["embed.weight"])
 
 
 class Killed(BaseException):
@@ -304,24 +348,50 @@ def test_a_text_shorter_than_a_window_is_refused(base, tmp_path, tune):
         tune(on(base, short))
 
 
-def test_a_tokenizer_that_spells_the_text_out_is_noted(text_file, tmp_path, capsys):
-    stems = ("nation", "form", "dict", "sens", "act", "pos", "crypt", "log")
-    words = [f"{before}{stem}ification" for before in ("inter", "trans") for stem in stems]
-    text_file.write_text(" ".join(words * 30))
-    config = tiny(data={"path": str(text_file)}, tokenizer={"kind": "bpe", "vocab_size": 330})
-    begin_training(config, tmp_path / "base", tmp_path / "cache")
-    base = RunDirectory(tmp_path / "base")
-    decide(on(base, text_file), None, tmp_path / "cache")
-    assert "warning" not in capsys.readouterr().err
-    cyrillic = tmp_path / "cyrillic.txt"
-    cyrillic.write_text("съешь же ещё этих мягких французских булок, да выпей чаю\n" * 40)
-    decide(on(base, cyrillic), None, tmp_path / "cache")
+ENGLISH = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune. "
+)
+CHINESE = "凡是有钱的单身汉。总想娶位太太。这已经成了一条举世公认的真理。"
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "text", "noted"),
+    [
+        ("gpt2", "", ENGLISH, None),
+        ("gpt2", "", CHINESE, 2.0),
+        ("bpe", ENGLISH, ENGLISH, None),
+        ("bpe", ENGLISH, CHINESE, 3.0),
+        ("bpe", CHINESE, CHINESE, None),
+        ("bpe", CHINESE, ENGLISH, None),
+        ("char", CHINESE, CHINESE, None),
+        ("char", ENGLISH, ENGLISH, None),
+        ("char", ENGLISH, CHINESE, 3.0),
+        ("byte", "", CHINESE, None),
+    ],
+)
+def test_a_tokenizer_that_spells_the_text_out_is_noted(
+    kind, trained, text, noted, tmp_path, capsys
+):
+    made = gpt2() if kind == "gpt2" else create(kind, 400, [trained * 20])
+    (tmp_path / "tokenizer.json").write_text(made.to_json())
+    (tmp_path / "new.txt").write_text(text * 100)
+    tokenizer = {"kind": str(tmp_path / "tokenizer.json")}
+    config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
+    config = config.model_copy(update={"base": config.base.model_copy(update={"run": "base"})})
+    corpus = prepare_corpus(config, tmp_path / "cache")
+    fine_tuning.introduce(config, corpus)
     said = capsys.readouterr().err
-    assert "cyrillic.txt: the tokenizer of " in said
-    assert "does not suit it, with 1.00 bytes per token" in said
+    if noted is None:
+        assert "warning" not in said
+    else:
+        assert "new.txt: the tokenizer of base does not suit it, with " in said
+        assert float(said.partition("suit it, with ")[2].split()[0]) == pytest.approx(
+            noted, rel=0.2
+        )
 
 
-def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune):
+def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monkeypatch):
+    monkeypatch.setattr(minutes, "UPDATES", 1)  # on a busy machine too
     asked = on(base, other_text)
     steps = {key: value for key, value in STEPS.items() if key in ("patience", "keep")}
     asked = validate(

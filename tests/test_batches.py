@@ -140,6 +140,24 @@ def test_validation_sees_every_target_once_behind_enough_of_the_text(
     assert sorted(seen) == list(range(1, total))
 
 
+@given(st.integers(60, 3000), st.integers(1, 20), st.integers(1, 9), st.integers(1, 3000))
+def test_a_part_of_the_validation_text_is_spread_over_it(total, seq_len, batch_size, limit):
+    def targets(**limited: int) -> list[int]:
+        seen = batches.validation_batches([text_of(total)], seq_len, batch_size, **limited)
+        return [int(token) for _, each in seen for token in each[each != batches.IGNORE_INDEX]]
+
+    part = targets(limit=limit)
+    assert set(part) <= set(targets())
+    assert len(set(part)) == len(part)
+    if limit >= total:
+        assert part == targets()
+    else:
+        assert abs(len(part) - limit) <= 2 * seq_len
+        gaps = np.diff([0, *part, total])
+        windows = max(1, round(limit / seq_len))
+        assert gaps.max() <= 2 * total / windows + 3 * seq_len
+
+
 def test_weighted_texts_share_the_windows_and_have_epochs_of_their_own():
     sizes, weights = [500, 3000, 10_000], [1.0, 2.0, 7.0]
     data = Batches([text_of(size) for size in sizes], weights, 10, 20, 3)

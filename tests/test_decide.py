@@ -107,6 +107,16 @@ def test_compared_runs_share_how_they_compute_but_not_how_long():
     assert (by_steps.model.d_model, by_steps.train.compile) == (192, "on")
 
 
+def test_other_runs_evaluate_on_the_part_that_the_first_chose():
+    planned = {"minutes": 1.0, "steps": 60, "warmup_steps": 6, "eval_tokens": 5000}
+    first = validate({"train": planned}, {})
+    asked = validate({"train": {"minutes": 3.0}}, {})
+    for same in (True, False):
+        assert with_choices(asked, first, same_run=same).train.eval_tokens == 5000
+    by_steps = validate({"train": {"steps": 60}}, {})
+    assert with_choices(by_steps, first, same_run=False).train.eval_tokens is None
+
+
 def test_more_minutes_prolong_a_resumed_run():
     first = validate({"train": {"minutes": 1.0, "steps": 60, "warmup_steps": 6}}, {})
     steps = {
@@ -130,7 +140,8 @@ def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(50_000)]
     (tmp_path / "text.txt").write_text(" ".join(words))  # 300 kB
-    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": given, "compile": "off", "device": "cpu", "dtype": "float32"}
     config = decide(validate(sections, {}), None, tmp_path / "cache").config
@@ -149,7 +160,7 @@ def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(deciding, "prepare_corpus", slow)
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
     config = decide(validate(sections, {}), None, tmp_path / "cache").config

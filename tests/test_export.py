@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.errors import ConfigError, GptminiError
+from gptmini.generate.filters import Adjustment, probabilities
 from gptmini.generate.run import Run, load
 from gptmini.interop import architectures, huggingface
 from gptmini.interop.export import export_run, logits, prove, sample
@@ -22,7 +23,7 @@ from gptmini.interop.folding import fold
 from gptmini.interop.huggingface import import_model, write_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
-from gptmini.text import bpe
+from gptmini.text import bpe, tokenizer_json
 from gptmini.text.tokenizer import Tokenizer, bpe_tokenizer
 
 TEXT = prose()
@@ -41,18 +42,46 @@ def learned_tokenizer() -> Tokenizer:
 
 
 TOKENIZER = learned_tokenizer()
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = {"<|endoftext|>": 299, "<|im_start|>": 300, "<|im_end|>": 301}
 
 
-def run_of(path: Path, **model: Any) -> Run:
+def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
+    """A tokenizer as SmolLM2's: of single digits, without some bytes, with a chat template."""
+    known = [bytes([byte]) for byte in range(256) if byte not in missing]
+    merges = list(bpe.learn([TEXT], 299))[256:]
+    ranks = {token: rank for rank, token in enumerate(known + merges)}
+    digits = {theirs: ours for ours, (theirs, _) in tokenizer_json.PATTERNS.items()}
+    pattern = digits[tokenizer_json.DIGITS]
+    return bpe_tokenizer(
+        "imported",
+        pattern,
+        ranks,
+        CHAT,
+        ends=["<|im_end|>", "<|endoftext|>"],
+        chat_template=TEMPLATE,
+    )
+
+
+CHAT_TOKENIZER = chat_tokenizer()
+
+
+def run_of(
+    path: Path, tokenizer: Tokenizer = TOKENIZER, sample: dict[str, Any] | None = None, **model: Any
+) -> Run:
     """A run on disk whose weights, all of them, are far from where they began."""
-    shape = {"vocab_size": 300, "n_layer": 3, "n_head": 4, "d_model": 32, "context_length": 40}
-    config = validate({"model": shape | model}, {})
+    shape = {"n_layer": 3, "n_head": 4, "d_model": 32, "context_length": 40}
+    shape["vocab_size"] = tokenizer.vocab_size
+    config = validate({"model": shape | model, "sample": sample or {}}, {})
     torch.manual_seed(0)
     net = GPT(config.model)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
-    write_run(RunDirectory(path), config, net.state_dict(), TOKENIZER)
+    write_run(RunDirectory(path), config, net.state_dict(), tokenizer)
     return load(path, "cpu", "float32", path.parent)
 
 
@@ -118,6 +147,98 @@ def test_their_tokenizer_gives_the_same_ids(tmp_path):
             ids = run.tokenizer.encode(text).tolist()
             assert theirs(text)["input_ids"] == ids, repr(text)
             assert theirs.decode(ids) == text
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all tokens": {"top_k": None, "temperature": 1.0},
+    "everything": {
+        **{"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
+        **{"repetition_penalty": 1.3, "bias": {"a": -2.5, "e": 1.5}, "ban": [" ", "o"]},
+    },
+    "greedy": {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1},
+}
+
+
+@pytest.mark.parametrize("case", SAMPLINGS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra bench")
+    run = run_of(tmp_path / "run", sample=SAMPLINGS[case])
+    export_run(run, tmp_path / "out")
+    read = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    read.validate(strict=True)
+    sample = run.config.sample
+    assert read.do_sample == (sample.temperature > 0)
+    assert read.max_new_tokens == sample.max_new_tokens
+    assert (read.bos_token_id, read.eos_token_id, read.pad_token_id) == (299, 299, 299)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    prompt = run.encode("It was the bag of")
+    settings = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+    made = theirs.generate(torch.tensor([prompt]), **settings)
+    logits = run.model(torch.tensor([prompt]))[0, -1].detach()
+    scores = Adjustment(sample, run.bias(sample))(logits, prompt, [])
+    if sample.temperature == 0:
+        assert made.sequences[0, -1] == scores.argmax()
+        torch.testing.assert_close(made.scores[0][0], scores, rtol=0, atol=1e-4)
+        return
+    tokens, weights = probabilities(scores, sample)
+    expected = torch.zeros(300, dtype=torch.float64)
+    chosen = torch.arange(300) if tokens is None else torch.from_numpy(tokens)
+    expected[chosen] = torch.from_numpy(weights / weights.sum())
+    found = made.scores[0][0].double().softmax(-1)
+    assert (found > 0).sum() == (expected > 0).sum() > 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_sampling_that_transformers_does_not_have_is_said(tmp_path, capfd):
+    sample = {"presence_penalty": 0.5, "stop": ["\n"]}
+    export_run(run_of(tmp_path / "run", sample=sample), tmp_path / "out")
+    said = capfd.readouterr().err
+    assert "sample.presence_penalty: left out of generation_config.json" in said
+    assert "sample.stop: left out" in said
+    assert "frequency_penalty" not in said
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_texts_of_several_lengths_are_padded_and_continued_as_alone(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra bench")
+    run = run_of(tmp_path / "run", sample={"temperature": 0, "max_new_tokens": 8})
+    export_run(run, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    prompts = ["It", "It was the best of times", "a b"]
+    made = theirs.generate(**tokenizer(prompts, padding=True, return_tensors="pt"))
+    ours = run.start(prompts).finish()
+    for text, row in zip(ours, made, strict=True):
+        assert tokenizer.decode(row[-8:]) == tokenizer.decode(text.tokens)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_chat_template_and_ends_go_out_and_come_back(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra bench")
+    run = run_of(tmp_path / "run", CHAT_TOKENIZER)
+    export_run(run, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.eos_token, theirs.bos_token) == ("<|im_end|>", "<|endoftext|>")
+    read = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert read.eos_token_id == [301, 299]
+    messages = [{"role": "user", "content": "What is 12?"}]
+    prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nWhat is 12?<|im_end|>\n<|im_start|>assistant\n"
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    (text,) = run.start([prompt], special=True).samples
+    assert text.prompt_tokens == ids["input_ids"]
+    assert text.prompt_tokens.count(300) == 2
+    assert text.prompt_tokens.count(301) == 1
+    (plain,) = run.start([prompt]).samples
+    assert max(plain.prompt_tokens) < 299
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    assert back.tokenizer.to_json() == run.tokenizer.to_json()
+    export_run(back, tmp_path / "again")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        once, twice = (tmp_path / folder / name for folder in ("out", "again"))
+        assert once.read_bytes() == twice.read_bytes(), name
 
 
 # -- back ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,25 @@ def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
     assert fit.micro_batch_size(config, CPU) == 4
 
 
+@pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
+def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected, monkeypatch):
+    config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
+    numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
+    monkeypatch.setattr(machine, "total_memory", lambda _: 1 << 40)
+    assert [fit.micro_batch_size(config, CPU, n) for n in numbers] == [expected] * len(numbers)
+    fast = config.with_train(reduce="fast")
+    shares = [batch_size // n for n in numbers]
+    assert [fit.micro_batch_size(fast, CPU, n) for n in numbers] == shares
+    static = 16 * cost.parameter_count(config.model)
+    row = static // 8
+    monkeypatch.setattr(fit, "dry_run", lambda *_: SimpleNamespace(activations=row))
+    for most in numbers:  # so many processes fit, each with two rows
+        memory = most * static + 4 * row
+        monkeypatch.setattr(machine, "total_memory", lambda _, memory=memory: memory)
+        found = {fit.micro_batch_size(config, CPU, n) for n in numbers}
+        assert found == {2 if expected % 2 == 0 else 1}
+
+
 @pytest.mark.parametrize("kind", ["relu2", "swiglu"])
 @pytest.mark.parametrize("seq_len", [8, 512])
 @pytest.mark.parametrize(("width", "heads", "vocab_size"), [(512, 2, 257), (32, 8, 5000)])
@@ -47,6 +67,32 @@ def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, voc
     for dtype in (torch.float32, torch.bfloat16):
         held = dry_run(config, Compute(torch.device("cpu"), dtype)).activations
         assert held < fit._row_at_most(config) < 50 * held
+
+
+@pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
+def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
+    """By this clock a pass takes a second, an update none."""
+    now, made = 0.0, 0
+
+    def slow(*given: Any) -> torch.Tensor:
+        nonlocal now, made
+        now, made = now + 1, made + 1
+        return loss(*given)
+
+    loss = fit.loss
+    monkeypatch.setattr(fit, "loss", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    config = tiny().with_tokenizer("byte", 257)
+    assert fit.time_step(config, CPU, limit=limit).passes == 1
+    assert made == passes
+
+
+def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
+    monkeypatch.setattr(fit, "time_step", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    known = fit.StepTime(0.1, 0.0)
+    config = tiny(train={"steps": 100})
+    assert fit.choose_compile(config, CPU, known) == (False, known, "")
 
 
 @pytest.mark.parametrize(

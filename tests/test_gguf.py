@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_export import CASES, GQA, LLAMA, NO_NORM, TEXT, TOKENIZER, run_of
+from test_export import (
+    CASES,
+    CHAT_TOKENIZER,
+    GQA,
+    LLAMA,
+    NO_NORM,
+    TEMPLATE,
+    TEXT,
+    TOKENIZER,
+    chat_tokenizer,
+    run_of,
+)
 
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, GptminiError, MachineError
@@ -15,7 +26,7 @@ from gptmini.generate.run import Run
 from gptmini.interop import gguf
 from gptmini.interop.export import HARD_TEXTS, export_run
 from gptmini.model.gpt import GPT
-from gptmini.text.tokenizer import create
+from gptmini.text.tokenizer import Tokenizer, create
 
 installed = pytest.mark.skipif(
     not __import__("importlib.util").util.find_spec("gguf"), reason="needs the extra gguf"
@@ -28,12 +39,14 @@ REFUSED = [
     "starcoder2, relu2",
     "gpt2, no positions",
 ]
-KINDS = ["byte", "char", "bpe"]
+KINDS = ["byte", "char", "bpe", "digits", "partial"]
 
 
 def with_tokenizer(run: Run, kind: str) -> Run:
     """The same shape with another vocabulary."""
-    tokenizer = TOKENIZER if kind == "bpe" else create(kind, None, ["é東👍" + TEXT])
+    made: dict[str, Tokenizer] = {"bpe": TOKENIZER, "digits": CHAT_TOKENIZER}
+    made["partial"] = chat_tokenizer(missing=b"\x04\xf1\xff")
+    tokenizer = made.get(kind) or create(kind, None, ["é東👍" + TEXT])
     model = run.config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     torch.manual_seed(1)
     net = GPT(model).eval()
@@ -64,6 +77,18 @@ def test_every_type_of_weights_and_every_tokenizer_is_proven(kind, tmp_path):
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3]
     assert 0 == roundings[0] < roundings[2] < roundings[1]
     assert roundings[2] < roundings[3]
+
+
+@installed
+def test_special_tokens_and_chat_template_are_written(tmp_path):
+    run = run_of(tmp_path / "run", CHAT_TOKENIZER)
+    export_run(run, tmp_path / "out.gguf", "gguf")
+    fields = gguf.library().GGUFReader(tmp_path / "out.gguf").fields
+    found = {name.partition(".")[2]: field.contents() for name, field in fields.items()}
+    assert found["ggml.eos_token_id"] == 301
+    assert found["ggml.eot_token_id"] == found["ggml.bos_token_id"] == 299
+    assert found["chat_template"] == TEMPLATE
+    assert gguf.read(tmp_path / "out.gguf")[2].to_json() == CHAT_TOKENIZER.to_json()
 
 
 @installed
@@ -157,6 +182,8 @@ LLAMA_CPP = {
     "qwen3": ("default", "f32", "bpe", 3e-5),
     "qwen3, narrow": ("gqa", "f16", "byte", 2e-2),
     "llama": ("llama of ours", "f32", "char", 3e-5),
+    "llama, chat": ("llama of ours", "f32", "digits", 3e-5),
+    "llama, without some bytes": ("llama of ours", "f32", "partial", 3e-5),
     "gpt2": ("gpt2, mqa, untied", "f32", "bpe", 2e-2),  # its GELU is a table in float16
 }
 

@@ -1,5 +1,6 @@
 """Imports of what transformers writes: the same logits and texts; what does not fit is refused."""
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from conftest import new_cache, prose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_export import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer
 
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
 from gptmini.evidence.evaluate import evaluate_run, held_out, score, text_of
@@ -21,7 +23,7 @@ from gptmini.interop.export import export_run
 from gptmini.interop.huggingface import import_model
 from gptmini.runs.directory import RunDirectory
 from gptmini.text import bpe, tokenizer_json
-from gptmini.text.tokenizer import bpe_tokenizer
+from gptmini.text.tokenizer import Tokenizer, bpe_tokenizer
 
 TEXT = prose()
 SIZE: dict[str, Any] = {
@@ -117,6 +119,23 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     assert export_run(converted, tmp_path / "out", cache=cache).architecture == "llama"
 
 
+def test_the_command_that_convert_prints_makes_the_steps_it_names(
+    imported, tmp_path, monkeypatch, capfd
+):
+    from test_readme import run as command
+
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
+    words = "gptmini convert run --attention mqa --steps 3 --out other"
+    assert command(words.split(), monkeypatch) == 0
+    said, printed = capfd.readouterr().err.splitlines()[-2:]
+    assert said.endswith("train it for 3 steps with:")
+    printed = printed.replace("TEXT", "text.txt") + " --set train.batch_size=1 --out tuned"
+    assert command(printed.split(), monkeypatch) == 0
+    assert RunDirectory(tmp_path / "tuned").steps()[0] == 3
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -139,6 +158,111 @@ def test_every_command_works_on_an_imported_run(words, imported, tmp_path, monke
     monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     shutil.copytree("run", "mqa")
     assert command(["gptmini", *words.split()], monkeypatch) == 0, capfd.readouterr().err
+
+
+SAYS_END = 301  # <|im_end|>
+
+
+def instruct(folder: Path, tokenizer: Tokenizer = CHAT_TOKENIZER) -> Any:
+    """A GPT-2 with a chat template that ends every text at once."""
+    model = written("GPT-2", folder)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1)
+        model.transformer.wte.weight.zero_()
+        model.transformer.wte.weight[SAYS_END] = 1
+    model.config.bos_token_id = model.config.eos_token_id = 299
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json.to_json(tokenizer)))
+    return model
+
+
+PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+NAMED_IN = {
+    "generation_config.json": {"eos_token_id": [SAYS_END, 299]},
+    "config.json": {"eos_token_id": SAYS_END},
+    "tokenizer_config.json": {"eos_token": "<|im_end|>"},
+    "tokenizer_config.json, in the older form": {"eos_token": {"content": "<|im_end|>"}},
+}
+
+
+@pytest.mark.parametrize("name", NAMED_IN)
+def test_every_file_that_names_an_end_is_read(name, tmp_path):
+    there = tmp_path / "there"
+    model = instruct(there)
+    file = there / name.partition(",")[0]
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | NAMED_IN[name]))
+    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    assert run.tokenizer.end_tokens == [SAYS_END, 299]
+    settings = {"temperature": 0, "max_new_tokens": 9}
+    (text,) = run.start([PROMPT], special=True, **settings).finish()
+    assert (text.tokens, text.text, text.finish_reason) == ([SAYS_END], "", "document")
+    ends = run.tokenizer.end_tokens
+    ids = torch.tensor([text.prompt_tokens])
+    made = model.generate(ids, do_sample=False, max_new_tokens=9, eos_token_id=ends, pad_token_id=0)
+    assert made[0, ids.shape[1] :].tolist() == text.tokens
+
+
+def test_a_chat_template_is_read_from_its_file_or_from_the_configuration(tmp_path, capfd):
+    there = tmp_path / "there"
+    instruct(there)
+    config = there / "tokenizer_config.json"
+    several = [{"name": "default", "template": "A"}, {"name": "tools", "template": "B"}]
+    for number, (template, kept) in enumerate([(None, None), ("A", "A"), (several, None)]):
+        config.write_text(json.dumps({"chat_template": template}))
+        run = import_model(there, tmp_path / f"run{number}", cache=tmp_path)
+        assert run.tokenizer.chat_template == kept
+    assert "chat_template: has several; none is kept" in capfd.readouterr().err
+    (there / "chat_template.jinja").write_text(TEMPLATE)
+    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    assert run.tokenizer.chat_template == TEMPLATE
+
+
+def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, monkeypatch, capfd):
+    from test_readme import run as command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
+    partial = chat_tokenizer(missing=b"\x04\xf1\xff")
+    instruct(Path("there"), partial)
+    Path("there/chat_template.jinja").write_text(TEMPLATE)
+    Path("there/generation_config.json").write_text(json.dumps({"eos_token_id": SAYS_END}))
+    Path("text.txt").write_text(TEXT.replace("a", "a\x04", 99))
+    tune = "train --from run --data text.txt --steps 2 --set train.batch_size=2 --out tuned"
+    for words in (
+        "import there --out run",
+        "generate run --prompt a\x04b --max-new-tokens 3",
+        "evaluate run --data text.txt",
+        tune,
+        "generate tuned --prompt a\x04b --max-new-tokens 3",
+        "tokenizer info tuned",
+        "export tuned",
+        "export tuned --to gguf",
+        "import tuned-hf --out back",
+    ):
+        if "gguf" in words and not importlib.util.find_spec("gguf"):
+            continue
+        code = command(["gptmini", *words.split(" ")], monkeypatch)
+        captured = capfd.readouterr()
+        assert code == 0, captured.err
+        if words.startswith("import"):
+            assert "3 bytes have no token, such as 0x04; texts lose them" in captured.err
+            assert "its texts end with <|im_end|> or <|endoftext|>" in captured.err
+            assert "its chat template is kept for exports" in captured.err
+        if words.startswith("tokenizer"):
+            assert "special tokens   <|endoftext|>, <|im_start|>, <|im_end|>\n" in captured.out
+            assert "texts end with   <|endoftext|> or <|im_end|>\n" in captured.out
+    saved = Path("run/tokenizer.json").read_bytes()
+    assert Path("tuned/tokenizer.json").read_bytes() == saved
+    assert Path("back/tokenizer.json").read_bytes() == saved
+    lines = Path("tuned/metrics.jsonl").read_text().splitlines()
+    samples = [line["sample"] for line in map(json.loads, lines) if "sample" in line]
+    assert samples
+    assert set(samples) == {""}  # the token that ended it is not part of it
+    there = load("tuned").encode("a\x04 b")
+    assert there == load("tuned").encode("a b")
 
 
 def test_narrow_weights_and_models_saved_without_a_head_are_read(tmp_path):

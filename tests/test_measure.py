@@ -10,8 +10,9 @@ from conftest import new_cache, tiny, train
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.evidence import measure
-from gptmini.evidence.variants import as_json
+from gptmini.evidence.variants import as_json, verdicts
 from gptmini.runs.directory import RunDirectory
+from gptmini.text import parts
 
 
 def trained(text_file: Path, folder: Path, cache: Path, **settings) -> tuple[Path, Config]:
@@ -64,6 +65,31 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
     RunDirectory(one).write_config(validate(narrow, {}))
     (fourth,) = measure.measure({"a": [one]}, None, cache, known)
     assert fourth.runs[0].loss != third.runs[0].loss
+
+
+def test_other_shares_of_prepared_tokens_are_other_texts(text_file, tmp_path):
+    cache, folder = new_cache(tmp_path), tmp_path / "prepared"
+    parts.prepare(tiny(data={"path": str(text_file)}), 1, 1, folder)
+    runs = {}
+    for share in (0.1, 0.2):
+        config = tiny(data={"path": str(folder), "validation": share})
+        train(config, tmp_path / str(share), cache)
+        runs[str(share)] = [tmp_path / str(share)]
+    variants = measure.measure(runs, None, cache, tmp_path / "compare.json")
+    assert "measured on different texts" in verdicts(variants)[0]
+    twice = {"a": runs["0.1"], "b": runs["0.1"]}
+    same = measure.measure(twice, None, cache, tmp_path / "compare.json")
+    assert "measured on different texts" not in verdicts(same)[0]
+
+
+def test_a_text_keeps_its_name_in_other_tokens(text_file, tmp_path):
+    cache, runs = new_cache(tmp_path), {}
+    for kind in ("byte", "char"):
+        config = tiny(data={"path": str(text_file)}, tokenizer={"kind": kind})
+        train(config, tmp_path / kind, cache)
+        runs[kind] = [tmp_path / kind]
+    variants = measure.measure(runs, None, cache, tmp_path / "compare.json")
+    assert "measured on different texts" not in verdicts(variants)[0]
 
 
 def test_a_timing_lasts_long_enough_to_mean_something(monkeypatch):

@@ -26,7 +26,7 @@ def planned(
 ) -> Config:
     """A plan on a machine that makes 10¹⁰ multiplications with a parameter in a second."""
 
-    def computed(config: Config, *_: Any) -> StepTime:
+    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
         tokens = config.train.batch_size * config.seq_len
         return StepTime(6 * cost.parameter_count(config.model) * tokens / 1e11, 0.0)
 
@@ -53,16 +53,20 @@ def test_more_minutes_make_a_larger_model(monkeypatch):
 
 @pytest.mark.parametrize("held_out", [10_000, 100_000, 1_000_000])
 @pytest.mark.parametrize("seconds", [30, 120, 900])
-def test_evaluations_take_a_twentieth_of_the_time_or_there_is_one(monkeypatch, seconds, held_out):
+def test_reading_held_out_text_takes_a_twentieth_of_the_time(monkeypatch, seconds, held_out):
     plan = planned(Config(), seconds, monkeypatch, held_out)
     forward = 2 * cost.parameter_count(plan.model) * 0.75 / 1e11  # a quarter of 6 per parameter
     count = math.ceil(plan.train.steps / plan.train.eval_every)
-    evaluations = count * (0.5 + forward * held_out)
+    read = plan.train.eval_tokens or held_out
+    evaluations = count * (0.5 + forward * read)
     tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
     updates = tokens * 6 * cost.parameter_count(plan.model) / 1e11
+    assert count * forward * read < seconds / 20
     assert count == 1 or evaluations < seconds / 20
     assert plan.train.save_every <= max(1, plan.train.steps // 4)  # even if it evaluates once
-    assert count == 10 * 0.8 or evaluations > 0.6 * seconds / 20
+    all_read = plan.train.eval_tokens is None
+    assert all_read == (2 * forward * held_out <= seconds / 20)  # twice as slow at worst
+    assert count == 10 * 0.8 or evaluations > 0.6 * seconds / 20 / (1 if all_read else 2)
     assert 0.9 * seconds < updates + evaluations + minutes.FINISH < seconds + 0.1
 
 
@@ -81,8 +85,64 @@ def test_stated_evaluations_take_their_time_from_the_steps(monkeypatch):
     assert steps[0] < 0.9 * steps[1]
 
 
+def tuned(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, update: float = 0.5, **train: Any
+) -> Config:
+    """A fine-tuning of 135 M parameters where 10¹¹ operations take a second."""
+    probed: list[int] = []
+
+    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+        tokens = config.train.batch_size * config.seq_len
+        probed.append(tokens)
+        flops = cost.training_flops(config.model, config.seq_len)
+        return StepTime(flops * tokens / 1e11, update)
+
+    monkeypatch.setattr(minutes, "time_step", computed)
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    grouped = {"variant": "gqa", "n_kv_head": 3}
+    model = {"n_layer": 30, "n_head": 9, "d_model": 576, "d_ff": 1536, "activation": "swiglu"}
+    model |= {"context_length": 2048, "attention": grouped, "vocab_size": 49_152}
+    asked = validate({"base": {"run": "base"}, "model": model, "train": train}, {})
+    config, step = minutes.choose_batch(asked, asked, seconds, CPU, 1, 10_000)
+    assert probed == [minutes.PROBE]  # nothing larger is timed
+    tokens = config.train.batch_size * config.seq_len
+    flops = cost.training_flops(config.model, config.seq_len)
+    assert step.passes == pytest.approx(flops * tokens / 1e11)
+    return minutes.choose_steps(config, seconds, CPU, 1, 100_000, step)
+
+
+def test_fine_tuning_makes_dozens_of_updates_where_the_time_allows(monkeypatch):
+    shapes = []
+    for seconds in (300, 600, 6000, 60_000):
+        plan = tuned(seconds, monkeypatch)
+        assert plan.train.steps > 0.7 * minutes.UPDATES
+        shapes.append((plan.train.batch_size, plan.seq_len))
+    assert shapes == [(2, 256), (4, 256), (16, 512), (16, 2048)]
+
+
+def test_fine_tuning_keeps_what_is_stated_and_no_row_is_longer_than_the_text(monkeypatch):
+    stated = tuned(120, monkeypatch, batch_size=4, seq_len=512)
+    assert (stated.train.batch_size, stated.seq_len) == (4, 512)
+    assert (tuned(120, monkeypatch, seq_len=512).train.batch_size) == 1
+    config = validate({"base": {"run": "base"}}, {}).with_tokenizer("byte", 257)
+    short, _ = minutes.choose_batch(config, config, 60, CPU, 1, 40)
+    assert short.seq_len == 40
+
+
+def test_a_batch_is_not_cut_where_the_update_takes_the_time(monkeypatch):
+    plan = tuned(120, monkeypatch, update=30.0)
+    assert plan.train.batch_size * plan.seq_len >= 2048
+
+
+def test_a_fine_tuning_reads_so_little_that_two_evaluations_fit(monkeypatch):
+    plan = tuned(120, monkeypatch)
+    read = plan.train.eval_tokens or 100_000
+    forward = cost.training_flops(plan.model, plan.seq_len) / 4 / 1e11
+    assert 2 * 2 * read * forward <= 120 / 20 or read == minutes.READ_AT_LEAST
+
+
 def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
-    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     config = validate({"train": {"micro_batch_size": 16}}, {})
     sizes, _ = minutes.choose_sizes(config.with_tokenizer("byte", 257), 30, CPU, ranks=2)
     assert sizes.train.batch_size == 32
@@ -91,7 +151,7 @@ def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
 def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
     stated = {"model": {"n_layer": 4, "d_model": 256}, "train": {"batch_size": 16}}
     config = validate(stated, {}).with_tokenizer("byte", 257)
-    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     assert minutes.choose_sizes(config, 30, CPU)[1] == 60
 
 
@@ -134,6 +194,28 @@ def test_minutes_that_are_too_short_are_said_to_be(monkeypatch, capsys):
     ]
 
 
+def test_a_plan_says_what_preparing_has_left(capsys):
+    minutes.report_left(2.0, 43.0)
+    minutes.report_left(1.0, -30.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "  time      1:17 of 2 minutes spent on preparing, 0:43 left",
+        "  time      1:30 of 1 minute spent on preparing, none left",
+    ]
+
+
+def test_slow_evaluations_and_checkpoints_leave_fewer_steps():
+    settings = {"minutes": 1.0, "steps": 100, "warmup_steps": 5, "eval_every": 10, "save_every": 10}
+    config = Config(train=TrainConfig.model_validate(settings))
+
+    def steps(**slow: float) -> int:
+        return minutes.paced_steps(config, (1, 0.5), (11, 5.5), 6.0, 0, **slow)
+
+    # 0.5 s a step and 0.5 s an evaluation: 11 + (60 - 2 - 6 - 0.5) / 0.55
+    assert steps() == 104
+    assert steps(evaluating=2.0) == 11 + int((60 - 2 - 6 - 2) / 0.7)
+    assert steps(evaluating=2.0, saving=1.0) == 11 + int((60 - 2 - 6 - 3) / 0.8)
+
+
 class Clock:
     """A time that passes only when steps are made."""
 
@@ -152,7 +234,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     """
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(minutes, "time_step", lambda *_: StepTime(0.4, 0.1))
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     update, evaluation, first = trainer.update, trainer.evaluation, minutes.RUNGS[:1]
     monkeypatch.setattr(minutes, "RUNGS", first)
 

@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 from gptmini.config.settings import ModelConfig, TrainConfig
+from gptmini.distributed.gradients import divided, one_by_one
+from gptmini.distributed.ranks import Ranks
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import Muon, Optimizer, learning_rate
+from gptmini.model.optim import Muon, Optimizer, learning_rate, orthogonal
 
 
 def rates(**settings) -> list[float]:
@@ -102,6 +104,41 @@ def test_an_update_of_muon_is_equally_long_in_every_direction():
     values = torch.linalg.svdvals(before - weight) / (0.01 * 2)
     assert values.min() > 0.5
     assert values.max() < 1.5
+
+
+class Recording(Ranks):
+    """One of several processes, which keeps what it would send."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent = tensor
+        return torch.stack([tensor] * self.size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(10, 35), (3, 7), (16, 35), (16, 32), (22, 44), (33, 77)])
+@pytest.mark.parametrize("count", [1, 4, 8, 9])
+def test_bits_of_a_matrix_do_not_depend_on_how_many_a_rank_has(dtype, shape, count):
+    """Kernels may round otherwise for one matrix than for several, and by its alignment."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(count, *shape, generator=generator).to(dtype)
+    alone = divided(Ranks(), "exact")(matrices)
+    assert alone.float() == pytest.approx(orthogonal(matrices).float(), abs=0.05)
+    for size in range(2, 9):
+        sent = []
+        for rank in range(size):
+            ranks = Recording(rank, size)
+            assert divided(ranks, "exact")(matrices).shape == matrices.shape
+            sent.append(ranks.sent)
+        assert torch.equal(torch.cat(sent)[:count], alone)
+
+
+def test_fast_sums_leave_muon_its_batches():
+    assert divided(Ranks(), "fast") is orthogonal
+
+
+def test_a_rank_without_matrices_turns_none():
+    nothing = torch.empty(0, 3, 5)
+    assert one_by_one(nothing).shape == (0, 3, 5)
 
 
 def test_muon_computes_what_torchs_does():

@@ -226,9 +226,12 @@ def test_a_step_takes_the_longer_of_compute_and_communication(measured):
 def test_rows_of_a_pass_are_chosen_to_fit(measured):
     for gigabytes, rows in ((1.2, 1), (1.6, 1), (2.5, 3), (3.4, 4), (80, 24)):
         on = H100._replace(gigabytes=gigabytes)
-        plan = ranks.plan(config_of(48), on, 2, shard=True, choose=True)
+        config = config_of(48, train={"reduce": "fast"})
+        plan = ranks.plan(config, on, 2, shard=True, choose=True)
         assert plan.config.train.micro_batch_size == rows
         assert (plan.memory.peak <= gigabytes * 1e9) == (gigabytes > 1.5)
+    exact = ranks.plan(config_of(48), H100, 2, shard=True, choose=True)
+    assert exact.config.train.micro_batch_size == 6  # as on 8 ranks
     given = ranks.plan(config_of(48, train={"micro_batch_size": None}), H100, 8)
     assert given.config.train.micro_batch_size == 6  # all that a rank has
 

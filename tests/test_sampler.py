@@ -18,6 +18,7 @@ from gptmini.generate import native
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
 from gptmini.generate.native import NativeEngine, open_engine
+from gptmini.generate.precision import PRECISIONS
 from gptmini.generate.sampler import check_overflow, decode
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
@@ -216,6 +217,70 @@ def test_narrow_weights_give_prompts_and_steps_one_arithmetic(weights, attention
     texts[1].context, texts[1].wanted = list(prompt), 30
     (rest,) = together(texts[1:2])
     assert torch.equal(rest[-1:], expected)
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
+    model, prompt = model_of(length=256), [n * n % 50 for n in range(200)]
+    engine = engine_of(model, "compiled", 2)
+    engine([Text(0, prompt, 256)])
+    text = Text(1, prompt, 256)
+    for _ in decode(engine, [text], SampleConfig(max_new_tokens=60), 256):
+        pass
+    assert text.start > 0
+    assert text.reused == 128
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("weights", PRECISIONS)
+def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
+    """A text that needs logits of its whole prompt overwrites the keys that others could share."""
+    model = model_of(length=256)
+    prompt = [n * n % 50 for n in range(200)]
+    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 256)])
+    engine = open_engine(model, weights, 1, files.CACHE)
+    before, scored, again = Text(0, prompt, 256), Text(1, [7] * 100, 256), Text(2, prompt, 256)
+    engine([before])
+    before.finish_reason = "length"
+    scored.wanted = len(scored.context)
+    engine([scored])
+    scored.finish_reason = "length"
+    assert torch.equal(engine([again])[0], expected)
+    assert again.reused == 0
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("weights", PRECISIONS)
+def test_tokens_taken_back_are_no_longer_shared(weights):
+    """Not even if they were part of a prompt, once others have taken their place."""
+    model = model_of(length=256)
+    prompt = [n * n % 50 for n in range(200)]
+    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 256)])
+    engine = open_engine(model, weights, 2, files.CACHE)
+    before, again = Text(0, prompt, 256), Text(1, prompt, 256)
+    engine([before])
+    before.context[100:], before.cached = [7], 100
+    engine([before])
+    assert torch.equal(engine([again])[0], expected)
+    assert again.reused == 0
+
+
+@pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
+@pytest.mark.parametrize("weights", PRECISIONS)
+def test_a_chunk_that_goes_round_a_ring_leaves_no_keys_to_share(weights):
+    model = model_of(extra={"window": 120}, length=512)
+    tokens = [n * n % 50 for n in range(500)]
+    prompt = tokens[:200]
+    (expected,) = open_engine(model, weights, 1, files.CACHE)([Text(0, prompt, 512)])
+    engine = open_engine(model, weights, 2, files.CACHE)
+    before, again = Text(0, tokens[:128], 512), Text(1, prompt, 512)
+    for end in (129, 500):  # a step, then chunks behind it
+        engine([before])
+        before.context = tokens[:end]
+    while engine.prefill_chunk(before):
+        pass
+    assert torch.equal(engine([again])[0], expected)
+    assert again.reused == 0
 
 
 def test_sampling_loads_neither_the_compiled_engine_nor_guessers():

@@ -54,20 +54,6 @@ def test_bench_plans_compares_tokens_with_the_published_ones():
     assert (row[2], published, row[8]) == ("8 x h100", 1000, f"{tokens / 1000:.2f} x")
 
 
-def test_every_bug_to_plant_is_still_in_its_place(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import mutate
-
-    assert list(mutate.misplaced()) == []
-    names = [(bug.file, bug.name) for bug in mutate.BUGS]
-    assert len(set(names)) == len(names) > 77
-    tests = {name for line in mutate.TESTS.values() for name in line.split()}
-    assert all((SCRIPTS.parent / "tests" / name).is_file() for name in tests)
-    monkeypatch.setattr(mutate, "BUGS", [mutate.BUGS[0]._replace(old="no such text")])
-    with pytest.raises(SystemExit, match="found 0 times, not once: 'no such text'"):
-        mutate.check()
-
-
 def test_torture_loses_no_run():
     words = output("torture.py", "4").split()
     assert words[:2] == ["4", "runs,"]

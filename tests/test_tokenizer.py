@@ -131,6 +131,21 @@ def test_byte_lengths_add_up_to_the_text(tiny_encoding: tiktoken.Encoding):
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 
+def test_ends_and_chat_template_are_kept_and_do_not_change_the_tokens(tmp_path: Path):
+    special = {"<|endoftext|>": 256, "<|im_end|>": 257}
+    files = []
+    for more in ({}, {"ends": ["<|im_end|>", "<|endoftext|>"], "chat_template": "{{ messages }}"}):
+        (tmp_path / "t.json").write_text(bpe_file(special_tokens=special, **more))
+        files.append(tokenizers.read(tmp_path / "t.json"))
+    plain, chat = files
+    assert (plain.end_tokens, plain.chat_template) == ([256], None)
+    assert (chat.end_tokens, chat.chat_template) == ([257, 256], "{{ messages }}")
+    assert plain.fingerprint == chat.fingerprint  # one may guess for the other
+    (tmp_path / "t.json").write_text(chat.to_json())
+    again = tokenizers.read(tmp_path / "t.json")
+    assert (again.end_tokens, again.chat_template) == ([257, 256], "{{ messages }}")
+
+
 def test_unknown_kinds_list_the_known():
     with pytest.raises(
         DataError, match=r"gpt3: no such tokenizer; choose one of auto, byte, char, bpe.*gpt2"
@@ -178,6 +193,10 @@ def test_a_bpe_file_is_read(tmp_path: Path):
         bpe_file(special_tokens={}),
         bpe_file(special_tokens={"<|endoftext|>": 2_000_000_000}),
         bpe_file(pattern="("),
+        bpe_file(kind="imported", ranks={"YQ==": 97, "YWI=": 98}),  # "ab", but no "b"
+        bpe_file(ends=["<|im_end|>"]),
+        bpe_file(document="<s>"),
+        bpe_file(chat_template=3),
         bpe_file(kind=None),
     ],
 )

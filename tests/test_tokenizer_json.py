@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gptmini.errors import ConfigError, DataError
 from gptmini.text import bpe, tokenizer_json
-from gptmini.text.tokenizer import BpeTokenizer, Tokenizer, bpe_tokenizer, create
+from gptmini.text.tokenizer import BpeTokenizer, Tokenizer, bpe_tokenizer, create, read
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -138,14 +138,87 @@ def test_llama_3_lists_every_pair_that_makes_a_token():
         assert ours.encode(text).tolist() == there.encode(text).ids, repr(text)
 
 
-def test_a_document_token_of_another_name_gets_ours_and_unused_numbers_are_special():
+# Control characters, and bytes that only characters of planes 4 to 11 and no characters have: as in
+# the vocabulary of SmolLM2.
+MISSING = bytes([4, 6, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)])
+DROPPED = "\x04\x06\U00040000\U000bffff"
+
+
+def without(style: str, missing: bytes = MISSING) -> dict[str, Any]:
+    """A tokenizer.json learned by their trainer whose vocabulary lacks some bytes."""
+    data = json.loads(trained(style).to_str())
+    vocab, dropped = data["model"]["vocab"], tokenizer_json.spelled(missing)
+    data["model"]["vocab"] = {t: n for t, n in vocab.items() if t not in dropped}
+    return data
+
+
+PARTIAL = {
+    style: (theirs(without(style)), tokenizer_json.from_json(without(style), WHERE, 800))
+    for style in PRE
+}
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(sorted(PRE)),
+    st.text(st.sampled_from(LEFT + RIGHT + "!!..,," + 3 * DROPPED) | st.characters(), max_size=20),
+)
+def test_bytes_without_a_token_are_dropped_as_theirs_are(style, text):
+    there, ours = PARTIAL[style]
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        assert ours.encode(text).tolist() == there.encode(text).ids
+
+
+@pytest.mark.parametrize("style", PRE)
+def test_a_vocabulary_without_some_bytes_is_kept_and_goes_back(style, tmp_path):
+    there, ours = PARTIAL[style]
+    assert ours.missing_bytes == MISSING
+    # Words are split where the byte is, then merged as if it were not there.
+    assert ours.encode("!\x04!").tolist() == there.encode("!\x04!").ids
+    assert ours.encode(DROPPED[:2]).tolist() == []
+    (tmp_path / "t.json").write_text(ours.to_json())
+    again = theirs(tokenizer_json.to_json(ours))
+    kept = read(tmp_path / "t.json")
+    for text in [*texts()[1:200], TEXT + DROPPED + TEXT, "a\x04 b \x06c \U00040000 d"]:
+        ids = there.encode(text).ids
+        assert ours.encode(text).tolist() == ids, repr(text)
+        assert kept.encode(text).tolist() == ids, repr(text)
+        assert again.encode(text).ids == ids, repr(text)
+
+
+def test_a_missing_byte_that_a_token_is_made_of_or_that_becomes_unknown_is_refused():
+    data = without("GPT-2")
+    data["model"]["unk_token"] = "<pad>"
+    with pytest.raises(DataError, match=r"model.unk_token: '<pad>' for missing bytes, which"):
+        tokenizer_json.from_json(data, WHERE, 800)
+    whole = json.loads(trained().to_str())
+    whole["model"]["unk_token"] = "<pad>"  # of no use, as every byte has a token
+    assert tokenizer_json.from_json(whole, WHERE, 800).missing_bytes == b""
+    with pytest.raises(ValueError, match="byte 97 has no rank"):
+        tokenizer_json.from_json(without("GPT-2", b"a"), WHERE, 800)
+
+
+def test_every_special_token_that_ends_a_text_is_known():
+    data = json.loads(trained().to_str())
+    data["added_tokens"].append(data["added_tokens"][0] | {"id": 800, "content": "<|im_end|>"})
+    ours = tokenizer_json.from_json(data, WHERE, 801, ["<|im_end|>", 1, 800, None, 700], 1)
+    assert ours.special_tokens == {"<|endoftext|>": 0, "<pad>": 1, "<|im_end|>": 800}
+    # The document token ends a text in any case; 700 is an ordinary token.
+    assert (ours.document_token, ours.end_tokens) == (0, [800, 1, 0])
+
+
+def test_a_document_token_of_another_name_keeps_it_and_unused_numbers_are_special(tmp_path):
     there = trained()
     data = json.loads(there.to_str())
     data["added_tokens"][0]["content"] = "<s>"
     data["model"]["vocab"]["<s>"] = data["model"]["vocab"].pop("<|endoftext|>")
-    ours = tokenizer_json.from_json(data, WHERE, 810, [0, 1])
+    ours = tokenizer_json.from_json(data, WHERE, 810, [1], 0)
     assert isinstance(ours, BpeTokenizer)
-    assert (ours.document_token, ours.vocab_size) == (0, 810)
+    assert (ours.document_token, ours.vocab_size, ours.end_tokens) == (0, 810, [1, 0])
+    assert ours.special_tokens["<s>"] == 0
+    assert tokenizer_json.from_json(data, WHERE, 810, [1]).document_token == 1
+    (tmp_path / "t.json").write_text(ours.to_json())
+    assert read(tmp_path / "t.json").document_token == 0
     assert ours.encode("<s><|unused_805|>").max() < 800
     assert ours.byte_lengths()[[0, 1]].tolist() == [0, 5]  # <pad> has a text, as in other runs
     with pytest.raises(DataError, match="no token ends a document"):

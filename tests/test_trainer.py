@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ from conftest import train as begin_training
 
 from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
+from gptmini.generate.run import Run
 from gptmini.machine import pick_device, signals
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
@@ -206,6 +208,47 @@ def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
     assert run.config().train.steps == 9
 
 
+def test_another_micro_batch_is_said_to_change_the_bits(train, config, capsys):
+    train(config.with_train(micro_batch_size=4, steps=2))
+    capsys.readouterr()
+    train(config.with_train(micro_batch_size=4, steps=4))
+    assert "bit-identical" not in capsys.readouterr().err
+    train(config.with_train(micro_batch_size=2, steps=6))
+    line = "run: micro_batch_size was 4, is 2; results will no longer be bit-identical\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
+    """With bias, bans and stop texts; after a few updates, so that not all are alike."""
+    settings = {"temperature": 0, "max_new_tokens": 40, "start": "the "}
+    cases = [{}, {"bias": {"q": 50.0}}, {"ban": [" ", "o"]}, {"stop": ["o", "ck"]}]
+    cases.append({"bias": {"a": 50.0, "b": 50.0}, "ban": ["a"], "stop": ["bbbb"]})
+    samples = []
+    for number, case in enumerate(cases):
+        config = tiny(
+            data={"path": str(text_file)},
+            train={"dtype": "float32", "compile": "off", "micro_batch_size": 4},
+            sample=settings | case,
+        )
+        training = prepared(config, tmp_path / f"run-{number}", tmp_path / "cache")
+        trainer.update(training)
+        samples.append(trainer.sample(training))
+        tokenizer, model = training.corpus.tokenizer, training.model
+        same_model = Run(tmp_path, training.config, tokenizer, model, cache=tmp_path / "cache")
+        drawn = same_model.start([""], use_cache=False, overflow="stop").finish()
+        assert samples[-1] == drawn[0].text
+    assert samples[1] == "q" * len(samples[1]) != ""
+    assert samples[4] == ""
+    assert not {" ", "o"} & set(samples[2])
+    assert len(set(samples)) > 3
+
+
+def test_a_ban_of_several_tokens_is_refused_before_the_first_step(text_file, tmp_path):
+    config = tiny(data={"path": str(text_file)}, sample={"ban": ["the"]})
+    with pytest.raises(ConfigError, match=r"sample\.ban: 'the' is not one token"):
+        prepared(config, tmp_path / "run", tmp_path / "cache")
+
+
 def test_another_configuration_is_refused_with_its_differences(train, config, text_file):
     train(config)
     before = {p: p.read_bytes() for p in Path(text_file.parent / "run").rglob("*") if p.is_file()}
@@ -228,6 +271,21 @@ def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, confi
     train(config)
     with pytest.raises(ConfigError, match=r"^train.minutes: not set in .*run, now 2\.0\n"):
         train(config.with_train(minutes=2.0))
+
+
+def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
+    def losses(**settings: int) -> tuple[list[float], str]:
+        out = train(tiny(data={"path": str(text_file)}, train=settings), f"run-{len(settings)}")
+        lines = (json.loads(line) for line in out.metrics.read_text().splitlines())
+        said = capsys.readouterr().err
+        return [line["val_loss"] for line in lines if "val_loss" in line], said
+
+    part, said = losses(eval_tokens=100)
+    assert re.search("evaluates on 100 of the [0-9]+ tokens held out, always the same\n", said)
+    whole, said = losses()
+    assert "evaluates on" not in said
+    assert part != whole
+    assert part == pytest.approx(whole, abs=0.3)
 
 
 def test_a_window_and_single_heads_are_in_the_header(train, text_file, capsys):

@@ -74,7 +74,7 @@ def generate(
         "ban, bias, overflow.",
         "--set",
     ),
-    special: bool = flag("Read <|endoftext|> in a prompt as a document break.", "--special"),
+    special: bool = flag("Read special tokens in a prompt, such as <|endoftext|>.", "--special"),
     lookup: bool = flag("Guess ahead from the text so far; same text, often faster.", "--lookup"),
     draft: Path | None = option(
         None, "RUN", "Guess ahead with a smaller run; same text, often faster."

@@ -81,6 +81,14 @@ def import_(
         f"vocabulary {run.tokenizer.vocab_size:,}; try it with:\n"
         f"  gptmini generate {name} --prompt TEXT"
     )
+    tokenizer = run.tokenizer
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    say(f"its texts end with {' or '.join(names[number] for number in tokenizer.end_tokens)}")
+    if tokenizer.chat_template is not None:
+        say(
+            "its chat template is kept for exports, but not applied: type its special tokens in a "
+            "prompt, with --special"
+        )
 
 
 def convert(
@@ -111,7 +119,7 @@ def convert(
     name = shlex.quote(str(out))
     further = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
     if not trained.corpus:  # imported
-        further = f"gptmini train --from {name} --data TEXT"
+        further = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
     say(
         f"{out}: {change}, from step {trained.step} of {path}; train it for {config.train.steps} "
         f"steps with:\n  {further}"

@@ -99,17 +99,20 @@ def info(
     data: list[str] | None = option(None, "PATH", "Texts to measure the compression on."),
     as_json: AsJson = False,
 ) -> None:
-    """Show the vocabulary, the longest tokens and the compression of texts."""
+    """Show the vocabulary, the longest and the special tokens, and the compression of texts."""
     from gptmini.console import shown
     from gptmini.text import corpus, tokenizer
 
     inspected = tokenizer.find(name)
     lengths = inspected.byte_lengths()
+    special = inspected.special_tokens
     longest = lengths.argsort(kind="stable")[::-1][:10].tolist()
     facts: dict[str, Any] = {
         "kind": inspected.kind,
         "vocab_size": inspected.vocab_size,
         "longest_tokens": [inspected.decode([token]) for token in longest],
+        "special_tokens": [name for name in special if not name.startswith("<|unused_")],
+        "end_tokens": [name for name in special if special[name] in inspected.end_tokens],
     }
     if data:
         facts |= corpus.measure(inspected, data)
@@ -121,6 +124,8 @@ def info(
         rows["longest tokens"] = ", ".join(
             shown(json.dumps(token, ensure_ascii=False)) for token in facts["longest_tokens"]
         )
+    rows["special tokens"] = ", ".join(map(shown, facts["special_tokens"]))
+    rows["texts end with"] = " or ".join(map(shown, facts["end_tokens"]))
     if data:
         rows["text"] = f"{facts['bytes']:,} bytes, {facts['tokens']:,} tokens"
         rows["compression"] = f"{facts['bytes_per_token']} bytes per token"

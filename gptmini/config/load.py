@@ -18,7 +18,7 @@ from gptmini.config.yamlfile import KeyPath
 from gptmini.errors import ConfigError
 
 # What the command line's --minutes decides anew, whatever the file says.
-SET_BY_MINUTES = ("steps", "warmup_steps", "eval_every", "save_every", "log_every")
+SET_BY_MINUTES = ("steps", "warmup_steps", "eval_every", "eval_tokens", "save_every", "log_every")
 
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 

@@ -224,7 +224,7 @@ class TrainConfig(Section):
     on_divergence: Literal["stop", "rewind"] = "stop"
     """When the loss is not finite: stop, or rewind to the newest checkpoint and halve the rate."""
     reduce: Literal["auto", "exact", "fast"] = "auto"
-    """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast; auto: exact on 2 to 8."""
+    """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast; auto: exact on 2, 4, 8."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the processes (FSDP)."""
     gradient_checkpointing: bool = False
@@ -234,7 +234,10 @@ class TrainConfig(Section):
     patience: Count | None = 5
     """Stop after this many evaluations of the cool-down without improvement; null: never."""
     eval_every: Steps = 100
-    """Steps between evaluations on the whole validation split."""
+    """Steps between evaluations on the validation split."""
+    eval_tokens: Count | None = None
+    """Held-out tokens read at each evaluation, in rows spread over the validation split; null: all,
+    or as many as fit minutes."""
     save_every: Steps = 100
     """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=1, le=1_000_000)] = 2

@@ -1,8 +1,9 @@
 """How gradients are added: over the micro-batches of a rank, then over the ranks.
 
 `Exact` adds them in one binary tree over all micro-batches of a step. Each rank has a contiguous
-stretch of them, a subtree, so that 1, 2, 4 or 8 ranks make the same bits. `Fast` adds them in the
-order in which they come, and sends them while the backward pass still runs.
+stretch of them, a subtree, so that 1, 2, 4 or 8 ranks make the same bits, given micro-batches of
+one size and as many threads for each rank. `Fast` adds them in the order in which they come, and
+sends them while the backward pass still runs.
 
 Letters: n micro-batches of a rank, W ranks.
 """
@@ -160,10 +161,25 @@ class Fast(Gradients):
         self.sent, self.made = [], 0
 
 
-def divided(ranks: Ranks) -> Callable[[Tensor], Tensor]:
+def one_by_one(matrices: Tensor) -> Tensor:
+    """`orthogonal`, with bits of each matrix (N, R, C) that do not depend on the others.
+
+    In a batch they may: kernels are chosen by the size of the whole batch, and round otherwise for
+    a matrix that does not begin at a multiple of 16 bytes, as those after one of an odd size.
+    """
+    return torch.cat([orthogonal(matrix) for matrix in matrices.contiguous().split(1)])
+
+
+def turning(reduce: str) -> Callable[[Tensor], Tensor]:
+    """How `train.reduce`, once decided, orthogonalizes the matrices that a rank has."""
+    return one_by_one if reduce == "exact" else orthogonal
+
+
+def divided(ranks: Ranks, reduce: str) -> Callable[[Tensor], Tensor]:
     """`orthogonal` for matrices (N, R, C) that all ranks have: each turns its share of them."""
+    turn = turning(reduce)
     if ranks.size == 1:
-        return orthogonal
+        return turn
 
     def shared(matrices: Tensor) -> Tensor:
         count, *shape = matrices.shape
@@ -171,7 +187,7 @@ def divided(ranks: Ranks) -> Callable[[Tensor], Tensor]:
         own = matrices[ranks.rank * share :][:share]
         turned = matrices.new_zeros(share, *shape)
         if len(own):
-            turned[: len(own)] = orthogonal(own)
+            turned[: len(own)] = turn(own)
         return ranks.gather(turned).flatten(0, 1)[:count]  # (N, R, C)
 
     return shared

@@ -9,7 +9,7 @@ Letters: N matrices, R rows, C columns; n micro-batches of a rank, W ranks.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from gptmini.config.settings import ModelConfig, TrainConfig
-from gptmini.distributed.gradients import Exact, Fast, Gradients, odd_part, swap
+from gptmini.distributed.gradients import Exact, Fast, Gradients, odd_part, swap, turning
 from gptmini.distributed.ranks import Ranks
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import Rotary
-from gptmini.model.optim import Optimizer, orthogonal
+from gptmini.model.optim import Optimizer
 from gptmini.model.rows import AlignedAdamW, Drawing
 from gptmini.runs.tensors import Part, Piece
 
@@ -81,17 +81,21 @@ class Shards:
 
     def optimizer(self, model: GPT, config: TrainConfig, dtype: torch.dtype) -> Optimizer:
         """The optimizer of one process on the rows of this rank."""
-        optimizer = Optimizer(model, config, dtype, self._turn)
+        optimizer = Optimizer(model, config, dtype, self._divided(turning(config.reduce)))
         if config.reduce == "exact" and self.device.type == "cpu":
             AlignedAdamW(optimizer.parts[0][0], self.rows)
         return optimizer
 
-    def _turn(self, matrices: Tensor) -> Tensor:
-        """`orthogonal` for sharded matrices (N, R, C): each rank turns its share of whole ones."""
-        assert isinstance(matrices, DTensor)
-        whole = matrices.redistribute(placements=[Shard(0)]).to_local()
-        turned = self.tensor(orthogonal(whole), matrices.shape)
-        return turned.redistribute(placements=matrices.placements)
+    def _divided(self, turn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`turn` for sharded matrices (N, R, C): each rank turns its share of whole ones."""
+
+        def shared(matrices: Tensor) -> Tensor:
+            assert isinstance(matrices, DTensor)
+            whole = matrices.redistribute(placements=[Shard(0)]).to_local()
+            turned = self.tensor(turn(whole), matrices.shape)
+            return turned.redistribute(placements=matrices.placements)
+
+        return shared
 
 
 def wrap(model: GPT, mesh: DeviceMesh, reduce: str, dtype: torch.dtype) -> None:

@@ -100,8 +100,8 @@ def view(
 def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     """The weights (L, H, T, T) of a model reading these tokens, query by key.
 
-    The written-out formula of `mechanisms` is applied to the queries and keys that the model's own
-    attention computes.
+    The model's own attention computes them, so whoever changes it sees the change: its output is a
+    mean of the values, and the mean of unit vectors has the weights as its numbers.
     """
     limit = model.config.context_length
     if not 1 <= len(tokens) <= limit:
@@ -109,11 +109,12 @@ def attention_weights(model: GPT, tokens: list[int]) -> Tensor:
     layers: list[Tensor] = []
 
     def record(module: Attention, arguments: tuple[Any, ...]) -> None:
-        q, k, _ = module.heads(*arguments[:2])  # (1, H, T, K), (1, G, T, K)
-        positions = torch.arange(q.shape[2], device=q.device)
-        mask = visible(positions, positions, module.window)
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (1, H, T, K)
-        layers.append(mechanisms.attention_weights(q[0], k[0], mask))
+        q, k, v = module.heads(*arguments[:2])  # (1, H, T, K), (1, G, T, K), (1, G, T, K)
+        T, K = v.shape[2:]
+        # K at a time, as fused kernels want values of the size of keys.
+        units = torch.eye(T, -(-T // K) * K, device=v.device).split(K, dim=1)  # each (T, K)
+        parts = [module.mix(q, k, unit.to(v.dtype).expand_as(v)) for unit in units]
+        layers.append(torch.cat(parts, dim=-1)[0, :, :, :T])  # (H, T, T)
 
     hooks = [
         module.register_forward_pre_hook(record)

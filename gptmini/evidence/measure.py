@@ -79,7 +79,7 @@ def _measured(run: Run, text: list[TokenFile], known: dict[str, dict[str, Any]])
     speeds = [speed for (speed,) in numbers(lines, "tokens_per_second")[1:]]
     seconds = [second for (second,) in numbers(lines, "seconds")]
     peaks = [peak for (peak,) in numbers(lines, "peak_memory")]
-    contents = sorted({file.path.name.split("-")[0] for file in text})
+    contents = sorted({_content(file) for file in text})
     return Measured(
         path=str(run.path),
         made_of=made_of,
@@ -92,6 +92,16 @@ def _measured(run: Run, text: list[TokenFile], known: dict[str, dict[str, Any]])
         peak_memory=max(peaks, default=0) or None,
         history=numbers(lines, "tokens", "seconds", "val_bpb"),
     )
+
+
+def _content(file: TokenFile) -> str:
+    """A name for the text of a token file.
+
+    A file of the cache is named after its text, then its tokenizer, which may differ. The name of
+    prepared tokens ends in the span held out of them.
+    """
+    name = file.path.stem
+    return name if file.prepared else name.split("-")[0]
 
 
 def _time_decoding(variants: list[Variant], engines: list[Engine]) -> None:

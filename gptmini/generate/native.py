@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmini.generate.build import build
+from gptmini.generate.check import computes
 from gptmini.generate.engine import PREFILL, SPARE, Engine, TorchEngine, prefill
 from gptmini.generate.precision import Packed, cache_of
 from gptmini.generate.step import CALL, NativeStep
@@ -49,7 +50,8 @@ class NativeEngine:
         self._step = NativeStep(library, model, weights, self._cache, packed)
         self._slots: list[Text | None] = [None] * n_slots
         # Of each slot: when it was last taken, and the tokens at its beginning that were prefilled
-        # in whole chunks and still are there. A prompt that begins with them starts from them.
+        # in whole chunks and still are there, whichever text has the slot now. A prompt that begins
+        # with them starts from them.
         self._taken = [0] * n_slots
         self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]
         self._ring = min(layer.size for layer in self._cache.layers)
@@ -62,6 +64,7 @@ class NativeEngine:
         for slot, text in zip(slots, texts, strict=True):
             if text.cached == 0 and text.wanted == 1:
                 self._share(slot, text)
+            self._forget(slot, text, len(text.context))
             unseen = len(text.context) - text.cached
             # With torch, a few tokens wait for the weights to come from memory, which the compiled
             # step reads once; and above SPARE tokens a windowed ring would lose keys that the first
@@ -72,8 +75,6 @@ class NativeEngine:
                 together.append(slot)
                 steps += self._steps(slot, text, len(text.context))
             text.cached = len(text.context)
-            if text.cached > self._ring:  # the first keys of a window are overwritten
-                self._prefilled[slot] = []
         if together:
             wanted = [
                 text.wanted for slot, text in zip(slots, texts, strict=True) if slot in together
@@ -105,6 +106,7 @@ class NativeEngine:
         end = text.cached + (PREFILL if self._torch_prefill else min(most, PREFILL))
         if len(text.context) - end <= SPARE:
             return False
+        self._forget(slot, text, end)
         if self._torch_prefill:
             tokens = torch.tensor([text.context[text.cached : end]])
             self._model.hidden(tokens, self._row(slot, text))
@@ -143,7 +145,9 @@ class NativeEngine:
                 layer.keys[slot, :, :length] = layer.keys[donor, :, :length]
                 layer.values[slot, :, :length] = layer.values[donor, :, :length]
         self._prefilled[slot] = text.context[:length]
-        text.cached = text.reused = length
+        text.cached = length
+        if not text.tokens:  # a text that slid has told what its prompt reused
+            text.reused = length
 
     def _common(self, slot: int, text: Text) -> int:
         """How many tokens, in whole chunks, a slot has in common with a text's beginning."""
@@ -169,20 +173,24 @@ class NativeEngine:
         cache.truncate(text.cached)
         return cache
 
+    def _forget(self, slot: int, text: Text, end: int) -> None:
+        """Share no key that the next tokens of a text, up to `end`, overwrite."""
+        # Past its end, a windowed ring overwrites the first keys.
+        kept = text.cached // PREFILL * PREFILL if end <= self._ring else 0
+        del self._prefilled[slot][kept:]
+
     def _remember(self, slot: int, text: Text, end: int) -> None:
         """Note the whole chunks of a text that has now been prefilled up to `end`."""
-        if not self._torch_prefill:
-            self._prefilled[slot] = text.context[:end] if end <= self._ring else []
-        elif len(self._prefilled[slot]) == text.cached:  # nothing came by the compiled step
-            end = (
-                end // PREFILL * PREFILL if end <= self._ring else 0
-            )  # beyond, keys were overwritten
-            self._prefilled[slot] = text.context[:end]
+        # torch gives a chunk behind tokens of the compiled step other bits than behind a prefill.
+        alike = not self._torch_prefill or len(self._prefilled[slot]) == text.cached
+        if alike and end <= self._ring:
+            self._prefilled[slot] = text.context[: end // PREFILL * PREFILL]
 
 
 def library_for(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
-    """The compiled step, if it can compute this model."""
-    return build(cache) if use_cache and model.device.type == "cpu" else None
+    """The compiled step, if there is one here and it computes this model."""
+    library = build(cache) if use_cache and model.device.type == "cpu" else None
+    return library if library is not None and computes(library, model) else None
 
 
 def open_engine(

@@ -7,6 +7,7 @@ for piece in run.stream("The "):
 """
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,14 +27,12 @@ from gptmini.generate import native, precision
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.guess import Draft, Lookup
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.texts import Generation, Text, opening
+from gptmini.generate.texts import Generation, Text, opening, token_bias
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import fitting
 from gptmini.text.tokenizer import Tokenizer
-
-DOCUMENT = "<|endoftext|>"  # stands for the document token if `special` is set
 
 
 class Run:
@@ -108,8 +107,9 @@ class Run:
         """Continue several prompts in one batch, each as if it were alone.
 
         `numbers` (by default 0, 1, ...) give each text random numbers of its own. With `special`,
-        "<|endoftext|>" in a prompt is the document token. `guess` is "lookup" or a smaller run with
-        the same tokenizer: the text stays the same and comes sooner if the guesses are often right.
+        the name of a special token in a prompt, such as "<|endoftext|>", is that token. `guess` is
+        "lookup" or a smaller run with the same tokenizer: the text stays the same and comes sooner
+        if the guesses are often right.
         """
         sample = self.sampling(settings)
         bias = self.bias(sample)
@@ -186,20 +186,7 @@ class Run:
 
     def bias(self, sample: SampleConfig) -> Tensor | None:
         """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
-        entries = [("bias", *item) for item in sample.bias.items()]
-        entries += [("ban", text, float("-inf")) for text in sample.ban]
-        if not entries:
-            return None
-        bias = torch.zeros(self.tokenizer.vocab_size)
-        for key, text, value in entries:
-            tokens = self.tokenizer.encode(text).tolist()
-            if len(tokens) != 1:
-                parts = ", ".join(repr(self.tokenizer.decode([token])) for token in tokens)
-                raise ConfigError(
-                    f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
-                )
-            bias[tokens[0]] += value
-        return bias
+        return token_bias(self.tokenizer, sample)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -239,10 +226,17 @@ class Run:
             # Where words are tokens, the space belongs to the next one (" the"), and the model has
             # hardly seen a space alone. So drop it and have the model draw it with its word.
             prompt, first = prompt[:-1], self._begins_with_space
-        document = self.tokenizer.document_token
+        if not special:
+            return self.encode(prompt, "prompt"), first
+        numbers = self.tokenizer.special_tokens
+        longest_first = sorted(numbers, key=len, reverse=True)
+        names = "|".join(map(re.escape, longest_first))
         tokens: list[int] = []
-        for place, part in enumerate(prompt.split(DOCUMENT) if special else [prompt]):
-            tokens += [document] * (place > 0) + self.encode(part, "prompt")
+        for part in re.split(f"({names})", prompt):
+            if part in numbers:
+                tokens.append(numbers[part])
+            else:
+                tokens += self.encode(part, "prompt")
         return tokens, first
 
     @cached_property

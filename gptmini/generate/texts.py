@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
+from gptmini.errors import ConfigError
 from gptmini.generate.filters import log_probability
 from gptmini.text.tokenizer import Tokenizer
 
@@ -19,6 +21,24 @@ from gptmini.text.tokenizer import Tokenizer
 def opening(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     """The tokens that stand in for an empty prompt."""
     return tokenizer.encode(sample.start).tolist() if sample.start else [tokenizer.document_token]
+
+
+def token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:
+    """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
+    entries = [("bias", *item) for item in sample.bias.items()]
+    entries += [("ban", text, float("-inf")) for text in sample.ban]
+    if not entries:
+        return None
+    bias = torch.zeros(tokenizer.vocab_size)
+    for key, text, value in entries:
+        tokens = tokenizer.encode(text).tolist()
+        if len(tokens) != 1:
+            parts = ", ".join(repr(tokenizer.decode([token])) for token in tokens)
+            raise ConfigError(
+                f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
+            )
+        bias[tokens[0]] += value
+    return bias
 
 
 class Text:
@@ -53,7 +73,7 @@ class Text:
         self.start = len(prompt_tokens) - len(self.context)  # tokens that have left the context
         self.cached = 0  # the first `cached` tokens of `context` are in the KV cache
         self.wanted = 1  # how many of the last tokens need logits
-        self.reused = 0  # how many of them came from the cache of another text
+        self.reused = 0  # how many tokens of the prompt came from the cache of another text
         # For `read`.
         self._tokenizer, self._stops = tokenizer, stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -66,9 +86,10 @@ class Text:
         Characters that may turn out to be the beginning of a stop text are held back.
         """
         assert self._tokenizer is not None
-        if token == self._tokenizer.document_token:
-            self.finish_reason = "document"
         spelling = self._tokenizer.token_bytes(token)
+        if token in self._tokenizer.end_tokens:
+            self.finish_reason = "document"
+            spelling = b""
         # The decoder holds back an incomplete character, until the end makes it U+FFFD.
         characters = self._decoder.decode(spelling, final=self.finish_reason is not None)
         if characters and self._drop_space:

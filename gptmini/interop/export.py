@@ -108,6 +108,9 @@ def export_run(
 def prove(out: Path, expected: Tensor, tokenizer: Tokenizer, read: Read, tokens: Tensor) -> float:
     """The largest difference of logits (B, T, V) from what was read back; GptminiError if large."""
     config, weights, tokenizer_there = read
+    special, special_there = tokenizer.special_tokens, tokenizer_there.special_tokens
+    if not special.items() <= special_there.items():
+        raise GptminiError(f"{out}: not written: special tokens are others there; {BUG}")
     for text in HARD_TEXTS:
         if tokenizer.encode(text).tolist() != tokenizer_there.encode(text).tolist():
             raise GptminiError(

@@ -152,11 +152,17 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
         merges = tokenizer_json.merges(ranks) or [("a", tokenizer_json.spelled(b" "))]
         writer.add_token_merges([" ".join(merge) for merge in merges])
     texts |= {number: name for name, number in special.items()}
-    kinds |= dict.fromkeys(special.values(), CONTROL)
+    for number in range(tokenizer.vocab_size):  # some vocabularies have gaps
+        texts.setdefault(number, f"<|unused_{number}|>")
+        kinds.setdefault(number, CONTROL)
     writer.add_token_list([texts[number] for number in range(tokenizer.vocab_size)])
     writer.add_token_types([kinds[number] for number in range(tokenizer.vocab_size)])
     writer.add_bos_token_id(tokenizer.document_token)
-    writer.add_eos_token_id(tokenizer.document_token)
+    writer.add_eos_token_id(tokenizer.end_tokens[0])
+    if len(tokenizer.end_tokens) > 1:
+        writer.add_eot_token_id(tokenizer.end_tokens[1])
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
 
@@ -215,14 +221,22 @@ def _tokenizer(fields: dict[str, Any], path: Path) -> Tokenizer:
         "type": "Split",
         "pattern": {"Regex": pre[fields["tokenizer.ggml.pre"]]},
     }
-    level = {"type": "ByteLevel", "use_regex": False}
     split |= {"behavior": "Isolated"}
-    if split["pattern"]["Regex"] == tokenizer_json.DIGITS:
+    by_digits = split["pattern"]["Regex"] == tokenizer_json.DIGITS
+    if by_digits:
         split = {"type": "Digits", "individual_digits": True}
+    level = {"type": "ByteLevel", "use_regex": by_digits}
     special = [{"content": t, "id": n} for t, n in numbers.items() if kinds[t] == CONTROL]
     data = {
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
         "added_tokens": special,
         "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
     }
-    return tokenizer_json.from_json(data, path, len(texts), [])
+    return tokenizer_json.from_json(
+        data,
+        path,
+        len(texts),
+        [fields["tokenizer.ggml.eos_token_id"]],
+        fields["tokenizer.ggml.bos_token_id"],
+        fields.get("tokenizer.chat_template"),
+    )

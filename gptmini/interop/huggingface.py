@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
+from gptmini.console import warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, os_reason
 from gptmini.generate.run import Run, load
 from gptmini.interop import architectures
@@ -75,6 +76,11 @@ def import_model(
     folder, out = Path(folder), Path(out)
     with appearing(out) as partial:
         model, weights, tokenizer = read(folder, context_length)
+        if tokenizer.missing_bytes:
+            warn(
+                f"{folder / 'tokenizer.json'}: {len(tokenizer.missing_bytes)} bytes have no token, "
+                f"such as {tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
+            )
         tokens = TokenizerConfig(kind=tokenizer.kind)
         settings = Config(model=model, tokenizer=tokens, train=TrainConfig(**TRAIN))
         write_run(RunDirectory(partial), settings, weights, tokenizer)
@@ -101,17 +107,52 @@ def read(folder: Path, context_length: int | None = None) -> tuple[ModelConfig, 
             f"{tokenizer_file}: missing; write it with transformers' "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    ends: list[Any] = []
-    for end in (theirs.get("bos_token_id"), theirs.get("eos_token_id")):
-        ends += end if isinstance(end, list) else [end]
     data = _json(tokenizer_file, "restore it")
+    vocab_size = config.vocab_size or 0
+    beginning, template = theirs.get("bos_token_id"), _chat_template(folder)
     try:
-        vocab_size = config.vocab_size or 0
-        tokenizer = tokenizer_json.from_json(data, tokenizer_file, vocab_size, ends)
+        ends = _ends(folder, theirs)
+        tokenizer = tokenizer_json.from_json(
+            data, tokenizer_file, vocab_size, ends, beginning, template
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{tokenizer_file}: damaged ({error!r}); restore the file") from None
     config, weights = _weights(_tensors(folder), theirs, config, folder)
     return config, weights, tokenizer
+
+
+def _ends(folder: Path, config: dict[str, Any]) -> list[Any]:
+    """The tokens that end a text, by number or name.
+
+    An instruct model ends its answers otherwise than documents end, and the files of one folder
+    may disagree on that. So all that they name are taken, first the tokenizer's.
+    """
+    end = _optional_json(folder / "tokenizer_config.json").get("eos_token")
+    found = [end["content"] if isinstance(end, dict) else end]
+    for settings in (_optional_json(folder / "generation_config.json"), config):
+        numbers = settings.get("eos_token_id")
+        found += numbers if isinstance(numbers, list) else [numbers]
+    return found
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The chat template, from a file of its own or from tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            with files.open_regular(file) as opened:
+                return opened.read().decode()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: {os_reason(error)}; restore it") from None
+    template = _optional_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, str | None):
+        return template
+    warn(f"{folder / 'tokenizer_config.json'}: chat_template: has several; none is kept")
+    return None
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return _json(path, "restore it") if path.exists() else {}
 
 
 def _json(path: Path, remedy: str) -> dict[str, Any]:
@@ -203,22 +244,13 @@ def _checked(tensor: Tensor, like: Tensor, where: str) -> Tensor:
 def write(folder: Path, run: Run, kind: str, config: ModelConfig, weights: Tensors) -> None:
     """Write a folded model with its tokenizer; `kind` is its architecture."""
     folder.mkdir()
-    end = run.tokenizer.document_token
-    ends = {"bos_token_id": end, "eos_token_id": end}
-    sample = run.config.sample
-    document = tokenizer_json.DOCUMENT
+    tokenizer = run.tokenizer
+    ends = {"bos_token_id": tokenizer.document_token, "eos_token_id": tokenizer.end_tokens[0]}
     contents = {
         "config.json": architectures.to_json(config, kind) | ends,
-        "generation_config.json": ends
-        | {"do_sample": sample.temperature > 0, "max_new_tokens": sample.max_new_tokens}
-        | ({"temperature": sample.temperature} if sample.temperature else {})
-        | {key: getattr(sample, key) for key in ("top_k", "top_p") if getattr(sample, key)},
-        "tokenizer.json": tokenizer_json.to_json(run.tokenizer),
-        "tokenizer_config.json": {
-            **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": document},
-            **{"eos_token": document, "add_bos_token": False, "split_special_tokens": True},
-            **{"clean_up_tokenization_spaces": False, "model_max_length": config.context_length},
-        },
+        "generation_config.json": _generation_config(run),
+        "tokenizer.json": tokenizer_json.to_json(tokenizer),
+        "tokenizer_config.json": _tokenizer_config(tokenizer, config.context_length),
     }
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
@@ -240,6 +272,65 @@ def write(folder: Path, run: Run, kind: str, config: ModelConfig, weights: Tenso
         index = {"metadata": total, "weight_map": places}
         files.write(folder / INDEX, json.dumps(index, indent=2).encode())
     files.sync_directory(folder)
+
+
+def _generation_config(run: Run) -> dict[str, Any]:
+    """The run's sampling, and the tokens that end a text.
+
+    transformers takes what is left out from defaults of its own, such as a top_k of 50.
+    """
+    tokenizer, sample = run.tokenizer, run.config.sample
+    ends = tokenizer.end_tokens
+    theirs: dict[str, Any] = {
+        "bos_token_id": tokenizer.document_token,
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+        "pad_token_id": tokenizer.document_token,
+        "max_new_tokens": sample.max_new_tokens,
+        "do_sample": sample.temperature > 0,
+        "repetition_penalty": sample.repetition_penalty,
+    }
+    if sample.temperature > 0:
+        theirs["temperature"] = sample.temperature
+        theirs["top_k"] = sample.top_k or 0  # 0: all
+        theirs["top_p"] = sample.top_p or 1.0
+        if sample.min_p is not None:
+            theirs["min_p"] = sample.min_p
+    bias = run.bias(sample)
+    if bias is not None:
+        banned = bias.isneginf()
+        biased = (bias != 0) & ~banned
+        theirs["suppress_tokens"] = banned.nonzero().flatten().tolist()
+        theirs["sequence_bias"] = [
+            [[token], float(bias[token])] for token in biased.nonzero().flatten().tolist()
+        ]
+    for key in ("presence_penalty", "frequency_penalty", "stop"):
+        if getattr(sample, key):
+            warn(f"sample.{key}: left out of generation_config.json, which has no such setting")
+    return theirs
+
+
+def _tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
+    """The special tokens by their use, and the chat template of an imported model.
+
+    Without a chat template, text that looks like a special token stays text, as in gptmini. A
+    template writes special tokens as text, so with one it does not.
+    """
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    document = names[tokenizer.document_token]
+    theirs: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": document,
+        "eos_token": names[tokenizer.end_tokens[0]],
+        "pad_token": document,
+        "padding_side": "left",  # so that a model continues the last token of a text
+        "add_bos_token": False,
+        "split_special_tokens": tokenizer.chat_template is None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+    }
+    if tokenizer.chat_template is not None:
+        theirs["chat_template"] = tokenizer.chat_template
+    return theirs
 
 
 def _card(run: Run, kind: str) -> str:

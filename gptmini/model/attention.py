@@ -51,18 +51,8 @@ class Attention(nn.Module):
 
         `padding` (B,) is the number of padding tokens at the left of each row.
         """
-        T = x.shape[1]
         q, k, v = self.heads(x, rotation)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
-        start = cache.length if cache is not None else 0
-        queries = keys = torch.arange(start, start + T, device=x.device)  # positions (T,)
-        if cache is not None:
-            k, v, keys = cache.append(k, v)  # (B, G, S, K), (B, G, S, K), positions (S,)
-        hides_keys = self.window is not None and self.window < len(keys)
-        mask = None  # `attend` needs none if T = S (causal) or T = 1 (sees every key)
-        if padding is not None or hides_keys or T not in (1, len(keys)):
-            mask = visible(queries, keys, self.window, padding)  # (T, S) or (B, 1, T, S)
-        dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, mask, dropout, self.backend)  # (B, H, T, K)
+        mixed = self.mix(q, k, v, cache, padding)  # (B, H, T, K)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # (B, T, H·K) -> (B, T, D)
 
     def heads(
@@ -78,6 +68,38 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q.type_as(v), k.type_as(v), v
 
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: "LayerCache | None" = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Each query's mean of the values that it sees, by its weights: (B, H, T, K).
+
+        q is (B, H, T, K), k and v are (B, G, T, K); the other arguments are those of `forward`.
+        """
+        T = q.shape[2]
+        start = cache.length if cache is not None else 0
+        queries = keys = torch.arange(start, start + T, device=q.device)  # positions (T,)
+        if cache is not None:
+            k, v, keys = cache.append(k, v)  # (B, G, S, K), (B, G, S, K), positions (S,)
+        mask = self.mask(queries, keys, padding)
+        dropout = self.dropout if self.training else 0.0
+        return attend(q, k, v, mask, dropout, self.backend)
+
+    def mask(self, queries: Tensor, keys: Tensor, padding: Tensor | None) -> Tensor | None:
+        """The mask of queries at positions (T,) on keys at positions (S,), as `attend` takes it.
+
+        A bias on the scores, such as ALiBi's, belongs here too.
+        """
+        T, S = len(queries), len(keys)
+        hides_keys = self.window is not None and self.window < S
+        if padding is None and not hides_keys and T in (1, S):
+            return None  # `attend` needs none if T = S (causal) or T = 1 (sees every key)
+        return visible(queries, keys, self.window, padding)  # (T, S) or (B, 1, T, S)
+
 
 def attend(
     q: Tensor,
@@ -89,12 +111,15 @@ def attend(
 ) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, V) -> (B, H, T, V).
 
-    `mask` is as from `visible`; without one, T queries on S = T keys are causal, and one query sees
-    every key. A query that sees none gets zeros. `dropout` acts on the weights. V, the head size of
-    the values, is K in the model.
+    `mask`, (T, S), (H, T, S), (B, 1, T, S) or (B, H, T, S), is boolean as from `visible`, or a bias
+    to be added to the scores, in which -∞ hides a key. Without one, T queries on S = T keys are
+    causal, and one query sees every key. A query that sees none gets zeros. `dropout` acts on the
+    weights. V, the head size of the values, is K in the model.
     MachineError if `backend` is a kernel that this machine lacks.
     """
     B, H, T, K = q.shape
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
     if T > 1:
         return _attend(q, k, v, mask, mask is None, dropout, backend)
     # A single query: the heads that share a KV head become rows of one matrix product, or of two to
@@ -102,6 +127,8 @@ def attend(
     G = k.shape[1]
     products = 2 * G if H % (2 * G) == 0 else G
     packed = q.reshape(B, products, H // products, K)  # the heads take the place of T
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] == H:  # and so do those of its mask
+        mask = mask.reshape(*mask.shape[:-3], products, H // products, -1)
     return _attend(packed, k, v, mask, False, dropout, backend).view(B, H, 1, -1)  # (B, H, 1, V)
 
 
@@ -155,19 +182,26 @@ def _flash_only(q: Tensor) -> Iterator[None]:
 def _attend_eagerly(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """`attend` by its definition: softmax(q kᵀ / √K + mask) v."""
+    """`attend` by its definition: softmax(q kᵀ / √K + bias) v; a hidden key has a bias of -∞."""
     B, H, T, K = q.shape
     G, S = k.shape[1], k.shape[2]
     # Heads that share a KV head are stacked along the query axis, so that k and v are not repeated.
     stacked = (q * K**-0.5).reshape(B, G, H // G * T, K)
     scores = (stacked @ k.transpose(-1, -2)).view(B, H, T, S)  # (B, H, T, S)
+    sees = None  # which queries see a key: all, except under an odd mask
     if causal:
         positions = torch.arange(T, device=q.device)
         mask = visible(positions, positions)  # (T, T)
-    sees = None if causal or mask is None else mask.any(-1, keepdim=True)  # (T, 1), (B, 1, T, 1)
+    elif mask is not None:
+        seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+        sees = seen.any(-1, keepdim=True)  # (..., T, 1)
     if mask is not None:
-        hidden = ~mask if sees is None else ~mask & sees  # all -inf would be NaN
-        scores = scores + torch.zeros_like(mask, dtype=q.dtype).masked_fill(hidden, -torch.inf)
+        bias = mask
+        if mask.dtype == torch.bool:
+            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        if sees is not None:
+            bias = bias.masked_fill(~sees, 0)  # all -inf would be NaN
+        scores = scores + bias  # (B, H, T, S)
     weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)  # (B, H, T, S)
     mixed = (weights.view(B, G, H // G * T, S) @ v).view(B, H, T, -1)  # (B, H, T, V)
     return mixed if sees is None else mixed.masked_fill(~sees, 0)

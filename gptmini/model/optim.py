@@ -162,6 +162,11 @@ class Optimizer:
             for key in STATE_KEYS[type(part)]
         }
 
+    def reset(self) -> None:
+        """Forget all state, as before the first update."""
+        for part, _ in self.parts:
+            part.state.clear()
+
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Load what `state` returned; torch's own format addresses parameters by index."""
         for part, _ in self.parts:

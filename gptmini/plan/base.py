@@ -43,7 +43,7 @@ ADVICE = {
         "gptmini convert makes a base that has it",
     ),
 }
-POOR = 0.5  # of the average length of the tokenizer's tokens
+SAMPLES, SAMPLED = 10, 1000  # places of a text, and tokens at each, that its tokenizer is judged by
 
 
 def begun_from(asked: Config, base: RunDirectory) -> Config:
@@ -110,18 +110,31 @@ def identified(config: Config, base: RunDirectory) -> Config:
 
 
 def introduce(config: Config, corpus: Corpus) -> None:
-    """Show the base, and warn if its tokenizer compresses the text badly.
+    """Show the base, and warn if its tokenizer spells the text out.
 
-    GPT-2's makes 3.3 bytes per token of Shakespeare, 2.1 of Python and 1.5 of Chinese; the tokens
-    of its vocabulary have 6.4 on average.
+    A vocabulary that was learned from other writing makes several tokens of a character, as GPT-2's
+    does of Chinese. Bytes are the same for every text.
     """
     base = config.base
     step = "" if base.step is None else f", step {base.step:,}"
     say_fact(f"  base      {base.run}{step}: its weights and tokenizer")
-    size = sum(file.text_bytes for file in corpus.training)
-    per_token = size / sum(map(len, corpus.training))
-    if per_token < POOR * corpus.tokenizer.byte_lengths().mean():
+    per_character = tokens_per_character(corpus)
+    if per_character > 1 and corpus.tokenizer.kind != "byte":
         warn(
-            f"{corpus.name}: the tokenizer of {base.run} does not suit it, with {per_token:.2f} "
-            f"bytes per token; training without --from may do better"
+            f"{corpus.name}: the tokenizer of {base.run} does not suit it, with "
+            f"{per_character:.2f} tokens per character; training without --from may do better"
         )
+
+
+def tokens_per_character(corpus: Corpus) -> float:
+    """How many tokens stand for a character of the training text, in samples of each file."""
+    tokenizer, tokens, characters = corpus.tokenizer, 0, 0
+    for file in corpus.training:
+        count = min(SAMPLED, len(file))
+        for place in range(SAMPLES):
+            start = place * (len(file) - count) // SAMPLES
+            sample = file.read(start, count)
+            sample = sample[sample != tokenizer.document_token]
+            tokens += len(sample)
+            characters += len(tokenizer.decode(sample.tolist()))
+    return tokens / max(1, characters)

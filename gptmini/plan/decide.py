@@ -20,8 +20,15 @@ from gptmini.errors import ConfigError
 from gptmini.machine import Compute
 from gptmini.plan.base import CHOSEN, begun_from, identified, introduce, shaped
 from gptmini.plan.cost import parameter_count
-from gptmini.plan.fit import choose_compile, micro_batch_size
-from gptmini.plan.minutes import choose_sizes, choose_steps, has_sizes
+from gptmini.plan.fit import StepTime, choose_compile, micro_batch_size
+from gptmini.plan.minutes import (
+    SHORT,
+    choose_batch,
+    choose_sizes,
+    choose_steps,
+    has_sizes,
+    report_left,
+)
 from gptmini.runs.directory import RunDirectory
 from gptmini.text.corpus import learns_vocabulary, prepare_corpus
 from gptmini.text.tokens import Corpus
@@ -85,6 +92,7 @@ def decide(
     if run is not None and existing is not None:
         check_base(asked, existing, run)
     config = asked if existing is None else with_choices(asked, existing)
+    timed: StepTime | None = None
     planned = config.train.minutes is not None and existing is None
     if asked.base.run is not None:
         config, corpus = _fine_tuning(config, run, cache, compute if here else None)
@@ -98,10 +106,7 @@ def decide(
         introduce(config, corpus)
     paced = config.train.minutes is not None and "steps" not in asked.train.model_fields_set
     if planned:
-        if not has_sizes(config):
-            config, _ = choose_sizes(config, _left(config, started), compute, ranks)
-        left = _left(config, started)
-        config = choose_steps(config, left, compute, ranks, corpus.held_out)
+        config, timed = _planned(config, asked, corpus, started, compute, ranks)
     train = config.train
     config = in_shares(config, ranks, asked.train.micro_batch_size)
     if config.model.dropout is None:
@@ -120,7 +125,9 @@ def decide(
     if settled or sharded or not here:  # a run that is resumed measured it when it began
         return Decision(config, corpus, compute, started, paced)
     share = config.with_train(batch_size=train.batch_size // ranks)  # of one process
-    compiled, timed, outcome = choose_compile(share, compute)
+    if timed is not None:
+        timed = StepTime(timed.passes / ranks, timed.update)
+    compiled, timed, outcome = choose_compile(share, compute, timed)
     config = config.with_train(compile="on" if compiled else "off")
     per_step = None if timed is None else timed.passes + timed.update
     return Decision(config, corpus, compute, started, paced, per_step, outcome)
@@ -135,6 +142,22 @@ def _sized_first(
     corpus = prepare_corpus(sized.with_train(steps=steps), cache)
     slow = _left(config, started) < 0.8 * before  # what is left may not suffice for these sizes
     return config if slow else sized, corpus
+
+
+def _planned(
+    config: Config, asked: Config, corpus: Corpus, started: float, compute: Compute, ranks: int
+) -> tuple[Config, StepTime | None]:
+    """The sizes that are still open, or for fine-tuning the batch and its time; and the steps."""
+    left = _left(config, started)
+    report_left(config.train.minutes or 0, left)
+    timed = None
+    if config.base.run is not None:
+        longest = min(len(file) for file in corpus.training + corpus.validation) - 1
+        config, timed = choose_batch(config, asked, left, compute, ranks, longest)
+    elif not has_sizes(config):
+        config, _ = choose_sizes(config, left, compute, ranks)
+    left = _left(config, started)
+    return choose_steps(config, left, compute, ranks, corpus.held_out, timed), timed
 
 
 def _left(config: Config, started: float) -> float:
@@ -159,7 +182,7 @@ def in_shares(config: Config, ranks: int, micro_batch: int | None) -> Config:
         problem = f"{size} does not divide the {rows} rows of each of {ranks} processes"
         if micro_batch is not None:
             raise ConfigError(f"train.micro_batch_size: {problem}; use a divisor of {rows}")
-        warn(f"train.micro_batch_size: {problem}; with another, the results differ in the last bit")
+        warn(f"train.micro_batch_size: {problem}; choosing another")
         config = config.with_train(micro_batch_size=None)
     power = ranks & (ranks - 1) == 0
     if train.reduce == "exact" and not power:
@@ -219,13 +242,17 @@ def _fine_tuning(
     """
     base = RunDirectory(Path(config.base.run or ""))
     owner = run if run is not None and run.exists else base
+    stated_length = config.train.seq_len
     if owner is base:
         config = begun_from(config, base)
         if compute is not None:
             machine.check_memory(parameter_count(config.model), compute.device)
             config = identified(config, base)
     tokenizer = TokenizerConfig(kind=str(owner.tokenizer_file))
-    return config, prepare_corpus(config.model_copy(update={"tokenizer": tokenizer}), cache)
+    prepared = config.model_copy(update={"tokenizer": tokenizer})
+    if owner is base and config.train.minutes is not None and stated_length is None:
+        prepared = prepared.with_train(seq_len=min(SHORT, config.seq_len))  # else to be planned
+    return config, prepare_corpus(prepared, cache)
 
 
 def with_choices(asked: Config, first: Config, same_run: bool = True) -> Config:
@@ -242,7 +269,9 @@ def with_choices(asked: Config, first: Config, same_run: bool = True) -> Config:
     keys = {"model": ["dropout"], "train": ["compile"]}
     if planned:
         keys["model"] += ["n_layer", "d_model", "head_dim", "d_ff"]
-        keys["train"] += ["batch_size"]
+        keys["train"] += ["batch_size", "eval_tokens"]
+        if asked.base.run is not None:
+            keys["train"] += ["seq_len"]
     if same_run:
         keys["train"] += ["micro_batch_size", "reduce"]
     if same_run and planned:

@@ -4,6 +4,7 @@
 so measuring never touches the training.
 """
 
+import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.console import say
+from gptmini.distributed.gradients import EXACT_UP_TO
 from gptmini.errors import GptminiError, MachineError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, loss
@@ -39,18 +41,30 @@ class StepTime:
 def micro_batch_size(config: Config, compute: Compute, ranks: int = 1) -> int:
     """The largest divisor of a process's rows that fits in half the memory and in a CPU's caches.
 
-    `ranks` processes share out the rows of the batch.
+    `ranks` processes share out the rows of the batch. With `train.reduce: exact` the same number is
+    chosen for 1 to 8 of them: it divides the rows of each, and fits on all numbers of processes on
+    which the model does.
     """
-    batch = rows = config.train.batch_size // ranks
+    numbers = alike(config, ranks)
+    batch = rows = config.train.batch_size // max(numbers)
     if compute.device.type == "cpu":
         rows = min(rows, max(1, FAST_TOKENS // config.seq_len))
     count, sharded = parameter_count(config.model), config.train.shard
-    held = machine.training_bytes(count, compute.device, ranks, sharded)
-    free = machine.total_memory(compute.device) - held
+    total = machine.total_memory(compute.device)
+    left = [total - machine.training_bytes(count, compute.device, n, sharded) for n in numbers]
+    free = min((size for size in left if size > 0), default=0)
     if rows > 1 and rows * _row_at_most(config) > free // 2:  # else no need to weigh a row
         single = config.with_train(batch_size=1, micro_batch_size=1)
         rows = min(rows, max(1, free // 2 // dry_run(single, compute).activations))
     return max(n for n in range(1, rows + 1) if batch % n == 0)
+
+
+def alike(config: Config, ranks: int) -> list[int]:
+    """The numbers of processes that are to make the same bits as `ranks`."""
+    if config.train.reduce != "exact":
+        return [ranks]
+    powers = [2**k for k in range(EXACT_UP_TO.bit_length())]  # 1, 2, 4, 8
+    return sorted({ranks, *(n for n in powers if config.train.batch_size % n == 0)})
 
 
 def _row_at_most(config: Config) -> int:
@@ -63,9 +77,17 @@ def _row_at_most(config: Config) -> int:
 
 
 def time_step(
-    config: Config, compute: Compute, repeats: int = 3, compiled: bool = False
+    config: Config,
+    compute: Compute,
+    repeats: int = 3,
+    compiled: bool = False,
+    limit: float = math.inf,
 ) -> StepTime:
-    """Time steps of a new model on dummy tokens; the first pass allocates and is not counted."""
+    """Time steps of a new model on dummy tokens; the first pass allocates and is not counted.
+
+    After `limit` seconds nothing is repeated: the first pass and update may then be all there is.
+    """
+    begun = time.perf_counter()
     train = config.train
     size = train.micro_batch_size or micro_batch_size(config, compute)
     model = GPT(config.model).to(compute.device).train()
@@ -81,6 +103,8 @@ def time_step(
         mean.backward()
         compute.synchronize()
         passes.append(time.perf_counter() - started)
+        if time.perf_counter() - begun > limit:
+            break
     optimizer = Optimizer(model, train, compute.dtype)
     updates = []
     for _ in range(3):
@@ -90,15 +114,18 @@ def time_step(
         optimizer.step(train.lr)
         compute.synchronize()
         updates.append(time.perf_counter() - started)
-    return StepTime(min(passes[1:]) * train.batch_size / size, min(updates))
+        if time.perf_counter() - begun > limit:
+            break
+    return StepTime(min(passes[1:] or passes) * train.batch_size / size, min(updates))
 
 
 def evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:
-    """The time of an evaluation on `held_out` tokens, from that of a step.
+    """The time of an evaluation on `held_out` tokens, or on as many as it reads.
 
     Reading without gradients takes about a quarter of the time of a step on as many tokens.
     """
-    return AFTER_EVALUATION + per_step / 4 * held_out / (config.train.batch_size * config.seq_len)
+    read = min(held_out, config.train.eval_tokens or held_out)
+    return AFTER_EVALUATION + per_step / 4 * read / (config.train.batch_size * config.seq_len)
 
 
 def proxy(config: Config) -> Config:
@@ -150,15 +177,18 @@ def has_compiler() -> bool:
     return any(shutil.which(name) for name in ("g++", "clang++", "cl"))
 
 
-def choose_compile(config: Config, compute: Compute) -> tuple[bool, StepTime | None, str]:
+def choose_compile(
+    config: Config, compute: Compute, eager: StepTime | None = None
+) -> tuple[bool, StepTime | None, str]:
     """Whether to compile, the time of a step that way if it was measured, and why, in words.
 
-    MachineError if `train.compile` is on and compiling fails.
+    A step without compiling is timed unless its time is known, as `eager`. MachineError if
+    `train.compile` is on and compiling fails.
     """
     asked = config.train.compile
     if asked == "off" or (asked == "auto" and not has_compiler()):
         return False, None, ""
-    eager = time_step(config, compute)
+    eager = eager or time_step(config, compute)
     if not worth_compiling(config, eager.passes * config.train.steps):
         return False, eager, ""
     say("  timing a compiled model; this can take half a minute ...")

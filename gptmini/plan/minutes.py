@@ -5,19 +5,39 @@ from typing import Any
 
 from gptmini.config.load import completed
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.console import amount, say, warn
+from gptmini.console import amount, duration, say, say_fact, warn
 from gptmini.machine import Compute
 from gptmini.model.optim import cooldown_steps
-from gptmini.plan.cost import parameters
-from gptmini.plan.fit import COMPILE_GAIN, COMPILE_PAYS, evaluation_seconds, has_compiler, time_step
+from gptmini.plan.cost import parameter_count, parameters, training_flops
+from gptmini.plan.fit import (
+    AFTER_EVALUATION,
+    COMPILE_GAIN,
+    COMPILE_PAYS,
+    StepTime,
+    evaluation_seconds,
+    has_compiler,
+    time_step,
+)
 
 Pace = tuple[int, float]  # a step, and the seconds of all updates so far
 
 FINISH = 2  # seconds kept for the sample from the best checkpoint
 EVALUATING = 0.05  # of the time at most for evaluations, but for the one at the end
 EVALUATIONS = 10
+READING_AT_MOST = 2  # times what `evaluation_seconds` expects: ranking a large vocabulary's logits
+READ_AT_LEAST = 1024  # tokens at each evaluation; fewer say nothing
+SAVED_PER_SECOND = 200_000_000  # bytes of a checkpoint, synced to the disk
+SAVES = 4  # at least, where they take no more of the time than evaluations may
+TIMING = 0.05  # of the time at most, if a step is short; else a pass and an update
 HEAD = 64  # width of a head, about
 VOCABULARY = 1024  # assumed until the text is read
+
+# A fine-tuning should make so many updates. Where the base's own batch leaves time for fewer, rows
+# become shorter, down to SHORT, which also spares memory; then fewer. It ends where the optimizer's
+# update takes longer than the passes: smaller batches would hardly be faster.
+UPDATES = 60
+SHORT = 256
+PROBE = 64  # tokens timed to find out how large a batch may be
 
 # The ladder of models: layers, width, rows per batch.
 RUNGS = (
@@ -77,11 +97,57 @@ def choose_sizes(
     return chosen, steps
 
 
+def choose_batch(
+    config: Config, asked: Config, seconds: float, compute: Compute, ranks: int, longest: int
+) -> tuple[Config, StepTime]:
+    """Rows and their length for fine-tuning a model in the seconds left, and the time of a step.
+
+    What `asked` states is kept. No row that it leaves open is longer than `longest`.
+    """
+    given = amount(config.train.minutes or seconds / 60, "minute")
+    say(f"  timing the base for the {given} given ...")
+    probe = config.with_train(
+        batch_size=1, micro_batch_size=1, seq_len=min(PROBE, longest, config.seq_len)
+    )
+    timed = time_step(probe, compute, limit=TIMING * seconds)
+    per_token = timed.passes / probe.seq_len
+    is_open = {"batch_size", "seq_len"} - asked.train.model_fields_set
+    unit = ranks * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
+    if "seq_len" in is_open:
+        config = config.with_train(seq_len=min(config.seq_len, longest))
+    while True:
+        length, rows = config.seq_len, config.train.batch_size
+        growth = training_flops(config.model, length) / training_flops(config.model, probe.seq_len)
+        step = StepTime(per_token * growth * length * rows, timed.update)
+        per_step = _in_all(step, config, seconds, ranks)
+        if UPDATES * per_step <= seconds or step.passes / ranks <= step.update:
+            return config, step
+        if "seq_len" in is_open and length >= 2 * SHORT:
+            config = config.with_train(seq_len=length // 2)
+        elif "batch_size" in is_open and rows > unit:
+            fewer = max(1, rows // 2 // unit) * unit
+            config = config.with_train(batch_size=fewer)
+        else:
+            return config, step
+
+
 def choose_steps(
-    config: Config, seconds: float, compute: Compute, ranks: int, held_out: int
+    config: Config,
+    seconds: float,
+    compute: Compute,
+    ranks: int,
+    held_out: int,
+    timed: StepTime | None = None,
 ) -> Config:
-    """The number of steps for the seconds left, and how often to evaluate on `held_out` tokens."""
-    per_step = _seconds_per_step(config, seconds, compute, ranks)
+    """The number of steps for the seconds left, and how often to evaluate on `held_out` tokens.
+
+    If these take too long, on a part of them. A step is timed unless its time is known.
+    """
+    if timed is None:
+        per_step = _seconds_per_step(config, seconds, compute, ranks)
+    else:
+        per_step = _in_all(timed, config, seconds, ranks)
+    config = _reading_a_part(config, seconds, per_step, held_out)
     evaluation = evaluation_seconds(config, per_step, held_out)
     evaluations = min(EVALUATIONS, max(1, int(EVALUATING * seconds / evaluation)))
     if "eval_every" in config.train.model_fields_set:
@@ -93,12 +159,30 @@ def choose_steps(
     steps = _stated_steps(config) or max(1, int(left / per_step))
     # A quarter fewer evaluations: the machine may turn out to be that much faster.
     interval = math.ceil(1.25 * steps / evaluations)
+    saving = 12 * parameter_count(config.model) / SAVED_PER_SECOND  # two moments beside the weights
+    saves = min(SAVES, max(1, int(EVALUATING * seconds / saving)))
     intervals = {
         "eval_every": interval,
-        "save_every": min(interval, max(1, steps // 4)),  # what a kill may cost
+        "save_every": min(interval, max(1, steps // saves)),  # what a kill may cost
         "log_every": max(1, steps // 100),
     }
     return completed(config, {"train": {"steps": steps, **intervals}})
+
+
+def _reading_a_part(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
+    """The configuration with `eval_tokens`, if reading all would take more than may be evaluated.
+
+    A fine-tuning also evaluates its base.
+    """
+    evaluations = 1 if config.base.run is None else 2
+    reading = evaluation_seconds(config, per_step, held_out) - AFTER_EVALUATION
+    needed = READING_AT_MOST * evaluations * reading
+    if needed <= EVALUATING * seconds:
+        return config
+    part = max(READ_AT_LEAST, config.seq_len, int(EVALUATING * seconds / needed * held_out))
+    if part >= held_out:
+        return config
+    return completed(config, {"train": {"eval_tokens": part}})
 
 
 def _stated_steps(config: Config) -> int | None:
@@ -109,9 +193,22 @@ def _seconds_per_step(config: Config, seconds: float, compute: Compute, ranks: i
     """Measured, but for the gain of compiling where the seconds left are worth that."""
     vocab_size = config.model.vocab_size or VOCABULARY
     model = config.model.model_copy(update={"vocab_size": vocab_size})
-    timed = time_step(config.model_copy(update={"model": model}), compute)
+    sized = config.model_copy(update={"model": model})
+    timed = time_step(sized, compute, limit=TIMING * seconds)
+    return _in_all(timed, config, seconds, ranks)
+
+
+def _in_all(timed: StepTime, config: Config, seconds: float, ranks: int) -> float:
+    """The seconds of a step on all ranks, with the gain of compiling."""
     compiled = config.train.compile != "off" and seconds > 2 * COMPILE_PAYS and has_compiler()
     return timed.passes / ranks / (COMPILE_GAIN if compiled else 1) + timed.update
+
+
+def report_left(minutes: float, left: float) -> None:
+    """Say how much of the minutes was spent before planning."""
+    spent = duration(60 * minutes - left)
+    rest = f"{duration(left)} left" if left > 0 else "none left"
+    say_fact(f"  time      {spent} of {amount(minutes, 'minute')} spent on preparing, {rest}")
 
 
 def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
@@ -139,10 +236,19 @@ def _width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     return {"n_head": heads, "d_model": max(1, round(width / multiple)) * multiple}
 
 
-def paced_steps(config: Config, since: Pace, now: Pace, elapsed: float, held_out: int) -> int:
+def paced_steps(
+    config: Config,
+    since: Pace,
+    now: Pace,
+    elapsed: float,
+    held_out: int,
+    evaluating: float = 0.0,
+    saving: float = 0.0,
+) -> int:
     """The number of steps that ends with the minutes, evaluations on `held_out` tokens included.
 
     At the speed between two points of the run, each its step and the seconds of all updates so far.
+    `evaluating` and `saving` are what the last evaluation and the last checkpoint took.
     Never so low that the cool-down would have begun already; once it has, the number is fixed.
     """
     train, step = config.train, now[0]
@@ -150,7 +256,8 @@ def paced_steps(config: Config, since: Pace, now: Pace, elapsed: float, held_out
     if train.minutes is None or cooling:
         return train.steps
     per_step = (now[1] - since[1]) / (step - since[0])
-    evaluation = evaluation_seconds(config, per_step, held_out)
-    left = 60 * train.minutes - FINISH - elapsed - evaluation  # the last one
-    steps = step + int(left / (per_step + evaluation / train.eval_every))
+    evaluation = max(evaluating, evaluation_seconds(config, per_step, held_out))
+    left = 60 * train.minutes - FINISH - elapsed - evaluation - saving  # the last ones
+    around = evaluation / train.eval_every + saving / train.save_every
+    steps = step + int(left / (per_step + around))
     return max(steps, min(train.steps, math.ceil((step + 2) / (1 - train.cooldown))))

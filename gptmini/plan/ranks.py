@@ -27,6 +27,7 @@ from gptmini.model.gpt import GPT, loss
 from gptmini.model.optim import Optimizer
 from gptmini.plan import cost
 from gptmini.plan.decide import in_shares
+from gptmini.plan.fit import alike
 from gptmini.plan.memory import Memory, StorageCounter, dry_run
 
 
@@ -151,17 +152,21 @@ def plan(
     """A step of `train.batch_size` rows on these ranks, which share out the rows.
 
     A pass takes `micro_batch_size` rows, or the rank's share of the batch if that is less; with
-    `choose` it takes what fits. ConfigError if the ranks cannot share the batch equally.
+    `choose` it takes what fits, and with exact sums what 1 to 8 ranks can take. ConfigError if the
+    ranks cannot share the batch equally.
     """
     config = in_shares(config, ranks, None if choose else config.train.micro_batch_size)
     train, rows = config.train, config.train.batch_size // ranks
+    shared = train.batch_size // max(alike(config, ranks))
     other = not train.gradient_checkpointing
     with one_rank(config, ranks, shard) as measure:
         config = _with_rows(config, rows, 1 if choose else train.micro_batch_size or rows)
         memory, traffic = measure(config)
         free = on.gigabytes * 1e9 - memory.peak
-        if choose and free > memory.activations and rows > 1:
-            config = _with_rows(config, rows, 1 + int(free / memory.activations))
+        if choose and free > memory.activations and shared > 1:
+            most = min(shared, 1 + int(free / memory.activations))
+            size = max(n for n in range(1, most + 1) if shared % n == 0)
+            config = _with_rows(config, rows, size)
             memory, traffic = measure(config)
         otherwise, _ = measure(config.with_train(gradient_checkpointing=other))
     flops = cost.training_flops(config.model, config.seq_len, train.gradient_checkpointing)

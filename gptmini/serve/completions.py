@@ -71,6 +71,7 @@ class Completion:
             for index, text in enumerate(texts)
         ]
         self._tokenizer = run.tokenizer
+        self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
         self._before = [text.prompt if fields["echo"] else "" for text in texts]  # until said
         # Where the next tokens begin; a space that belongs to the first one is part of the prompt.
         self._offsets = [len(text.prompt) - (text.allowed_first is not None) for text in texts]
@@ -135,8 +136,8 @@ class Completion:
 
     def _spelled(self, token: int) -> str:
         """A token as text; part of a character as OpenAI writes it: bytes:\\xe2\\x80."""
-        if token == self._tokenizer.document_token:
-            return "<|endoftext|>"
+        if token in self._special:
+            return self._special[token]
         spelling = self._tokenizer.token_bytes(token)
         try:
             return spelling.decode()

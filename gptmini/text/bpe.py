@@ -6,7 +6,7 @@ counted again, so plain Python takes 4 seconds for 12 MB of code and 8192 tokens
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import regex
@@ -21,6 +21,11 @@ PATTERN = (
 LONG = 64  # characters; longer words are learned from in parts, or a single one could take hours
 SYMBOLS = 2_000_000  # bytes of distinct words kept in memory
 Pair = tuple[int, int]
+
+
+def words(pattern: str, text: str) -> Iterator[str]:
+    """The words of a text, as a pattern of tiktoken splits it."""
+    return (found.group() for found in regex.finditer(pattern, text))
 
 
 def learn(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:

@@ -1,7 +1,8 @@
 """Text to tokens and back.
 
-Training and generation use the same tokenizer, saved as one JSON file in the run. Each has a
-document token, which stands before every document and is never the encoding of text.
+Training and generation use the same tokenizer, saved as one JSON file in the run. Each has special
+tokens, which are never the encoding of text. One of them is the document token, which stands before
+every document; it and perhaps others, such as <|im_end|>, end a text that is generated.
 """
 
 import base64
@@ -9,7 +10,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from gptmini.errors import DataError, os_reason
 from gptmini.text import bpe
 
 FORMAT = 1
+DOCUMENT = "<|endoftext|>"  # the name of the document token, but for some imported tokenizers
 IMPORTED = "imported"  # the kind of a tokenizer that came with somebody else's model
 TOKENS_PER_ENTRY = 1000  # that training should read, for each entry of a vocabulary
 BLOCK = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
@@ -41,6 +43,18 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     document_token: int
+    missing_bytes = b""  # have no token; `encode` leaves them out
+    chat_template: str | None = None  # Jinja, as Hugging Face has it; gptmini only keeps it
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that no text encodes to, by name."""
+        return {DOCUMENT: self.document_token}
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a text, first the one that other programs are told of."""
+        return [self.document_token]
 
     @abstractmethod
     def encode(self, text: str) -> Tokens:
@@ -52,7 +66,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """All that is needed to rebuild the tokenizer besides its kind (JSON data)."""
+        """All that decides the tokens of a text besides the kind (JSON data)."""
+
+    def chat_settings(self) -> dict[str, Any]:
+        """The rest of what is saved (JSON data); it does not change the tokens of a text."""
+        return {}
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; invalid UTF-8 becomes U+FFFD."""
@@ -64,12 +82,15 @@ class Tokenizer(ABC):
         return np.fromiter(lengths, np.int64, self.vocab_size)
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "kind": self.kind, **self.settings()}, indent=0)
+        return self._dump(self.settings() | self.chat_settings())
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the saved tokenizer."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 (hex) of all that decides the tokens of a text."""
+        return hashlib.sha256(self._dump(self.settings()).encode()).hexdigest()
+
+    def _dump(self, settings: dict[str, Any]) -> str:
+        return json.dumps({"format": FORMAT, "kind": self.kind, **settings}, indent=0)
 
 
 class ByteTokenizer(Tokenizer):
@@ -125,22 +146,65 @@ class CharTokenizer(Tokenizer):
 class BpeTokenizer(Tokenizer):
     """Byte-pair encoding by tiktoken, with the ranks saved in the run."""
 
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
+    def __init__(
+        self,
+        encoding: tiktoken.Encoding,
+        document: str = DOCUMENT,
+        ends: Sequence[str] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        """`document` and `ends` name special tokens; the document token always ends a text."""
         self.kind = encoding.name
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab
-        self.document_token = encoding.eot_token
+        self.document_token = self.special_tokens[document]
+        self.missing_bytes = _missing_bytes(encoding._mergeable_ranks)
+        self.chat_template = chat_template
+        self._document = document
+        self._ends = list(dict.fromkeys([*ends, document]))  # without repetition
+        self._end_tokens = [self.special_tokens[name] for name in self._ends]
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return self.encoding._special_tokens
+
+    @property
+    def end_tokens(self) -> list[int]:
+        return self._end_tokens
 
     def encode(self, text: str) -> Tokens:
         tokens = [np.empty(0, np.uint32)]
         try:
             for part in split(text):  # tiktoken is slow on long texts without a word boundary
-                tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
+                if self._lacks(part):
+                    tokens.append(self._encode_without_missing(part))
+                else:
+                    tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
         except UnicodeEncodeError:
             raise
         except ValueError as error:  # only with somebody else's pattern
             raise DataError(f"tokenizer {self.kind}: {error}; choose another") from None
         return np.concatenate(tokens)
+
+    def _lacks(self, text: str) -> bool:
+        """Whether some bytes of a text have no token."""
+        if not self.missing_bytes:
+            return False
+        data = text.encode()
+        return len(data.translate(None, self.missing_bytes)) < len(data)
+
+    def _encode_without_missing(self, text: str) -> Tokens:
+        """Tokens of a text with bytes that have none.
+
+        As in transformers, these bytes still count where the text is split into words, but the
+        bytes around them are merged as if they were neighbors.
+        """
+        tokens: list[int] = []
+        for word in bpe.words(self.encoding._pat_str, text):
+            known = word.encode().translate(None, self.missing_bytes)
+            if known:
+                tokens += self.encoding._encode_single_piece(known)
+        return np.array(tokens, np.uint32)
 
     def token_bytes(self, token: int) -> bytes:
         if token == self.document_token:
@@ -152,11 +216,22 @@ class BpeTokenizer(Tokenizer):
 
     def settings(self) -> dict[str, Any]:
         ranks = self.encoding._mergeable_ranks
-        return {
+        settings: dict[str, Any] = {
             "pattern": self.encoding._pat_str,
-            "special_tokens": self.encoding._special_tokens,
+            "special_tokens": self.special_tokens,
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks.items()},
         }
+        if self._document != DOCUMENT:
+            settings["document"] = self._document
+        return settings
+
+    def chat_settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {}
+        if len(self._ends) > 1:
+            settings["ends"] = self._ends
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        return settings
 
 
 def boundary(text: str, limit: int, reach: int = 4096) -> int:
@@ -287,24 +362,52 @@ def _from_json(data: dict[str, Any]) -> Tokenizer:
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     ranks = {base64.b64decode(text, validate=True): rank for text, rank in data["ranks"].items()}
-    return bpe_tokenizer(data["kind"], data["pattern"], ranks, data["special_tokens"])
+    return bpe_tokenizer(
+        data["kind"],
+        data["pattern"],
+        ranks,
+        data["special_tokens"],
+        data.get("document", DOCUMENT),
+        data.get("ends", []),
+        data.get("chat_template"),
+    )
 
 
 def bpe_tokenizer(
-    name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
+    name: str,
+    pattern: str,
+    ranks: dict[bytes, int],
+    special_tokens: dict[str, int],
+    document: str = DOCUMENT,
+    ends: Sequence[str] = (),
+    chat_template: str | None = None,
 ) -> BpeTokenizer:
-    """Check the ranks (ValueError), then build the encoding: tiktoken panics if a byte has none."""
+    """Check the ranks and special tokens (ValueError), then build the tokenizer.
+
+    Only an imported vocabulary may lack bytes, and only those that are in none of its tokens.
+    """
     numbers = [*ranks.values(), *special_tokens.values()]
     if not all(type(number) is int and 0 <= number < 1_000_000 for number in numbers):
         raise ValueError("a rank is not a number below 1,000,000")
     if len(set(numbers)) != len(numbers):
         raise ValueError("two tokens have the same rank")
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(f"byte {missing[0]} has no rank")
+    spelled = b"".join(ranks)
+    for byte in _missing_bytes(ranks):
+        if name != IMPORTED or byte in spelled:
+            raise ValueError(f"byte {byte} has no rank")
+    for special in (document, *ends):
+        if special not in special_tokens:
+            raise ValueError(f"{special!r} is not a special token")
+    if not isinstance(chat_template, str | None):
+        raise ValueError("chat_template is not a text")
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
     )
-    return BpeTokenizer(encoding)
+    return BpeTokenizer(encoding, document, ends, chat_template)
+
+
+def _missing_bytes(ranks: dict[bytes, int]) -> bytes:
+    return bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
 
 
 def _code_points(text: str) -> Tokens:

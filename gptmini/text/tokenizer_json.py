@@ -5,7 +5,7 @@ files list merges; ours give a rank to each token. The two agree if ids rise in 
 merges and each token's last merge is the one that its own bytes lead to, which is checked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ from typing import Any
 from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.text import bpe
-from gptmini.text.tokenizer import IMPORTED, BpeTokenizer, Tokenizer, bpe_tokenizer
+from gptmini.text.tokenizer import DOCUMENT, IMPORTED, BpeTokenizer, Tokenizer, bpe_tokenizer
 
-DOCUMENT = "<|endoftext|>"
 _QUOTES, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+"
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -84,14 +83,14 @@ def vocabulary(tokenizer: Tokenizer) -> tuple[str, dict[bytes, int], dict[str, i
     if not isinstance(tokenizer, BpeTokenizer):
         tokens = range(tokenizer.document_token)
         ranks = {tokenizer.token_bytes(token): token for token in tokens}
-        return r"[\s\S]", ranks, {DOCUMENT: tokenizer.document_token}
+        return r"[\s\S]", ranks, tokenizer.special_tokens
     pattern = tokenizer.settings()["pattern"]
     if pattern not in PATTERNS:
         raise ConfigError(
             f"tokenizer.kind: {tokenizer.kind} splits words in a way that others may not share; "
             f"train with bpe, gpt2, char or byte"
         )
-    return pattern, tokenizer.encoding._mergeable_ranks, tokenizer.encoding._special_tokens
+    return pattern, tokenizer.encoding._mergeable_ranks, tokenizer.special_tokens
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
@@ -128,11 +127,19 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def from_json(data: dict[str, Any], where: Path, vocab_size: int, ends: list[int]) -> Tokenizer:
+def from_json(
+    data: dict[str, Any],
+    where: Path,
+    vocab_size: int,
+    ends: Sequence[int | str | None] = (),
+    beginning: int | None = None,
+    chat_template: str | None = None,
+) -> Tokenizer:
     """The tokenizer of tokenizer.json; unused numbers up to `vocab_size` become special tokens.
 
-    The document token is `<|endoftext|>` or, without that, the first of `ends` that is a special
-    token. DataError for tokenizers of another kind.
+    `ends`, numbers or names, are the tokens that end a text. The document token is `<|endoftext|>`
+    or, without that, `beginning` or else the first of `ends`. What is not a special token is left
+    out of both. DataError for tokenizers of another kind.
     """
     model = data["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
@@ -163,13 +170,19 @@ def from_json(data: dict[str, Any], where: Path, vocab_size: int, ends: list[int
             f"the tokenizer of this model"
         )
     special |= {f"<|unused_{n}|>": n for n in range(vocab_size) if n not in used}
-    if DOCUMENT not in special:
-        names = {number: name for name, number in special.items()}
-        known = [names[number] for number in ends if number in names]
-        if not known:
-            raise DataError(f"{where}: no token ends a document; add {DOCUMENT} to added_tokens")
-        special[DOCUMENT] = special.pop(known[0])
-    return bpe_tokenizer(IMPORTED, pattern, ranks, special)
+    special = dict(sorted(special.items(), key=lambda item: item[1]))
+    names: dict[int | str | None, str] = {number: name for name, number in special.items()}
+    names |= {name: name for name in special}
+    known_ends = [names[end] for end in ends if end in names]
+    documents = [names[each] for each in (DOCUMENT, beginning, *known_ends) if each in names]
+    if not documents:
+        raise DataError(f"{where}: no token ends a document; add {DOCUMENT} to added_tokens")
+    tokenizer = bpe_tokenizer(
+        IMPORTED, pattern, ranks, special, documents[0], known_ends, chat_template
+    )
+    if tokenizer.missing_bytes and model.get("unk_token") is not None:
+        raise _refused(where, "model.unk_token", f"{model['unk_token']!r} for missing bytes, which")
+    return tokenizer
 
 
 def _check(model: dict[str, Any], ranks: dict[bytes, int], where: Path) -> None:

@@ -75,18 +75,28 @@ class Batches:
 
 
 def validation_batches(
-    texts: list[TokenFile], seq_len: int, batch_size: int, stride: int | None = None
+    texts: list[TokenFile],
+    seq_len: int,
+    batch_size: int,
+    stride: int | None = None,
+    limit: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and targets (B, T) in which each token of a text but its first is a target once.
 
     All other targets are IGNORE_INDEX. Windows of seq_len lie side by side or begin `stride` apart;
     with a stride, each token after the first window has more than seq_len - stride before it. The
-    last window of a text may be shorter.
+    last window of a text may be shorter. With a `limit`, only about as many targets: of each text
+    the same share of its windows, spread evenly and always the same.
     """
+    total = sum(map(len, texts))
     for text in texts:
         rows: list[np.ndarray] = []
         counts: list[int] = []
-        for start, end, count in _overlapping(len(text), seq_len, stride or seq_len):
+        chosen = _overlapping(len(text), seq_len, stride or seq_len)
+        if limit is not None and limit < total:
+            count = -(-(len(text) - 1) // (stride or seq_len))
+            chosen = _spread(chosen, count, limit / total)
+        for start, end, count in chosen:
             row = text.read(start, end - start + 1)
             if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
                 yield _counted(rows, counts)
@@ -104,6 +114,14 @@ def _overlapping(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, 
         end = min(start + seq_len, length - 1)
         yield start, end, end - done
         start, done = start + stride, end
+
+
+def _spread(
+    windows: Iterator[tuple[int, int, int]], count: int, share: float
+) -> Iterator[tuple[int, int, int]]:
+    """A share of so many windows, at least one, at equal distances."""
+    kept = max(1, round(count * share))
+    return (window for place, window in enumerate(windows) if place * kept % count < kept)
 
 
 def _counted(rows: list[np.ndarray], counts: list[int]) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,12 @@ def introduce(training: Training, decision: "Decision") -> None:
         left = (train.steps - training.step) * decision.seconds_per_step
         line += f"; about {duration(left)} left" if left >= 1 else "; about a second left"
     say_fact(line)
+    held_out = training.corpus.held_out
+    if train.eval_tokens is not None and train.eval_tokens < held_out:
+        say_fact(
+            f"  evaluates on {train.eval_tokens:,} of the {held_out:,} tokens held out, always "
+            f"the same"
+        )
     if epochs > MANY_EPOCHS:
         warn(
             f"training reads the text {epochs:.0f} times and learns little after {MANY_EPOCHS}; "

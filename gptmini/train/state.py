@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gptmini.config.load import differences
 from gptmini.config.settings import Config
@@ -19,6 +20,7 @@ from gptmini.distributed.gradients import Gradients, divided
 from gptmini.distributed.ranks import Ranks
 from gptmini.distributed.sharding import Shards, gradients, own_micro_batches
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
+from gptmini.generate.texts import token_bias
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
@@ -86,11 +88,14 @@ class Training:
     ranks: Ranks
     compute: Compute
     progress: Progress
+    bias: Tensor | None  # (V,), of the samples
     paced: bool  # the number of steps follows train.minutes
     started: float  # when the run would have begun, had it never stopped
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))  # losses, for spikes
     saved: int | None = None  # the step of the newest checkpoint
     logged: tuple[int, float] = (0, 0.0)  # step and seconds of the last metrics
+    evaluating: float = 0.0  # seconds that the last evaluation took
+    saving: float = 0.0  # seconds that the last checkpoint took
     first: tuple[int, float] | None = None  # step and seconds after this command's first update
 
     @property
@@ -119,7 +124,10 @@ class Training:
 
 
 def prepare(decision: "Decision", run: RunDirectory) -> Training:
-    """Model, optimizer and batches at step 0; writes nothing."""
+    """Model, optimizer and batches at step 0; writes nothing.
+
+    ConfigError for a text of sample.bias or sample.ban that is not one token.
+    """
     config, corpus, compute = decision.config, decision.corpus, decision.compute
     train, ranks = config.train, decision.ranks
     size = train.micro_batch_size or train.batch_size // ranks.size
@@ -141,7 +149,7 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
         model=model,
         optimizer=shards.optimizer(model, train, compute.dtype)
         if shards
-        else Optimizer(model, train, compute.dtype, divided(ranks)),
+        else Optimizer(model, train, compute.dtype, divided(ranks, train.reduce)),
         batches=Batches(
             *(corpus.training, config.data.weights, config.seq_len, train.batch_size, train.seed),
             rows=[row for m in micros for row in range(m * size, (m + 1) * size)],
@@ -160,6 +168,7 @@ def prepare(decision: "Decision", run: RunDirectory) -> Training:
             dtype=str(compute.dtype).removeprefix("torch."),
             compile=train.compile,
         ),
+        bias=token_bias(corpus.tokenizer, config.sample),
         paced=decision.paced,
         started=decision.started,
     )
@@ -177,11 +186,13 @@ def begin(training: Training) -> None:
         ranks.lead(lambda: run.create(config, tokenizer))
         return
     ranks.lead(lambda: run.checkpoints.mkdir(exist_ok=True))
-    check_same(config, run.config(), run)
+    existing = run.config()
+    check_same(config, existing, run)
     if run.tokenizer().fingerprint != tokenizer.fingerprint:
         raise _other_text(config, run)
     if (checkpoint := newest(training)) is not None:
         restore(training, checkpoint)
+        _compare_micro_batches(existing, config, run)
         # a kill may have left more
         ranks.lead(lambda: run.prune(training.progress.best, config.train.keep))
         training.started -= training.progress.elapsed
@@ -192,6 +203,19 @@ def begin(training: Training) -> None:
         )
     if training.step < config.train.steps:
         ranks.lead(lambda: run.write_config(config))
+
+
+def _compare_micro_batches(existing: Config, config: Config, run: RunDirectory) -> None:
+    """Warn if rows are computed in other groups than before.
+
+    Each group draws its own dropout, and the gradients of the groups are added.
+    """
+    before, now = existing.train.micro_batch_size, config.train.micro_batch_size
+    if before != now:
+        warn(
+            f"{run.path}: micro_batch_size was {before}, is {now}; results will no longer be "
+            f"bit-identical"
+        )
 
 
 def newest(training: Training) -> Checkpoint | None:
@@ -275,7 +299,9 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     if then.corpus != now.corpus:
         raise _other_text(training.config, run)
     model.load_state_dict(fitting(checkpoint.model, model.state_dict(), run.checkpoints))
-    if checkpoint.step:  # before its first update an optimizer has no state
+    if checkpoint.step == 0:
+        training.optimizer.reset()
+    else:
         fitting(checkpoint.optimizer, training.optimizer.state_like(), run.checkpoints)
         training.optimizer.restore(checkpoint.optimizer)
     training.ranks.lead(lambda: run.set_aside_after(checkpoint.step))

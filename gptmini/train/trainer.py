@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gptmini import machine
-from gptmini.console import TrainingProgress, say, warn
+from gptmini.console import TrainingProgress, say, warn, watched
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import decode
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # plan.decide imports the text formats, which training must n
     from gptmini.plan.decide import Decision
 
 SAMPLE_TOKENS = 120  # drawn at each evaluation
+SAMPLING = 0.01  # of the minutes at most for each
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
@@ -58,7 +59,7 @@ def train(decision: "Decision", out: Path) -> bool:
             with machine.signals() as received:
                 if training.step == 0 and training.config.base.run is not None:
                     log.back_to(-1)  # a kill may have come after this line
-                    first = evaluation(training)
+                    first = _evaluate(training)
                     log.write(training.progress.stamp() | first)
                     bar.show(first)
                 _loop(training, log, bar, received)
@@ -82,7 +83,9 @@ def _loop(
             if _save_is_due(training) or stop is not None or asked:
                 received.save = False
                 log.sync()
+                started = time.perf_counter()
                 save(training)
+                training.saving = time.perf_counter() - started
         except DivergedError as error:
             if training.config.train.on_divergence == "stop":
                 raise
@@ -116,7 +119,7 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgress) -> None:
         record |= metrics | {"tokens_per_second": round(tokens / seconds, 1)}
         training.logged = (training.step, progress.seconds)
     if training.step % settings.eval_every == 0 or last:
-        record |= evaluation(training)
+        record |= _evaluate(training)
     if record:
         log.write(progress.stamp() | record)
         bar.show(record)
@@ -149,6 +152,14 @@ def update(training: Training) -> dict[str, Any]:
     return {"train_loss": total, "lr": lr, "grad_norm": norm}
 
 
+def _evaluate(training: Training) -> dict[str, Any]:
+    """An evaluation, and how long it takes, for the pace."""
+    started = time.perf_counter()
+    metrics = evaluation(training)
+    training.evaluating = time.perf_counter() - started
+    return metrics
+
+
 def evaluation(training: Training) -> dict[str, Any]:
     """What is logged at each evaluation."""
     return assess(training) | {
@@ -158,14 +169,15 @@ def evaluation(training: Training) -> dict[str, Any]:
 
 
 def assess(training: Training) -> dict[str, Any]:
-    """Evaluate the whole validation split and remember the best step."""
+    """Evaluate on the validation split, or a fixed part of it, and remember the best step."""
     settings, corpus, progress = training.config.train, training.corpus, training.progress
-    batches = validation_batches(
-        corpus.validation, training.config.seq_len, settings.micro_batch_size or 1
-    )
+    seq_len, rows = training.config.seq_len, settings.micro_batch_size or 1
+    batches = validation_batches(corpus.validation, seq_len, rows, limit=settings.eval_tokens)
     with training.eagerly():
         lengths = corpus.tokenizer.byte_lengths()
-        result = evaluate(training.model, batches, lengths, training.compute, training.ranks)
+        read = min(corpus.held_out, settings.eval_tokens or corpus.held_out)
+        seen = watched(batches, "evaluating", math.ceil(read / (rows * seq_len)))
+        result = evaluate(training.model, seen, lengths, training.compute, training.ranks)
     if not math.isfinite(result.loss):
         raise DivergedError(diverged(training, f"validation loss {result.loss}"))
     losses = {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
@@ -182,13 +194,19 @@ def sample(training: Training) -> str:
     )
     model, tokenizer = training.model, training.corpus.tokenizer
     limit = training.config.model.context_length
-    text = Text(0, opening(tokenizer, settings), limit)
+    tokens = opening(tokenizer, settings)
+    text = Text(0, tokens, limit, tokenizer=tokenizer, stops=settings.stop)
     model.eval()
+    started = time.perf_counter()
+    minutes = training.config.train.minutes
+    alone = training.paced and training.ranks.size == 1  # ranks must draw equally many
+    seconds = SAMPLING * 60 * minutes if minutes is not None and alone else math.inf
     with training.eagerly():
-        for _, token, _ in decode(TorchEngine(model), [text], settings, limit):
-            if token == tokenizer.document_token:
+        for _, token, _ in decode(TorchEngine(model), [text], settings, limit, training.bias):
+            text.read(token)
+            if time.perf_counter() - started > seconds:
                 break
-    return tokenizer.decode(text.tokens)
+    return text.text
 
 
 def _is_finished(training: Training) -> bool:
@@ -218,7 +236,8 @@ def _keep_pace(training: Training, bar: TrainingProgress) -> None:
         training.first = now
     elif training.step % config.train.log_every == 0:
         pace = (training.first, now, training.elapsed, training.corpus.held_out)
-        steps = training.ranks.lead(lambda: paced_steps(config, *pace))
+        around = (training.evaluating, training.saving)
+        steps = training.ranks.lead(lambda: paced_steps(config, *pace, *around))
         if config.train.minutes and steps != config.train.steps:
             training.config = config.with_train(steps=steps)
             training.ranks.lead(lambda: training.run.write_config(training.config))
@@ -244,6 +263,9 @@ def _rewind(training: Training, log: RunLog, bar: TrainingProgress, error: Diver
     restore(training, checkpoint)
     training.progress.lr_scale = scale
     training.model.zero_grad()
+    if training.progress.best is None:  # the weights of a base are saved before they are evaluated
+        assess(training)
+        training.ranks.lead(lambda: training.run.write_best(training.progress.best))
     log.back_to(training.step)
     bar.back_to(training.step)
     reason = error.lines[0].split(";")[0]

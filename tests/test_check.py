@@ -1,0 +1,179 @@
+"""A model that somebody changed: the compiled step notices, and everything else follows."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import new_cache, tiny, train
+from torch import Tensor
+
+from gptmini import files
+from gptmini.config.settings import ModelConfig
+from gptmini.evidence import attention_view
+from gptmini.evidence.evaluate import evaluate_run, text_of
+from gptmini.generate import build, check, native
+from gptmini.generate.engine import TorchEngine
+from gptmini.generate.run import Run, load
+from gptmini.generate.texts import Text
+from gptmini.model.attention import Attention, KVCache, visible
+from gptmini.model.gpt import GPT
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+
+
+def alibi(module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | None) -> Tensor:
+    """`Attention.mask` as someone would write it who adds ALiBi (Press et al. 2022)."""
+    n_head = module.q_proj.out_features // module.head_dim
+    slopes = 2.0 ** -torch.arange(1, n_head + 1)[:, None, None]  # (H, 1, 1)
+    distance = queries[:, None] - keys  # (T, S)
+    seen = visible(queries, keys, module.window, padding)
+    return torch.where(seen, -slopes * distance, -torch.inf)  # (H, T, S) or (B, H, T, S)
+
+
+def noisy(seed: int = 0, **settings: object) -> GPT:
+    """A model with weights, norms and biases far from their initial values."""
+    config = {"vocab_size": 37, "n_layer": 2, "n_head": 4, "d_model": 32, "context_length": 40}
+    torch.manual_seed(seed)
+    model = GPT(ModelConfig.model_validate({**config, **settings})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 5)
+    return model
+
+
+MODELS = {
+    "plain": {},
+    "gqa": {"attention": {"variant": "gqa", "n_kv_head": 2, "qk_norm": True}},
+    "window": {"attention": {"variant": "mqa", "window": 7, "full_every": 2}},
+    "learned": {"position": "learned", "bias": True, "norm": "layernorm", "activation": "gelu"},
+    "none": {"position": "none", "tie_embeddings": False, "activation": "swiglu"},
+    "one position": {"context_length": 1, "vocab_size": 1},
+    "long": {"context_length": 2000, "attention": {"window": 300}},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("settings", MODELS.values(), ids=list(MODELS))
+def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
+    library = build.build(files.CACHE)
+    for seed in range(5):
+        assert check.difference(library, noisy(seed, **settings)) < check.TOLERANCE / 5
+    assert native.library_for(noisy(**settings), files.CACHE) is not None
+    assert capsys.readouterr().err == ""
+
+
+def wider_window(
+    module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | None
+) -> Tensor:
+    return visible(queries, keys, 8, padding)
+
+
+CHANGES = {
+    "ALiBi": (Attention, "mask", alibi),
+    "another window": (Attention, "mask", wider_window),
+    "no rotation": (Attention, "heads", lambda self, x, _, old=Attention.heads: old(self, x, None)),
+    "scaled logits": (GPT, "logits", lambda self, x, old=GPT.logits: old(self, x) * 1.001),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch, capsys):
+    monkeypatch.setattr(*change)
+    model = noisy(attention={"window": 7})
+    library = build.build(files.CACHE)
+    assert check.difference(library, model) > 2 * check.TOLERANCE
+    for _ in range(2):
+        assert isinstance(native.open_engine(model, "bfloat16", 1, files.CACHE), TorchEngine)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
+    assert line.endswith("generating with PyTorch, which is slower")
+
+
+@needs_compiler
+def test_the_weakest_sign_of_alibi_is_seen_in_a_new_model(monkeypatch):
+    """Weights that are small, as initially, make attention's share of the logits small."""
+    monkeypatch.setattr(Attention, "mask", alibi)
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(vocab_size=300, n_layer=2, n_head=4, d_model=64)).eval()
+    assert check.difference(build.build(files.CACHE), model) > 2 * check.TOLERANCE
+
+
+@needs_compiler
+def test_each_model_is_compared_once_and_random_numbers_stay(monkeypatch):
+    asked, difference = [], check.difference
+    monkeypatch.setattr(
+        check, "difference", lambda *arguments: asked.append(1) or difference(*arguments)
+    )
+    state, models = torch.get_rng_state(), [noisy(), noisy()]
+    torch.set_rng_state(state)
+    for model in models * 3:
+        for weights in ("float32", "int8"):
+            native.open_engine(model, weights, 2, files.CACHE)
+    assert len(asked) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@needs_compiler
+def test_a_model_that_overflows_is_left_to_those_who_report_it(capsys):
+    model = noisy()
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    assert native.library_for(model, files.CACHE) is not None
+    assert capsys.readouterr().err == ""
+
+
+def trained(out: Path, text_file: Path, cache: Path) -> Run:
+    config = tiny(
+        model={"attention": {"variant": "gqa", "n_kv_head": 2}},
+        data={"path": str(text_file)},
+        train={"lr": 0.03, "dtype": "float32"},
+        sample={"temperature": 0, "max_new_tokens": 12},
+    )
+    train(config, out, cache)
+    return load(out, weights="float32", cache=cache)
+
+
+def test_alibi_added_to_attention_reaches_every_command(
+    tmp_path: Path, text_file: Path, monkeypatch, capsys
+):
+    cache = new_cache(tmp_path)
+    plain = trained(tmp_path / "plain", text_file, cache)
+    tokens = plain.encode("the cat sat on")
+    plain_maps = attention_view.attention_weights(plain.model, tokens)
+    plain_loss = evaluate_run(plain, text_of(plain, None, cache)).loss
+    monkeypatch.setattr(Attention, "mask", alibi)
+
+    other_loss = evaluate_run(plain, text_of(plain, None, cache)).loss
+    assert other_loss != plain_loss
+    run = trained(tmp_path / "alibi", text_file, cache)
+    learned = zip(run.model.parameters(), plain.model.parameters(), strict=True)
+    assert not all(torch.equal(one, other) for one, other in learned)
+
+    capsys.readouterr()
+    prompts = ["the ", "a dog jumps", "x"]
+    texts = [text.text for text in run.start(prompts).finish()]
+    warnings = capsys.readouterr().err
+    assert texts == [text.text for text in run.start(prompts, use_cache=False).finish()]
+    assert texts == [run.generate(prompt) for prompt in prompts]
+    if shutil.which("g++"):
+        assert warnings.count("warning: compiled engine") == 1
+        assert run.start(prompts).engine == "torch"
+    with run.engine(1) as engine, torch.no_grad():
+        text = Text(0, tokens, 16)
+        text.wanted = len(tokens)
+        torch.testing.assert_close(engine([text])[0], run.model(torch.tensor([tokens]))[0])
+
+    # One token at a time on a cache is reading the whole, and the maps have ALiBi's bias.
+    with torch.no_grad():
+        steps = KVCache(run.model.config, 1, torch.device("cpu"), torch.float32)
+        logits = [run.model(torch.tensor([[token]]), steps)[0, 0] for token in tokens]
+        whole = run.model(torch.tensor([tokens]))[0]
+    torch.testing.assert_close(torch.stack(logits), whole, atol=1e-5, rtol=1e-4)
+    maps = attention_view.attention_weights(plain.model, tokens)
+    T = len(tokens)
+    slopes = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
+    bias = -slopes * (torch.arange(T)[:, None] - torch.arange(T))  # (H, T, T)
+    expected = plain_maps[0] * bias.exp()  # of the first layer, whose inputs are the same
+    torch.testing.assert_close(maps[0], expected / expected.sum(-1, keepdim=True))

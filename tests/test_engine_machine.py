@@ -1,0 +1,291 @@
+"""Random use of the compiled engine: a text gets the logits that it gets alone.
+
+Hypothesis draws models, numbers of slots and sequences of what callers do: texts with common
+beginnings come, grow, are scored, guess ahead, take tokens back, slide, lose their slots and end;
+prompts are prefilled in chunks between the calls of others, and interrupted between two layers. The
+suite runs the same few sequences each time. For new ones, about ten minutes of them:
+
+    GPTMINI_EXAMPLES=800 python -m pytest tests/test_engine_machine.py
+"""
+
+import os
+import random
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from gptmini import files
+from gptmini.generate.build import build
+from gptmini.generate.engine import PREFILL, SPARE
+from gptmini.generate.native import NativeEngine
+from gptmini.generate.precision import PRECISIONS, Packed
+from gptmini.generate.texts import Text
+from gptmini.model.gpt import GPT
+
+EXAMPLES = int(os.environ.get("GPTMINI_EXAMPLES", "0"))
+LIMIT = 512  # the context length: four chunks
+VOCABULARY = 50
+MOST_TEXTS = 5
+SOURCES = [random.Random(seed).choices(range(VOCABULARY), k=LIMIT) for seed in range(2)]
+
+# Lengths around whole chunks, and around what a single call takes without a prefill.
+LENGTHS = [
+    *(1, 2, SPARE, SPARE + 1, 60, PREFILL - 1, PREFILL, PREFILL + 1),
+    *(PREFILL + SPARE, PREFILL + SPARE + 1, PREFILL + SPARE + 2, 200),
+    *(2 * PREFILL, 2 * PREFILL + SPARE + 1, 300, 3 * PREFILL, 400, LIMIT - 3, LIMIT),
+]
+BEGINNINGS = [1, PREFILL, PREFILL + 1, 200, 2 * PREFILL, 300, 3 * PREFILL, 400]
+sources = st.integers(0, len(SOURCES) - 1)
+lengths = st.sampled_from(LENGTHS)
+# Windows of which the ring holds no chunk in float32, or two.
+attentions = st.fixed_dictionaries(
+    {
+        "variant": st.sampled_from(["mha", "gqa"]),
+        "window": st.sampled_from([None, 20, 300]),
+        "full_every": st.sampled_from([None, 2]),
+    }
+)
+
+
+@cache
+def model_of(variant: str, window: int | None, full_every: int | None) -> GPT:
+    torch.manual_seed(0)
+    attention = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
+    attention["window"] = window
+    attention["full_every"] = full_every if window else None
+    shape = {"attention": attention, "context_length": LIMIT, "tie_embeddings": False}
+    model = GPT(tiny(model=shape).with_tokenizer("byte", VOCABULARY).model).eval()
+    with torch.no_grad():  # strong weights, so that a wrong key changes the logits
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model
+
+
+@cache
+def packed_of(model: GPT, weights: str) -> Packed:
+    """The weights in the layout of the compiled step, shared by the engines of a model."""
+    return {}
+
+
+def engine_of(model: GPT, weights: str, n_slots: int) -> NativeEngine:
+    library = build(files.CACHE)
+    assert library is not None
+    return NativeEngine(library, model, weights, n_slots, packed_of(model, weights))
+
+
+class Known:
+    """A text in company, and the same text in an engine of its own."""
+
+    def __init__(self, number: int, prompt: list[int], engine: NativeEngine) -> None:
+        self.text, self.alone = Text(number, prompt, LIMIT), Text(number, prompt, LIMIT)
+        self.engine = engine
+        self.written = 0  # positions of its slot that have held a key of it
+
+    def __repr__(self) -> str:  # what a failing sequence shows
+        text = self.text
+        return f"<text {text.number}: {text.cached} of {len(text.context)} tokens cached>"
+
+    def unseen(self) -> int:
+        return len(self.text.context) - self.text.cached
+
+
+class Company(RuleBasedStateMachine):
+    """Between the rules, each text has at least one token that its cache lacks."""
+
+    weights = "float32"
+
+    @initialize(attention=attentions, n_slots=st.integers(1, 4))
+    def open(self, attention: dict, n_slots: int) -> None:
+        self.windowed = attention["window"] is not None
+        self.model = model_of(**attention)
+        self.n_slots = n_slots
+        self.engine = engine_of(self.model, self.weights, n_slots)
+        self.n_texts = 0
+        self.live: list[Known] = []
+
+    # -- what callers do ---------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.live) < MOST_TEXTS)
+    @rule(beginning=sources, n_beginning=st.sampled_from(BEGINNINGS), rest=sources, n_rest=lengths)
+    def come(self, beginning: int, n_beginning: int, rest: int, n_rest: int) -> None:
+        prompt = SOURCES[beginning][:n_beginning] + SOURCES[rest][n_beginning:][:n_rest]
+        self.n_texts += 1
+        self.live.append(Known(self.n_texts, prompt, engine_of(self.model, self.weights, 1)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), n_guesses=st.sampled_from([0, 0, 1, 3]), source=sources)
+    def step(self, data: st.DataObject, n_guesses: int, source: int) -> None:
+        """Give each of several texts a token; some of the guesses at the next ones are right."""
+        members = data.draw(st.lists(st.sampled_from(self.live), min_size=1, unique=True))
+        members = members[: self.n_slots]
+        guesses = []
+        for known in members:
+            context = known.text.context
+            guesses.append(SOURCES[source][len(context) :][:n_guesses])
+            context += guesses[-1]
+            known.text.wanted = 1 + len(guesses[-1])
+        self.call(members)
+        for known, guessed in zip(members, guesses, strict=True):
+            n_wrong = data.draw(st.integers(0, len(guessed)))
+            del known.text.context[len(known.text.context) - n_wrong :]
+            self.append(known, data.draw(sources))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), source=sources)
+    def score(self, data: st.DataObject, source: int) -> None:
+        """Ask for the logits of all tokens that the cache lacks: of a new text, the prompt."""
+        known = data.draw(st.sampled_from(self.live))
+        known.text.wanted = known.unseen()
+        self.call([known])
+        self.append(known, source)
+
+    @precondition(lambda self: self.long())
+    @rule(data=st.data(), most=st.integers(1, PREFILL), n_chunks=st.integers(1, 3))
+    def prefill(self, data: st.DataObject, most: int, n_chunks: int) -> None:
+        known = data.draw(st.sampled_from(self.long()))
+        for _ in range(n_chunks):
+            self.chunk(known, most)
+
+    @precondition(lambda self: self.weights == "float32" and self.long() and self.short())
+    @rule(data=st.data(), source=sources)
+    def interrupt(self, data: st.DataObject, source: int) -> None:
+        """Give a text a token while PyTorch is between two layers of the prefill of another."""
+        long = data.draw(st.sampled_from(self.long()))
+        short = data.draw(st.sampled_from(self.short()))
+
+        def give_a_token(*_: object) -> None:
+            hook.remove()
+            if short.text in self.engine._slots:
+                short.text.wanted = 1
+                self.call([short])
+                self.append(short, source)
+
+        hook = self.model.blocks[0].register_forward_hook(give_a_token)
+        self.chunk(long, PREFILL)
+        hook.remove()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), source=sources, length=lengths)
+    def grow(self, data: st.DataObject, source: int, length: int) -> None:
+        known = data.draw(st.sampled_from(self.live))
+        known.text.context += SOURCES[source][len(known.text.context) :][:length]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), length=lengths, source=sources)
+    def take_back(self, data: st.DataObject, length: int, source: int) -> None:
+        """Replace the last tokens by another one; a window keeps keys for SPARE of them."""
+        known = data.draw(st.sampled_from(self.live))
+        text = known.text
+        if self.windowed:
+            length = min(length, SPARE - (known.written - text.cached))
+        length = min(length, len(text.context) - 1)
+        del text.context[len(text.context) - length :]
+        self.append(known, source)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def slide(self, data: st.DataObject) -> None:
+        text = data.draw(st.sampled_from(self.live)).text
+        text.context = text.context[len(text.context) // 2 :]
+        text.cached = 0
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), reason=st.sampled_from(["length", None]))
+    def leave(self, data: st.DataObject, reason: str | None) -> None:
+        """End a text, or never ask for it again."""
+        known = data.draw(st.sampled_from(self.live))
+        known.text.finish_reason = reason
+        self.live.remove(known)
+
+    def long(self) -> list[Known]:
+        """Texts of which a chunk can be prefilled."""
+        return [known for known in self.live if known.unseen() > PREFILL + SPARE]
+
+    def short(self) -> list[Known]:
+        """Texts that a step can give a token."""
+        return [known for known in self.live if known.unseen() <= SPARE]
+
+    # -- what they must get ------------------------------------------------------------------------
+
+    def append(self, known: Known, source: int) -> None:
+        """Add a token, as the sampler does: that of a source at this place, so that texts meet."""
+        text = known.text
+        if len(text.context) == LIMIT:
+            text.context, text.cached = text.context[LIMIT // 2 :], 0
+        text.context.append(SOURCES[source][len(text.context)])
+        text.cached = min(text.cached, len(text.context) - 1)
+
+    def call(self, members: list[Known]) -> None:
+        """Call the engine with some texts and compare their logits with those of each alone."""
+        expected = [self.expected(known) for known in members]
+        found = self.engine([known.text for known in members])
+        for known, theirs, own in zip(members, found, expected, strict=True):
+            text = known.text
+            assert text.cached == len(text.context)
+            assert theirs.shape == (text.wanted, VOCABULARY)
+            assert torch.equal(theirs, own)
+            known.written = max(known.written, text.cached)
+
+    def chunk(self, known: Known, most: int) -> None:
+        self.follow(known)
+        known.text.wanted = 1
+        self.engine.prefill_chunk(known.text, most)
+        known.written = max(known.written, known.text.cached)
+        # In float32 bits depend on where a chunk ends and a step begins.
+        while self.weights == "float32" and known.alone.cached < known.text.cached:
+            assert known.engine.prefill_chunk(known.alone)
+
+    def follow(self, known: Known) -> None:
+        """Bring the text alone to where the text stands; one without a slot begins again."""
+        if known.text not in self.engine._slots or known.text.cached == 0:
+            known.engine = engine_of(self.model, self.weights, 1)
+            known.alone.cached = known.written = 0
+        else:
+            known.alone.cached = min(known.alone.cached, known.text.cached)
+        known.alone.context = list(known.text.context)
+        known.alone.wanted = known.text.wanted
+
+    def expected(self, known: Known) -> torch.Tensor:
+        """The logits of a text alone: the same calls in float32, else one pass of the whole.
+
+        In float32 a prefill and steps differ in their last bits, and both from the plain model.
+        """
+        self.follow(known)
+        text = known.text
+        if self.weights != "float32":
+            fresh = Text(0, text.context, LIMIT)
+            fresh.wanted = text.wanted
+            return engine_of(self.model, self.weights, 1)([fresh])[0]
+        (own,) = known.engine([known.alone])
+        plain = self.model(torch.tensor([text.context]))[0, -text.wanted :]
+        torch.testing.assert_close(own, plain, atol=1e-4, rtol=1e-4)
+        return own
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+@pytest.mark.parametrize("weights", PRECISIONS)
+@torch.inference_mode()
+def test_a_text_in_any_company_has_the_logits_it_has_alone(weights: str):
+    machine = type("Company", (Company,), {"weights": weights})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=EXAMPLES or 30,
+            stateful_step_count=50,
+            derandomize=not EXAMPLES,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
