@@ -29,6 +29,7 @@ READMES = [
 ]
 SMALL = [
     "model.n_layer=2",
+    "model.n_head=4",
     "model.d_model=32",
     "model.context_length=32",
     "train.steps=2",
