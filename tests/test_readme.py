@@ -4,6 +4,8 @@ import gzip
 import json
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -181,6 +183,27 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     capfd.readouterr()
     exec(example, {})
     assert capfd.readouterr().out.strip()
+
+
+def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (example,) = blocks("python", ROOT / "docs" / "serving.md")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
+    provide("my.txt", tmp_path)
+    assert run(["gptmini", "train", "my.txt", *SMALL_WORDS], monkeypatch) == 0
+    command = [sys.executable, "-m", "gptmini", "serve", "runs/my", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()  # "runs/my, step 2: http://...; the API is ..."
+            url = re.search(r"http://[\d.:]+", line)
+            assert url, line
+            client = example.replace("http://127.0.0.1:8000", url[0])
+            texts = subprocess.run([sys.executable, "-c", client], capture_output=True, check=True)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+    assert texts.stdout.strip()
 
 
 def test_every_yaml_example_is_a_configuration(tmp_path: Path):
