@@ -31,7 +31,6 @@ READMES = [
 ]
 SMALL = [
     "model.n_layer=2",
-    "model.n_head=4",
     "model.d_model=32",
     "model.context_length=32",
     "train.steps=2",
@@ -111,6 +110,8 @@ def made_small(words: list[str]) -> list[str]:
     words = [word.replace("mha,gqa:2,mqa,window:64", "mha,gqa:2") for word in words]
     if words[1] in ("train", "size") or (words[1] == "compare" and "runs/" not in words[2]):
         words = [*words, *SMALL_WORDS]
+    if "--minutes" in words:  # which would choose one head for so small a width
+        words = [*words, "--set", "model.n_head=4"]
     extra = {"generate": ["--max-new-tokens", "3"], "serve": ["--port", "0"]}
     return words + extra.get(words[1], [])
 
