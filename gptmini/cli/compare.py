@@ -19,7 +19,7 @@ from gptmini.cli.options import (
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
-DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"  # compared by default
+DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"
 
 
 def compare(
@@ -54,19 +54,24 @@ def compare(
     configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
     if not finished and not configs:
         configs = [None]
-    named = {"--steps": steps, "--minutes": minutes}
-    other = {"--attention": attention, "--set": assignments, "--errors": errors, "--seeds": seeds}
     for name in configs:
         if name is not None and Path(name).suffix not in (".yaml", ".yml"):
             _check_known(name)
+    train_options = {"--steps": steps, "--minutes": minutes}
     if not configs:
-        for label, value in (named | other).items():
+        only_for_training = train_options | {
+            "--attention": attention,
+            "--set": assignments,
+            "--errors": errors,
+            "--seeds": seeds,
+        }
+        for label, value in only_for_training.items():
             if value is not None:
                 raise ConfigError(f"{label}: these runs are already trained; remove this option")
-    variants = {
-        kind or name or "default": build_config(name, data, errors, kind, named, assignments)
-        for kind, name in _list_variants(configs, attention, only=not finished)
-    }
+    variants = {}
+    for kind, name in _list_variants(configs, attention, only=not finished):
+        config = build_config(name, data, errors, kind, train_options, assignments)
+        variants[kind or name or "default"] = config
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS_FOLDER / ("compare" if variants else "compared")
@@ -78,18 +83,16 @@ def compare(
     if as_json:
         print(json.dumps(figures.to_json(measured)))
         return
-    print(
-        figures.format_table(measured),
-        figures.TABLE_LEGEND,
-        "",
-        *figures.write_verdicts(measured),
-        sep="\n",
-    )
+    print(figures.format_table(measured))
+    print(figures.TABLE_LEGEND)
+    print()
+    for line in figures.write_verdicts(measured):
+        print(line)
     say(f"compare: all figures: {out / 'compare.md'}")
 
 
 def _check_known(name: str) -> None:
-    """ConfigError if this is neither a directory of a run nor the name of a configuration."""
+    """Raise ConfigError if this is neither a run directory nor the name of a configuration."""
     from gptmini.config import load
 
     try:
@@ -102,11 +105,14 @@ def _check_known(name: str) -> None:
 def _list_variants(
     configs: list[str | None], attention: str | None, only: bool
 ) -> list[tuple[str | None, str | None]]:
-    """(Attention, configuration) of each variant; `only` if nothing else is compared."""
+    """List the (attention, configuration) of each variant.
+
+    A single configuration that is compared with nothing else (`only`) is compared with itself, in
+    each of DEFAULT_ATTENTIONS.
+    """
     if len(configs) > 1 and attention:
         raise ConfigError("--attention: needs a single configuration; name one, or remove it")
     if not attention and not (only and len(configs) == 1):
         return [(None, name) for name in configs]
-    return [
-        (kind, name) for name in configs for kind in (attention or DEFAULT_ATTENTIONS).split(",")
-    ]
+    kinds = (attention or DEFAULT_ATTENTIONS).split(",")
+    return [(kind, name) for name in configs for kind in kinds]

@@ -21,7 +21,7 @@ def convert(
     if attention is None:
         raise ConfigError("--attention: missing; write for example --attention gqa:2")
     path = resolve_run(run)
-    path = path.resolve() if path.name == "" else path
+    path = path.resolve() if path.name == "" else path  # "." has no name
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
     from gptmini.console import say
     from gptmini.generate.run import load_run
@@ -29,15 +29,16 @@ def convert(
 
     trained = load_run(path, weights="float32", cache=cache)
     config = convert.convert_run(trained, parse_attention(attention), steps, out, cache)
-    old, new = trained.config.model, config.model
+    old = trained.config.model
+    new = config.model
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
     if new.n_kv_head == old.n_kv_head:
         change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
     name = shlex.quote(str(out))
-    further = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
-    if not trained.corpus:  # imported
-        further = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
+    command = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
+    if not trained.corpus:  # an imported model has no text of its own
+        command = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
     say(
         f"{out}: {change}, from step {trained.step} of {path}; train it for {config.train.steps} "
-        f"steps with:\n  {further}"
+        f"steps with:\n  {command}"
     )

@@ -27,9 +27,9 @@ def fetch(
     out: Path = option(Path("data"), "DIR", "The folder to save it in."),
 ) -> None:
     """Download a known corpus and check its SHA-256."""
-    from gptmini.data import fetch
+    from gptmini.data import fetch as fetching
 
-    print(fetch.fetch(name, out))
+    print(fetching.fetch(name, out))
 
 
 @data_app.command("prepare")
@@ -58,19 +58,20 @@ def prepare(
 
     settings = build_config(config, data, errors, assignments=assignments)
     if out is not None:
-        made = shards.prepare_part(settings, *_parse_part(part or "1/1"), out)
-        print(f"{made.path}: {made.text_bytes:,} bytes of text -> {len(made):,} tokens")
+        number, n_parts = _parse_part(part or "1/1")
+        prepared = shards.prepare_part(settings, number, n_parts, out)
+        print(f"{prepared.path}: {prepared.text_bytes:,} bytes of text -> {len(prepared):,} tokens")
         console.say(f"train on all parts with: gptmini train --data {shlex.quote(str(out))}")
         return
     if part is not None:
         raise ConfigError(f"--part {part}: where to? add --out DIR, a folder for all parts")
-    ready = corpus.prepare_corpus(settings, cache)
-    print(ready.format_summary(settings.tokenizer.kind))
+    prepared_corpus = corpus.prepare_corpus(settings, cache)
+    print(prepared_corpus.format_summary(settings.tokenizer.kind))
 
 
 def _parse_part(text: str) -> tuple[int, int]:
-    """`3/16` as numbers."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+    """Parse `3/16` into two numbers."""
+    number, _, n_parts = text.partition("/")
+    if not (number.isdecimal() and n_parts.isdecimal() and 1 <= int(number) <= int(n_parts)):
         raise ConfigError(f"--part {text}: must be K/N, with K from 1 to N; write 3/16")
-    return int(part), int(parts)
+    return int(number), int(n_parts)

@@ -1,4 +1,4 @@
-"""`gptmini evaluate`: loss, perplexity and bits per byte of held-out text."""
+"""`gptmini evaluate`: measure a trained model on held-out text."""
 
 import json
 from typing import Any, Literal
@@ -38,13 +38,13 @@ def evaluate(
     if data and split == "test":
         raise ConfigError("--split test: is a part of the run's own text; leave out --data")
     path = resolve_run(run)
-    from gptmini.config import load as configuration
+    from gptmini.config.load import load_config
     from gptmini.console import say
     from gptmini.data import corpus
 
     if data and "-" not in data:
-        own = configuration.load_config(path / "config.yaml", []).data
-        corpus.check_paths(data, own)  # a wrong path is named before torch is loaded
+        run_config = load_config(path / "config.yaml", [])
+        corpus.check_paths(data, run_config.data)  # names a wrong path before torch is loaded
     from gptmini.analysis.evaluate import evaluate_run, load_text
     from gptmini.generate.run import load_run
 
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def _format_evaluation(facts: dict[str, Any]) -> str:
-    """The figures of an evaluation as text."""
+    """Format the figures of an evaluation as lines of text."""
 
     def error(key: str) -> str:
         return "" if facts[key] is None else f" ± {facts[key]:.4f}"

@@ -25,27 +25,30 @@ def export(
     if weights is not None and to == "hf":
         raise ConfigError("--weights: applies to --to gguf; leave it out")
     path = resolve_run(run)
-    path = path.resolve() if path.name == "" else path
+    path = path.resolve() if path.name == "" else path  # "." has no name
     kind = weights or "f16"
-    out = out or path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
+    if out is None:
+        out = path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
     from gptmini.console import say
     from gptmini.interop.export import export_run
 
-    made = export_run(path, out, to, kind, cache)
-    say(f"{path}: written as a {made.architecture}")
+    exported = export_run(path, out, to, kind, cache)
+    say(f"{path}: written as a {exported.architecture}")
     say(
-        f"proof: read back, its logits differ by at most {made.difference:.1e} (the largest is "
-        f"{made.scale:.1f}) on {made.tokens:,} tokens"
+        f"proof: read back, its logits differ by at most {exported.difference:.1e} (the largest is "
+        f"{exported.scale:.1f}) on {exported.tokens:,} tokens"
     )
-    if made.rounding:
-        say(f"proof: rounding to {kind} changes logits by at most {made.rounding:.1e}")
+    if exported.rounding:
+        say(f"proof: rounding to {kind} changes logits by at most {exported.rounding:.1e}")
     print(out)
     if to == "hf":
         say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
         return
-    file, name = shlex.quote(str(out)), shlex.quote(path.name)
+    file = shlex.quote(str(out))
+    name = shlex.quote(path.name)
+    modelfile = shlex.quote(str(out.parent / "Modelfile"))
+    say(f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT")
     say(
-        f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT\n"
-        f"Ollama:     echo 'FROM ./{out.name}' > {shlex.quote(str(out.parent / 'Modelfile'))} && "
-        f"ollama create {name} -f {shlex.quote(str(out.parent / 'Modelfile'))} && ollama run {name}"
+        f"Ollama:     echo 'FROM ./{out.name}' > {modelfile} && "
+        f"ollama create {name} -f {modelfile} && ollama run {name}"
     )

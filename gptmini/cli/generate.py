@@ -90,10 +90,23 @@ def generate(
 
     The text is printed as it is generated. Sampling options default to the run's own settings.
     """
-    settings = _parse_sampling(locals(), assignments)
-    sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "stop": stop,
+        "seed": seed,
+    }
+    settings = _parse_sampling(sampling, assignments)
+    sources = {
+        "--prompt": prompt,
+        "--prompt-file": prompt_file,
+        "--prompts": prompts,
+        "--interactive": interactive or None,
+    }
     named = [name for name, value in sources.items() if value is not None]
-    named += ["--interactive"] * interactive
     if len(named) > 1:
         raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
     if as_json and (interactive or prompts is not None):
@@ -105,7 +118,7 @@ def generate(
     if str(out) == "-":
         raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
     path = resolve_run(run, "--prompt", "--prompt-file")
-    draft = resolve_run(draft) if draft else None
+    draft_path = None if draft is None else resolve_run(draft)
     from gptmini.console import say
     from gptmini.generate import prompts_file
     from gptmini.generate.run import load_run
@@ -113,14 +126,18 @@ def generate(
     trained = load_run(path, device, weights, cache)
     if run is None:
         say(f"{path}, step {trained.step}")
-    for label, text in [("--prompt", prompt or ""), *(("--stop", text) for text in stop or [])]:
-        if "\\n" in text:
-            say(f"{label}: \\n is taken as two characters; for a line break, type $'\\n' in bash")
+    _point_out_line_breaks(prompt, stop)
     if not named and _has_piped_input():
         say("standard input is not read; to continue it, add --prompt-file -")
-    guess = load_run(draft, device, weights, cache) if draft else "lookup" if lookup else None
-    how: Settings = {"use_cache": not no_cache, "special": special, "guess": guess}
-    how["logprobs"] = as_json or prompts is not None
+    guess: Run | str | None = "lookup" if lookup else None
+    if draft_path is not None:
+        guess = load_run(draft_path, device, weights, cache)
+    how: Settings = {
+        "use_cache": not no_cache,
+        "special": special,
+        "guess": guess,
+        "logprobs": as_json or prompts is not None,
+    }
     if prompts is not None and out is not None:
         prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
     elif interactive:
@@ -130,26 +147,36 @@ def generate(
         _print_texts(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
-def _parse_sampling(options: dict[str, Any], assignments: list[str] | None) -> Settings:
-    """The sampling settings that --set and the options give, checked before torch is loaded.
+def _parse_sampling(options: Settings, assignments: list[str] | None) -> Settings:
+    """Check the sampling settings of --set and of the options, which override it.
 
-    An option is a setting if it has the name of one; it overrides --set.
+    This comes before torch is loaded, so that a mistake is answered at once.
     """
     from gptmini.config import load
-    from gptmini.config.settings import SampleConfig
 
     overrides = parse_assignments(assignments)
     for label, path, _ in overrides:
         if path[0] != "sample":
             raise ConfigError(f"{label}: only sampling settings apply here; write sample.KEY=VALUE")
-    for key in SampleConfig.model_fields:
-        if options.get(key) is not None:
-            overrides.append((f"--{key.replace('_', '-')}", ("sample", key), options[key]))
+    for key, value in options.items():
+        if value is not None:
+            overrides.append((f"--{key.replace('_', '-')}", ("sample", key), value))
     return load.load_config(None, overrides).sample.model_dump(exclude_unset=True)
 
 
+def _point_out_line_breaks(prompt: str | None, stop: list[str] | None) -> None:
+    """Say that a backslash and an n, typed in a shell, are no line break."""
+    from gptmini.console import say
+
+    labeled = [("--prompt", prompt or "")]
+    labeled += [("--stop", text) for text in stop or []]
+    for label, text in labeled:
+        if "\\n" in text:
+            say(f"{label}: \\n is taken as two characters; for a line break, type $'\\n' in bash")
+
+
 def _has_piped_input() -> bool:
-    """Whether standard input is a pipe or a file that holds something."""
+    """Tell whether standard input is a pipe or a file that holds something."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
         ready = select.select([sys.stdin], [], [], 0)[0]
@@ -167,7 +194,7 @@ def _print_texts(
     raw: bool,
     as_json: bool,
 ) -> None:
-    """Print the texts of one prompt: a single one as it is generated, several in turn."""
+    """Print the texts of one prompt: a single one while it is generated, several in turn."""
     from gptmini.console import say, stream_to_stdout
 
     batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
@@ -202,7 +229,7 @@ def _describe_speed(generation: "Generation") -> str:
 
 
 def _build_json(generations: "list[Generation]") -> dict[str, Any]:
-    """Samples and speed as JSON data."""
+    """Return samples and speed as JSON data."""
     n_tokens = sum(generation.n_tokens for generation in generations)
     seconds = sum(generation.seconds for generation in generations)
     facts: dict[str, Any] = {
@@ -218,7 +245,7 @@ def _build_json(generations: "list[Generation]") -> dict[str, Any]:
 
 
 def _converse(run: "Run", settings: Settings, raw: bool) -> None:
-    """Prompts typed by a person; Ctrl-C stops the current text, not the program."""
+    """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
     from gptmini.console import say, stream_to_stdout
 
     if sys.stdin.isatty():
@@ -228,7 +255,8 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
         "Type a prompt; an empty line continues the last text. "
         "Ctrl-C stops a text; exit or Ctrl-D quits."
     )
-    text, turn = "", 0
+    text = ""
+    turn = 0
     while True:
         try:
             line = input("> ")

@@ -21,10 +21,10 @@ def import_model(
     from gptmini.interop.huggingface import import_model
 
     run = import_model(folder, out, context_length, cache)
-    count = sum(parameter.numel() for parameter in run.model.parameters())
+    n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     name = shlex.quote(str(out))
     say(
-        f"{out}: {count / 1e6:,.1f} M parameters, context {run.config.model.context_length:,}, "
+        f"{out}: {n_parameters / 1e6:,.1f} M parameters, context {run.config.model.context_length:,}, "
         f"vocabulary {run.tokenizer.vocab_size:,}; try it with:\n"
         f"  gptmini generate {name} --prompt TEXT"
     )

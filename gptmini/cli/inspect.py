@@ -1,4 +1,4 @@
-"""`gptmini inspect`: what the heads of a model attend to, or what a mask hides."""
+"""`gptmini inspect`: show what the heads of a model attend to, or what a mask hides."""
 
 from pathlib import Path
 
@@ -29,23 +29,27 @@ def inspect(
     ),
 ) -> None:
     """Show what the heads of a trained model attend to, or what a mask hides."""
-    other = {"RUN": run, "--prompt": prompt, "--layer": layer, "--head": head}
-    other["--generate"] = generate
-    if mask is None:
-        other = {"--size": size}
-    for label, value in other.items():
-        if value is not None:
-            problem = "works only with --mask" if mask is None else "does not work with --mask"
-            raise ConfigError(f"{label}: {problem}; remove one of them")
+    only_without_mask = {
+        "RUN": run,
+        "--prompt": prompt,
+        "--layer": layer,
+        "--head": head,
+        "--generate": generate,
+    }
+    if mask is None and size is not None:
+        raise ConfigError("--size: works only with --mask; remove one of them")
+    for label, value in only_without_mask.items():
+        if mask is not None and value is not None:
+            raise ConfigError(f"{label}: does not work with --mask; remove one of them")
     if mask is None and prompt is None:
         raise ConfigError("--prompt: missing; give a text to read")
     from gptmini.analysis import plots
     from gptmini.console import say
 
-    if out is not None:
-        plots.check_suffix(
-            out, plots.PICTURE_SUFFIXES if mask else (*plots.PICTURE_SUFFIXES, ".html")
-        )
+    if out is not None and mask is None:
+        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, ".html"))
+    elif out is not None:
+        plots.check_suffix(out, plots.PICTURE_SUFFIXES)
     if generate is not None and (out is None or out.suffix.lower() != ".html"):
         raise ConfigError("--generate: works only with a page; add --out FILE.html")
     if mask is not None:
@@ -71,24 +75,27 @@ def _inspect_run(
     generate: int | None,
     out: Path | None,
 ) -> None:
-    """Print what heads attend to; write a page or picture of it."""
+    """Print what the heads attend to; write a page or a picture of it."""
     from gptmini.analysis import attention_maps, page_data, plots
     from gptmini.console import say
     from gptmini.generate.run import load_run
 
     trained = load_run(path, "cpu", "float32")
-    text = page_data.continue_prompt(trained, prompt, generate) if generate else None
-    tokens = text.prompt_tokens + text.tokens if text else trained.encode(prompt, "--prompt")
+    if generate:
+        text = page_data.continue_prompt(trained, prompt, generate)
+        tokens = text.prompt_tokens + text.tokens
+    else:
+        text = None
+        tokens = trained.encode(prompt, "--prompt")
     layers = None if layer is None else [layer]
     is_page = out is not None and out.suffix.lower() == ".html"
     if is_page:
         page_data.check_page_size(trained.config.model, len(tokens))
     view = attention_maps.view_attention(trained, tokens, layers, head)
     say(f"{path}: step {trained.step}")
-    if out is not None and is_page:  # first, as `| head` may close stdout
-        files.atomic_write_bytes(
-            out, page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
-        )
+    if out is not None and is_page:  # before printing, as `| head` may close stdout
+        page = page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
+        files.atomic_write_bytes(out, page)
     print(view.format_text())
     if out is not None and not is_page:
         plots.save_figure(view.draw_figure(), out)

@@ -1,4 +1,4 @@
-"""`gptmini plot`: training curves of runs, as pictures and as a page."""
+"""`gptmini plot`: draw the training curves of runs as a picture and as a page."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`gptmini score`: how well a model predicts a text, token by token."""
+"""`gptmini score`: show how well a model predicts a text, token by token."""
 
 import json
 import sys
@@ -61,16 +61,15 @@ def _format_table(scored: "Score") -> Iterator[str]:
 
 
 def _color_tokens(scored: "Score") -> Iterator[str]:
-    """The text on backgrounds from none to dark red, one step per two bits of surprise."""
+    """Put the text on backgrounds from none to dark red, one step for each two bits of surprise."""
     from gptmini.console import escape_control_characters
 
     colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
     for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
-        color = colors[min(len(colors) - 1, int(-logprob / 1.386))]  # 2 bits are 1.386 nats
-        yield "\n".join(
-            f"{color}{escape_control_characters(line)}\x1b[0m"
-            if color and line
-            else escape_control_characters(line)
-            for line in text.split("\n")
-        )
+        surprise = int(-logprob / 1.386)  # in steps of 2 bits, which are 1.386 nats
+        color = colors[min(surprise, len(colors) - 1)]
+        lines = [escape_control_characters(line) for line in text.split("\n")]
+        if color:
+            lines = [f"{color}{line}\x1b[0m" if line else "" for line in lines]
+        yield "\n".join(lines)
     yield "\n"

@@ -1,4 +1,4 @@
-"""`gptmini settings`: the settings that --set and YAML files take."""
+"""`gptmini settings`: list the settings that --set and YAML files take."""
 
 import shutil
 import textwrap
@@ -16,14 +16,13 @@ def list_settings(
     from gptmini.config.settings import Config
 
     width = min(100, shutil.get_terminal_size().columns)
-    listed = {
-        f"{section}.{each.name}": each
-        for section, _, settings in listing.iter_sections(Config.model_json_schema())
-        for each in settings
-    }
-    chosen = [
-        key for key in listed if name is None or f".{name}." in f".{key}." or name == f"{key}."
-    ]
+    listed = {}
+    for section, _, settings in listing.iter_sections(Config.model_json_schema()):
+        for setting in settings:
+            listed[f"{section}.{setting.name}"] = setting
+    chosen = list(listed)
+    if name is not None:
+        chosen = [key for key in listed if f".{name}." in f".{key}." or name == f"{key}."]
     if not chosen and name is not None:
         known = load.find_full_key(name.rpartition(".")[2])
         if known is None:
@@ -31,7 +30,8 @@ def list_settings(
         chosen = [known]
     lines = []
     for key in chosen:
-        each = listed[key]
-        lines += [f"{key}: {each.kind} (default: {each.default})".replace("`", "")]
-        lines += [f"    {line}" for line in textwrap.wrap(each.meaning, width - 4)]
+        setting = listed[key]
+        head = f"{key}: {setting.kind} (default: {setting.default})"
+        lines.append(head.replace("`", ""))
+        lines += [f"    {line}" for line in textwrap.wrap(setting.meaning, width - 4)]
     console.stream_to_stdout(f"{line}\n" for line in lines)

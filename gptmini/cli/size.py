@@ -1,4 +1,4 @@
-"""`gptmini size`: what a training run would take, without training it."""
+"""`gptmini size`: plan a training run without training it."""
 
 import json
 
@@ -59,23 +59,27 @@ def size(
         raise ConfigError(
             "--minutes: plans for this machine, not an accelerator; remove --accelerator"
         )
-    others = {"--utilization": utilization, "--network": network, "--shard": shard or None}
-    others["--ranks"] = ranks if ranks > 1 else None
-    for label, value in others.items():
+    accelerator_options = {
+        "--utilization": utilization,
+        "--network": network,
+        "--shard": shard or None,
+        "--ranks": ranks if ranks > 1 else None,
+    }
+    for label, value in accelerator_options.items():
         if value is not None and accelerator is None:
             raise ConfigError(f"{label}: needs --accelerator; name one, or remove {label}")
     if shard and ranks == 1:
         raise ConfigError("--shard: one rank has nothing to divide; add --ranks, or remove it")
-    named = {"--steps": steps, "--minutes": minutes}
-    settings = build_config(config, data, errors, attention, named, assignments, base)
+    train_options = {"--steps": steps, "--minutes": minutes}
+    settings = build_config(config, data, errors, attention, train_options, assignments, base)
     if base is not None:
-        resolve_run(base)  # a wrong name is answered with the nearest
-    from gptmini.plan import report as sizing
+        resolve_run(base)  # answers a wrong name with the nearest
+    from gptmini.plan import report
 
     hardware = None
     if accelerator is not None:
-        from gptmini.plan import cluster as planning
+        from gptmini.plan.cluster import find_accelerator
 
-        hardware = planning.find_accelerator(accelerator, utilization, network)
-    facts = sizing.estimate_training(settings, cache, hardware, ranks, shard)
-    print(json.dumps(facts) if as_json else "\n".join(sizing.format_report(facts)))
+        hardware = find_accelerator(accelerator, utilization, network)
+    facts = report.estimate_training(settings, cache, hardware, ranks, shard)
+    print(json.dumps(facts) if as_json else "\n".join(report.format_report(facts)))

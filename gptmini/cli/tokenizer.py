@@ -34,7 +34,7 @@ def train(
     from gptmini.config import load
     from gptmini.data import corpus, sources
 
-    if out.suffix != ".json":  # by which other commands know a tokenizer file
+    if out.suffix != ".json":  # other commands know a tokenizer file by its suffix
         out = Path(f"{out}.json")
     config = load.load_config(
         None,
@@ -47,9 +47,8 @@ def train(
         ],
     )
     with sources.stdin_as_file(config.data.path, Path(tempfile.gettempdir())) as paths:
-        learned = corpus.learn_tokenizer(
-            "bpe", vocab_size, [sources.find_source(paths, config.data)]
-        )
+        source = sources.find_source(paths, config.data)
+        learned = corpus.learn_tokenizer("bpe", vocab_size, [source])
     files.atomic_write_bytes(out, learned.to_json().encode())
     console.say(f"saved {out}: {learned.vocab_size:,} tokens")
 
@@ -123,10 +122,8 @@ def info(
         return
     rows = {"kind": inspected.kind, "vocabulary": f"{inspected.vocab_size:,} tokens"}
     if lengths.max() > 1:
-        rows["longest tokens"] = ", ".join(
-            escape_control_characters(json.dumps(token, ensure_ascii=False))
-            for token in facts["longest_tokens"]
-        )
+        quoted = [json.dumps(token, ensure_ascii=False) for token in facts["longest_tokens"]]
+        rows["longest tokens"] = ", ".join(map(escape_control_characters, quoted))
     rows["special tokens"] = ", ".join(map(escape_control_characters, facts["special_tokens"]))
     rows["texts end with"] = " or ".join(map(escape_control_characters, facts["end_tokens"]))
     if data:

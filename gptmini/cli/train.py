@@ -1,4 +1,7 @@
-"""`gptmini train`: train a model on a text, or resume a run."""
+"""`gptmini train`: train a model on a text, or resume a run.
+
+What can be wrong with the command line is checked before torch is loaded and the text is prepared.
+"""
 
 import shlex
 import time
@@ -56,20 +59,20 @@ def train(
     run; so does gptmini train with the run's directory.
     """
     started = time.perf_counter()
-    named = {"--steps": steps, "--minutes": minutes, "--device": device}
     from gptmini.data import corpus
 
-    settings = build_config(config, data, errors, attention, named, assignments, base)
+    train_options = {"--steps": steps, "--minutes": minutes, "--device": device}
+    settings = build_config(config, data, errors, attention, train_options, assignments, base)
     if out is None and config is not None:
         out = find_run(config)
     out = out or choose_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
     if base is not None and not (out / "config.yaml").exists():
-        resolve_run(base)  # a wrong name is answered with the nearest
+        resolve_run(base)  # answers a wrong name with the nearest
     for paths in (settings.data.path, settings.data.validation_path or []):
         if "-" not in paths:
-            corpus.check_paths(paths, settings.data)  # a wrong path is named before torch is loaded
+            corpus.check_paths(paths, settings.data)
     from gptmini import console
     from gptmini.distributed.group import join_group
     from gptmini.generate.run import load_run
