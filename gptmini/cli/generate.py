@@ -27,7 +27,7 @@ from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR, decode_utf8
 
 if TYPE_CHECKING:
-    from gptmini.analysis.evaluate import Score
+    from gptmini.analysis.score import Score
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
@@ -266,14 +266,14 @@ def score(
     path = resolve_run(run, "--text", "--file")
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
-    from gptmini.analysis import evaluate as scoring
+    from gptmini.analysis.score import score_text
     from gptmini.console import say, stream_to_stdout
     from gptmini.generate.run import load_run
 
     trained = load_run(path, device, weights)
     if run is None:
         say(f"{path}, step {trained.step}")
-    scored = scoring.score_text(trained, _read_text(file) if text is None else text)
+    scored = score_text(trained, _read_text(file) if text is None else text)
     if as_json:
         rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.token_ranks, strict=True)
         facts = {

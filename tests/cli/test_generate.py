@@ -357,7 +357,7 @@ def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
 
 
 def cli_generate_score(found: dict):
-    from gptmini.analysis.evaluate import Score
+    from gptmini.analysis.score import Score
 
     rows = found["scores"]
     columns = ("text", "token", "logprob", "rank")
@@ -365,7 +365,7 @@ def cli_generate_score(found: dict):
 
 
 def test_surprise_is_a_color():
-    from gptmini.analysis.evaluate import Score
+    from gptmini.analysis.score import Score
 
     found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
     text = "".join(generate._color_tokens(found))

@@ -178,7 +178,7 @@ def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
     settings = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
     made = theirs.generate(torch.tensor([prompt]), **settings)
     logits = run.model(torch.tensor([prompt]))[0, -1].detach()
-    scores = LogitsProcessor(sample, run.bias(sample))(logits, prompt, [])
+    scores = LogitsProcessor(sample, run.build_bias(sample))(logits, prompt, [])
     if sample.temperature == 0:
         assert made.sequences[0, -1] == scores.argmax()
         torch.testing.assert_close(made.scores[0][0], scores, rtol=0, atol=1e-4)
