@@ -120,7 +120,7 @@ def test_transformers_computes_the_same(case, tmp_path):
     made = export_run(run, tmp_path / "out")
     assert made.architecture == architecture
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(theirs).__name__ == architectures.HF_CLASSES[architecture]
+    assert type(theirs).__name__ == architectures.ARCHITECTURES[architecture].hf_class
     tokens = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = run.model(tokens)
     scale = float(expected.detach().abs().max())
