@@ -49,6 +49,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
     "train": ["batches", "trainer", "evaluate", "state", "messages", "api", "convert"],
     "analysis": [
         "evaluate",
+        "score",
         "measure",
         "variants",
         "compare",

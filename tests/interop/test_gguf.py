@@ -144,7 +144,7 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
         if fault.startswith("rows"):
             for name in weights:
                 if name.endswith("q_proj.weight"):  # undone by the interleaving
-                    weights[name] = gguf._interleave(weights[name], 4, back=True)
+                    weights[name] = gguf.separate_halves(weights[name], 4)
         config = config.model_copy(update=FAULTS.get(fault, {}))
         write(path, run, kind, config, weights, to)
 
