@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
 from gptmini.errors import DataError, describe_invalid_utf8, describe_os_error
-from gptmini.tokenizer.tokenizers import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
+from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
 
 CONVERT_REMEDY = "convert it, or pass --errors replace"
 SAVE_REMEDY, CHOOSE_REMEDY = "save it as plain text", "choose a text file"

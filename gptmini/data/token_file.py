@@ -24,8 +24,9 @@ import numpy as np
 
 from gptmini import files
 from gptmini.errors import DataError, describe_os_error
-from gptmini.tokenizer import tokenizers
-from gptmini.tokenizer.tokenizers import TextChunk, Tokenizer, Tokens
+from gptmini.tokenizer import chunks
+from gptmini.tokenizer.chunks import TextChunk
+from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 HEADER = struct.Struct("<8sIIQQQ32s32s32s")
 MAGIC, VERSION = b"gptmini\n", 3
@@ -102,7 +103,7 @@ def _group_chunks(pieces: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= tokenizers.TEXT_BLOCK_SIZE:
+        if size >= chunks.TEXT_BLOCK_SIZE:
             yield batch
             batch, size = [], 0
     if batch:
