@@ -14,7 +14,8 @@ from gptmini.generate.run import Run
 from gptmini.interop import gguf
 from gptmini.interop.export import HARD_TEXTS, export_run
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.tokenizers import Tokenizer, create_tokenizer
+from gptmini.tokenizer.load import create_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.interop.test_export import (
     CASES,
     CHAT_TOKENIZER,

@@ -21,7 +21,8 @@ from gptmini.interop.export import export_run
 from gptmini.interop.huggingface import import_model
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import Tokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import convert
 from tests.interop.test_export import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer
 from tests.support import new_cache, prose
