@@ -126,15 +126,7 @@ NEVER_LOADS = {  # importing the module on the left loads none of those on the r
     **{f"gptmini.tokenizer.{name}": ["torch", "gptmini.model"] for name in ROOMS["tokenizer"]},
     **{f"gptmini.data.{name}": ["torch", "gptmini.model"] for name in ROOMS["data"]},
 }
-FORBIDDEN_CALLS = {
-    "eval",
-    "exec",
-    "compile",
-    "__import__",
-    "torch.load",
-    "yaml.load",
-    "os.system",
-}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "os.system"}
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve"}
 CONSOLE_ONLY = {"print", "sys.stdout", "sys.stderr", "os.environ", "os.getenv"}
 

@@ -11,7 +11,7 @@ from gptmini.errors import DataError
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
-from gptmini.tokenizer.tokenizers import ByteTokenizer, Tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import gpt2, new_cache, tiny, train
 
 TEXT = "héllo wörld, 東京! \n" * 60
