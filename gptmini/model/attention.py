@@ -132,12 +132,15 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute softmax(q kᵀ / √K + bias) v: (B, H, T, K), (B, G, S, K), (B, G, S, V) -> (B, H, T, V).
+    """Compute softmax(q kᵀ / √K + bias) v, scaled dot-product attention.
+
+    q is (B, H, T, K), k (B, G, S, K), v (B, G, S, V), the result (B, H, T, V). V, the head size of
+    the values, is K in the model.
 
     `mask` is (T, S), (H, T, S), (B, 1, T, S) or (B, H, T, S): boolean, as from `make_mask`, or a
     bias that is added to the scores and hides a key by -∞. Without a mask, T queries on S = T keys
     are causal, and a single query sees every key. A query that sees no key gets zeros. `dropout`
-    acts on the weights. V, the head size of the values, is K in the model.
+    acts on the weights.
 
     Raises MachineError if `backend` is a kernel that this machine lacks.
     """

@@ -1,4 +1,4 @@
-"""Every engine, batch and guesser draws the same tokens."""
+"""Every engine, batch and drafter draws the same tokens."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ from gptmini.generate.native import engine as native
 from gptmini.generate.native.engine import NativeEngine, open_engine
 from gptmini.generate.native.precision import PRECISIONS
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.speculative import DraftModel, PromptLookup
+from gptmini.generate.speculative import DraftModel, PromptLookup, decode_speculatively
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from tests.support import tiny
@@ -56,13 +56,16 @@ def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
 
 def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[list[int]]:
     """What follows each of the prompts, drawn together."""
-    guesser = given.pop("guesser", None)
+    drafter = given.pop("drafter", None)
     numbers = given.pop("numbers", range(len(prompts)))
     sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
     limit = model.config.context_length
     texts = [Text(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
     together = engine_of(model, engine, len(texts))
-    for text, token, logits in decode(together, texts, sample, limit, drafter=guesser):
+    tokens = decode(together, texts, sample, limit)
+    if drafter is not None:
+        tokens = decode_speculatively(together, drafter, texts, sample, limit)
+    for text, token, logits in tokens:
         assert text.tokens[-1] == token
         assert logits.shape == (50,)
     return [text.tokens for text in texts]
@@ -242,7 +245,7 @@ def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
     before, scored, again = Text(0, prompt, 256), Text(1, [7] * 100, 256), Text(2, prompt, 256)
     engine([before])
     before.finish_reason = "length"
-    scored.wanted = len(scored.context)
+    scored.n_logits = len(scored.context)
     engine([scored])
     scored.finish_reason = "length"
     assert torch.equal(engine([again])[0], expected)
@@ -259,7 +262,8 @@ def test_tokens_taken_back_are_no_longer_shared(weights):
     engine = open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
     before, again = Text(0, prompt, 256), Text(1, prompt, 256)
     engine([before])
-    before.context[100:], before.cached = [7], 100
+    before.context[100:] = [7]
+    before.n_cached = 100
     engine([before])
     assert torch.equal(engine([again])[0], expected)
     assert again.n_reused == 0
@@ -283,10 +287,11 @@ def test_a_chunk_that_goes_round_a_ring_leaves_no_keys_to_share(weights):
     assert again.n_reused == 0
 
 
-def test_sampling_loads_neither_the_compiled_engine_nor_guessers():
+def test_sampling_loads_neither_the_compiled_engine_nor_drafters():
     check = (
         "import sys, gptmini.generate.sampler as _; "
-        "sys.exit(any(f'gptmini.generate.{name}' in sys.modules for name in ('native', 'guess')))"
+        "others = ('gptmini.generate.native', 'gptmini.generate.speculative'); "
+        "sys.exit(any(name in sys.modules for name in others))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
@@ -386,8 +391,8 @@ def test_guesses_right_or_wrong_change_no_token(engine, attention, wrong, temper
     given = {"max_new_tokens": 60, "temperature": temperature}
     plain = drawn(model, prompts, engine, **given)
     oracle = Oracle(plain, wrong)
-    assert drawn(model, prompts, engine, **given, guesser=oracle) == plain
-    (alone,) = drawn(model, prompts[:1], engine, **given, guesser=oracle)
+    assert drawn(model, prompts, engine, **given, drafter=oracle) == plain
+    (alone,) = drawn(model, prompts[:1], engine, **given, drafter=oracle)
     assert alone == plain[0]
 
 
@@ -400,14 +405,14 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
     for guessing, right in ((model, True), (other, False)):
         draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
-        assert drawn(model, [[3, 1, 4]], engine, **given, guesser=draft) == plain
+        assert drawn(model, [[3, 1, 4]], engine, **given, drafter=draft) == plain
         text = Text(0, [3, 1, 4], LIMIT)
         draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
-        for _ in decode(engine_of(model, engine), [text], sample, LIMIT, drafter=draft):
+        for _ in decode_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
             pass
         assert len(text.tokens) == 256
         assert (text.accepted == text.drafted > 100) == right
-    assert drawn(model, [[3, 1, 4]], engine, **given, guesser=PromptLookup()) == plain
+    assert drawn(model, [[3, 1, 4]], engine, **given, drafter=PromptLookup()) == plain
 
 
 def test_a_prefill_carries_no_guesses():
@@ -417,7 +422,7 @@ def test_a_prefill_carries_no_guesses():
             return [[1] * limit for limit in limits]
 
     asked: list[int] = []
-    drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, guesser=Everywhere())
+    drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, drafter=Everywhere())
     assert asked[0] == 0
     assert max(asked) == 3
     assert asked.count(0) > 1  # also after each slide
