@@ -28,8 +28,9 @@ def check_overflow(n_prompt: int, sample: SampleConfig, context_length: int) -> 
     # The last token is never fed to the model, so it needs no room.
     if sample.overflow == "error" and n_prompt + sample.max_new_tokens - 1 > context_length:
         raise ConfigError(
-            f"sample.overflow: {n_prompt} prompt tokens and {sample.max_new_tokens} new ones do not "
-            f"fit the context of {context_length}; lower max_new_tokens or set overflow to slide"
+            f"sample.overflow: {n_prompt} prompt tokens and {sample.max_new_tokens} new ones "
+            f"do not fit the context of {context_length}; "
+            f"lower max_new_tokens or set overflow to slide"
         )
 
 
