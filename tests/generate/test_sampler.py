@@ -368,25 +368,25 @@ def test_the_cost_of_a_token_stays_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 class Oracle:
-    """Guesses the tokens that will be drawn, except at the places in `wrong`."""
+    """Drafts the tokens that will be drawn, except at the places in `wrong`."""
 
     def __init__(self, texts: list[list[int]], wrong: set[int]) -> None:
         self._texts, self._wrong = texts, wrong
 
     def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
-        guesses = []
+        drafts = []
         for text, limit in zip(texts, limits, strict=True):
             start = len(text.tokens)
             ahead = self._texts[text.number][start : start + limit]
-            guesses.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
-        return guesses
+            drafts.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
+        return drafts
 
 
 @settings(max_examples=25, deadline=None)
 @given(wrong=st.sets(st.integers(0, 59)), temperature=st.sampled_from([0, 1.0]))
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("attention", [{}, {"window": 5}], ids=str)
-def test_guesses_right_or_wrong_change_no_token(engine, attention, wrong, temperature):
+def test_drafts_right_or_wrong_change_no_token(engine, attention, wrong, temperature):
     model, prompts = model_of(extra=attention), [[3, 1, 4, 1], [5], list(range(20))]
     given = {"max_new_tokens": 60, "temperature": temperature}
     plain = drawn(model, prompts, engine, **given)
@@ -403,11 +403,11 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     given = {"max_new_tokens": 90, "temperature": temperature}
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
-    for guessing, right in ((model, True), (other, False)):
-        draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
+    for drafting, right in ((model, True), (other, False)):
+        draft = DraftModel(drafting, engine_of(drafting, "torch"), sample)
         assert drawn(model, [[3, 1, 4]], engine, **given, drafter=draft) == plain
         text = Text(0, [3, 1, 4], LIMIT)
-        draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
+        draft = DraftModel(drafting, engine_of(drafting, "torch"), sample)
         for _ in decode_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
             pass
         assert len(text.tokens) == 256
@@ -415,20 +415,20 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     assert drawn(model, [[3, 1, 4]], engine, **given, drafter=PromptLookup()) == plain
 
 
-def test_a_prefill_carries_no_guesses():
+def test_a_prefill_carries_no_drafts():
     class Everywhere:
         def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
-            asked.append(limits[0])
+            limits_seen.append(limits[0])
             return [[1] * limit for limit in limits]
 
-    asked: list[int] = []
+    limits_seen: list[int] = []
     drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, drafter=Everywhere())
-    assert asked[0] == 0
-    assert max(asked) == 3
-    assert asked.count(0) > 1  # also after each slide
+    assert limits_seen[0] == 0
+    assert max(limits_seen) == 3
+    assert limits_seen.count(0) > 1  # also after each slide
 
 
-def test_lookup_guesses_what_followed_last_time():
+def test_lookup_drafts_what_followed_last_time():
     text = Text(0, [1, 2, 3, 4, 1, 2], LIMIT)
     lookup = PromptLookup()
     assert lookup([text], [2]) == [[3, 4]]
