@@ -90,9 +90,8 @@ def evaluate(model: GPT, corpus: Corpus, config: Config) -> float:
     nats = 0.0
     n_bytes = 0
     model.eval()
-    for tokens, targets in iter_validation_batches(
-        corpus.validation, config.seq_len, batch_size=16
-    ):
+    batches = iter_validation_batches(corpus.validation, config.seq_len, batch_size=16)
+    for tokens, targets in batches:  # (B, T) each; every token but the first is a target once
         nats += compute_loss(model, tokens, targets).item() * targets.numel()
         n_bytes += int(byte_lengths[targets].sum())
     # Per byte, not per token: so models with different vocabularies can be compared.

@@ -1,7 +1,8 @@
 """Causal self-attention with grouped KV heads, sliding windows, padding and a KV cache.
 
-`Attention` is the module: project_qkv -> mask -> mix -> o_proj. `attend` is the operation inside,
-scaled dot-product attention under any mask. `KVCache` keeps the keys and values of earlier tokens.
+`Attention` is the module: project_qkv, mix, o_proj. Its `mask` says what `mix` may see. `attend`
+does the work, scaled dot-product attention under any mask; `make_mask` makes every mask of the
+model; `KVCache` keeps the keys and values of earlier tokens.
 
 H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 2017), G = 1 is
 multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
