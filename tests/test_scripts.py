@@ -1,6 +1,7 @@
 """The benchmarks run, on small inputs, and print the tables of scripts/README.md."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,32 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 def output(name: str, *words: str) -> str:
     command = [sys.executable, str(SCRIPTS / name), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import nano
+
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(400)))
+    words = [str(text), "--steps", "4", "--prompt", "7 is", "--cache", str(tmp_path / "cache")]
+
+    def run(seed: int) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["nano.py", *words, "--seed", str(seed)])
+        nano.main()
+        printed = capsys.readouterr().out
+        return re.sub(r", \d+ s$", "", printed, flags=re.MULTILINE).splitlines()
+
+    first = run(seed=1)
+    _, parameters, loss, bits, *sample = first
+    assert int(parameters.split()[0].replace(",", "")) > 500_000
+    loss_text = loss.removeprefix("step 4 of 4: loss ")
+    assert 0 < float(loss_text) < 6  # guessing among the 263 tokens costs ln 263 = 5.57
+    assert 0 < float(bits.removesuffix(" bits per byte of held-out text")) < 8
+    assert "\n".join(sample).startswith("7 is")
+    assert len("\n".join(sample)) > 50
+    assert run(seed=1) == first
+    assert run(seed=2) != first
 
 
 def test_bench_attention_prints_caches_by_the_formula():

@@ -2,7 +2,9 @@
 
 A draw is a pure function of the logits, the settings and one number in [0, 1), and that number
 depends only on the seed, the text and the position in it. So a text comes out the same in every
-batch, and a guessed token (guess.py) can be checked by drawing the real one. V is the vocabulary.
+batch, and a drafted token (speculative.py) is verified by drawing the real one.
+
+Letters: V vocabulary, N tokens that pass the filters.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ from gptmini.generate.ranking import TokenIds, TokenWeights, find_top_k, find_to
 
 
 def draw_uniform(seed: int, number: int, position: int) -> float:
-    """A random number in [0, 1) for one draw, the same on every machine and in every batch."""
+    """Make a random number in [0, 1) for a draw, the same on every machine and in every batch."""
     digest = hashlib.blake2b(f"{seed} {number} {position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) * 2.0**-53  # 53 bits fill a float64
 
@@ -32,20 +34,22 @@ def sample_token(logits: Tensor, sample: SampleConfig, random: float) -> int:
             return token
         raise _make_no_token_error()
     tokens, weights = filter_probabilities(logits, sample)
-    place = sample_index(weights, random)
-    return place if tokens is None else int(tokens[place])
+    index = sample_index(weights, random)
+    return index if tokens is None else int(tokens[index])
 
 
 def filter_probabilities(
     logits: Tensor, sample: SampleConfig
 ) -> tuple[TokenIds | None, TokenWeights]:
-    """The tokens (N,) that may be drawn from logits (V,), and their weights, not normalized.
+    """Choose the tokens (N,) that may be drawn from logits (V,); return them and their weights.
 
-    Top-k and top-p order them from most to least likely; None: all V. Top-p keeps the smallest set
-    of most likely tokens with at least that probability (Holtzman et al. 2020), min-p the tokens at
-    least that fraction as likely as the most likely one (Nguyen et al. 2024).
+    The tokens are None for all V; after top-k or top-p they run from most to least likely. The
+    weights (N,) are probabilities that are not normalized. Top-p keeps the smallest set of most
+    likely tokens with at least that probability (Holtzman et al. 2020), min-p the tokens at least
+    that fraction as likely as the most likely one (Nguyen et al. 2024).
     """
-    tokens, values = None, logits.numpy()
+    tokens: TokenIds | None = None
+    values = logits.numpy()  # (V,)
     if sample.top_k is not None and sample.top_k < len(values):
         tokens = find_top_k(values, sample.top_k)
         values = values[tokens]
@@ -63,7 +67,8 @@ def filter_probabilities(
         weights[before >= enough] = 0
     if sample.min_p is not None:
         kept = np.flatnonzero(weights >= sample.min_p)
-        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+        tokens = kept if tokens is None else tokens[kept]
+        weights = weights[kept]
     return tokens, weights
 
 
@@ -72,17 +77,20 @@ def _make_no_token_error() -> ConfigError:
 
 
 class LogitsProcessor:
-    """Adds bias (-inf bans a token) and penalties to logits, before anything is compared."""
+    """Applies bias (-inf bans a token) and penalties to logits, before the filters."""
 
     def __init__(self, sample: SampleConfig, bias: Tensor | None) -> None:
-        self._sample, self._bias = sample, bias  # (V,)
+        self._sample = sample
+        self._bias = bias  # (V,)
 
     def __call__(self, logits: Tensor, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-        """Adjusted logits (V,); CheckpointError if they are not finite.
+        """Return adjusted logits (V,).
 
         The repetition penalty divides positive and multiplies negative logits of tokens in prompt
         and text (Keskar et al. 2019). The presence penalty is subtracted once from each token
-        drawn, the frequency penalty once per occurrence, as in OpenAI's interface.
+        drawn, the frequency penalty once per occurrence, as in OpenAI's API.
+
+        Raises CheckpointError if the logits are not finite.
         """
         # argmax of NaN would be token 0, silently.
         if not np.isfinite(logits.numpy()).all():
@@ -90,18 +98,21 @@ class LogitsProcessor:
         sample = self._sample
         if self._bias is not None:
             logits = logits + self._bias
-        if sample.repetition_penalty != 1 and (seen := {*prompt, *generated}):
+        penalty = sample.repetition_penalty
+        if penalty != 1 and (seen := {*prompt, *generated}):
             tokens = torch.tensor(sorted(seen))
-            old, penalty = logits[tokens], sample.repetition_penalty
-            logits = logits.index_put((tokens,), torch.where(old > 0, old / penalty, old * penalty))
+            old = logits[tokens]
+            new = torch.where(old > 0, old / penalty, old * penalty)
+            logits = logits.index_put((tokens,), new)
         if generated and (sample.presence_penalty != 0 or sample.frequency_penalty != 0):
             counts = Counter(generated)
-            tokens, times = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
+            tokens = torch.tensor(list(counts))
+            times = torch.tensor(list(counts.values()))
             penalties = sample.presence_penalty + sample.frequency_penalty * times
             logits = logits.index_add(0, tokens, -penalties.to(logits.dtype))
         return logits
 
 
 def compute_logprob(logits: Tensor, token: int) -> float:
-    """Log-probability (nats) of a token under the model's own logits (V,)."""
+    """Compute the log-probability (nats) of a token under the model's own logits (V,)."""
     return float(logits[token] - logits.logsumexp(dim=0))

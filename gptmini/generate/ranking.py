@@ -1,37 +1,48 @@
-"""Ranks and draws from a large vocabulary, V, without sorting all of it.
+"""Find the most likely tokens of a large vocabulary, and draw one, without sorting all of it.
 
 Sorting 50,000 numbers takes 4 ms, two hundred times as long as finding the 50 largest. Of equal
 values, the first comes first.
+
+Letters: V vocabulary, N weights.
 """
 
 import numpy as np
 
-BLOCK_SIZE = 512
+BLOCK_SIZE = 512  # weights that are summed together before one is drawn
+
 TokenIds = np.ndarray[tuple[int], np.dtype[np.intp]]
 Logits = np.ndarray[tuple[int], np.dtype[np.float32]]
 TokenWeights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 def find_top_k(values: Logits, k: int) -> TokenIds:
-    """Where the k largest of values (V,) are, largest first."""
-    # The k largest values are rarely in the same columns, so the maxima of 16 k columns hold most
-    # of them: hardly more than k values reach the k-th largest maximum, and at least k do.
-    rows, columns = len(values) // (16 * k), 16 * k
-    maxima = values[: rows * columns].reshape(rows, columns).max(axis=0) if rows > 1 else values
-    return _sort_indices(values, values >= np.partition(maxima, -k)[-k])[:k]
+    """Find the indices of the k largest of values (V,), largest first."""
+    # Lay the values out in 16 k columns. The k largest are rarely in the same column, so the maxima
+    # of the columns hold most of them: at least k values reach the k-th largest maximum, and hardly
+    # more.
+    columns = 16 * k
+    rows = len(values) // columns
+    maxima = values
+    if rows > 1:
+        maxima = values[: rows * columns].reshape(rows, columns).max(axis=0)  # (columns,)
+    reaches = values >= np.partition(maxima, -k)[-k]  # (V,)
+    return _sort_indices(values, reaches)[:k]
 
 
 def find_top_p(values: Logits, weights: TokenWeights, min_weight: float) -> TokenIds:
-    """Where the largest of values (V,) are, largest first, at least as many as weigh `min_weight`."""
-    floor = 1.0  # the largest weight
+    """Find the indices of the largest of values (V,), largest first, as many as weigh `min_weight`.
+
+    There may be more of them, never fewer. The largest weight is 1.
+    """
+    floor = 1.0
     while floor and (weights >= floor) @ weights < min_weight:
         floor /= 16
     return _sort_indices(values, weights >= floor)
 
 
 def sample_index(weights: TokenWeights, random: float) -> int:
-    """A place of weights (N,), with their probabilities, by a random number in [0, 1)."""
-    # One running sum of 50,000 takes 150 us, so sum blocks, then run through one of them.
+    """Draw an index in proportion to weights (N,), by a random number in [0, 1)."""
+    # A running sum of 50,000 weights takes 150 us. So sum blocks first, then run through one.
     ends = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK_SIZE)).cumsum()
     target = random * ends[-1]
     block = int(ends.searchsorted(target, side="right"))
@@ -43,10 +54,13 @@ def sample_index(weights: TokenWeights, random: float) -> int:
 
 
 def _sort_indices(values: Logits, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> TokenIds:
-    """The chosen places, from the largest value to the smallest."""
-    places = np.flatnonzero(mask)
-    # Numbers of 64 bits with the value above and the place below sort twenty times as fast as
-    # places do by value. The bits of a negative float32 grow as it falls, so they are turned.
-    bits = values[places].view(np.int32)
-    keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).astype(np.int64) << 32 | 0xFFFFFFFF - places
+    """Return the indices where `mask` is true, from the largest value to the smallest."""
+    indices = np.flatnonzero(mask)
+    # Integers of 64 bits, with the value in the upper half and the index in the lower, sort twenty
+    # times as fast as indices do by value. The bits of a float32 are in the order of the values,
+    # except that those of negative ones grow as they fall, so they are inverted. The index counts
+    # down, because the sort is reversed and equal values keep their order.
+    bits = values[indices].view(np.int32)
+    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)
+    keys = ordered.astype(np.int64) << 32 | 0xFFFFFFFF - indices
     return 0xFFFFFFFF - (np.sort(keys)[::-1] & 0xFFFFFFFF)

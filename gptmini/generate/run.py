@@ -29,7 +29,7 @@ from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.speculative import DraftModel, PromptLookup
+from gptmini.generate.speculative import DraftModel, PromptLookup, decode_speculatively
 from gptmini.generate.texts import Generation, Text, build_token_bias, encode_start
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
@@ -193,7 +193,7 @@ class Run:
         guess: "str | Run | None",
         use_cache: bool,
     ) -> Iterator[tuple[Text, int, Tensor]]:
-        """Yield what `sampler.decode` yields, with engines that nobody else uses meanwhile."""
+        """Yield what `sampler.decode` yields, on engines that nobody else uses meanwhile."""
         # A generator borrows its engines at its first step and gives them back when it is closed,
         # also if nobody iterates to the end.
         with ExitStack() as engines:
@@ -205,7 +205,12 @@ class Run:
             elif guess:
                 drafter = PromptLookup()
             context_length = self.model.config.context_length
-            yield from decode(engine, texts, sample, context_length, bias, drafter)
+            if drafter is None:
+                yield from decode(engine, texts, sample, context_length, bias)
+            else:
+                yield from decode_speculatively(
+                    engine, drafter, texts, sample, context_length, bias
+                )
 
     def encode(self, text: str, name: str = "text") -> list[int]:
         """Encode a text to the tokens that `model` takes.

@@ -1,7 +1,8 @@
 """Causal self-attention with grouped KV heads, sliding windows, padding and a KV cache.
 
-`Attention` is the module: project_qkv -> mask -> mix -> o_proj. `attend` is the operation inside,
-scaled dot-product attention under any mask. `KVCache` keeps the keys and values of earlier tokens.
+`Attention` is the module: project_qkv, mix, o_proj. Its `mask` says what `mix` may see. `attend`
+does the work, scaled dot-product attention under any mask; `make_mask` makes every mask of the
+model; `KVCache` keeps the keys and values of earlier tokens.
 
 H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 2017), G = 1 is
 multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
@@ -132,12 +133,15 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute softmax(q kᵀ / √K + bias) v: (B, H, T, K), (B, G, S, K), (B, G, S, V) -> (B, H, T, V).
+    """Compute softmax(q kᵀ / √K + bias) v, scaled dot-product attention.
+
+    q is (B, H, T, K), k (B, G, S, K), v (B, G, S, V), the result (B, H, T, V). V, the head size of
+    the values, is K in the model.
 
     `mask` is (T, S), (H, T, S), (B, 1, T, S) or (B, H, T, S): boolean, as from `make_mask`, or a
     bias that is added to the scores and hides a key by -∞. Without a mask, T queries on S = T keys
     are causal, and a single query sees every key. A query that sees no key gets zeros. `dropout`
-    acts on the weights. V, the head size of the values, is K in the model.
+    acts on the weights.
 
     Raises MachineError if `backend` is a kernel that this machine lacks.
     """

@@ -20,8 +20,10 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm, self.attn = create_norm(config), Attention(config, layer)
-        self.mlp_norm, self.mlp = create_norm(config), MLP(config)
+        self.attn_norm = create_norm(config)
+        self.attn = Attention(config, layer)
+        self.mlp_norm = create_norm(config)
+        self.mlp = MLP(config)
         self.dropout = Dropout(config.dropout)
 
     def forward(
@@ -37,7 +39,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer; ConfigError if the configuration lacks vocab_size."""
+    """A decoder-only transformer with the norm before each branch.
+
+    Raises ConfigError if the configuration lacks vocab_size.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -46,14 +51,18 @@ class GPT(nn.Module):
         self.config = config
         self.gradient_checkpointing = False  # recompute each block in backward
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        learned = config.position == "learned"
-        self.positions = nn.Embedding(config.context_length, config.d_model) if learned else None
-        self.rotary = Rotary(config) if config.position == "rope" else None
+        self.positions: nn.Embedding | None = None
+        if config.position == "learned":
+            self.positions = nn.Embedding(config.context_length, config.d_model)
+        self.rotary: Rotary | None = None
+        if config.position == "rope":
+            self.rotary = Rotary(config)
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, n) for n in range(config.n_layer))
         self.final_norm = create_norm(config)
-        tied = config.tie_embeddings
-        self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         init_weights(self)
 
     @property
@@ -63,8 +72,9 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
     ) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V); the arguments are those of `hidden`."""
-        return self.compute_logits(self.forward_hidden(tokens, cache, padding))
+        """Tokens (B, T) -> logits (B, T, V); the arguments are those of `forward_hidden`."""
+        hidden = self.forward_hidden(tokens, cache, padding)  # (B, T, D)
+        return self.compute_logits(hidden)
 
     def forward_hidden(
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
@@ -72,8 +82,8 @@ class GPT(nn.Module):
         """Tokens (B, T) -> the normed output of the last block (B, T, D).
 
         With a cache, the tokens continue those already in it. `padding` (B,), as from
-        `left_padding`, is the number of padding tokens at the left of each row; every row gets the
-        values it would get alone.
+        `compute_left_padding`, is the number of padding tokens at the left of each row; every row
+        gets the values it would get alone.
         """
         start = cache.length if cache is not None else 0
         end = start + tokens.shape[1]
@@ -96,13 +106,15 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V), by the head or, if tied, the embedding table."""
-        return F.linear(hidden, (self.head or self.embed).weight)
+        """Hidden (..., D) -> logits (..., V), by the head or, if tied, the embedding table."""
+        head = self.head if self.head is not None else self.embed
+        return F.linear(hidden, head.weight)
 
 
 def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of targets (B, T) in nats per token, in float32."""
-    return cross_entropy_(model(tokens).flatten(0, 1), targets.flatten())
+    """Compute the mean cross-entropy of targets (B, T), in nats per token and in float32."""
+    logits = model(tokens)  # (B, T, V)
+    return cross_entropy_(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()

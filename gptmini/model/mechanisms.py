@@ -1,7 +1,7 @@
 """Attention written out, one mechanism after another: a page to read, and the tests' oracle.
 
 Nothing here is fast, and the model uses none of it. Each function is a definition in plain tensor
-code, and tests check that the production attention in `attention.py` computes the same.
+code. Tests check that `attention.py`, which the model uses, computes the same.
 
 To play with them, run `python -i -m gptmini.model.mechanisms` and type, for example,
 `self_attention_without_weights(torch.eye(3))`.
@@ -44,7 +44,9 @@ def self_attention(
     A word can now look for one thing (query), be found by another (key) and pass on a third
     (value). V may differ from K.
     """
-    q, k, v = project(x, w_q, b_q), project(x, w_k, b_k), project(x, w_v, b_v)
+    q = project(x, w_q, b_q)  # (..., T, K)
+    k = project(x, w_k, b_k)  # (..., T, K)
+    v = project(x, w_v, b_v)  # (..., T, V)
     return scaled_dot_product_attention(q, k, v)
 
 
@@ -56,7 +58,10 @@ def cross_attention(
     w_q is (D, K), w_k (D', K), w_v (D', V). A decoder reads its encoder this way. There is no
     future in another sequence, so only its padding is masked (`cross_mask`).
     """
-    return scaled_dot_product_attention(x @ w_q, context @ w_k, context @ w_v, mask)
+    q = x @ w_q  # (..., T, K)
+    k = context @ w_k  # (..., S, K)
+    v = context @ w_v  # (..., S, V)
+    return scaled_dot_product_attention(q, k, v, mask)
 
 
 def scaled_dot_product_attention(
@@ -111,8 +116,8 @@ def cross_mask(lengths: Tensor, T: int, S: int) -> Tensor:
     return padding_mask(lengths, S).expand(-1, T, S)
 
 
-def causal_attention_by_renormalising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Another way to causal attention (..., T, V): zero the future's weights, then renormalize.
+def causal_attention_by_renormalizing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Zero the weights of the future, then renormalize: causal attention (..., T, V) another way.
 
     The result equals masking with -∞, because a softmax over fewer terms is the same exponentials
     divided by their smaller sum.
@@ -137,7 +142,7 @@ def multi_head_by_stacking(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o
         scaled_dot_product_attention(x @ q, x @ k, x @ v, mask)
         for q, k, v in zip(w_q, w_k, w_v, strict=True)
     ]  # H times (..., T, K)
-    return torch.cat(heads, dim=-1) @ w_o  # (..., T, D)
+    return torch.cat(heads, dim=-1) @ w_o  # (..., T, H·K) -> (..., T, D)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -154,19 +159,20 @@ def multi_head_by_splitting(
     x: Tensor,
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     n_head: int,
-    biases: tuple[Tensor | None, ...] = (None,) * 4,
+    biases: tuple[Tensor | None, ...] = (None, None, None, None),
 ) -> Tensor:
     """One wide projection split into heads: w_q, w_k, w_v (D, H·K), w_o (H·K, D) -> (..., T, D).
 
     Equals stacking heads whose weights are slices of the wide ones. The biases are those of q, k,
     v (H·K) and of the output (D).
     """
-    q, k, v = (
-        split_heads(project(x, weight, bias), n_head)
-        for weight, bias in zip(weights[:3], biases[:3], strict=True)
-    )  # (..., H, T, K)
+    w_q, w_k, w_v, w_o = weights
+    b_q, b_k, b_v, b_o = biases
+    q = split_heads(project(x, w_q, b_q), n_head)  # (..., T, D) -> (..., H, T, K)
+    k = split_heads(project(x, w_k, b_k), n_head)
+    v = split_heads(project(x, w_v, b_v), n_head)
     mixed = scaled_dot_product_attention(q, k, v, causal_mask(x.shape[-2]))  # (..., H, T, K)
-    return project(merge_heads(mixed), weights[3], biases[3])
+    return project(merge_heads(mixed), w_o, b_o)  # (..., T, D)
 
 
 def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -175,15 +181,14 @@ def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
     Query head h reads h // (H / G). G = H is multi-head attention, G = 1 is multi-query (Shazeer
     2019), anything between is grouped-query attention (Ainslie et al. 2023).
     """
-    H, G = q.shape[-3], k.shape[-3]
-    group = H // G  # query heads per KV head
-    heads = [
-        scaled_dot_product_attention(
-            q[..., h, :, :], k[..., h // group, :, :], v[..., h // group, :, :], mask
-        )
-        for h in range(H)
-    ]  # H times (..., T, V)
-    return torch.stack(heads, dim=-3)
+    H = q.shape[-3]
+    G = k.shape[-3]
+    heads = []
+    for h in range(H):
+        g = h // (H // G)
+        head = scaled_dot_product_attention(q[..., h, :, :], k[..., g, :, :], v[..., g, :, :], mask)
+        heads.append(head)  # (..., T, V)
+    return torch.stack(heads, dim=-3)  # (..., H, T, V)
 
 
 # -- one token at a time ---------------------------------------------------------------------------
@@ -195,13 +200,16 @@ def stepwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = Non
     q (..., H, T, K), k (..., G, T, K), v (..., G, T, V) -> (..., H, T, V), equal to masked
     attention over the whole sequence. With a window, the cache keeps the last `window` of both.
     """
-    keys, values, steps = k[..., :0, :], v[..., :0, :], []
+    keys = k[..., :0, :]  # the cache is empty
+    values = v[..., :0, :]
+    outputs = []
     for t in range(q.shape[-2]):
         now = slice(t, t + 1)
         keys = torch.cat([keys, k[..., now, :]], dim=-2)
         values = torch.cat([values, v[..., now, :]], dim=-2)
         if window is not None:
-            keys, values = keys[..., -window:, :], values[..., -window:, :]
-        mask = torch.ones(1, keys.shape[-2], dtype=torch.bool)
-        steps.append(grouped_query_attention(q[..., now, :], keys, values, mask))
-    return torch.cat(steps, dim=-2)
+            keys = keys[..., -window:, :]
+            values = values[..., -window:, :]
+        sees_all = torch.ones(1, keys.shape[-2], dtype=torch.bool)
+        outputs.append(grouped_query_attention(q[..., now, :], keys, values, sees_all))
+    return torch.cat(outputs, dim=-2)  # T times (..., H, 1, V) -> (..., H, T, V)

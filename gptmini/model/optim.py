@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step, and an optimizer for each kind of parameter.
+"""The learning rate as a function of the step, Muon, and an optimizer for each kind of parameter.
 
 Letters: N matrices, R rows, C columns.
 """
@@ -15,7 +15,7 @@ from gptmini.model.gpt import GPT
 
 
 def get_learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warmup, a plateau at lr, then a cool-down towards min_lr."""
+    """Warm up linearly, stay at lr, then cool down towards min_lr."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     cooldown = get_cooldown_steps(config)
@@ -29,15 +29,15 @@ def get_learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def get_cooldown_steps(config: TrainConfig) -> int:
-    """The number of steps, at the end of training, that form the cool-down."""
+    """Count the steps of the cool-down, which ends the training."""
     return min(round(config.cooldown * config.steps), config.steps - config.warmup_steps)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Matrices (N, R, C), R <= C, with all singular values brought near 1.
+    """Bring all singular values of matrices (N, R, C), R <= C, near 1.
 
-    Five steps of a Newton-Schulz iteration whose coefficients make small values grow fastest. The
-    singular values end between 0.7 and 1.2, not exactly at 1 (Jordan et al. 2024).
+    Five steps of a Newton-Schulz iteration, whose coefficients make small singular values grow
+    fastest. They end between 0.7 and 1.2, not exactly at 1 (Jordan et al. 2024).
     """
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values <= 1
     for _ in range(5):
@@ -50,9 +50,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum: no direction of a matrix learns faster than another.
 
-    As torch.optim.Muon (Jordan et al. 2024), except that matrices of one shape are orthogonalized
-    in one batch, in half the time for small ones (24 matrices of width 256: 15 ms instead of 30 on
-    two cores), and in `dtype`, because not every processor is fast at bfloat16.
+    Two things differ from torch.optim.Muon (Jordan et al. 2024). Matrices of one shape are
+    orthogonalized in one batch, which takes half the time for small ones (24 matrices of width 256:
+    15 ms instead of 30 on two cores). And it computes in `dtype`, because not every processor is
+    fast at bfloat16.
     """
 
     def __init__(
@@ -63,28 +64,33 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: Callable[[Tensor], Tensor] = orthogonalize,
     ) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
-        self.dtype, self.orthogonalize = dtype, orthogonalize
+        self.dtype = dtype
+        self.orthogonalize = orthogonalize
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a transpose counts as the same
+            by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a transpose has the same shape
             for matrix in group["params"]:
-                by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
+                shape = (min(matrix.shape), max(matrix.shape))  # (R, C)
+                by_shape.setdefault(shape, []).append(matrix)
             for matrices in by_shape.values():
-                momenta = torch.stack([self._momentum(m, group) for m in matrices])  # (N, R, C)
-                orthogonalized = self.orthogonalize(momenta)  # (N, R, C)
-                for matrix, wide in zip(matrices, orthogonalized, strict=True):
+                momenta = [self._update_momentum(matrix, group) for matrix in matrices]
+                updates = self.orthogonalize(torch.stack(momenta))  # (N, R, C)
+                for matrix, wide in zip(matrices, updates, strict=True):
                     rows, columns = matrix.shape
                     update = wide.T if rows > columns else wide  # (rows, columns)
                     # An orthogonal matrix keeps the length of its input. Spread over more outputs,
-                    # it changes each only √(columns/rows) times as much; `scale` compensates.
+                    # that changes each only √(columns/rows) times as much; `scale` compensates.
                     scale = max(1, rows / columns) ** 0.5
                     matrix.mul_(1 - group["lr"] * group["weight_decay"])
                     matrix.add_(update, alpha=-group["lr"] * scale)
 
-    def _momentum(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """The Nesterov momentum (R, C) of a matrix, transposed if needed so that R <= C."""
+    def _update_momentum(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        """Update the mean gradient of a matrix and return its Nesterov momentum (R, C).
+
+        The momentum is transposed if it needs to be, so that R <= C.
+        """
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
@@ -96,15 +102,22 @@ class Muon(torch.optim.Optimizer):
         return update.T if update.shape[0] > update.shape[1] else update
 
 
-# The tensors that each optimizer keeps per parameter.
+# The tensors that each optimizer keeps for a parameter.
 STATE_KEYS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
 
 
 class Optimizer:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
-    AdamW (Loshchilov and Hutter 2019) always takes embeddings, norms, biases and the head. Only the
-    weight matrices of linear layers decay. Muon orthogonalizes in `dtype`, by `turn`.
+    | parameter                      | optimizer      | weight decay |
+    |--------------------------------|----------------|--------------|
+    | matrices of the blocks         | Muon, or AdamW | yes          |
+    | head, unless tied              | AdamW          | yes          |
+    | embeddings, positions          | AdamW          | no           |
+    | norms, biases                  | AdamW          | no           |
+
+    AdamW is that of Loshchilov and Hutter (2019). Muon orthogonalizes in `dtype`, by the function
+    `orthogonalize`, in which several processes can share the work.
     """
 
     def __init__(
@@ -118,26 +131,28 @@ class Optimizer:
             parameter: name for name, parameter in model.named_parameters()
         }
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-        by_muon = linear & set(model.blocks.parameters()) if config.optimizer == "muon" else set()
-        decaying = [p for p in self.names if p in linear - by_muon]
+        by_muon: set[Tensor] = set()
+        if config.optimizer == "muon":
+            by_muon = linear & set(model.blocks.parameters())
+        # Lists in the order of the model: a set has none, and the bits depend on it.
+        matrices = [p for p in self.names if p in by_muon]
+        decayed = [p for p in self.names if p in linear - by_muon]
         undecayed = [p for p in self.names if p not in linear]
         groups = [
-            {"params": decaying, "weight_decay": config.weight_decay},
+            {"params": decayed, "weight_decay": config.weight_decay},
             {"params": undecayed, "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]  # AdamW refuses an empty one
         beta1, beta2 = config.betas
-        adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=(beta1, beta2), fused=True
-        )
-        # Each with its learning rate as a multiple of AdamW's.
+        adamw = torch.optim.AdamW(groups, betas=(beta1, beta2), fused=True)
+        # Each optimizer, and its learning rate as a multiple of AdamW's.
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
-        if by_muon:
-            matrices = [p for p in self.names if p in by_muon]
+        if matrices:
             muon = Muon(matrices, config.weight_decay, dtype, orthogonalize)
             self.optimizers.append((muon, config.muon_lr / config.lr))
 
     def step(self, lr: float) -> None:
-        """Update the weights and clear the gradients; `lr` is AdamW's, Muon's is proportional."""
+        """Update the weights and clear the gradients; `lr` is AdamW's, Muon's is in proportion."""
         for optimizer, ratio in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * ratio
@@ -145,7 +160,7 @@ class Optimizer:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All state as `parameter/key`. Names survive a change of order, torch's indices do not."""
+        """Return all state as `parameter/key`: names survive a change of order, indices do not."""
         return {
             f"{self.names[parameter]}/{key}": tensor
             for optimizer, _ in self.optimizers
@@ -154,7 +169,7 @@ class Optimizer:
         }
 
     def expected_state_dict(self) -> dict[str, Tensor]:
-        """Tensors with the names and shapes that `state` has after the first update."""
+        """Return tensors with the names and shapes of `state_dict` after the first update."""
         return {
             f"{self.names[parameter]}/{key}": torch.zeros(()) if key == "step" else parameter
             for optimizer, _ in self.optimizers
@@ -164,11 +179,11 @@ class Optimizer:
 
     def reset(self) -> None:
         """Forget all state, as before the first update."""
-        for part, _ in self.optimizers:
-            part.state.clear()
+        for optimizer, _ in self.optimizers:
+            optimizer.state.clear()
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Load what `state` returned; torch's own format addresses parameters by index."""
+        """Load what `state_dict` returned; torch's own format has indices in the place of names."""
         for optimizer, _ in self.optimizers:
             keys = STATE_KEYS[type(optimizer)]
             state = {

@@ -1,10 +1,12 @@
-"""Which windows of the corpus are read at which step: a pure function of (seed, step).
+"""Batches of windows of the corpus: which ones a step reads is a pure function of (seed, step).
 
-The training tokens are cut into windows of seq_len without overlap. Each epoch visits every window
-once, in an order and from a first position drawn from (seed, epoch). The order is a Feistel network
-over the window numbers: a permutation that needs no memory, so nothing about it is ever saved, and
-any number of processes can compute it. Weighted texts have their own epochs and take turns in a
-fixed pattern.
+The training tokens are cut into windows of seq_len tokens, side by side. Each epoch visits every
+window once, in an order and from a first position drawn from (seed, epoch). The order is a
+permutation that needs no memory, a Feistel network over the numbers of the windows. So nothing
+about it is ever saved, and any number of processes can compute it. Weighted texts have epochs of
+their own and take turns in a fixed pattern, the mixture cycle.
+
+Letters: B batch, T positions (seq_len).
 """
 
 import hashlib
@@ -16,18 +18,24 @@ from torch import Tensor
 
 from gptmini.data.token_file import MIXTURE_CYCLE_WINDOWS, TokenFile, apportion, count_windows
 
-FEISTEL_ROUNDS = 4  # of the Feistel network
+FEISTEL_ROUNDS = 4
 IGNORE_INDEX = -100  # a target that does not count, as in torch
 
 
 def seed_from(*words: int) -> int:
-    """A number in [0, 2⁶³) that depends on the words alone: the source of all randomness here."""
+    """Hash words to a number in [0, 2⁶³): the source of all randomness in training.
+
+    For example, `seed_from(seed, step, micro_batch)` seeds the dropout of a micro-batch.
+    """
     text = ",".join(map(str, words)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 class Batches:
-    """The training windows of one or more texts, the latter in proportion to their weights."""
+    """The training windows of a text, or of several texts in proportion to their weights.
+
+    `rows` are the rows of each batch that this process reads; by default, all.
+    """
 
     def __init__(
         self,
@@ -38,14 +46,15 @@ class Batches:
         seed: int,
         rows: Sequence[int] = (),
     ) -> None:
-        self.rows = rows or range(batch_size)  # of the batch, that this process reads
-        self.texts, self.seq_len = texts, seq_len
-        self.batch_size, self.seed = batch_size, seed
+        self.texts = texts
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rows = rows or range(batch_size)
         self.window_counts = [count_windows(text, seq_len) for text in texts]
-        self.cycle_shares = apportion(
-            weights or [1.0], MIXTURE_CYCLE_WINDOWS
-        )  # places of each text in a cycle
-        # Which text owns each place of a cycle, and how many places it owns before that one.
+        # The mixture cycle. Of each text: how many places of a cycle it has. Of each place: which
+        # text has it, and how many places that text has before this one.
+        self.cycle_shares = apportion(weights or [1.0], MIXTURE_CYCLE_WINDOWS)
         key = seed_from(seed)
         order = sorted(
             range(MIXTURE_CYCLE_WINDOWS),
@@ -55,30 +64,32 @@ class Batches:
         self.owners = owners.tolist()
         self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
 
-    def locate_windows(self, step: int) -> list[tuple[int, int]]:
-        """The text, and the position in it, of each of the batch_size windows of a step."""
-        first = step * self.batch_size
-        return [self._locate_window(place) for place in range(first, first + self.batch_size)]
+    def get_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Read this process's tokens of a step, and as targets those one position later: (B, T)."""
+        rows = []
+        for row in self.rows:
+            which, start = self._locate_window(step * self.batch_size + row)
+            rows.append(self.texts[which].read(start, self.seq_len + 1))
+        return stack_inputs_and_targets(rows)
 
-    def _locate_window(self, place: int) -> tuple[int, int]:
-        cycle, place = divmod(place, MIXTURE_CYCLE_WINDOWS)
+    def locate_windows(self, step: int) -> list[tuple[int, int]]:
+        """Find the text of each of the batch_size windows of a step, and the position in it."""
+        first = step * self.batch_size
+        return [self._locate_window(number) for number in range(first, first + self.batch_size)]
+
+    def _locate_window(self, number: int) -> tuple[int, int]:
+        """Find the text and the position of a window, by its number in the whole training."""
+        cycle, place = divmod(number, MIXTURE_CYCLE_WINDOWS)
         which = self.owners[place]
-        text, count = self.texts[which], self.window_counts[which]
-        epoch, index = divmod(cycle * self.cycle_shares[which] + self.before[place], count)
+        text = self.texts[which]
+        count = self.window_counts[which]
+        visits = cycle * self.cycle_shares[which] + self.before[place]  # of this text so far
+        epoch, index = divmod(visits, count)
         window = permute(index, count, seed_from(self.seed, which, epoch))
         # Each epoch begins the first window elsewhere, as far as the last one still fits.
         offsets = min(self.seq_len, len(text) - count * self.seq_len)
         offset = seed_from(self.seed, which, epoch, 1) % offsets
         return which, offset + window * self.seq_len
-
-    def get_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens, and as targets the tokens one position later, both (B, T), of this process."""
-        return stack_inputs_and_targets(
-            self.texts[which].read(start, self.seq_len + 1)
-            for which, start in (
-                self._locate_window(step * self.batch_size + row) for row in self.rows
-            )
-        )
 
 
 def iter_validation_batches(
@@ -88,63 +99,74 @@ def iter_validation_batches(
     stride: int | None = None,
     limit: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and targets (B, T) in which each token of a text but its first is a target once.
+    """Yield tokens and targets (B, T) in which each token of a text but its first is a target once.
 
     All other targets are IGNORE_INDEX. Windows of seq_len lie side by side or begin `stride` apart;
     with a stride, each token after the first window has more than seq_len - stride before it. The
-    last window of a text may be shorter. With a `limit`, only about as many targets: of each text
+    last window of a text may be shorter. With a `limit`, yield about as many targets: of each text
     the same share of its windows, spread evenly and always the same.
     """
     total = sum(map(len, texts))
+    stride = stride or seq_len
     for text in texts:
-        rows: list[np.ndarray] = []
-        counts: list[int] = []
-        chosen = _iter_windows(len(text), seq_len, stride or seq_len)
+        windows = _iter_windows(len(text), seq_len, stride)
         if limit is not None and limit < total:
-            count = -(-(len(text) - 1) // (stride or seq_len))
-            chosen = _spread(chosen, count, limit / total)
-        for start, end, count in chosen:
+            n_windows = -(-(len(text) - 1) // stride)
+            windows = _spread_evenly(windows, n_windows, limit / total)
+        rows: list[np.ndarray] = []
+        new_counts: list[int] = []
+        for start, end, new in windows:
             row = text.read(start, end - start + 1)
             if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
-                yield _mask_repeated_targets(rows, counts)
-                rows, counts = [], []
+                yield _mask_repeated_targets(rows, new_counts)
+                rows = []
+                new_counts = []
             rows.append(row)
-            counts.append(count)
+            new_counts.append(new)
         if rows:
-            yield _mask_repeated_targets(rows, counts)
+            yield _mask_repeated_targets(rows, new_counts)
 
 
 def _iter_windows(length: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """First and last position of each window, and how many targets at its end are new."""
-    start = done = 0
+    """Yield the first and last position of each window, and how many targets at its end are new."""
+    start = 0
+    done = 0  # the last position that has been a target
     while done < length - 1:
         end = min(start + seq_len, length - 1)
         yield start, end, end - done
-        start, done = start + stride, end
+        start += stride
+        done = end
 
 
-def _spread(
-    windows: Iterator[tuple[int, int, int]], count: int, share: float
+def _spread_evenly(
+    windows: Iterator[tuple[int, int, int]], n_windows: int, share: float
 ) -> Iterator[tuple[int, int, int]]:
-    """A share of so many windows, at least one, at equal distances."""
-    kept = max(1, round(count * share))
-    return (window for place, window in enumerate(windows) if place * kept % count < kept)
+    """Yield a share of the windows, at least one, at equal distances."""
+    n_kept = max(1, round(n_windows * share))
+    for number, window in enumerate(windows):
+        if number * n_kept % n_windows < n_kept:
+            yield window
 
 
-def _mask_repeated_targets(rows: list[np.ndarray], counts: list[int]) -> tuple[Tensor, Tensor]:
+def _mask_repeated_targets(rows: list[np.ndarray], new_counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Make inputs and targets (B, T) of rows, in which only the last few targets count."""
     inputs, targets = stack_inputs_and_targets(rows)
-    new = torch.arange(targets.shape[1]) >= targets.shape[1] - torch.tensor(counts)[:, None]
-    return inputs, targets.where(new, IGNORE_INDEX)  # (B, T)
+    first_new = targets.shape[1] - torch.tensor(new_counts)[:, None]  # (B, 1)
+    is_new = torch.arange(targets.shape[1]) >= first_new  # (B, T)
+    return inputs, targets.where(is_new, IGNORE_INDEX)
 
 
 def stack_inputs_and_targets(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Rows of T + 1 tokens as inputs (B, T) and targets (B, T)."""
+    """Stack rows of T + 1 tokens to inputs (B, T) and, one position later, targets (B, T)."""
     both = torch.from_numpy(np.stack(list(rows)).astype(np.int64))  # (B, T + 1)
     return both[:, :-1], both[:, 1:]
 
 
+# -- a permutation that needs no memory ------------------------------------------------------------
+
+
 def permute(index: int, size: int, key: int) -> int:
-    """The image of an index under a permutation of range(size) chosen by a key.
+    """Return the image of an index under a permutation of range(size) chosen by a key.
 
     A balanced Feistel network permutes all numbers of an even number of bits. Applying it until the
     number falls below `size` makes it a permutation of range(size) (Black and Rogaway 2002).
@@ -152,7 +174,8 @@ def permute(index: int, size: int, key: int) -> int:
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = index >> half, index & mask
+        left = index >> half
+        right = index & mask
         for round_ in range(FEISTEL_ROUNDS):
             left, right = right, left ^ (_mix(right, key + round_) & mask)
         index = left << half | right
@@ -161,7 +184,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 def _mix(number: int, key: int) -> int:
-    """A hash of two numbers (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Hash two numbers to 64 bits (the finalizer of SplitMix64, Steele et al. 2014)."""
     z = (number * 0x9E3779B97F4A7C15 + key * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

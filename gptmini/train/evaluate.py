@@ -1,6 +1,6 @@
 """The loss on held-out text: every token but the first is predicted once, without randomness.
 
-Letters: B batch, T positions, V vocabulary, W windows.
+Letters: B batch, T positions, D width, V vocabulary, W windows.
 """
 
 import math
@@ -18,17 +18,16 @@ from gptmini.model.gpt import GPT
 from gptmini.train.batches import IGNORE_INDEX
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
-LOGIT_ROWS_AT_ONCE = (
-    1024  # rows of logits held at a time; all at once would be the largest tensors of a run
-)
-MAX_ERROR_BLOCKS = 100  # at most as many blocks of text, whose losses are treated as independent
+LOGIT_ROWS_AT_ONCE = 1024  # all logits of a batch would be the largest tensor of a run
+MAX_ERROR_BLOCKS = 100  # blocks of text whose losses are treated as independent
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over each of W windows, (W,): nats, tokens, bytes of text.
+    """The sums over each of W windows, and the figures that follow from them.
 
-    `correct` counts the tokens that the model found the most likely.
+    `nats`, `tokens` and `bytes` of text are (W,). `correct` counts the tokens of all windows that
+    the model found the most likely.
     """
 
     nats: FloatArray
@@ -38,12 +37,12 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Cross-entropy in nats per token."""
         return float(self.nats.sum() / self.tokens.sum())
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): the number of equally likely tokens that would be as hard to guess."""
+        """The number of equally likely tokens that would be as hard to guess: exp(loss)."""
         return math.exp(min(self.loss, 700))  # exp(710) overflows
 
     @property
@@ -67,7 +66,7 @@ class Evaluation:
         return _compute_standard_error(self.nats / math.log(2), self.bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON data."""
+        """Return all figures as JSON data."""
         return {
             "loss": self.loss,
             "loss_error": self.loss_error,
@@ -81,18 +80,23 @@ class Evaluation:
 
 
 def _compute_standard_error(sums: FloatArray, sizes: FloatArray) -> float | None:
-    """The standard error of Σ sums / Σ sizes, by batch means.
+    """Compute the standard error of Σ sums / Σ sizes by batch means; None for a single window.
 
-    Losses of neighboring tokens are correlated, those of large blocks hardly: the spread of the
+    Losses of neighboring tokens are correlated, those of large blocks hardly. So the spread of the
     blocks' means says how far off the total may be.
     """
     count = min(len(sums), MAX_ERROR_BLOCKS)
     if count < 2 or not sizes.sum():
         return None
-    blocks = [np.array_split(values, count) for values in (sums, sizes)]
-    total, size = (np.array([block.sum() for block in values]) for values in blocks)
-    rest = total - sums.sum() / sizes.sum() * size
+    total = _sum_blocks(sums, count)
+    size = _sum_blocks(sizes, count)
+    rest = total - sums.sum() / sizes.sum() * size  # what each block has above the mean
     return float(np.sqrt(count / (count - 1) * (rest @ rest)) / sizes.sum())
+
+
+def _sum_blocks(values: FloatArray, count: int) -> FloatArray:
+    """Sum each of `count` blocks of values (W,): -> (count,)."""
+    return np.array([block.sum() for block in np.array_split(values, count)])
 
 
 @torch.no_grad()
@@ -105,41 +109,58 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on batches of tokens and targets (B, T), without dropout.
 
-    Targets that are IGNORE_INDEX do not count. `byte_lengths` (V,) are the tokens' bytes of text.
-    Ranks take turns, and add zeros to each other's sums: the result is that of one, to the bit.
+    Targets that are IGNORE_INDEX do not count. `byte_lengths` (V,) says how many bytes of text each
+    token stands for. Several processes take turns with the batches; the result is that of one, to
+    the bit.
     """
     was_training = model.training
     model.eval()
     parts = []
     for number, (inputs, targets) in enumerate(batches):
-        sums = torch.zeros(4, len(targets), dtype=torch.float64)  # (4, B)
         if number % group.world_size == group.rank:
-            counted = targets != IGNORE_INDEX
-            known = targets.where(counted, 0)
-            with compute.autocast():
-                losses, places = compute_token_losses(model, inputs, known)
-            sizes = torch.from_numpy(byte_lengths[known.numpy()])
-            kinds = (losses, torch.ones_like(losses), sizes, places == 1)  # (B, T) each
-            sums = torch.stack([(kind * counted).double().sum(1) for kind in kinds])  # (4, B)
-        parts.append(sums)
-    if (
-        number % group.world_size < group.rank
-    ):  # ranks that share the weights make equally many passes
+            parts.append(_sum_over_windows(model, inputs, targets, byte_lengths, compute))  # (4, B)
+        else:  # another rank's batch: its sums are added to zeros
+            parts.append(torch.zeros(4, len(targets), dtype=torch.float64))
+    if number % group.world_size < group.rank:
+        # The others have made one pass more. Ranks that share the weights must make equally many.
         compute_token_losses(model, inputs, inputs)
     model.train(was_training)
-    nats, tokens, text_bytes, correct = group.all_gather(torch.cat(parts, 1)).sum(0).numpy()  # (W,)
+    sums = group.all_gather(torch.cat(parts, 1)).sum(0)  # (ranks, 4, W) -> (4, W)
+    nats, tokens, text_bytes, correct = sums.numpy()
     return Evaluation(nats, tokens, text_bytes, int(correct.sum()))
 
 
+def _sum_over_windows(
+    model: GPT,
+    inputs: Tensor,
+    targets: Tensor,
+    byte_lengths: np.ndarray[tuple[int], np.dtype[np.int64]],
+    compute: Compute,
+) -> Tensor:
+    """Sum the nats, tokens, bytes and correct predictions of each row of targets (B, T): (4, B)."""
+    counts = targets != IGNORE_INDEX  # (B, T)
+    known = targets.where(counts, 0)  # (B, T)
+    with compute.autocast():
+        losses, target_ranks = compute_token_losses(model, inputs, known)  # (B, T) each
+    n_bytes = torch.from_numpy(byte_lengths[known.numpy()])  # (B, T)
+    kinds = [losses, torch.ones_like(losses), n_bytes, target_ranks == 1]
+    sums = [(values * counts).double().sum(1) for values in kinds]  # (B,) each
+    return torch.stack(sums)
+
+
 def compute_token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses in nats (float64) and ranks (from 1) of targets (B, T) given tokens; on the CPU."""
+    """Compute the loss in nats and the rank of each target (B, T), given tokens (B, T).
+
+    Losses are float64; rank 1 is the most likely token. Both are on the CPU.
+    """
     hidden = model.forward_hidden(tokens.to(model.device)).flatten(0, 1)  # (B·T, D)
-    losses, target_ranks = [], []
-    for rows, wanted in zip(
-        hidden.split(LOGIT_ROWS_AT_ONCE), targets.flatten().split(LOGIT_ROWS_AT_ONCE), strict=True
-    ):
-        logits = model.compute_logits(rows).float()  # (ROWS, V)
-        target_logits = logits.gather(1, wanted[:, None].to(model.device))  # (ROWS, 1)
+    losses = []
+    target_ranks = []
+    chunks = hidden.split(LOGIT_ROWS_AT_ONCE)  # (rows, D) each
+    target_chunks = targets.flatten().split(LOGIT_ROWS_AT_ONCE)  # (rows,) each
+    for chunk, chunk_targets in zip(chunks, target_chunks, strict=True):
+        logits = model.compute_logits(chunk).float()  # (rows, V)
+        target_logits = logits.gather(1, chunk_targets[:, None].to(model.device))  # (rows, 1)
         losses.append((logits.logsumexp(1) - target_logits[:, 0]).double().cpu())
         target_ranks.append((1 + (logits > target_logits).sum(1)).cpu())
     return torch.cat(losses).view_as(targets), torch.cat(target_ranks).view_as(targets)

@@ -1,4 +1,4 @@
-"""Every engine, batch and guesser draws the same tokens."""
+"""Every engine, batch and drafter draws the same tokens."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ from gptmini.generate.native import engine as native
 from gptmini.generate.native.engine import NativeEngine, open_engine
 from gptmini.generate.native.precision import PRECISIONS
 from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.speculative import DraftModel, PromptLookup
+from gptmini.generate.speculative import DraftModel, PromptLookup, decode_speculatively
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from tests.support import tiny
@@ -56,13 +56,16 @@ def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
 
 def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[list[int]]:
     """What follows each of the prompts, drawn together."""
-    guesser = given.pop("guesser", None)
+    drafter = given.pop("drafter", None)
     numbers = given.pop("numbers", range(len(prompts)))
     sample = SampleConfig.model_validate({"top_k": None, "temperature": 1.0} | given)
     limit = model.config.context_length
     texts = [Text(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
     together = engine_of(model, engine, len(texts))
-    for text, token, logits in decode(together, texts, sample, limit, drafter=guesser):
+    tokens = decode(together, texts, sample, limit)
+    if drafter is not None:
+        tokens = decode_speculatively(together, drafter, texts, sample, limit)
+    for text, token, logits in tokens:
         assert text.tokens[-1] == token
         assert logits.shape == (50,)
     return [text.tokens for text in texts]
@@ -242,7 +245,7 @@ def test_a_scored_prompt_leaves_nothing_of_the_text_before_it(weights):
     before, scored, again = Text(0, prompt, 256), Text(1, [7] * 100, 256), Text(2, prompt, 256)
     engine([before])
     before.finish_reason = "length"
-    scored.wanted = len(scored.context)
+    scored.n_logits = len(scored.context)
     engine([scored])
     scored.finish_reason = "length"
     assert torch.equal(engine([again])[0], expected)
@@ -259,7 +262,8 @@ def test_tokens_taken_back_are_no_longer_shared(weights):
     engine = open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
     before, again = Text(0, prompt, 256), Text(1, prompt, 256)
     engine([before])
-    before.context[100:], before.cached = [7], 100
+    before.context[100:] = [7]
+    before.n_cached = 100
     engine([before])
     assert torch.equal(engine([again])[0], expected)
     assert again.n_reused == 0
@@ -283,10 +287,11 @@ def test_a_chunk_that_goes_round_a_ring_leaves_no_keys_to_share(weights):
     assert again.n_reused == 0
 
 
-def test_sampling_loads_neither_the_compiled_engine_nor_guessers():
+def test_sampling_loads_neither_the_compiled_engine_nor_drafters():
     check = (
         "import sys, gptmini.generate.sampler as _; "
-        "sys.exit(any(f'gptmini.generate.{name}' in sys.modules for name in ('native', 'guess')))"
+        "others = ('gptmini.generate.native', 'gptmini.generate.speculative'); "
+        "sys.exit(any(name in sys.modules for name in others))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
@@ -363,31 +368,31 @@ def test_the_cost_of_a_token_stays_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 class Oracle:
-    """Guesses the tokens that will be drawn, except at the places in `wrong`."""
+    """Drafts the tokens that will be drawn, except at the places in `wrong`."""
 
     def __init__(self, texts: list[list[int]], wrong: set[int]) -> None:
         self._texts, self._wrong = texts, wrong
 
     def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
-        guesses = []
+        drafts = []
         for text, limit in zip(texts, limits, strict=True):
             start = len(text.tokens)
             ahead = self._texts[text.number][start : start + limit]
-            guesses.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
-        return guesses
+            drafts.append([(t + (start + n in self._wrong)) % 50 for n, t in enumerate(ahead)])
+        return drafts
 
 
 @settings(max_examples=25, deadline=None)
 @given(wrong=st.sets(st.integers(0, 59)), temperature=st.sampled_from([0, 1.0]))
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("attention", [{}, {"window": 5}], ids=str)
-def test_guesses_right_or_wrong_change_no_token(engine, attention, wrong, temperature):
+def test_drafts_right_or_wrong_change_no_token(engine, attention, wrong, temperature):
     model, prompts = model_of(extra=attention), [[3, 1, 4, 1], [5], list(range(20))]
     given = {"max_new_tokens": 60, "temperature": temperature}
     plain = drawn(model, prompts, engine, **given)
     oracle = Oracle(plain, wrong)
-    assert drawn(model, prompts, engine, **given, guesser=oracle) == plain
-    (alone,) = drawn(model, prompts[:1], engine, **given, guesser=oracle)
+    assert drawn(model, prompts, engine, **given, drafter=oracle) == plain
+    (alone,) = drawn(model, prompts[:1], engine, **given, drafter=oracle)
     assert alone == plain[0]
 
 
@@ -398,32 +403,32 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     given = {"max_new_tokens": 90, "temperature": temperature}
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
-    for guessing, right in ((model, True), (other, False)):
-        draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
-        assert drawn(model, [[3, 1, 4]], engine, **given, guesser=draft) == plain
+    for drafting, right in ((model, True), (other, False)):
+        draft = DraftModel(drafting, engine_of(drafting, "torch"), sample)
+        assert drawn(model, [[3, 1, 4]], engine, **given, drafter=draft) == plain
         text = Text(0, [3, 1, 4], LIMIT)
-        draft = DraftModel(guessing, engine_of(guessing, "torch"), sample)
-        for _ in decode(engine_of(model, engine), [text], sample, LIMIT, drafter=draft):
+        draft = DraftModel(drafting, engine_of(drafting, "torch"), sample)
+        for _ in decode_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
             pass
         assert len(text.tokens) == 256
         assert (text.accepted == text.drafted > 100) == right
-    assert drawn(model, [[3, 1, 4]], engine, **given, guesser=PromptLookup()) == plain
+    assert drawn(model, [[3, 1, 4]], engine, **given, drafter=PromptLookup()) == plain
 
 
-def test_a_prefill_carries_no_guesses():
+def test_a_prefill_carries_no_drafts():
     class Everywhere:
         def __call__(self, texts: list[Text], limits: list[int]) -> list[list[int]]:
-            asked.append(limits[0])
+            limits_seen.append(limits[0])
             return [[1] * limit for limit in limits]
 
-    asked: list[int] = []
-    drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, guesser=Everywhere())
-    assert asked[0] == 0
-    assert max(asked) == 3
-    assert asked.count(0) > 1  # also after each slide
+    limits_seen: list[int] = []
+    drawn(model_of(), [[3, 1, 4]], "torch", max_new_tokens=30, temperature=0, drafter=Everywhere())
+    assert limits_seen[0] == 0
+    assert max(limits_seen) == 3
+    assert limits_seen.count(0) > 1  # also after each slide
 
 
-def test_lookup_guesses_what_followed_last_time():
+def test_lookup_drafts_what_followed_last_time():
     text = Text(0, [1, 2, 3, 4, 1, 2], LIMIT)
     lookup = PromptLookup()
     assert lookup([text], [2]) == [[3, 4]]

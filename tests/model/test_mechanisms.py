@@ -61,7 +61,7 @@ def test_golden_causal_attention_both_ways():
     q, k, v = (nn.Linear(3, 2, bias=False)(x).detach() for _ in range(3))
     for found in (
         m.scaled_dot_product_attention(q, k, v, m.causal_mask(6)),
-        m.causal_attention_by_renormalising(q, k, v),
+        m.causal_attention_by_renormalizing(q, k, v),
     ):
         close(
             found,
@@ -159,7 +159,7 @@ def test_a_batch_is_its_rows():
     for function, arguments in (
         (m.self_attention_without_weights, (x,)),
         (lambda x: m.self_attention(x, *weights, *biases), (x,)),
-        (m.causal_attention_by_renormalising, (q, q, q)),
+        (m.causal_attention_by_renormalizing, (q, q, q)),
         (m.stepwise_attention, (q, k, v)),
     ):
         rows = [function(*row) for row in zip(*arguments, strict=True)]

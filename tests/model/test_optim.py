@@ -109,9 +109,9 @@ def test_an_update_of_muon_is_equally_long_in_every_direction():
 class Recording(Group):
     """One of several processes, which keeps what it would send."""
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self.sent = tensor
-        return torch.stack([tensor] * self.size)
+        return torch.stack([tensor] * self.world_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,12 +123,12 @@ def test_bits_of_a_matrix_do_not_depend_on_how_many_a_rank_has(dtype, shape, cou
     matrices = torch.randn(count, *shape, generator=generator).to(dtype)
     alone = make_orthogonalize(Group(), "exact")(matrices)
     assert alone.float() == pytest.approx(orthogonalize(matrices).float(), abs=0.05)
-    for size in range(2, 9):
+    for world_size in range(2, 9):
         sent = []
-        for rank in range(size):
-            ranks = Recording(rank, size)
-            assert make_orthogonalize(ranks, "exact")(matrices).shape == matrices.shape
-            sent.append(ranks.sent)
+        for rank in range(world_size):
+            group = Recording(rank, world_size)
+            assert make_orthogonalize(group, "exact")(matrices).shape == matrices.shape
+            sent.append(group.sent)
         assert torch.equal(torch.cat(sent)[:count], alone)
 
 
@@ -136,7 +136,7 @@ def test_fast_sums_leave_muon_its_batches():
     assert make_orthogonalize(Group(), "fast") is orthogonalize
 
 
-def test_a_rank_without_matrices_turns_none():
+def test_a_rank_without_matrices_orthogonalizes_none():
     nothing = torch.empty(0, 3, 5)
     assert one_by_one(nothing).shape == (0, 3, 5)
 
