@@ -134,18 +134,12 @@ def setup(check: Check) -> Facts:
 
 def tests(check: Check) -> Facts:
     """The tests marked `gpu`, without conftest.py, which needs more packages."""
-    words = [
-        "-m",
-        "gpu",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        "-rfE",
-        "tests/promises/test_gpu.py",
-    ]
-    words += ["-k", "mha or bfloat16 or muon or bits"] if check.small else []
+    command = [sys.executable, "-m", "pytest", "tests/promises/test_gpu.py", "-m", "gpu"]
+    command += ["--noconftest", "-p", "no:cacheprovider", "-rfE"]
+    command += ["-o", "addopts=-q --import-mode=importlib"]  # one at a time: xdist may be missing
+    if check.small:
+        command += ["-k", "mha or bfloat16 or muon or bits"]
     os.environ["GPTMINI_TEST_DEVICE"] = check.device
-    command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(command, cwd=sys.path[0], capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).splitlines()
     yield "failed", [line for line in lines if line.startswith(("FAILED", "ERROR"))]
