@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# pytest runs one process for each core (`-n auto` in pyproject.toml), so each takes one thread. Bits
+# pytest runs a process for each core (`-n auto` in pyproject.toml), so each takes one thread. Bits
 # are then the same in this process and its children.
 os.environ["OMP_NUM_THREADS"] = "1"
 # The cache of compiled code is in HOME: each process compiles once, for all of its tests.

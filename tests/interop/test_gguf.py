@@ -15,7 +15,7 @@ from gptmini.interop import gguf
 from gptmini.interop.export import HARD_TEXTS, export_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import Tokenizer, create_tokenizer
-from tests.interop.test_export import (
+from tests.interop.samples import (
     CASES,
     CHAT_TOKENIZER,
     GQA,
