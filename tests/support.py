@@ -1,5 +1,7 @@
 """What several tests share: small texts, a small configuration, short ways to train it."""
 
+import base64
+import json
 import os
 import random
 import sys
@@ -13,7 +15,8 @@ from gptmini.config.settings import Config
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.tokenizers import Tokenizer, create_tokenizer
+from gptmini.tokenizer.load import create_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import trainer
 from gptmini.train.state import Training, build_training
 
@@ -93,3 +96,11 @@ def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     with pytest.raises(SystemExit) as end:
         app.main()
     return int(end.value.code or 0)
+
+
+def bpe_file(**changes: object) -> str:
+    """The JSON of a BPE tokenizer of bytes, with some things changed."""
+    ranks = {base64.b64encode(bytes([byte])).decode(): byte for byte in range(256)}
+    special = {"<|endoftext|>": 256}
+    whole = {"format": 1, "kind": "x", "pattern": "a|.", "special_tokens": special, "ranks": ranks}
+    return json.dumps(whole | changes)

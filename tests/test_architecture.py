@@ -15,7 +15,15 @@ PACKAGE = Path(__file__).parents[1] / "gptmini"
 ROOMS = {  # generate/native is a wing of generate: they import each other
     "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
     "config": ["section", "settings", "load", "yamlfile", "listing"],
-    "tokenizer": ["tokenizers", "bpe", "tokenizer_json"],
+    "tokenizer": [
+        "tokenizers",
+        "bpe",
+        "bpe_tokenizer",
+        "chunks",
+        "load",
+        "choose",
+        "tokenizer_json",
+    ],
     "data": ["formats", "sources", "fetch", "token_file", "shards", "corpus"],
     "model": ["attention", "layers", "gpt", "optim", "kernels", "mechanisms"],
     "runs": ["directory", "tensors", "log"],
@@ -49,6 +57,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
     "train": ["batches", "trainer", "evaluate", "state", "messages", "api", "convert"],
     "analysis": [
         "evaluate",
+        "score",
         "measure",
         "variants",
         "compare",
@@ -84,7 +93,7 @@ DOORS = {  # the only modules that import a library
     "pydantic": {"config.section", "config.settings", "config.load"},
     "pydantic_core": {"config.section"},
     "yaml": {"config.yamlfile"},
-    "tiktoken": {"tokenizer.tokenizers"},
+    "tiktoken": {"tokenizer.bpe_tokenizer"},
     "regex": {"tokenizer.bpe"},
     "pyarrow": {"data.formats"},
     "urllib": {"data.fetch"},

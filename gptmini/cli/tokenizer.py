@@ -61,9 +61,9 @@ def encode(
     """Print the tokens of a text as numbers."""
     from gptmini.console import stream_to_stdout
     from gptmini.files import decode_utf8
-    from gptmini.tokenizer import tokenizers
+    from gptmini.tokenizer.load import find_tokenizer
 
-    encoder = tokenizers.find_tokenizer(name)
+    encoder = find_tokenizer(name)
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     else:
@@ -79,9 +79,9 @@ def decode(
     """Print the text of tokens; a pipe or file gets the exact bytes."""
     from gptmini.console import stream_to_stdout
     from gptmini.files import decode_utf8
-    from gptmini.tokenizer import tokenizers
+    from gptmini.tokenizer.load import find_tokenizer
 
-    decoder = tokenizers.find_tokenizer(name)
+    decoder = find_tokenizer(name)
     if tokens is None:
         tokens = decode_utf8(sys.stdin.buffer.read(), "standard input").split()
     for word in tokens:
@@ -102,9 +102,9 @@ def info(
     """Show the vocabulary, the longest and the special tokens, and the compression of texts."""
     from gptmini.console import escape_control_characters
     from gptmini.data import corpus
-    from gptmini.tokenizer import tokenizers
+    from gptmini.tokenizer.load import find_tokenizer
 
-    inspected = tokenizers.find_tokenizer(name)
+    inspected = find_tokenizer(name)
     lengths = inspected.compute_byte_lengths()
     special = inspected.special_tokens
     longest = lengths.argsort(kind="stable")[::-1][:10].tolist()

@@ -1,4 +1,7 @@
-"""Many prompts from one JSON lines file to another, in batches; an interrupted call can resume."""
+"""Continue the prompts of a JSON Lines file in batches and write the texts to another one.
+
+The output is in the order of the input, so an interrupted call resumes behind its last whole line.
+"""
 
 import hashlib
 import json
@@ -27,17 +30,18 @@ def generate_file(
 ) -> None:
     """Write one JSON line per sample of each prompt, in order, with the other keys of its input.
 
-    Sample n is what the same prompt gives alone. `prompts` may be -, standard input. `settings` are
-    those of the section `sample`, `how` the other arguments of Run.start. DataError if the prompts
-    cannot be read, or if `out` was made of other prompts, settings or weights.
+    Sample n of a prompt is the text that the prompt gives alone with number n. `prompts` may be -,
+    standard input. `settings` override those of the section `sample`; `how` are further arguments
+    of `Run.start`. Raises DataError if the prompts cannot be read, or if `out` comes from other
+    prompts, settings or weights.
     """
-    if not (inputs := list(_read_prompts(prompts))):
+    if not (entries := list(_read_prompts(prompts))):
         raise DataError(f"{prompts}: is empty; write one prompt per line")
-    # Batch size and guesses are left out: they do not change the texts.
+    # Batch size and drafts are left out: they change no text.
     sampling = run.build_sample_config(settings).model_dump()
-    origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, inputs])
+    origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, entries])
     made_of = hashlib.sha256(origin.encode()).hexdigest()[:16]
-    jobs = [(place, number) for place in range(len(inputs)) for number in range(samples)]
+    jobs = [(entry, number) for entry in entries for number in range(samples)]
     done = _count_finished_lines(out, made_of)
     with (
         out.open("a", encoding="utf-8") as file,
@@ -45,29 +49,33 @@ def generate_file(
     ):
         for start in range(done, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
-            batch_prompts = [inputs[place]["prompt"] for place, _ in batch]
+            batch_prompts = [entry["prompt"] for entry, _ in batch]
             numbers = [number for _, number in batch]
             texts = run.start(batch_prompts, numbers, **settings, **how).finish()
-            for (place, _), text in zip(batch, texts, strict=True):
-                line = inputs[place] | text.to_dict() | {"made_of": made_of}
+            for (entry, _), text in zip(batch, texts, strict=True):
+                line = entry | text.to_dict() | {"made_of": made_of}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            # A whole batch reaches the disk before it counts as done.
             file.flush()
             files.sync(file.fileno())
             advance(len(batch))
 
 
 def _read_prompts(path: Path) -> Iterator[dict[str, Any]]:
-    """The prompts, each as an object with `prompt`."""
-    stdin = str(path) == "-"
-    name = "standard input" if stdin else str(path)
-    data = sys.stdin.buffer.read() if stdin else path.read_bytes()
+    """Yield the prompts, each as an object with the key `prompt`."""
+    if str(path) == "-":
+        name = "standard input"
+        data = sys.stdin.buffer.read()
+    else:
+        name = str(path)
+        data = path.read_bytes()
     for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
             continue
         where = f"{name}:{number}"
         try:
             entry = json.loads(line)
-            json.dumps(entry, ensure_ascii=False).encode()  # refuses lone surrogates
+            json.dumps(entry, ensure_ascii=False).encode()  # fails for lone surrogates
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not valid JSON ({error}); correct this line") from None
         entry = {"prompt": entry} if isinstance(entry, str) else entry
@@ -78,17 +86,17 @@ def _read_prompts(path: Path) -> Iterator[dict[str, Any]]:
                 f"{where}: has {', '.join(settings)}, but settings apply to all prompts; "
                 "give them on the command line and rename or remove them here"
             )
-        if taken := entry.keys() & OUTPUT_KEYS:
-            raise DataError(f"{where}: key {min(taken)!r} is reserved for the output; rename it")
+        if reserved := entry.keys() & OUTPUT_KEYS:
+            raise DataError(f"{where}: key {min(reserved)!r} is reserved for the output; rename it")
         yield entry
 
 
 def _is_setting(key: str) -> bool:
-    return key in SampleConfig.model_fields or key == "max_tokens"  # the latter is other programs'
+    return key in SampleConfig.model_fields or key == "max_tokens"  # as other programs call it
 
 
 def _count_finished_lines(out: Path, made_of: str) -> int:
-    """How many lines are already written; a last line cut off by a crash is removed."""
+    """Count the lines already written, and remove a last line that a crash cut off."""
     if not out.exists():
         return 0
     data = out.read_bytes()

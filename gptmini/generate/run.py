@@ -1,9 +1,11 @@
-"""A trained model with its tokenizer.
+"""Load a trained model with its tokenizer and generate text with it.
 
 import gptmini
+
 run = gptmini.load("runs/python-docs")
-for piece in run.stream("The "):
-    print(piece, end="")
+print(run.generate("The ", temperature=0.8, max_new_tokens=100))
+for characters in run.stream("The "):
+    print(characters, end="", flush=True)
 """
 
 import hashlib
@@ -28,7 +30,7 @@ from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
 from gptmini.generate.sampler import check_overflow, decode
 from gptmini.generate.speculative import DraftModel, PromptLookup
-from gptmini.generate.texts import Generation, Text, encode_start, token_bias
+from gptmini.generate.texts import Generation, Text, build_token_bias, encode_start
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -37,9 +39,17 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 
 class Run:
-    """A trained model, ready to generate, in several threads too.
+    """A trained model with its tokenizer, ready to generate; threads may share it.
 
-    Its parts may be used on their own.
+    `gptmini.load` opens a run directory. `generate` returns one text and `stream` yields it as it
+    grows; `start` continues several prompts in one batch. To use the parts on their own:
+
+        tokens = torch.tensor([run.encode("The ")])  # (1, T)
+        logits = run.model(tokens)  # (1, T, V)
+        text = run.tokenizer.decode(tokens[0].tolist())
+
+    `path`, `config`, `tokenizer`, `model` and `weights` (the precision) are what was loaded;
+    `state` is the checkpoint's record of the training.
     """
 
     def __init__(
@@ -52,48 +62,60 @@ class Run:
         weights: str = "float32",
         cache: Path = DEFAULT_CACHE_DIR,
     ) -> None:
-        """`state` is the checkpoint's record of the training."""
-        self.path, self.config = path, config
+        """Combine parts that are already in memory; `gptmini.load` reads them from a directory.
+
+        `cache` is the folder of the compiled engine.
+        """
+        self.path = path
+        self.config = config
         self.state: dict[str, Any] = state or {"step": 0, "corpus": ""}
-        self.tokenizer, self.model = tokenizer, model
-        self.weights, self._cache = weights, cache
-        # Engines that no generation is using. A deque needs no lock, which the garbage collector
-        # could ask for a second time: it may close a generation at any moment.
+        self.tokenizer = tokenizer
+        self.model = model
+        self.weights = weights
+        self._cache = cache
+        # Engines that no generation is using. Not a list behind a lock: the garbage collector may
+        # close an abandoned generation at any moment, even in a thread that holds the lock, and
+        # giving back its engine would wait for that lock forever. A deque's methods are atomic.
         self._idle_engines: deque[Engine] = deque()
-        self._packed_matrices: precision.PackedMatrices = {}  # the weights that all engines share
+        # The weights in the layout of the compiled step, shared by all engines of this run.
+        self._packed_matrices: precision.PackedMatrices = {}
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())
-        kind, vocab_size = self.tokenizer.kind, self.tokenizer.vocab_size
-        return (
-            f"<Run {self.path}: step {self.step}, {size:,} parameters, {kind} tokenizer, "
-            f"vocabulary {vocab_size:,}>"
-        )
+        tokenizer = f"{self.tokenizer.kind} tokenizer, vocabulary {self.tokenizer.vocab_size:,}"
+        return f"<Run {self.path}: step {self.step}, {size:,} parameters, {tokenizer}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no engines yet: they hold pointers into the memory of this run."""
+        """Copy everything but the engines, which hold pointers into the memory of this run."""
         return {**self.__dict__, "_idle_engines": deque(), "_packed_matrices": {}}
 
     @property
     def step(self) -> int:
-        """Optimizer updates that made the weights."""
+        """The optimizer step of the checkpoint."""
         return int(self.state["step"])
 
     @property
     def corpus(self) -> str:
-        """SHA-256 (hex) of the text it was trained on."""
+        """SHA-256 (hex) of the text that the model was trained on."""
         return str(self.state["corpus"])
 
     def generate(self, prompt: str = "", **settings: Any) -> str:
-        """The continuation of a prompt; `settings` are those of the section `sample`.
+        """Return the continuation of a prompt.
 
-        ConfigError names a wrong setting, DataError a prompt that is not valid Unicode.
+        `settings` override those of the section `sample`, such as `temperature`, `top_k`, `seed`,
+        `max_new_tokens` or `stop`; `gptmini settings sample` lists them. The same settings give the
+        same text. Raises ConfigError for a wrong setting, DataError for a prompt that is not valid
+        Unicode.
         """
         return "".join(self.stream(prompt, **settings))
 
     def stream(self, prompt: str = "", **settings: Any) -> Iterator[str]:
-        """Like `generate`, piece by piece, in whole characters; errors are raised by the call."""
-        return (characters for _, characters in self.start([prompt], **settings))
+        """Yield the continuation of a prompt as it grows, in whole characters; see `generate`.
+
+        This call raises the errors, not the first step of the iterator.
+        """
+        generation = self.start([prompt], **settings)
+        return (characters for _, characters in generation)
 
     def start(
         self,
@@ -105,51 +127,63 @@ class Run:
         guess: "str | Run | None" = None,
         **settings: Any,
     ) -> Generation:
-        """Continue several prompts in one batch, each as if it were alone.
+        """Continue several prompts in one batch; each gets the text that it gets alone.
 
-        `numbers` (by default 0, 1, ...) give each text random numbers of its own. With `special`,
-        the name of a special token in a prompt, such as "<|endoftext|>", is that token. `guess` is
-        "lookup" or a smaller run with the same tokenizer: the text stays the same and comes sooner
-        if the guesses are often right.
+            generation = run.start(["The ", "A "], max_new_tokens=50)
+            for number, characters in generation:  # as they grow
+                ...
+            first, second = generation.finish()  # or wait for the whole texts
+
+        `numbers` (by default 0, 1, ...) select the random numbers of each text: the same prompt
+        with another number gives another sample. `logprobs` records each token's log-probability.
+        With `special`, the name of a special token in a prompt, such as "<|endoftext|>", is that
+        token. `guess` drafts tokens ahead, which changes no text and is faster where drafts are
+        often right: "lookup" copies from the text so far, a smaller run with the same tokenizer
+        drafts with its model. `use_cache=False` recomputes the whole context for each token.
         """
         sample = self.build_sample_config(settings)
         bias = self.build_bias(sample)
-        texts = []
         if isinstance(prompts, str):  # each character would be a prompt
             raise ConfigError(
                 "prompts: must be a list of texts, not str; use generate for one text"
             )
+        texts = []
         for number, prompt in zip(numbers or range(len(prompts)), prompts, strict=True):
             if not isinstance(prompt, str):
                 kind = type(prompt).__name__
                 raise ConfigError(f"prompt: must be a text, not {kind}; use start for several")
             text = self.create_text(number, prompt, sample, special)
             if text.context_start:
-                seen, n_prompt = len(text.context), len(text.prompt_tokens)
-                warn(f"prompt: {n_prompt:,} tokens; the model sees the last {seen:,}")
+                n_prompt = len(text.prompt_tokens)
+                n_seen = len(text.context)
+                warn(f"prompt: {n_prompt:,} tokens; the model sees the last {n_seen:,}")
             texts.append(text)
         if isinstance(guess, Run) and guess.tokenizer.fingerprint != self.tokenizer.fingerprint:
             raise ConfigError(
                 f"draft {guess.path}: its tokenizer differs from that of {self.path}; "
                 "use a draft with the same tokenizer"
             )
-        drawn = self._generate_tokens(texts, sample, bias, guess, use_cache)
+        tokens = self._generate_tokens(texts, sample, bias, guess, use_cache)
         compiled = native.load_library(self.model, self._cache, use_cache)
-        name = native.NativeEngine.name if compiled else TorchEngine.name
-        return Generation(drawn, texts, logprobs, name)
+        engine = native.NativeEngine.name if compiled else TorchEngine.name
+        return Generation(tokens, texts, logprobs, engine)
 
     def create_text(
         self, number: int, prompt: str | list[int], sample: SampleConfig, special: bool = False
     ) -> Text:
-        """A text that continues a prompt, given as text or as tokens; see `start`."""
-        limit, first = self.model.config.context_length, None
+        """Create a text that continues a prompt, given as text or as tokens; see `start`."""
+        allowed_first = None
         if isinstance(prompt, str):
-            tokens, first = self._encode_prompt(prompt, special)
+            tokens, allowed_first = self._encode_prompt(prompt, special)
         else:
-            tokens, prompt = prompt, self.tokenizer.decode(prompt)
+            tokens = prompt
+            prompt = self.tokenizer.decode(tokens)
         tokens = tokens or encode_start(self.tokenizer, sample)
-        check_overflow(len(tokens), sample, limit)
-        return Text(number, tokens, limit, prompt, self.tokenizer, sample.stop, first)
+        context_length = self.model.config.context_length
+        check_overflow(len(tokens), sample, context_length)
+        return Text(
+            number, tokens, context_length, prompt, self.tokenizer, sample.stop, allowed_first
+        )
 
     def _generate_tokens(
         self,
@@ -159,20 +193,24 @@ class Run:
         guess: "str | Run | None",
         use_cache: bool,
     ) -> Iterator[tuple[Text, int, Tensor]]:
-        """The tokens of `sampler.decode`, with engines that nobody else uses meanwhile."""
+        """Yield what `sampler.decode` yields, with engines that nobody else uses meanwhile."""
+        # A generator borrows its engines at its first step and gives them back when it is closed,
+        # also if nobody iterates to the end.
         with ExitStack() as engines:
             engine = engines.enter_context(self.borrow_engine(len(texts), use_cache))
-            guesser: PromptLookup | DraftModel | None = PromptLookup() if guess else None
+            drafter: PromptLookup | DraftModel | None = None
             if isinstance(guess, Run):
-                draft = engines.enter_context(guess.borrow_engine(len(texts)))
-                guesser = DraftModel(guess.model, draft, sample)
-            limit = self.model.config.context_length
-            yield from decode(engine, texts, sample, limit, bias, guesser)
+                draft_engine = engines.enter_context(guess.borrow_engine(len(texts)))
+                drafter = DraftModel(guess.model, draft_engine, sample)
+            elif guess:
+                drafter = PromptLookup()
+            context_length = self.model.config.context_length
+            yield from decode(engine, texts, sample, context_length, bias, drafter)
 
     def encode(self, text: str, name: str = "text") -> list[int]:
-        """The tokens of a text, as `model` takes them.
+        """Encode a text to the tokens that `model` takes.
 
-        DataError, which begins with `name`, for lone surrogates.
+        Raises DataError for lone surrogates; `name` is what the message calls the text.
         """
         try:
             return self.tokenizer.encode(text).tolist()
@@ -181,17 +219,22 @@ class Run:
             raise DataError(f"{where} is not valid Unicode; remove it") from None
 
     def build_sample_config(self, settings: dict[str, Any]) -> SampleConfig:
-        """The run's section `sample` with some settings changed; ConfigError names wrong ones."""
-        section = {**self.config.sample.model_dump(), **settings}
-        return validate({"sample": section}, {}).sample if settings else self.config.sample
+        """Return the run's section `sample` with some settings changed.
+
+        Raises ConfigError for a setting that does not exist or has a wrong value.
+        """
+        if not settings:
+            return self.config.sample
+        section = self.config.sample.model_dump() | settings
+        return validate({"sample": section}, {}).sample
 
     def build_bias(self, sample: SampleConfig) -> Tensor | None:
-        """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
-        return token_bias(self.tokenizer, sample)
+        """Combine `bias` and `ban` into one tensor (V,); see `build_token_bias`."""
+        return build_token_bias(self.tokenizer, sample)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the tokenizer and the rounded weights."""
+        """SHA-256 (hex) of the tokenizer and of the weights as they were rounded."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
         for name, tensor in self.model.state_dict().items():
             digest.update(name.encode() + tensor.cpu().numpy().tobytes())
@@ -199,7 +242,7 @@ class Run:
 
     @contextmanager
     def borrow_engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
-        """An engine for up to `n_texts` texts, used by nobody else until the block ends."""
+        """Lend an engine for up to `n_texts` texts; nobody else uses it until the block ends."""
         engine = self._take_idle_engine(n_texts) if use_cache else None
         if engine is None:
             engine = native.open_engine(
@@ -212,39 +255,44 @@ class Run:
                 self._idle_engines.append(engine)
 
     def _take_idle_engine(self, n_texts: int) -> Engine | None:
-        """An engine kept from earlier; those too small are dropped, as a larger one follows."""
+        """Take an engine that an earlier generation gave back, if one is large enough.
+
+        Drops engines that are too small: the larger one that is opened now replaces them.
+        """
         while self._idle_engines:
-            with suppress(IndexError):  # another thread took the last one
+            with suppress(IndexError):  # another thread may have taken the last one
                 engine = self._idle_engines.pop()
                 if not isinstance(engine, native.NativeEngine) or engine.n_slots >= n_texts:
                     return engine
         return None
 
     def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
-        """The tokens of a prompt, and which may come first, (V,), if not all."""
-        first = None
+        """Encode a prompt; also return which tokens may come first, (V,), or None for all."""
+        allowed_first = None
         if prompt.endswith(" ") and self._begins_with_space.sum() > 1:
-            # Where words are tokens, the space belongs to the next one (" the"), and the model has
-            # hardly seen a space alone. So drop it and have the model draw it with its word.
-            prompt, first = prompt[:-1], self._begins_with_space
+            # Where words are tokens, a space belongs to the word behind it (" the"), and the model
+            # has hardly seen one alone. So drop it, and let the first token bring it back.
+            prompt = prompt[:-1]
+            allowed_first = self._begins_with_space
         if not special:
-            return self.encode(prompt, "prompt"), first
-        numbers = self.tokenizer.special_tokens
-        longest_first = sorted(numbers, key=len, reverse=True)
+            return self.encode(prompt, "prompt"), allowed_first
+        special_tokens = self.tokenizer.special_tokens
+        # The longest first, as one name may be the beginning of another.
+        longest_first = sorted(special_tokens, key=len, reverse=True)
         names = "|".join(map(re.escape, longest_first))
         tokens: list[int] = []
         for part in re.split(f"({names})", prompt):
-            if part in numbers:
-                tokens.append(numbers[part])
+            if part in special_tokens:
+                tokens.append(special_tokens[part])
             else:
                 tokens += self.encode(part, "prompt")
-        return tokens, first
+        return tokens, allowed_first
 
     @cached_property
     def _begins_with_space(self) -> Tensor:
-        """Which tokens begin with a space, (V,)."""
-        spelling, size = self.tokenizer.decode_token, self.tokenizer.vocab_size
-        return torch.tensor([spelling(token).startswith(b" ") for token in range(size)])
+        """Mark the tokens that begin with a space, (V,)."""
+        spellings = map(self.tokenizer.decode_token, range(self.tokenizer.vocab_size))
+        return torch.tensor([spelling.startswith(b" ") for spelling in spellings])
 
 
 def load_run(
@@ -254,11 +302,13 @@ def load_run(
     cache: Path = DEFAULT_CACHE_DIR,
     step: int | None = None,
 ) -> Run:
-    """The best checkpoint of a run directory, or that of a step.
+    """Load the best checkpoint of a run directory, or that of `step`.
 
-    `weights` says how matrices are stored: float32 as trained, or bfloat16 (default) or int8, which
-    are faster on a CPU: there the compiled step, which `cache` holds, rounds their inputs too, and
-    keys and values to bfloat16.
+        run = gptmini.load("runs/python-docs")
+
+    `weights` is the precision of the matrices: float32 as trained, or bfloat16 (the default) or
+    int8, which are faster on a CPU. There the compiled engine also rounds the inputs of every
+    product, and keys and values to bfloat16. `cache` is the folder of the compiled engine.
     """
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")

@@ -1,7 +1,7 @@
-"""A text from its prompt to its last character, and several drawn together.
+"""A text from its prompt to its last character, and a batch of texts generated together.
 
-A `Text` is shared by everyone who works on it: the engine reads `context` and updates `cached`,
-the sampler adds tokens, and `read` turns them into characters.
+A `Text` is the state that the parts of generation share: the engine reads `context` and updates
+`n_cached`, the sampler appends tokens, and `decode_token` turns them into characters.
 """
 
 import codecs
@@ -19,13 +19,18 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 
 def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
-    """The tokens that stand in for an empty prompt."""
-    return tokenizer.encode(sample.start).tolist() if sample.start else [tokenizer.document_token]
+    """Return the tokens that stand in for an empty prompt."""
+    if not sample.start:
+        return [tokenizer.document_token]
+    return tokenizer.encode(sample.start).tolist()
 
 
-def token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:
-    """`bias` and `ban` as one tensor (V,); ConfigError for a text that is not one token."""
-    entries = [("bias", *item) for item in sample.bias.items()]
+def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:
+    """Combine `bias` and `ban` into one tensor (V,), or None without any.
+
+    Raises ConfigError for a text that is not a single token.
+    """
+    entries = [("bias", text, value) for text, value in sample.bias.items()]
     entries += [("ban", text, float("-inf")) for text in sample.ban]
     if not entries:
         return None
@@ -44,8 +49,9 @@ def token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:
 class Text:
     """A text that continues a prompt.
 
-    `finish_reason` is None while it grows, then "length", "stop" (a stop text), "document" (the
-    model ended it) or "context" (full). `logprobs` (nats) are filled in only on request.
+    `finish_reason` is None while the text grows, then "length" (it has `max_new_tokens`), "stop"
+    (a stop text), "document" (the model ended it) or "context" (the context is full). `logprobs`
+    (nats) are recorded only on request.
     """
 
     def __init__(
@@ -58,32 +64,36 @@ class Text:
         stops: Sequence[str] = (),
         allowed_first: Tensor | None = None,
     ) -> None:
-        """`context_length` is the model's context length; only `read` needs a tokenizer and stops."""
-        self.number = number  # selects the random numbers of its draws
-        self.prompt, self.text = prompt, ""
+        """`number` selects the random numbers of this text.
+
+        `context_length` is that of the model. Only `decode_token` needs `tokenizer` and `stops`.
+        """
+        self.number = number
+        self.prompt = prompt
+        self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
-        # For the sampler and the guessers.
+        # For the sampler and the drafters.
         self.prompt_tokens = prompt_tokens
-        self.allowed_first = allowed_first  # (V,), bool: which tokens may be the first
-        self.drafted = self.accepted = 0
-        # For the engine.
-        self.context = prompt_tokens[-context_length:]  # what the model sees, from position 0 on
-        self.context_start = len(prompt_tokens) - len(
-            self.context
-        )  # tokens that have left the context
-        self.n_cached = 0  # the first `cached` tokens of `context` are in the KV cache
-        self.n_logits = 1  # how many of the last tokens need logits
-        self.n_reused = 0  # how many tokens of the prompt came from the cache of another text
-        # For `read`.
-        self._tokenizer, self._stops = tokenizer, stops
+        self.allowed_first = allowed_first  # (V,), bool: tokens that may come first; None: all
+        self.drafted = 0
+        self.accepted = 0
+        # For the engine. `context` is what the model sees, from position 0 on.
+        self.context = prompt_tokens[-context_length:]
+        self.context_start = len(prompt_tokens) - len(self.context)  # tokens that have slid out
+        self.n_cached = 0  # the KV cache holds this many tokens at the start of `context`
+        self.n_logits = 1  # the last so many tokens of `context` need logits
+        self.n_reused = 0  # prompt tokens whose keys were copied from another text
+        # For `decode_token`.
+        self._tokenizer = tokenizer
+        self._stops = stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held_back = ""  # could be the beginning of a stop text
-        self._drop_space = allowed_first is not None  # the prompt already ends with that space
+        self._held_back = ""  # may be the beginning of a stop text
+        self._drop_space = allowed_first is not None  # the prompt already shows this space
 
     def decode_token(self, token: int) -> str:
-        """The characters that the last token made certain; sets `finish_reason` at the end.
+        """Return the characters that a new token completes; set `finish_reason` at an end.
 
         Characters that may turn out to be the beginning of a stop text are held back.
         """
@@ -92,15 +102,16 @@ class Text:
         if token in self._tokenizer.end_tokens:
             self.finish_reason = "document"
             spelling = b""
-        # The decoder holds back an incomplete character, until the end makes it U+FFFD.
+        # The decoder holds back the bytes of an incomplete character, U+FFFD if the text ends there.
         characters = self._decoder.decode(spelling, final=self.finish_reason is not None)
         if characters and self._drop_space:
-            characters, self._drop_space = characters.removeprefix(" "), False
+            characters = characters.removeprefix(" ")
+            self._drop_space = False
         pending = self._held_back + characters
-        stops_at = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
-        if stops_at:
+        stop_positions = [pending.find(stop) for stop in self._stops if stop in pending]
+        if stop_positions:
             self.finish_reason = "stop"
-            end = min(stops_at)
+            end = min(stop_positions)
         elif self.finish_reason:
             end = len(pending)
         else:
@@ -110,25 +121,31 @@ class Text:
         return pending[:end]
 
     def _count_possible_stop(self, pending: str) -> int:
-        """How many characters at the end could be the beginning of a stop text."""
-        lengths = (
-            length
-            for stop in self._stops
-            for length in range(1, len(stop))
-            if pending.endswith(stop[:length])
-        )
-        return max(lengths, default=0)
+        """Count the characters at the end that may be the beginning of a stop text."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(1, len(stop)):
+                if pending.endswith(stop[:length]):
+                    longest = max(longest, length)
+        return longest
 
     def to_dict(self) -> dict[str, Any]:
-        """The public fields, as JSON data."""
-        names = ("number", "prompt", "text", "tokens", "logprobs", "finish_reason")
-        return {name: getattr(self, name) for name in names}
+        """Return the public fields as JSON data."""
+        return {
+            "number": self.number,
+            "prompt": self.prompt,
+            "text": self.text,
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+        }
 
 
 class Generation:
-    """Texts being drawn together; iterating yields (number, new characters) as they grow.
+    """Texts that are generated together; iterate for (number, new characters) as they grow.
 
-    `seconds` and `first_token` count from the first call of the iterator.
+    Nothing is computed before the first step of the iterator. `seconds` and `time_to_first_token`
+    count from there.
     """
 
     def __init__(
@@ -138,26 +155,32 @@ class Generation:
         logprobs: bool,
         engine: str,
     ) -> None:
-        """`tokens` is what `sampler.decode` yields for the samples; `engine` is its name."""
-        self.samples, self.engine = samples, engine
-        self._tokens, self._logprobs = tokens, logprobs
+        """`tokens` is what `sampler.decode` yields for the samples; `engine` names the engine."""
+        self.samples = samples
+        self.engine = engine
+        self.seconds = 0.0
+        self.time_to_first_token = 0.0
+        self._tokens = tokens
+        self._logprobs = logprobs
         self._started: float | None = None
-        self.seconds, self.time_to_first_token = 0.0, 0.0
 
     @property
     def n_tokens(self) -> int:
+        """Count the tokens generated so far."""
         return sum(len(sample.tokens) for sample in self.samples)
 
     @property
     def drafted(self) -> int:
+        """Count the tokens drafted so far."""
         return sum(sample.drafted for sample in self.samples)
 
     @property
     def accepted(self) -> int:
+        """Count the drafted tokens that the model accepted."""
         return sum(sample.accepted for sample in self.samples)
 
     def finish(self) -> list[Text]:
-        """Draw everything, then return the samples."""
+        """Generate to the end, then return the samples."""
         for _ in self:
             pass
         return self.samples

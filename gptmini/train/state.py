@@ -21,7 +21,7 @@ from gptmini.distributed.gradients import Gradients, make_orthogonalize
 from gptmini.distributed.group import Group
 from gptmini.distributed.sharding import Shards, create_gradients, micro_batches_of
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
-from gptmini.generate.texts import token_bias
+from gptmini.generate.texts import build_token_bias
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
@@ -173,7 +173,7 @@ def build_training(decision: "Decision", run: RunDirectory) -> Training:
             dtype=str(compute.dtype).removeprefix("torch."),
             compile=train.compile,
         ),
-        bias=token_bias(corpus.tokenizer, config.sample),
+        bias=build_token_bias(corpus.tokenizer, config.sample),
         paced=decision.paced,
         started=decision.started,
     )

@@ -13,7 +13,8 @@ from gptmini.analysis.attention_maps import compute_attention_weights, spell_tok
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import draw_uniform, sample_token
 from gptmini.model.attention import KVCache
-from gptmini.tokenizer.tokenizers import BpeTokenizer, CharTokenizer
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.tokenizers import CharTokenizer
 from gptmini.train.evaluate import compute_token_losses
 from tests.analysis.samples import HOSTILE, TOKENS, data_of, model_of, run_of
 from tests.support import tiny

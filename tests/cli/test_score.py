@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gptmini.analysis.evaluate import Score
+from gptmini.analysis.score import Score
 from gptmini.cli import score as scoring
 
 

@@ -10,7 +10,8 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import Tokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.state import write_run
 from tests.support import prose
 

@@ -84,7 +84,7 @@ def serving(run: Run, key: str = "", **limits) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(run: Run) -> Iterator[str]:
-    with serving(run, rows=4) as url:
+    with serving(run, max_rows=4) as url:
         yield url
 
 
@@ -256,7 +256,7 @@ def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
     monkeypatch.setattr(native, "load_library", lambda *_: None)  # rows of torch share a length
     body = {"logprobs": 0, "echo": True, "max_tokens": 3}
     post = lambda prompt: HTTP.post(f"{url}/v1/completions", json=body | {"prompt": prompt})
-    with serving(copy.copy(run), rows=5) as url, ThreadPoolExecutor(5) as pool:
+    with serving(copy.copy(run), max_rows=5) as url, ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(post, PROMPTS))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
@@ -443,7 +443,7 @@ def test_texts_under_load_are_those_alone(run: Run):
                     return None
         raise AssertionError("the stream has no end")
 
-    with serving(run, rows=5) as url, ThreadPoolExecutor(12) as pool:
+    with serving(run, max_rows=5) as url, ThreadPoolExecutor(12) as pool:
         found = list(pool.map(ask, jobs))
         wait_for(url, 'gptmini_texts{state="running"} 0.0')
     assert found.count(None) > 5
@@ -457,7 +457,7 @@ def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
     ask = lambda seed: HTTP.post(
         f"{url}/v1/completions", json={"prompt": "the dog" * seed, "max_tokens": 9, "seed": seed}
     )
-    with serving(slow, rows=3) as url, ThreadPoolExecutor(6) as pool:
+    with serving(slow, max_rows=3) as url, ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(ask, range(6)))
     for seed, answer in enumerate(answers):
         expected = alone(slow, "the dog" * seed, max_new_tokens=9, seed=seed)
@@ -467,7 +467,10 @@ def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
 @needs_compiler
 def test_a_prefix_is_prefilled_once(run: Run):
     shared = "the quick brown fox " * 15  # 300 tokens: two chunks, and a rest
-    with serving(run, rows=2) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+    with (
+        serving(run, max_rows=2) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
+    ):
         for prompt, cached in ((shared, 0), (shared, 256), (shared[:200], 128), ("a" + shared, 0)):
             answer = client.completions.create(model="small", prompt=prompt, seed=4)
             assert answer.usage.prompt_tokens_details.cached_tokens == cached
@@ -479,7 +482,7 @@ LONG = {"prompt": "x", "max_tokens": 100_000, "stream": True, "logit_bias": {"25
 
 
 def test_a_full_queue_refuses_and_clients_that_leave_make_room(run: Run):
-    with serving(run, rows=1, waiting=2) as url:
+    with serving(run, max_rows=1, max_waiting=2) as url:
         with ThreadPoolExecutor(3) as pool:
             with HTTP.stream("POST", f"{url}/v1/completions", json=LONG) as first:
                 lines = first.iter_lines()
@@ -507,7 +510,7 @@ HALF = (
 
 
 def test_a_request_has_its_time(run: Run):
-    with serving(run, rows=1, seconds=0.7) as url:
+    with serving(run, max_rows=1, request_seconds=0.7) as url:
         answer = HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False})
         assert answer.status_code == 504
         assert answer.json()["error"]["message"].startswith("not done in 0.7 seconds")
@@ -525,7 +528,7 @@ def test_a_request_has_its_time(run: Run):
 def test_a_client_that_never_reads_loses_its_row(run: Run):
     body = json.dumps(LONG | {"logprobs": 20}).encode()  # soon more than fits into buffers
     head = HALF.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
-    with serving(run, rows=1, seconds=1.5) as url, socket.socket() as deaf:
+    with serving(run, max_rows=1, request_seconds=1.5) as url, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
         deaf.sendall(head + body)
@@ -535,7 +538,7 @@ def test_a_client_that_never_reads_loses_its_row(run: Run):
 
 
 def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch):
-    with serving(run, rows=2) as url:
+    with serving(run, max_rows=2) as url:
         with monkeypatch.context() as broken:
             broken.setattr(NativeEngine, "__call__", lambda *_: 1 / 0)
             broken.setattr(TorchEngine, "__call__", lambda *_: 1 / 0)

@@ -173,9 +173,9 @@ def test_alibi_added_to_attention_reaches_every_command(
     if shutil.which("g++"):
         assert warnings.count("warning: compiled engine") == 1
         assert run.start(prompts).engine == "torch"
-    with run.engine(1) as engine, torch.no_grad():
+    with run.borrow_engine(1) as engine, torch.no_grad():
         text = Text(0, tokens, 16)
-        text.wanted = len(tokens)
+        text.n_logits = len(tokens)
         torch.testing.assert_close(engine([text])[0], run.model(torch.tensor([tokens]))[0])
 
     # One token at a time on a cache is reading the whole, and the maps have ALiBi's bias.

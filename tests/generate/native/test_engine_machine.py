@@ -127,10 +127,10 @@ class Known:
 
     def __repr__(self) -> str:  # what a failing sequence shows
         text = self.text
-        return f"<text {text.number}: {text.cached} of {len(text.context)} tokens cached>"
+        return f"<text {text.number}: {text.n_cached} of {len(text.context)} tokens cached>"
 
     def unseen(self) -> int:
-        return len(self.text.context) - self.text.cached
+        return len(self.text.context) - self.text.n_cached
 
 
 class Company(RuleBasedStateMachine):
@@ -167,7 +167,7 @@ class Company(RuleBasedStateMachine):
             context = known.text.context
             guesses.append(SOURCES[source][len(context) :][:n_guesses])
             context += guesses[-1]
-            known.text.wanted = 1 + len(guesses[-1])
+            known.text.n_logits = 1 + len(guesses[-1])
         self.call(members)
         for known, guessed in zip(members, guesses, strict=True):
             n_wrong = data.draw(st.integers(0, len(guessed)))
@@ -179,7 +179,7 @@ class Company(RuleBasedStateMachine):
     def score(self, data: st.DataObject, source: int) -> None:
         """Ask for the logits of all tokens that the cache lacks: of a new text, the prompt."""
         known = data.draw(st.sampled_from(self.live))
-        known.text.wanted = known.unseen()
+        known.text.n_logits = known.unseen()
         self.call([known])
         self.append(known, source)
 
@@ -200,7 +200,7 @@ class Company(RuleBasedStateMachine):
         def give_a_token(*_: object) -> None:
             hook.remove()
             if short.text in self.engine._slots:
-                short.text.wanted = 1
+                short.text.n_logits = 1
                 self.call([short])
                 self.append(short, source)
 
@@ -221,7 +221,7 @@ class Company(RuleBasedStateMachine):
         known = data.draw(st.sampled_from(self.live))
         text = known.text
         if self.windowed:
-            length = min(length, SPARE_POSITIONS - (known.written - text.cached))
+            length = min(length, SPARE_POSITIONS - (known.written - text.n_cached))
         length = min(length, len(text.context) - 1)
         del text.context[len(text.context) - length :]
         self.append(known, source)
@@ -231,7 +231,7 @@ class Company(RuleBasedStateMachine):
     def slide(self, data: st.DataObject) -> None:
         text = data.draw(st.sampled_from(self.live)).text
         text.context = text.context[len(text.context) // 2 :]
-        text.cached = 0
+        text.n_cached = 0
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), reason=st.sampled_from(["length", None]))
@@ -255,9 +255,9 @@ class Company(RuleBasedStateMachine):
         """Add a token, as the sampler does: that of a source at this place, so that texts meet."""
         text = known.text
         if len(text.context) == LIMIT:
-            text.context, text.cached = text.context[LIMIT // 2 :], 0
+            text.context, text.n_cached = text.context[LIMIT // 2 :], 0
         text.context.append(SOURCES[source][len(text.context)])
-        text.cached = min(text.cached, len(text.context) - 1)
+        text.n_cached = min(text.n_cached, len(text.context) - 1)
 
     def call(self, members: list[Known]) -> None:
         """Call the engine with some texts and compare their logits with those of each alone."""
@@ -265,29 +265,29 @@ class Company(RuleBasedStateMachine):
         found = self.engine([known.text for known in members])
         for known, theirs, own in zip(members, found, expected, strict=True):
             text = known.text
-            assert text.cached == len(text.context)
-            assert theirs.shape == (text.wanted, VOCABULARY)
+            assert text.n_cached == len(text.context)
+            assert theirs.shape == (text.n_logits, VOCABULARY)
             assert torch.equal(theirs, own)
-            known.written = max(known.written, text.cached)
+            known.written = max(known.written, text.n_cached)
 
     def chunk(self, known: Known, most: int) -> None:
         self.follow(known)
-        known.text.wanted = 1
+        known.text.n_logits = 1
         self.engine.prefill_chunk(known.text, most)
-        known.written = max(known.written, known.text.cached)
+        known.written = max(known.written, known.text.n_cached)
         # In float32 bits depend on where a chunk ends and a step begins.
-        while self.weights == "float32" and known.alone.cached < known.text.cached:
+        while self.weights == "float32" and known.alone.n_cached < known.text.n_cached:
             assert known.engine.prefill_chunk(known.alone)
 
     def follow(self, known: Known) -> None:
         """Bring the text alone to where the text stands; one without a slot begins again."""
-        if known.text not in self.engine._slots or known.text.cached == 0:
+        if known.text not in self.engine._slots or known.text.n_cached == 0:
             known.engine = engine_of(self.model, self.weights, 1)
-            known.alone.cached = known.written = 0
+            known.alone.n_cached = known.written = 0
         else:
-            known.alone.cached = min(known.alone.cached, known.text.cached)
+            known.alone.n_cached = min(known.alone.n_cached, known.text.n_cached)
         known.alone.context = list(known.text.context)
-        known.alone.wanted = known.text.wanted
+        known.alone.n_logits = known.text.n_logits
 
     def expected(self, known: Known) -> torch.Tensor:
         """The logits of a text alone: the same calls in float32, else one pass of the whole.
@@ -298,10 +298,10 @@ class Company(RuleBasedStateMachine):
         text = known.text
         if self.weights != "float32":
             fresh = Text(0, text.context, LIMIT)
-            fresh.wanted = text.wanted
+            fresh.n_logits = text.n_logits
             return engine_of(self.model, self.weights, 1)([fresh])[0]
         (own,) = known.engine([known.alone])
-        plain = self.model(torch.tensor([text.context]))[0, -text.wanted :]
+        plain = self.model(torch.tensor([text.context]))[0, -text.n_logits :]
         torch.testing.assert_close(own, plain, atol=1e-4, rtol=1e-4)
         return own
 
