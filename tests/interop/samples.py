@@ -17,8 +17,10 @@ from tests.support import prose
 
 TEXT = prose()
 NO_NORM = {"qk_norm": False}
-GQA, MQA = {"variant": "gqa", "n_kv_head": 2}, {"variant": "mqa"}
-WINDOW, SOME = {"window": 7}, {"window": 7, "full_every": 2}
+GQA = {"variant": "gqa", "n_kv_head": 2}
+MQA = {"variant": "mqa"}
+WINDOW = {"window": 7}
+SOME = {"window": 7, "full_every": 2}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu"}
 GPT2 = {"position": "learned", "activation": "gelu", "bias": True}
 STARCODER = {"activation": "gelu", "bias": True}
