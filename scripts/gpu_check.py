@@ -55,7 +55,7 @@ Facts = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Check:
-    """What all parts share."""
+    """The options of the command, and a folder that all parts share."""
 
     device: str
     small: bool
@@ -79,13 +79,14 @@ class Check:
         return validate({key: {**stated.get(key, {}), **changed[key]} for key in changed}, {})
 
     def fit(self, config: Config, name: str) -> list[dict[str, Any]]:
-        """Train a run of this name; its metrics."""
+        """Train a run of this name; return its metrics."""
         fit(config, self.folder / name, self.folder / "cache")
         return list(read_metrics(self.folder / name / "metrics.jsonl"))
 
     def write_tokenizer(self) -> Path:
-        """The file of a tokenizer: gpt2 if its files are here, else pairs of bytes."""
-        path, known = self.folder / "tokenizer.json", os.environ.get("TIKTOKEN_CACHE_DIR")
+        """Write a tokenizer, gpt2 if its files are here, else pairs of bytes; return the path."""
+        path = self.folder / "tokenizer.json"
+        known = os.environ.get("TIKTOKEN_CACHE_DIR")
         if not path.exists():
             if known and any(Path(known).glob("*")) and not self.small:
                 made = create_tokenizer("gpt2")
@@ -129,25 +130,21 @@ def setup(check: Check) -> Facts:
     started = time.perf_counter()
     corpus = prepare_corpus(check.build_config(), check.folder / "cache")
     yield "seconds_to_prepare", time.perf_counter() - started
-    kind, size = corpus.tokenizer.kind, corpus.tokenizer.vocab_size
-    yield "tokenizer", f"{kind}{' of bytes, for want of gpt2' * (kind == 'pairs')}, {size:,} tokens"
+    kind = corpus.tokenizer.kind
+    if kind == "pairs":
+        kind = "pairs of bytes, for want of gpt2"
+    yield "tokenizer", f"{kind}, {corpus.tokenizer.vocab_size:,} tokens"
     yield "training_tokens", sum(map(len, corpus.training))
 
 
 def tests(check: Check) -> Facts:
     """The tests marked `gpu`, without conftest.py, which needs more packages."""
-    words = [
-        "-m",
-        "gpu",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        "-rfE",
-        "tests/promises/test_gpu.py",
-    ]
-    words += ["-k", "mha or bfloat16 or muon or bits"] if check.small else []
+    command = [sys.executable, "-m", "pytest", "tests/promises/test_gpu.py", "-m", "gpu"]
+    command += ["--noconftest", "-p", "no:cacheprovider", "-rfE"]
+    command += ["-o", "addopts=-q --import-mode=importlib"]  # one at a time: xdist may be missing
+    if check.small:
+        command += ["-k", "mha or bfloat16 or muon or bits"]
     os.environ["GPTMINI_TEST_DEVICE"] = check.device
-    command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(command, cwd=sys.path[0], capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).splitlines()
     yield "failed", [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -205,7 +202,8 @@ def resume(check: Check) -> Facts:
         check.fit(config, name)
         return RunDirectory(check.folder / name).load_checkpoint(8).sha256
 
-    different, cases = [], [("eager", False), ("auto", True), ("auto", False)]
+    different = []
+    cases = [("eager", False), ("auto", True), ("auto", False)]
     for backend, strict in cases[: 2 if check.small else 3]:
         torch.use_deterministic_algorithms(strict, warn_only=True)
         sizes = SMALL_MODEL if check.small else {"n_layer": 4, "n_head": 4, "d_model": 256}
@@ -213,14 +211,16 @@ def resume(check: Check) -> Facts:
         config = check.build_config(
             model, optimizer="muon", steps=8, batch_size=16, micro_batch_size=8
         )
-        name = f"{backend}{', deterministic' * strict}"
-        straight, again = sha256(config, f"{name} 1"), sha256(config, f"{name} 2")
+        name = f"{backend}, deterministic" if strict else backend
+        straight = sha256(config, f"{name} 1")
+        again = sha256(config, f"{name} 2")
         with mock.patch.object(trainer, "train_step", stopping), suppress(Stopped):
             check.fit(config, f"{name} 3")
         assert RunDirectory(check.folder / f"{name} 3").list_steps() == [4]
         resumed = sha256(config, f"{name} 3")
         yield name, {"repeated": again == straight, "resumed": resumed == straight}
-        different += [name] * ({again, resumed} != {straight})
+        if again != straight or resumed != straight:
+            different.append(name)
     assert not different, f"other bits with attention {' and '.join(different)}"
 
 
@@ -244,11 +244,11 @@ def decode(check: Check) -> Facts:
 
 
 def precision(check: Check) -> Facts:
-    """Whether training in bfloat16 follows training in float32, step by step."""
+    """Check that training in bfloat16 follows training in float32, step by step."""
     losses = {}
-    short: dict[str, Any] = (
-        {} if check.small else {"batch_size": 16, "steps": 50, "warmup_steps": 10}
-    )
+    short: dict[str, Any] = {}
+    if not check.small:
+        short = {"batch_size": 16, "steps": 50, "warmup_steps": 10}
     for dtype in ("float32", "bfloat16"):
         config = check.build_config(dtype=dtype, **short)
         losses[dtype] = [line["train_loss"] for line in check.fit(config, f"in {dtype}")]
@@ -274,7 +274,8 @@ PARTS = {part.__name__: part for part in LIMITS_SECONDS}
 def run(name: str, check: Check) -> None:
     """In a child process: write each fact of a part as soon as it is found."""
     os.setsid()  # so that it can be killed with the processes that compile for it
-    log, found = os.open(check.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT), {}
+    log = os.open(check.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    found = {}
     os.dup2(log, 1)
     os.dup2(log, 2)
     for key, value in PARTS[name](check):
@@ -283,9 +284,10 @@ def run(name: str, check: Check) -> None:
 
 
 def watch(name: str, check: Check, limit: float) -> dict[str, Any]:
-    """Run a part in a child process for at most `limit` seconds; what came of it."""
+    """Run a part in a child process for at most `limit` seconds; return what came of it."""
     started = time.perf_counter()
-    log, facts = check.folder / f"{name}.log", check.folder / f"{name}.json"
+    log = check.folder / f"{name}.log"
+    facts = check.folder / f"{name}.json"
     child = multiprocessing.get_context("fork").Process(target=run, args=(name, check))
     child.start()  # a fork needs no imports, and nothing has touched the GPU yet
     child.join(limit)

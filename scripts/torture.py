@@ -99,11 +99,13 @@ def hash_result(run: Path) -> str:
 
 
 def kill_or_finish(pids: list[int], seconds: float, victim: int = 0) -> int | None:
-    """Kill one process after some seconds: None, or the highest exit code if all finished first.
+    """Kill one process after some seconds; the others then end by themselves.
 
-    The others then end by themselves.
+    Returns None, or the highest exit code if all finished first.
     """
-    end, running, codes = time.monotonic() + seconds, dict.fromkeys(pids), list[int]()
+    end = time.monotonic() + seconds
+    running = dict.fromkeys(pids)
+    codes: list[int] = []
     while running and time.monotonic() < end:
         for pid in list(running):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -118,12 +120,13 @@ def kill_or_finish(pids: list[int], seconds: float, victim: int = 0) -> int | No
 
 
 def main() -> None:
-    """Exits with 1 if a run was lost."""
+    """Kill and resume runs; exit with 1 if one was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=int)
     parser.add_argument("--ranks", type=int, default=1, metavar="N")
-    given = parser.parse_args()
-    n_runs, n_ranks = given.runs, given.ranks
+    args = parser.parse_args()
+    n_runs = args.runs
+    n_ranks = args.ranks
     torch.set_num_threads(1)
     chance = random.Random(1337)  # noqa: S311 - not a secret
     kills = equal = lost = 0
@@ -134,7 +137,8 @@ def main() -> None:
         started = time.monotonic()
         if kill_or_finish(start_training(config, folder, "undisturbed", n_ranks), 600) != 0:
             sys.exit("the undisturbed run failed")
-        expected, seconds = hash_result(folder / "undisturbed"), time.monotonic() - started
+        expected = hash_result(folder / "undisturbed")
+        seconds = time.monotonic() - started
         for run in range(n_runs):
             status = None
             while status is None:

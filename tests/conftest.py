@@ -9,9 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Small models are fastest on one thread, and bits are the same in this process and its children.
+# pytest runs a process for each core (`-n auto` in pyproject.toml), so each takes one thread. Bits
+# are then the same in this process and its children.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HOME"] = tempfile.mkdtemp()  # for what is compiled once and used in many tests
+# The cache of compiled code is in HOME: each process compiles once, for all of its tests.
+os.environ["HOME"] = tempfile.mkdtemp()
 atexit.register(shutil.rmtree, os.environ["HOME"])
 
 import pytest

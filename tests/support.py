@@ -4,11 +4,13 @@ import base64
 import json
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gptmini.cli import app
 from gptmini.config.settings import Config
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.plan.decide import decide
@@ -86,6 +88,14 @@ def gpt2() -> Tokenizer:
             pytest.skip("no folder with the gpt2 files; name one in TIKTOKEN_CACHE_DIR")
         os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
     return create_tokenizer("gpt2", None, ())
+
+
+def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command line in this process; return its exit code."""
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        app.main()
+    return int(end.value.code or 0)
 
 
 def bpe_file(**changes: object) -> str:

@@ -20,7 +20,7 @@ from gptmini.config import load
 from gptmini.config.load import CONFIGS_DIR, list_config_files
 from gptmini.data import fetch
 from gptmini.serve import server
-from tests.support import new_cache
+from tests.support import new_cache, run_command
 
 ROOT = Path(__file__).parents[1]
 READMES = [
@@ -116,13 +116,6 @@ def made_small(words: list[str]) -> list[str]:
     return words + extra.get(words[1], [])
 
 
-def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as end:
-        app.main()
-    return int(end.value.code or 0)
-
-
 def runs_of(words: list[str]) -> Iterator[str]:
     """The runs that a command reads; `--out` names one that it writes."""
     for option, word in pairwise(words):
@@ -135,9 +128,8 @@ def train_missing_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     for name in runs_of(words):
         if not Path(name).exists():
             provide("my.txt", Path())
-            assert (
-                run(["gptmini", "train", "my.txt", "--out", name, *SMALL_WORDS], monkeypatch) == 0
-            )
+            command = ["gptmini", "train", "my.txt", "--out", name, *SMALL_WORDS]
+            assert run_command(command, monkeypatch) == 0
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -160,7 +152,7 @@ def test_every_command_runs(
         train_missing_runs(words, monkeypatch)
         with (tmp_path / "stdin.txt").open() as stdin:
             monkeypatch.setattr(sys, "stdin", stdin)
-            code = run(made_small(words), monkeypatch)
+            code = run_command(made_small(words), monkeypatch)
         assert not code, f"{shlex.join(words)}\n{capfd.readouterr().err}"
 
 
@@ -179,7 +171,7 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (example,) = blocks("python", READMES[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
-    assert run(["gptmini", "train", *SMALL_WORDS], monkeypatch) == 0
+    assert run_command(["gptmini", "train", *SMALL_WORDS], monkeypatch) == 0
     provide("my.txt", tmp_path)
     capfd.readouterr()
     exec(example, {})
@@ -191,7 +183,7 @@ def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     provide("my.txt", tmp_path)
-    assert run(["gptmini", "train", "my.txt", *SMALL_WORDS], monkeypatch) == 0
+    assert run_command(["gptmini", "train", "my.txt", *SMALL_WORDS], monkeypatch) == 0
     command = [sys.executable, "-m", "gptmini", "serve", "runs/my", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

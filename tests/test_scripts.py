@@ -134,7 +134,9 @@ def test_bench_minutes_states_what_a_configuration_made_by_hand_has(monkeypatch)
         "shakespeare-char": 2,
         "shakespeare-char-best": 14,
     }
-    nearest = [bench.nearest(texts["shakespeare-char"], minutes, "") for minutes in (0.5, 1.5, 15)]
+    nearest = [
+        bench.find_nearest(texts["shakespeare-char"], minutes, "") for minutes in (0.5, 1.5, 15)
+    ]
     assert nearest == list(texts["shakespeare-char"].by_hand)
 
 

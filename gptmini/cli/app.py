@@ -183,9 +183,8 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     known = [name for param in context.command.params for name in param.opts] if context else []
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
         option = getattr(error, "option_name", "")
-        return (
-            f"no such option: {option}; {_find_remedy(option, command, known)}see {command} --help"
-        )
+        remedy = _find_remedy(option, command, known)
+        return f"no such option: {option}; {remedy}see {command} --help"
 
     problem = _explain_value(error) or error.format_message()
     problem = problem[:1].lower() + problem[1:].rstrip(".")
@@ -218,7 +217,7 @@ def _explain_value(error: typer.exceptions.TyperException) -> str:
 
 
 def _find_remedy(option: str, command: str, known: list[str]) -> str:
-    """The option or setting that was probably meant, as the beginning of a hint; "" if unclear."""
+    """Find the option or setting that was meant: the beginning of a hint, or "" if unclear."""
     if option in _OPTIONS_OF_OTHER_PROGRAMS and "--steps" in known:
         return _OPTIONS_OF_OTHER_PROGRAMS[option]
     if near := difflib.get_close_matches(option, known, 1, 0.75):

@@ -24,9 +24,9 @@ def import_model(
     n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     name = shlex.quote(str(out))
     say(
-        f"{out}: {n_parameters / 1e6:,.1f} M parameters, context {run.config.model.context_length:,}, "
-        f"vocabulary {run.tokenizer.vocab_size:,}; try it with:\n"
-        f"  gptmini generate {name} --prompt TEXT"
+        f"{out}: {n_parameters / 1e6:,.1f} M parameters, "
+        f"context {run.config.model.context_length:,}, vocabulary {run.tokenizer.vocab_size:,}; "
+        f"try it with:\n  gptmini generate {name} --prompt TEXT"
     )
     tokenizer = run.tokenizer
     names = {number: name for name, number in tokenizer.special_tokens.items()}

@@ -81,12 +81,11 @@ def _inspect_run(
     from gptmini.generate.run import load_run
 
     trained = load_run(path, "cpu", "float32")
-    if generate:
-        text = page_data.continue_prompt(trained, prompt, generate)
-        tokens = text.prompt_tokens + text.tokens
-    else:
-        text = None
+    text = page_data.continue_prompt(trained, prompt, generate) if generate else None
+    if text is None:
         tokens = trained.encode(prompt, "--prompt")
+    else:
+        tokens = text.prompt_tokens + text.tokens
     layers = None if layer is None else [layer]
     is_page = out is not None and out.suffix.lower() == ".html"
     if is_page:

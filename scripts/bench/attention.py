@@ -99,14 +99,13 @@ def main() -> None:
         for name, (_, size) in decodes.items():
             config = build_config(name, length)
             formula = 2 * config.n_kv_head * 64 * config.get_cache_length(0) * 4
-            trained = ("", "")
+            milliseconds = ""
+            ratio = ""
             if training:
-                trained = (
-                    f"{training[name] * 1e3:.1f}",
-                    f"{training['mha'] / training[name]:.2f} x",
-                )
+                milliseconds = f"{training[name] * 1e3:.1f}"
+                ratio = f"{training['mha'] / training[name]:.2f} x"
             print(
-                f"| {length} | {name} | {trained[0]} | {trained[1]} | {decoding[name] * 1e6:.0f} | "
+                f"| {length} | {name} | {milliseconds} | {ratio} | {decoding[name] * 1e6:.0f} | "
                 f"{decoding['mha'] / decoding[name]:.2f} x | {size:,} | {formula:,} |"
             )
 

@@ -109,7 +109,8 @@ def to_gpt2_weights(model: GPT) -> dict[str, Tensor]:
     pairs = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.o_proj": "attn.c_proj"}
     pairs |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
     for layer in range(model.config.n_layer):
-        ours, theirs = f"blocks.{layer}.", f"transformer.h.{layer}."
+        ours = f"blocks.{layer}."
+        theirs = f"transformer.h.{layer}."
         for part in ("weight", "bias"):
             for name, other in pairs.items():
                 value = state[f"{ours}{name}.{part}"]
@@ -171,8 +172,9 @@ def generate_hf(model: Any, prompts: Tensor, n_new: int) -> None:
 def list_contestants(
     model: GPT, batch: int
 ) -> dict[str, Callable[[Tensor, int], tuple[float, float]]]:
-    """What is timed, by name."""
-    wide, narrow = create_hf_model(model), create_hf_model(model).to(torch.bfloat16)
+    """List what is timed, by name."""
+    wide = create_hf_model(model)
+    narrow = create_hf_model(model).to(torch.bfloat16)
     calls: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
         "HF": lambda prompts, n: time_hf(wide, prompts, n),
         "HF bf16": lambda prompts, n: time_hf(narrow, prompts, n),
@@ -187,7 +189,8 @@ def list_contestants(
 
 def measure_bandwidth() -> float:
     """Bytes per second that all threads read from memory: the best of ten sums of 500 MB."""
-    numbers, best = torch.ones(125_000_000), float("inf")
+    numbers = torch.ones(125_000_000)
+    best = float("inf")
     for _ in range(10):
         started = time.perf_counter()
         numbers.sum()
@@ -230,7 +233,8 @@ def print_row(size: str, variant: str, batch: int, length: int, rounds: int, rea
 
 def print_speculation(path: str, draft: str) -> None:
     """Print what guessing ahead is worth to a trained run: the same texts with and without it."""
-    run, kinds = load_run(path), {"none": None, "lookup": "lookup", "draft": load_run(draft)}
+    run = load_run(path)
+    kinds = {"none": None, "lookup": "lookup", "draft": load_run(draft)}
     print("| temperature | guesses by | right | tokens a second | to none |\n|---|---|---|---|---|")
     for temperature in (0.0, 0.8):
         speeds: dict[str, list[Generation]] = {name: [] for name in kinds}

@@ -49,12 +49,13 @@ def create_model(size: str) -> GPT:
 
 @contextmanager
 def start_llama_server(model: GPT, kind: str, n_rows: int) -> Iterator[tuple[str, int]]:
-    """llama.cpp with the weights of a model: the address and process of its server."""
+    """Serve the weights of a model by llama.cpp; yield the address and process of the server."""
     config, weights = fold(model.config, model.state_dict())
     characters = map(chr, range(0x10000, 0x10000 + (config.vocab_size or 0) - 257))
     run = Run(Path("random"), Config(), CharTokenizer("".join(characters)), model)
     with tempfile.TemporaryDirectory() as folder:
-        path, port = Path(folder) / "model.gguf", find_free_port()
+        path = Path(folder) / "model.gguf"
+        port = find_free_port()
         gguf.write_gguf(path, run, "llama", config, weights, kind)
         with start_server(
             build_llama_command(path, port, n_rows, torch.get_num_threads()), port

@@ -125,21 +125,26 @@ class Bench:
 
     def measure(self, text: BenchText, minutes: float, arm: str) -> dict[str, Any]:
         """Train, then evaluate on the test part."""
-        core, place = self.cores.get(), Path(tempfile.mkdtemp(dir=self.folder))
+        core = self.cores.get()
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
         try:
-            cache, run = place / "cache", place / "run"
+            cache = folder / "cache"
+            run = folder / "run"
             shutil.copytree(self.folder / "native", cache / "native")  # no g++: empty
             name = self.find_nearest(text, minutes, core) if arm == "hand" else "default"
-            own = [] if arm == "plan" else list(list_planned_settings(name, text))
+            settings = ["data.test=0.1"]
+            if arm != "plan":
+                settings += list_planned_settings(name, text)
             words = [*text.words, "--minutes", str(minutes), "--cache", str(cache)]
-            words += [word for each in ("data.test=0.1", *own) for word in ("--set", each)]
+            for setting in settings:
+                words += ["--set", setting]
             _, seconds = self.run_gptmini("train", *words, "--out", str(run), core=core)
             words = ["--split", "test", "--json", "--cache", str(cache)]
             facts = json.loads(self.run_gptmini("evaluate", str(run), *words, core=core)[0])
             metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
             config = load_config(run / "config.yaml", [])
         finally:
-            shutil.rmtree(place)
+            shutil.rmtree(folder)
             self.cores.put(core)
         return {
             "name": name,

@@ -120,7 +120,8 @@ def main() -> None:
             against = [f"{case.published:,}", f"{tokens / case.published:.2f} x"]
         print(
             f"| {case.name} | {'on' if case.again else 'off'} | {case.ranks:,} x {on.name} "
-            f"| {plan.memory.peak / 2**30:.1f} | {plan.communication_seconds:.2g} | {plan.seconds:.3g} "
+            f"| {plan.memory.peak / 2**30:.1f} "
+            f"| {plan.communication_seconds:.2g} | {plan.seconds:.3g} "
             f"| {tokens:,.0f} | {against[0]} | {against[1]} | {case.source} | {seconds:.1f} |",
             flush=True,
         )

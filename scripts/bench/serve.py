@@ -59,7 +59,7 @@ def start_server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
 
 
 def build_llama_command(gguf: str | Path, port: int, rows: int, threads: int = -1) -> list[str]:
-    """The command of llama.cpp's server; -1: all threads."""
+    """Build the command of llama.cpp's server; -1 is all threads."""
     return [sys.executable, "-c", LLAMA, *map(str, (gguf, port, rows, threads))]
 
 
@@ -71,7 +71,8 @@ def find_free_port() -> int:
 async def ask(client: httpx.AsyncClient, prompt: list[int], n_new: int, seed: int) -> Times:
     body = {"prompt": prompt, "max_tokens": n_new, "stream": True, "seed": seed, "logprobs": 0}
     body |= {"temperature": 0.8, "top_k": 50, "logit_bias": {str(END_OF_DOCUMENT[0]): -100}}
-    started, stamps = time.perf_counter(), list[float]()
+    started = time.perf_counter()
+    stamps: list[float] = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
@@ -81,8 +82,9 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], n_new: int, seed: in
 
 
 async def load(url: str, prompts: list[list[int]], n_clients: int, n_new: int) -> list[Times]:
-    """All prompts, by so many clients at a time."""
-    found, waiting = list[Times](), iter(enumerate(prompts))
+    """Send all prompts, from so many clients at a time."""
+    found: list[Times] = []
+    waiting = iter(enumerate(prompts))
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
 
@@ -102,9 +104,10 @@ def format_percentiles(values: list[float]) -> str:
 
 
 def time_processes(run: str, n_clients: int, n_texts: int, n_new: int) -> float:
-    """Seconds of one `gptmini generate` per text, so many at a time."""
+    """Time one `gptmini generate` for each text, so many at a time, in seconds."""
     words = [sys.executable, "-m", "gptmini", "generate", run, "--max-new-tokens", str(n_new)]
-    started, running = time.perf_counter(), list[subprocess.Popen[bytes]]()
+    started = time.perf_counter()
+    running: list[subprocess.Popen[bytes]] = []
     for seed in range(n_texts):
         if len(running) == n_clients:
             running.pop(0).wait()
@@ -137,14 +140,13 @@ def main() -> None:
             dice = random.Random(length)  # noqa: S311
             n_texts = options.texts * n_clients
             prompts = [[dice.randrange(vocabulary) for _ in range(length)] for _ in range(n_texts)]
-            ports, rows = (find_free_port(), find_free_port()), min(32, n_clients)
-            own = [sys.executable, "-m", "gptmini", "serve", options.run, "--port", str(ports[0])]
-            commands = {"gptmini": ([*own, "--weights", options.weights], ports[0])}
+            port = find_free_port()
+            command = [sys.executable, "-m", "gptmini", "serve", options.run, "--port", str(port)]
+            commands = {"gptmini": ([*command, "--weights", options.weights], port)}
             if options.gguf:
-                commands["llama.cpp"] = (
-                    build_llama_command(options.gguf, ports[1], rows),
-                    ports[1],
-                )
+                port = find_free_port()
+                command = build_llama_command(options.gguf, port, min(32, n_clients))
+                commands["llama.cpp"] = (command, port)
             for name, (command, port) in commands.items():
                 with start_server(command, port) as (url, _):
                     asyncio.run(load(url, prompts[:1], 1, 4))  # warms up

@@ -40,7 +40,8 @@ class Baseline(nn.Module):
     def __init__(self, layers: int, heads: int, width: int, length: int, vocabulary: int) -> None:
         super().__init__()
         self.heads = heads
-        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
         self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2 * layers + 1))
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width, False) for _ in range(layers))
         self.out = nn.ModuleList(nn.Linear(width, width, False) for _ in range(layers))
@@ -182,7 +183,8 @@ def step_rows(runs: Runs, quick: bool) -> Iterator[str]:
 def small_rows(runs: Runs, quick: bool) -> Iterator[str]:
     """Time to the final loss of the CPU recipe."""
     repeats = 1 if quick else 3
-    theirs, ours = [], []
+    theirs = []
+    ours = []
     for _ in range(repeats):  # in turns, because the machine's speed drifts
         theirs.append(train_baseline(runs.path, 20 if quick else 2000))
         ours.append(runs.train("shakespeare-char-small", *(["train.steps=3"] if quick else [])))
@@ -209,7 +211,8 @@ def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
     started = time.perf_counter()
     metrics = runs.train("shakespeare-char-best", *(["train.steps=3"] if quick else []))
     minutes = (time.perf_counter() - started) / 60
-    yield f"| lowest loss in {minutes:.1f} minutes, all told | | {find_lowest_loss(metrics):.4f} | |"
+    lowest = find_lowest_loss(metrics)
+    yield f"| lowest loss in {minutes:.1f} minutes, all told | | {lowest:.4f} | |"
 
 
 def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:

@@ -6,21 +6,10 @@ import torch
 
 from gptmini.analysis import attention_maps, plots
 from gptmini.errors import ConfigError, MachineError
-from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.support import tiny
+from tests.analysis.samples import TOKENS, model_of
 
-TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 MASK = attention_maps.build_mask("causal", 5).numpy()
-
-
-def model_of(**attention) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(tiny(model={"attention": attention}).with_tokenizer("byte", 50).model).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.ndim == 2 else 1)
-    return model
 
 
 @pytest.mark.parametrize(

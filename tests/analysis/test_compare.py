@@ -11,8 +11,7 @@ import pytest
 from gptmini.analysis import compare, measure, plots
 from gptmini.errors import ConfigError, GptminiError
 from gptmini.runs.directory import RunDirectory
-from tests.analysis.test_page_data import data_of
-from tests.analysis.test_variants import variant
+from tests.analysis.samples import data_of, variant
 from tests.support import SMALL, tiny
 
 

@@ -2,10 +2,7 @@
 
 import base64
 import hashlib
-import json
 import re
-from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,60 +12,16 @@ from gptmini.analysis import page, page_data
 from gptmini.analysis.attention_maps import compute_attention_weights, spell_token, summarize_heads
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import draw_uniform, sample_token
-from gptmini.generate.run import Run
 from gptmini.model.attention import KVCache
-from gptmini.model.gpt import GPT
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
-from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
+from gptmini.tokenizer.tokenizers import CharTokenizer
 from gptmini.train.evaluate import compute_token_losses
-from tests.analysis.test_attention_maps import TOKENS, model_of
+from tests.analysis.samples import HOSTILE, TOKENS, data_of, model_of, run_of
 from tests.support import tiny
-
-HOSTILE = (
-    "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>'\"&amp;\u2028\0\x1b\ud800"
-)
-
-
-def run_of(sample=None, tokenizer=None, **attention) -> Run:
-    """A model, of bytes if no tokenizer is given, with random weights."""
-    tokenizer = tokenizer or ByteTokenizer()
-    config = tiny(model={"attention": attention}, sample=sample or {})
-    config = config.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
-    torch.manual_seed(0)
-    model = GPT(config.model).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.ndim == 2 else 1)
-    return Run(Path("runs/<b>"), config, tokenizer, model, {"step": 7, "corpus": ""})
 
 
 def unpacked(text: str, kind: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), kind)
-
-
-def data_of(content: bytes) -> dict:
-    """The data in a page, found as a browser finds it."""
-
-    class Reader(HTMLParser):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scripts: list[str] = []
-            self.inside = False
-
-        def handle_starttag(self, tag, attrs):
-            self.inside = tag == "script"
-            if self.inside:
-                self.scripts.append("")
-
-        def handle_data(self, text):
-            if self.inside:
-                self.scripts[-1] += text
-
-    reader = Reader()
-    reader.feed(content.decode())
-    data, code = reader.scripts
-    assert "</script>" not in code
-    return json.loads(data)
 
 
 @pytest.mark.parametrize("attention", [{}, {"variant": "mqa", "window": 3}], ids=str)

@@ -8,7 +8,7 @@ import pytest
 
 from gptmini.analysis import plots, report
 from gptmini.runs.log import read_metrics
-from tests.analysis.test_page_data import data_of
+from tests.analysis.samples import data_of
 from tests.support import SMALL
 
 TRAIN = ["train", "--data", "text.txt", *SMALL]

@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmini.analysis import variants
-from gptmini.analysis.variants import STUDENT_T_95, RunMeasurement, Variant, compare_means
-
-
-def variant(name: str, *bits: float) -> Variant:
-    history = [(1, 1.0, 9.0), (2, 2.0, 2.0)]
-    runs = [
-        RunMeasurement("p", "m", "t", n, 9, b, 0.1, b, 0.1, 0.5, 1e4, 60.0, 2**28, list(history))
-        for n, b in enumerate(bits)
-    ]
-    return Variant(name, runs, 1000, 64, 512, 32_768, {16: 900.0, 32: 800.0, 64: 700.0})
+from gptmini.analysis.variants import STUDENT_T_95, compare_means
+from tests.analysis.samples import variant
 
 
 def beta(a: float, b: float, x: float) -> float:

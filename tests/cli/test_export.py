@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gptmini.interop import export as exporting
-from tests.interop.test_export import run_of
+from tests.interop.samples import run_of
 
 
 def test_a_run_goes_out_and_comes_back(gptmini, tmp_path):

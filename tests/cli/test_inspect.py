@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gptmini.analysis.attention_maps import spell_token
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.analysis.test_page_data import data_of
+from tests.analysis.samples import data_of
 from tests.support import SMALL
 
 

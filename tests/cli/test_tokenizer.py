@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer.load import load_tokenizer
 from tests.support import SMALL
 
 
@@ -21,7 +21,7 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     code, out, err = gptmini(*words)
     assert (code, out) == (0, "")
     assert "t.json: 300 tokens" in err
-    learned = tokenizers.load_tokenizer(Path("t.json"))
+    learned = load_tokenizer(Path("t.json"))
     code, out, _ = gptmini("tokenizer", "encode", "t.json", "the lazy dog")
     assert (code, out.split()) == (0, [str(t) for t in learned.encode("the lazy dog")])
     text = "the döner\r\n \x1b東\n".encode()

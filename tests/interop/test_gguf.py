@@ -16,7 +16,7 @@ from gptmini.interop.export import HARD_TEXTS, export_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
-from tests.interop.test_export import (
+from tests.interop.samples import (
     CASES,
     CHAT_TOKENIZER,
     GQA,

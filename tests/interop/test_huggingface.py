@@ -24,8 +24,8 @@ from gptmini.tokenizer import bpe, tokenizer_json
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import convert
-from tests.interop.test_export import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer
-from tests.support import new_cache, prose
+from tests.interop.samples import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer
+from tests.support import new_cache, prose, run_command
 
 TEXT = prose()
 SIZE: dict[str, Any] = {
@@ -126,17 +126,15 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
 def test_the_command_that_convert_prints_makes_the_steps_it_names(
     imported, tmp_path, monkeypatch, capfd
 ):
-    from tests.test_readme import run as command
-
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     words = "gptmini convert run --attention mqa --steps 3 --out other"
-    assert command(words.split(), monkeypatch) == 0
+    assert run_command(words.split(), monkeypatch) == 0
     said, printed = capfd.readouterr().err.splitlines()[-2:]
     assert said.endswith("train it for 3 steps with:")
     printed = printed.replace("TEXT", "text.txt") + " --set train.batch_size=1 --out tuned"
-    assert command(printed.split(), monkeypatch) == 0
+    assert run_command(printed.split(), monkeypatch) == 0
     assert RunDirectory(tmp_path / "tuned").list_steps()[0] == 3
 
 
@@ -155,13 +153,11 @@ def test_the_command_that_convert_prints_makes_the_steps_it_names(
     ],
 )
 def test_every_command_works_on_an_imported_run(words, imported, tmp_path, monkeypatch, capfd):
-    from tests.test_readme import run as command
-
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(tmp_path / "cache"))
     shutil.copytree("run", "mqa")
-    assert command(["gptmini", *words.split()], monkeypatch) == 0, capfd.readouterr().err
+    assert run_command(["gptmini", *words.split()], monkeypatch) == 0, capfd.readouterr().err
 
 
 SAYS_END = 301  # <|im_end|>
@@ -225,8 +221,6 @@ def test_a_chat_template_is_read_from_its_file_or_from_the_configuration(tmp_pat
 
 
 def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, monkeypatch, capfd):
-    from tests.test_readme import run as command
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     partial = chat_tokenizer(missing=b"\x04\xf1\xff")
@@ -248,7 +242,7 @@ def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, mo
     ):
         if "gguf" in words and not importlib.util.find_spec("gguf"):
             continue
-        code = command(["gptmini", *words.split(" ")], monkeypatch)
+        code = run_command(["gptmini", *words.split(" ")], monkeypatch)
         captured = capfd.readouterr()
         assert code == 0, captured.err
         if words.startswith("import"):

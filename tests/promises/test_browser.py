@@ -11,7 +11,7 @@ import torch
 
 from gptmini.analysis import page, page_data
 from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
-from tests.analysis.test_page_data import HOSTILE, run_of
+from tests.analysis.samples import HOSTILE, run_of
 from tests.support import SMALL
 
 playwright = pytest.importorskip(

@@ -26,7 +26,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).with_name("planted_bugs.yaml")
 COPIED = ("gptmini", "tests", "configs", "data", "scripts", "pyproject.toml", "README.md")
-LIMIT = 600  # seconds for a run of pytest; a bug that never ends is seen
+TIMEOUT_SECONDS = 600  # for a run of pytest; a bug that makes it hang is seen
 
 
 class Bug(NamedTuple):
@@ -45,24 +45,19 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="plant only bugs whose place or name has a word")
     parser.add_argument("--jobs", type=int, default=2, help="test runs at once")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without bugs")
-    given = parser.parse_args()
+    args = parser.parse_args()
     bugs = load()
-    if wrong := list(problems(bugs)):
+    if wrong := list(find_problems(bugs)):
         sys.exit("\n".join(wrong))
-    chosen = [
-        bug
-        for bug in bugs
-        if not given.words
-        or any(word in f"{bug.folder} {bug.function} {bug.mistake}" for word in given.words)
-    ]
+    chosen = [bug for bug in bugs if matches(bug, args.words)]
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         copies = Path(folder)
-        if not given.trust:
+        if not args.trust:
             check_tests(chosen, copies, pool)
         print("\n| function | bug | seen by |\n|---|---|---|")
         unseen = 0
-        results = pool.map(lambda bug: run(copies, [bug.seen_by], bug), chosen)
+        results = pool.map(lambda bug: run_tests(copies, [bug.seen_by], bug), chosen)
         for bug, failed in zip(chosen, results, strict=True):
             unseen += not failed
             print(f"| {bug.function} | {bug.mistake} | {failed or 'NOT SEEN'} |", flush=True)
@@ -71,18 +66,23 @@ def main() -> None:
     sys.exit(bool(unseen))
 
 
+def matches(bug: Bug, words: list[str]) -> bool:
+    """Tell whether a bug's place or name has one of the words; without words, each bug does."""
+    text = f"{bug.folder} {bug.function} {bug.mistake}"
+    return not words or any(word in text for word in words)
+
+
 def load() -> list[Bug]:
     """Read the bugs, in the order of the file."""
     folders = yaml.load(DATA.read_text(), Loader=yaml.BaseLoader)  # where 0 and True are text
-    return [
-        Bug(folder, function, **bug)
-        for folder, functions in folders.items()
-        for function, bugs in functions.items()
-        for bug in bugs
-    ]
+    bugs = []
+    for folder, functions in folders.items():
+        for function, changes in functions.items():
+            bugs += [Bug(folder, function, **change) for change in changes]
+    return bugs
 
 
-def problems(bugs: list[Bug]) -> Iterator[str]:
+def find_problems(bugs: list[Bug]) -> Iterator[str]:
     """Yield a line for each bug that cannot be planted, changes nothing, or has not one test."""
     for bug in bugs:
         try:
@@ -92,7 +92,8 @@ def problems(bugs: list[Bug]) -> Iterator[str]:
             yield f"{bug.mistake}: {error}"
         if bug.becomes == bug.code:
             yield f"{bug.mistake}: {bug.code!r} stays the same"
-        if len(files := files_of(bug.seen_by)) != 1:
+        files = find_files(bug.seen_by)
+        if len(files) != 1:
             yield f"{bug.mistake}: {bug.seen_by} is in {len(files)} files, not one"
 
 
@@ -100,8 +101,8 @@ def check_tests(bugs: list[Bug], copies: Path, pool: ThreadPoolExecutor) -> None
     """Run the tests of these bugs without any bug; end with an error if one fails."""
     by_file: dict[Path, list[str]] = {}
     for test in dict.fromkeys(bug.seen_by for bug in bugs):
-        by_file.setdefault(files_of(test)[0], []).append(test)
-    results = pool.map(lambda tests: run(copies, tests), by_file.values())
+        by_file.setdefault(find_files(test)[0], []).append(test)
+    results = pool.map(lambda tests: run_tests(copies, tests), by_file.values())
     for file, failed in zip(by_file, results, strict=True):
         if failed:
             sys.exit(f"{file.relative_to(ROOT)}: fails without any bug: {failed}")
@@ -113,25 +114,24 @@ def plant(bug: Bug) -> tuple[Path, str]:
 
     ValueError unless the folder has one such function, and the function such code once.
     """
-    found = [
-        (path, start, end)
-        for path in sorted((ROOT / "gptmini" / bug.folder).rglob("*.py"))
-        for name, start, end in functions(path)
-        if name == bug.function
-    ]
+    found = []
+    for path in sorted((ROOT / "gptmini" / bug.folder).rglob("*.py")):
+        for name, start, end in find_functions(path):
+            if name == bug.function:
+                found.append((path, start, end))
     if len(found) != 1:
         place = f"gptmini/{bug.folder}"
         raise ValueError(f"{place} has {len(found)} functions {bug.function}, not one")
     path, start, end = found[0]
     text = path.read_text()
-    matches = list(pattern(bug.code).finditer(text, start, end))
-    if len(matches) != 1:
-        raise ValueError(f"{bug.function} has {bug.code!r} {len(matches)} times, not once")
-    return path, text[: matches[0].start()] + bug.becomes + text[matches[0].end() :]
+    places = list(build_pattern(bug.code).finditer(text, start, end))
+    if len(places) != 1:
+        raise ValueError(f"{bug.function} has {bug.code!r} {len(places)} times, not once")
+    return path, text[: places[0].start()] + bug.becomes + text[places[0].end() :]
 
 
 @functools.cache
-def functions(path: Path) -> list[tuple[str, int, int]]:
+def find_functions(path: Path) -> list[tuple[str, int, int]]:
     """Find all functions and classes: their qualified names, and where their text begins and ends.
 
     A name is as in `Class.method` or `function.inner`.
@@ -145,7 +145,8 @@ def functions(path: Path) -> list[tuple[str, int, int]]:
             inner = prefix
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 assert child.end_lineno is not None
-                start, end = line_starts[child.lineno - 1], line_starts[child.end_lineno]
+                start = line_starts[child.lineno - 1]
+                end = line_starts[child.end_lineno]
                 found.append((prefix + child.name, start, end))
                 inner = f"{prefix}{child.name}."
             visit(child, inner)
@@ -154,7 +155,7 @@ def functions(path: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def pattern(code: str) -> re.Pattern[str]:
+def build_pattern(code: str) -> re.Pattern[str]:
     """Match code however its lines are broken: blanks and comments may stand between its words."""
     words = re.findall(r"\w+|[^\w\s]", code)
     whole = [rf"\b{word}\b" if re.match(r"\w", word) else re.escape(word) for word in words]
@@ -162,13 +163,13 @@ def pattern(code: str) -> re.Pattern[str]:
 
 
 @functools.cache
-def files_of(test: str) -> list[Path]:
+def find_files(test: str) -> list[Path]:
     """Find the files of the suite that have a test of this name."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [path for path in paths if any(name == test for name, _, _ in functions(path))]
+    return [path for path in paths if test in [name for name, _, _ in find_functions(path)]]
 
 
-def run(copies: Path, tests: list[str], bug: Bug | None = None) -> str:
+def run_tests(copies: Path, tests: list[str], bug: Bug | None = None) -> str:
     """Run tests in a copy of the checkout until one fails; return its name, or nothing."""
     copy = Path(tempfile.mkdtemp(dir=copies))
     skip = shutil.ignore_patterns("__pycache__", ".*")
@@ -181,12 +182,12 @@ def run(copies: Path, tests: list[str], bug: Bug | None = None) -> str:
     if bug is not None:
         path, changed = plant(bug)
         (copy / path.relative_to(ROOT)).write_text(changed)
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    options = ["-n0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     options += ["--hypothesis-profile=first failure"]  # one is enough, the smallest takes minutes
-    addresses = [f"{files_of(test)[0].relative_to(ROOT)}::{test}" for test in tests]
+    addresses = [f"{find_files(test)[0].relative_to(ROOT)}::{test}" for test in tests]
     command = [sys.executable, "-m", "pytest", *options, *addresses]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["PATH"] = str(Path(sys.executable).parent)  # where there is no compiler
+    environment["PATH"] = str(Path(sys.executable).parent)  # a folder without a compiler
     try:
         done = subprocess.run(
             command,
@@ -194,7 +195,7 @@ def run(copies: Path, tests: list[str], bug: Bug | None = None) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=LIMIT,
+            timeout=TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:

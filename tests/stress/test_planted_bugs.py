@@ -10,7 +10,7 @@ BUGS = plant_bugs.load()
 
 
 def test_every_bug_finds_its_place_and_its_test():
-    assert list(plant_bugs.problems(BUGS)) == []
+    assert list(plant_bugs.find_problems(BUGS)) == []
     names = [(bug.folder, bug.function, bug.mistake) for bug in BUGS]
     assert len(set(names)) == len(names) > 150
     # A function that is listed twice would hide the bugs of the first list.
@@ -29,13 +29,13 @@ def test_every_bug_finds_its_place_and_its_test():
     ],
 )
 def test_a_bug_that_has_lost_its_place_is_named(change, problem):
-    (line,) = plant_bugs.problems([BUGS[0]._replace(**change)])
+    (line,) = plant_bugs.find_problems([BUGS[0]._replace(**change)])
     assert line.startswith(f"{BUGS[0].mistake}: ")
     assert re.search(problem, line)
 
 
 def test_code_is_found_however_its_lines_are_broken():
-    found = plant_bugs.pattern("max(0, start - size)")
+    found = plant_bugs.build_pattern("max(0, start - size)")
     assert found.search("x = max(0, start - size)")
     assert found.search("x = max(\n    0,  # the first\n    start\n    - size\n)")
     assert not found.search("x = max(0, restart - size)")

@@ -15,7 +15,7 @@ from gptmini import files
 from gptmini.generate.native import build, precision
 from gptmini.generate.native.step import NativeStep, _Layer
 from gptmini.model.gpt import GPT
-from tests.generate.native.test_engine import LENGTH, models, run, step_of
+from tests.generate.native.samples import LENGTH, models, run, step_of
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 START, SIZE = 1 << 40, 1 << 28  # both processes map a file here, so that they share pointers

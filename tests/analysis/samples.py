@@ -1,0 +1,76 @@
+"""Models, runs, variants and pages that the tests of analysis share."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import torch
+
+from gptmini.analysis.variants import RunMeasurement, Variant
+from gptmini.generate.run import Run
+from gptmini.model.gpt import GPT
+from gptmini.tokenizer.tokenizers import ByteTokenizer
+from tests.support import tiny
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def model_of(**attention) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(tiny(model={"attention": attention}).with_tokenizer("byte", 50).model).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim == 2 else 1)
+    return model
+
+
+HOSTILE = (
+    "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>'\"&amp;\u2028\0\x1b\ud800"
+)
+
+
+def run_of(sample=None, tokenizer=None, **attention) -> Run:
+    """A model, of bytes if no tokenizer is given, with random weights."""
+    tokenizer = tokenizer or ByteTokenizer()
+    config = tiny(model={"attention": attention}, sample=sample or {})
+    config = config.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
+    torch.manual_seed(0)
+    model = GPT(config.model).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim == 2 else 1)
+    return Run(Path("runs/<b>"), config, tokenizer, model, {"step": 7, "corpus": ""})
+
+
+def data_of(content: bytes) -> dict:
+    """The data in a page, found as a browser finds it."""
+
+    class Reader(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scripts: list[str] = []
+            self.inside = False
+
+        def handle_starttag(self, tag, attrs):
+            self.inside = tag == "script"
+            if self.inside:
+                self.scripts.append("")
+
+        def handle_data(self, text):
+            if self.inside:
+                self.scripts[-1] += text
+
+    reader = Reader()
+    reader.feed(content.decode())
+    data, code = reader.scripts
+    assert "</script>" not in code
+    return json.loads(data)
+
+
+def variant(name: str, *bits: float) -> Variant:
+    history = [(1, 1.0, 9.0), (2, 2.0, 2.0)]
+    runs = [
+        RunMeasurement("p", "m", "t", n, 9, b, 0.1, b, 0.1, 0.5, 1e4, 60.0, 2**28, list(history))
+        for n, b in enumerate(bits)
+    ]
+    return Variant(name, runs, 1000, 64, 512, 32_768, {16: 900.0, 32: 800.0, 64: 700.0})
