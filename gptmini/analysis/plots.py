@@ -18,7 +18,7 @@ from gptmini.errors import ConfigError, MachineError
 Array = np.ndarray[Any, np.dtype[Any]]
 Figure = Any  # matplotlib is an extra
 MIN_PANEL_INCHES = 2.2
-MAX_FIGURE_TOKENS = 40  # cells shrink beyond that many
+MAX_FULL_SIZE_TOKENS = 40  # cells shrink beyond that many
 COLOR_MAP = "magma_r"
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 MAX_NUMBERED_TOKENS = 12  # up to so many, weights are written into their cells
@@ -137,7 +137,7 @@ def draw_attention(
         cell = 0.28
     else:
         cell = 0.18
-    cell *= min(1.0, MAX_FIGURE_TOKENS / T)
+    cell *= min(1.0, MAX_FULL_SIZE_TOKENS / T)
     side = max(MIN_PANEL_INCHES, cell * T)
     font_size = min(8.0, 60 * cell)
     longest_label = max(len(label) for label in labels)
@@ -246,7 +246,7 @@ def _limit_ticks(axis: Any) -> None:
 
 def _label_tokens(runs: dict[str, list[dict[str, Any]]]) -> str:
     """Return the label of the axis of tokens, with the tokens per step if all runs agree."""
-    tokens_per_step = set()
+    tokens_per_step: set[int] = set()
     for lines in runs.values():
         for step, tokens in select_numbers(lines, "step", "tokens")[-1:]:
             if step:
@@ -304,7 +304,7 @@ def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
 
 def _draw_quality_over_time(axis: Any, variants: list[Variant]) -> None:
     x_label, histories = build_histories(variants)
-    late_bits = []
+    late_bits: list[float] = []
     for number, (name, curves) in enumerate(histories.items()):
         for place, points in enumerate(curves):
             label = name if place == 0 else None  # one entry of the legend per variant
