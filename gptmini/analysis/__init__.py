@@ -1,6 +1,7 @@
-"""Measuring and inspecting trained models; nothing here is needed to train one.
+"""Measures and inspects trained models; nothing here is needed to train one.
 
-Read `evaluate` (losses on a text), then `variants` (measured runs as plain data, and statistics),
-`measure` and `compare` (which produce them), `attention_view`, `plots`, `page` (with page.html),
-`reading` and `report`. `plots` and `page` take plain data and know neither trainer nor model.
+Read `evaluate` and `score` (losses on a text, token by token), then `variants` (measured runs as
+plain data, and statistics), `measure` and `compare` (which produce them), `attention_maps`,
+`page_data` and `report` (what is shown), `plots` and `page` (how: pictures, and pages from
+page.html). Those two take plain data and know neither trainer nor model.
 """

@@ -4,7 +4,7 @@
     OUT/NAME/seed-1337/       its directory
     OUT/compare.json          all figures
     OUT/compare.md, .png      tables and a picture of them
-    OUT/compare.html          both on one page
+    OUT/compare.html          tables and curves on one page
 
 Each run has a process of its own, so its memory and speed do not depend on those before it.
 """
@@ -28,13 +28,14 @@ from gptmini.analysis.variants import (
     build_histories,
     build_rows,
     compare_means,
+    drop_steep_start,
     format_table,
     to_json,
     write_verdicts,
 )
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
-from gptmini.console import say, warn
+from gptmini.console import format_count, say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.plan.decide import reuse_choices
 from gptmini.runs.directory import RunDirectory
@@ -59,34 +60,39 @@ def compare(
 ) -> list[Variant]:
     """Train variants, measure them and finished runs, and write the figures to `out`.
 
-    `data` is another text to measure finished runs on. Variants are measured on held-out text.
+    `data` is another text to measure finished runs on. With variants to train, it is their training
+    text, and all are measured on the part held out of it.
     """
     trained = train_all(plan_runs(variants, seeds, out), cache) if variants else {}
-    groups = group_runs(finished)
-    named = {str(runs[0]) if name in trained else name: runs for name, runs in groups.items()}
+    runs_of: dict[str, list[Path]] = {}
+    for name, paths in group_runs(finished).items():
+        runs_of[str(paths[0]) if name in trained else name] = paths
+    runs_of |= trained
     text = None if variants else data
-    measured = measure_variants(named | trained, text, cache, out / "compare.json")
+    measured = measure_variants(runs_of, text, cache, out / "compare.json")
     write_results(measured, out)
     return measured
 
 
 def plan_runs(variants: dict[str, Config], seeds: int, out: Path) -> list[TrainingRun]:
-    """The training runs in rounds, one seed of every variant per round.
+    """Plan the training runs in rounds, one seed of every variant per round.
 
     Taking turns spreads other load on the machine over all variants. All see the same number of
     tokens, or train for `train.minutes`, and none stops early.
     """
-    tokens = _count_tokens(next(iter(variants.values())))
+    first = next(iter(variants.values()))
+    n_tokens = _count_tokens(first)
     planned = []
-    for n in range(seeds):
+    for number in range(seeds):
         for name, base in variants.items():
             config = base
-            settings: dict[str, Any] = {"seed": base.train.seed + n, "patience": None}
-            if base.train.minutes is not None:  # the plan keeps n_head, which n_kv_head divides
+            settings: dict[str, Any] = {"seed": base.train.seed + number, "patience": None}
+            if base.train.minutes is not None:
+                # The plan may choose other sizes, but must keep n_head, which n_kv_head divides.
                 config = load.fill_open_settings(base, {"model": {"n_head": base.model.n_head}})
-            elif _count_tokens(config) != tokens:
-                per_step = config.train.batch_size * config.seq_len
-                settings["steps"] = max(1, round(tokens / per_step))
+            elif _count_tokens(config) != n_tokens:
+                tokens_per_step = config.train.batch_size * config.seq_len
+                settings["steps"] = max(1, round(n_tokens / tokens_per_step))
             folder = re.sub(r"[^\w.-]", "", name.replace("/", "-"))
             path = out / folder / f"seed-{settings['seed']}"
             planned.append(TrainingRun(name, config.with_train(**settings), path))
@@ -98,58 +104,60 @@ def _count_tokens(config: Config) -> int:
 
 
 def _dump_settings(config: Config) -> bytes:
-    """The keys a configuration sets explicitly; `train` decides the rest."""
+    """Return the settings that a configuration states, as YAML; `train` decides the rest."""
     return yamlfile.dump(config.model_dump(exclude_unset=True)).encode()
 
 
 def train_all(planned: list[TrainingRun], cache: Path) -> dict[str, list[Path]]:
-    """Train or resume every run to its end; returns the run directories of each variant.
+    """Train or resume every run to its end; return the run directories of each variant.
 
-    Choices that the first run makes for itself apply to all. If a run fails, the error has its
-    exit code.
+    Whatever the first run chooses for itself applies to all. If a run fails, the error has its exit
+    code.
     """
-    paths: dict[str, list[Path]] = {}
-    first = planned[0].config
-    seeds = len({job.config.train.seed for job in planned})
+    first = planned[0]
+    names = list(dict.fromkeys(run.variant for run in planned))
+    n_seeds = len({run.config.train.seed for run in planned})
     say(
-        f"compare: training {', '.join(dict.fromkeys(job.variant for job in planned))} in turn, "
-        f"{seeds} seed{'s' * (seeds > 1)} each, {_describe_length(first)}; Ctrl-C stops, the same command "
-        f"resumes"
+        f"compare: training {', '.join(names)} in turn, {format_count(n_seeds, 'seed')} each, "
+        f"{_describe_length(first.config)}; Ctrl-C stops, the same command resumes"
     )
-    for number, job in enumerate(planned, 1):
-        config = job.config
-        if number > 1:
-            config = reuse_choices(
-                config, RunDirectory(planned[0].out).load_config(), same_run=False
-            )
-        title = f"compare: run {number} of {len(planned)}: {job.variant}, seed {config.train.seed}"
-        _train(job.out, config, cache, title)
-        paths.setdefault(job.variant, []).append(job.out)
+    paths: dict[str, list[Path]] = {}
+    for number, run in enumerate(planned, 1):
+        config = run.config
+        if run is not first:
+            chosen = RunDirectory(first.out).load_config()
+            config = reuse_choices(config, chosen, same_run=False)
+        seed = config.train.seed
+        title = f"compare: run {number} of {len(planned)}: {run.variant}, seed {seed}"
+        _train(run.out, config, cache, title)
+        paths.setdefault(run.variant, []).append(run.out)
     return paths
 
 
 def _describe_length(config: Config) -> str:
-    """How long a training is."""
-    minutes, steps = config.train.minutes, config.train.steps
+    """Say how long each training takes."""
+    minutes = config.train.minutes
     if minutes is not None:
-        return f"{minutes:g} minute{'s' * (minutes != 1)} per run"
-    return f"{steps:,} step{'s' * (steps != 1)} per run"
+        return f"{format_count(minutes, 'minute')} per run"
+    return f"{format_count(config.train.steps, 'step')} per run"
 
 
 def _train(out: Path, config: Config, cache: Path, title: str) -> None:
-    file, text = out.with_suffix(".yaml"), _dump_settings(config)
+    """Train one run to its end in a process of its own, unless it is there already."""
+    config_file = out.with_suffix(".yaml")
+    content = _dump_settings(config)
     run = RunDirectory(out)
-    if run.exists and file.exists() and file.read_bytes() != text:
+    if run.exists and config_file.exists() and config_file.read_bytes() != content:
         raise ConfigError(
-            f"{file}: belongs to a different comparison; choose another directory with --out"
+            f"{config_file}: belongs to a different comparison; choose another directory with --out"
         )
     if run.exists and max(run.list_steps(), default=-1) >= run.load_config().train.steps:
         say(f"{title}: already finished")
         return
     say(title)
     out.parent.mkdir(parents=True, exist_ok=True)
-    files.atomic_write_bytes(file, text)
-    command = [sys.executable, "-m", "gptmini", "train", str(file), "--out", str(out)]
+    files.atomic_write_bytes(config_file, content)
+    command = [sys.executable, "-m", "gptmini", "train", str(config_file), "--out", str(out)]
     command += ["--cache", str(cache), "--no-sample"]
     # In its own session the child gets each signal only once, from here; a second Ctrl-C would end
     # it without saving.
@@ -157,16 +165,18 @@ def _train(out: Path, config: Config, cache: Path, title: str) -> None:
         command, stdout=subprocess.DEVNULL, start_new_session=True
     )
     code = _wait(process)
-    if code:
-        code = 128 - code if code < 0 else code
-        remedy = "run the same command again to resume" if code > 128 else "see the error above"
-        error = GptminiError(f"{out}: training stopped early; {remedy}")
-        error.exit_code = code
-        raise error
+    if code == 0:
+        return
+    if code < 0:  # killed by a signal, as the shell counts it
+        code = 128 - code
+    remedy = "run the same command again to resume" if code > 128 else "see the error above"
+    error = GptminiError(f"{out}: training stopped early; {remedy}")
+    error.exit_code = code
+    raise error
 
 
 def _wait(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code of a process; signals that arrive meanwhile are passed on to it."""
+    """Wait for a process and return its exit code; pass on signals that arrive meanwhile."""
     forwarded = None
     try:
         with machine.catch_signals() as received:
@@ -186,34 +196,39 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 
 
 def group_runs(paths: list[Path]) -> dict[str, list[Path]]:
-    """Finished runs by variant: runs whose configurations differ only by seed belong together."""
+    """Group finished runs by variant: runs whose configurations differ only by seed."""
     groups: dict[tuple[Any, ...], list[Path]] = {}
-    taken = set()
+    seen = set()
     for path in paths:
         run = RunDirectory(path)
-        config, step = run.load_config(), max(run.list_steps(), default=0)
+        config = run.load_config()
+        is_untrained = max(run.list_steps(), default=0) == 0
         # With `train.minutes` the number of steps is an outcome, not a setting.
         steps = config.train.steps if config.train.minutes is None else 1
-        ignored = {"seed": 0, "micro_batch_size": None, "compile": "auto", "steps": steps}
-        key: tuple[Any, ...] = (_dump_settings(config.with_train(**ignored)), step == 0)
-        if (key, config.train.seed) in taken:  # the same seed twice: something else must differ
+        comparable = config.with_train(seed=0, micro_batch_size=None, compile="auto", steps=steps)
+        key: tuple[Any, ...] = (_dump_settings(comparable), is_untrained)
+        if (key, config.train.seed) in seen:  # the same seed twice: something else must differ
             key = (path,)
-        taken.add((key, config.train.seed))
+        seen.add((key, config.train.seed))
         groups.setdefault(key, []).append(path)
-    firsts = [runs[0] for runs in groups.values()]
-    names = [(p.parent if re.fullmatch(r"seed-\d+", p.name) else p).name for p in firsts]
+    names = [_name_variant(runs[0]) for runs in groups.values()]
     return {
         name if names.count(name) == 1 else str(runs[0]): runs
         for name, runs in zip(names, groups.values(), strict=True)
     }
 
 
+def _name_variant(path: Path) -> str:
+    """Return the name of a run directory, or of its parent if it is one seed of several."""
+    return path.parent.name if re.fullmatch(r"seed-\d+", path.name) else path.name
+
+
 def write_results(variants: list[Variant], out: Path) -> None:
     """Write the figures as JSON, Markdown, a page, and a picture if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     files.atomic_write_bytes(out / "compare.json", json.dumps(to_json(variants), indent=1).encode())
-    lines = "".join(f"- {line}\n" for line in write_verdicts(variants))
-    markdown = f"{format_table(variants, full=True)}\n\n{TABLE_LEGEND}\n\n{lines}"
+    verdicts = "".join(f"- {line}\n" for line in write_verdicts(variants))
+    markdown = f"{format_table(variants, full=True)}\n\n{TABLE_LEGEND}\n\n{verdicts}"
     files.atomic_write_bytes(out / "compare.md", markdown.encode())
     files.atomic_write_bytes(out / "compare.html", build_page(variants))
     try:
@@ -223,46 +238,53 @@ def write_results(variants: list[Variant], out: Path) -> None:
 
 
 def build_page(variants: list[Variant]) -> bytes:
-    """The page of a comparison: the table, the differences with their intervals, the curves."""
-    first, *others = variants
-    head, *figures = build_rows(variants, full=True)
-    parts = [page.build_table(head, figures)]
-    if others:
-        baseline = first.figures("bits_per_byte")
-        gaps = [(each, compare_means(each.figures("bits_per_byte"), baseline)) for each in others]
-        against = []
-        for each, gap in gaps:
-            half = "" if gap.half is None else f"± {gap.half:.4f}"
-            name = f"{each.name} vs {first.name}"
-            against.append([name, f"{gap.gap:+.4f}", half, gap, gap.verdict])
-        note = (
-            "The bar is the 95 % interval. If it crosses 0, these runs do not tell the two apart."
-        )
-        head = ["", "bits per byte", "95 %", "", ""]
-        parts.append(page.build_table(head, against, "Differences", note))
-    colored = list(enumerate(variants))
-    cache = [
-        page.build_series(
-            each.name,
-            [(each.cache_bytes / 1024, bits) for bits in each.figures("bits_per_byte")],
-            "dots",
-            color,
-        )
-        for color, each in colored
-    ]
-    x, histories = build_histories(variants)
-    curves = [
-        # The first quarter is steep and would flatten the rest.
-        page.build_series(each.name, points[len(points) // 4 :], "line", color)
-        for color, each in colored
-        for points in histories[each.name]
-    ]
-    panels = [
-        page.build_chart(
-            "Quality and KV cache", "KiB at full context", "bits per byte", cache, "x"
-        ),
-        page.build_chart("Quality while training", x, "bits per byte", curves),
-    ]
-    parts.append(page.build_charts(panels, "Curves (one dot or line per seed)"))
-    title = f"{', '.join(each.name for each in variants)} compared"
+    """Build the page of a comparison: the table, the differences with their intervals, curves."""
+    headings, *rows = build_rows(variants, full=True)
+    parts = [page.build_table(headings, rows)]
+    if len(variants) > 1:
+        parts.append(_build_differences(variants))
+    parts.append(_build_charts(variants))
+    title = f"{', '.join(variant.name for variant in variants)} compared"
     return page.render_page(title, TABLE_LEGEND, parts)
+
+
+def _build_differences(variants: list[Variant]) -> page.PageItem:
+    """Build the table of how each variant differs from the first."""
+    first, *others = variants
+    baseline = first.list_figures("bits_per_byte")
+    rows: list[list[Any]] = []
+    for variant in others:
+        to_first = compare_means(variant.list_figures("bits_per_byte"), baseline)
+        half_width = to_first.half_width
+        rows.append(
+            [
+                f"{variant.name} vs {first.name}",
+                f"{to_first.mean:+.4f}",
+                "" if half_width is None else f"± {half_width:.4f}",
+                to_first,
+                to_first.verdict,
+            ]
+        )
+    note = "The bar is the 95 % interval. If it crosses 0, these runs do not tell the two apart."
+    return page.build_table(["", "bits per byte", "95 %", "", ""], rows, "Differences", note)
+
+
+def _build_charts(variants: list[Variant]) -> page.PageItem:
+    """Build the charts that plots.draw_comparison draws."""
+    against_cache = []
+    over_time = []
+    x_label, histories = build_histories(variants)
+    for color, variant in enumerate(variants):
+        kib = variant.cache_bytes / 1024
+        dots = [(kib, bits) for bits in variant.list_figures("bits_per_byte")]
+        against_cache.append(page.build_series(variant.name, dots, "dots", color))
+        for points in histories[variant.name]:
+            late = drop_steep_start(points)
+            over_time.append(page.build_series(variant.name, late, "line", color))
+    charts = [
+        page.build_chart(
+            "Quality and KV cache", "KiB at full context", "bits per byte", against_cache, "x"
+        ),
+        page.build_chart("Quality while training", x_label, "bits per byte", over_time),
+    ]
+    return page.build_charts(charts, "Curves (one dot or line per seed)")

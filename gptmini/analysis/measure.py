@@ -1,4 +1,4 @@
-"""Measures trained runs: losses on a text, decoding speed, memory."""
+"""Measures trained runs for a comparison: losses on a text, decoding speed, memory."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
 
 EVALUATION_KEYS = ("loss", "loss_error", "bits_per_byte", "bits_per_byte_error", "accuracy")
-DECODE_STEPS = 32  # decoding steps per text
-MIN_TIMING_SECONDS = 0.05  # that a timing takes at least: shorter ones measure the scheduler
+DECODE_STEPS_PER_TEXT = 32
+MIN_TIMING_SECONDS = 0.05  # a shorter timing measures the scheduler of the machine
 TIMING_ROUNDS = 5
 
 
@@ -32,26 +32,28 @@ def measure_variants(
 ) -> list[Variant]:
     """Measure the runs of each variant on their held-out text, or on all of the text in `data`.
 
-    Losses are taken from `earlier`, a compare.json, if they are there for the same weights and
-    text. Decoding is always timed anew, the variants taking turns.
+    Losses that `earlier`, a compare.json, has for the same weights and text are not computed again.
+    Decoding is always timed anew, the variants taking turns.
     """
     known = _load_evaluations(earlier)
-    variants, engines = [], []
+    variants = []
+    engines = []
     for name, folders in paths.items():
         runs = []
         for path in folders:
             run = load_run(path, cache=cache, weights="float32")
             runs.append(_measure_run(run, load_text(run, data, cache), known))
-        model = run.config.model
+        # The runs of a variant differ only by seed: the last one stands for all.
+        model_config = run.config.model
         engines.append(open_engine(run.model, "bfloat16", 1, cache))
         variants.append(
             Variant(
-                name,
-                runs,
-                cost.count_parameters(model),
-                model.context_length,
-                cost.count_cache_bytes(model, 1),
-                cost.count_cache_bytes(model, model.context_length),
+                name=name,
+                runs=runs,
+                parameters=cost.count_parameters(model_config),
+                context_length=model_config.context_length,
+                cache_bytes_per_token=cost.count_cache_bytes(model_config, 1),
+                cache_bytes=cost.count_cache_bytes(model_config, model_config.context_length),
             )
         )
     _time_decoding(variants, engines)
@@ -59,7 +61,7 @@ def measure_variants(
 
 
 def _load_evaluations(file: Path) -> dict[str, dict[str, Any]]:
-    """Earlier evaluations, by the hash of model and text; empty if the file is unusable."""
+    """Load earlier evaluations, by the hash of model and text; none if the file is unusable."""
     try:
         variants = json.loads(file.read_bytes())["variants"]
         runs = [run for variant in variants for run in variant["runs"]]
@@ -71,21 +73,23 @@ def _load_evaluations(file: Path) -> dict[str, dict[str, Any]]:
 def _measure_run(
     run: Run, text: list[TokenFile], known: dict[str, dict[str, Any]]
 ) -> RunMeasurement:
-    """The figures of one run on a text."""
-    cut = ",".join(file.path.stem for file in text)
-    made_of = hashlib.sha256(f"{run.fingerprint} {run.config.model} {cut}".encode()).hexdigest()
-    if (evaluation := known.get(made_of)) is None:
+    """Measure one run on a text."""
+    token_files = ",".join(file.path.stem for file in text)
+    identity = f"{run.fingerprint} {run.config.model} {token_files}"
+    made_of = hashlib.sha256(identity.encode()).hexdigest()
+    evaluation = known.get(made_of)
+    if evaluation is None:
         say(f"compare: evaluating {run.path}")
         evaluation = evaluate_run(run, text).to_dict()
     lines = list(read_metrics(RunDirectory(run.path).metrics_file))
-    speeds = [speed for (speed,) in select_numbers(lines, "tokens_per_second")[1:]]
+    speeds = [speed for (speed,) in select_numbers(lines, "tokens_per_second")]
+    speeds = speeds[1:]  # the first includes the start of the training
     seconds = [second for (second,) in select_numbers(lines, "seconds")]
     peaks = [peak for (peak,) in select_numbers(lines, "peak_memory")]
-    contents = sorted({_content(file) for file in text})
     return RunMeasurement(
         path=str(run.path),
         made_of=made_of,
-        text=",".join(contents),
+        text=",".join(sorted({_identify_text(file) for file in text})),
         seed=run.config.train.seed,
         step=run.step,
         **{key: evaluation[key] for key in EVALUATION_KEYS},
@@ -96,48 +100,52 @@ def _measure_run(
     )
 
 
-def _content(file: TokenFile) -> str:
-    """A name for the text of a token file.
+def _identify_text(file: TokenFile) -> str:
+    """Return a name for the text of a token file, whatever its tokenizer.
 
-    A file of the cache is named after its text, then its tokenizer, which may differ. The name of
-    prepared tokens ends in the span held out of them.
+    A file of the cache is named after its text, then its tokenizer. The name of prepared tokens
+    ends in the span held out of them.
     """
     name = file.path.stem
     return name if file.prepared else name.split("-")[0]
 
 
 def _time_decoding(variants: list[Variant], engines: list[Engine]) -> None:
-    """Time decoding at a quarter, half and all of the context: medians over rounds.
-
-    A context of 1 has no step to time.
-    """
-    rounds: list[dict[int, list[float]]] = [{} for _ in variants]
+    """Time decoding at a quarter, half and all of the context: medians over rounds."""
+    speeds_of: list[dict[int, list[float]]] = [{} for _ in variants]
     for _ in range(TIMING_ROUNDS):
-        for variant, engine, speeds in zip(variants, engines, rounds, strict=True):
-            full = variant.context_length
-            for context in sorted({max(2, full // part) for part in (4, 2, 1) if full > 1}):
+        for variant, engine, speeds in zip(variants, engines, speeds_of, strict=True):
+            for context in _choose_contexts(variant.context_length):
                 speeds.setdefault(context, []).append(_measure_decode_speed(engine, context))
-    for variant, speeds in zip(variants, rounds, strict=True):
+    for variant, speeds in zip(variants, speeds_of, strict=True):
         variant.decode_tokens_per_second = {
             context: statistics.median(values) for context, values in speeds.items()
         }
 
 
+def _choose_contexts(full: int) -> list[int]:
+    """Return a quarter, half and all of a context, in order; a context of 1 has no step to time."""
+    if full == 1:
+        return []
+    return sorted({max(2, full // 4), max(2, full // 2), full})
+
+
 @torch.inference_mode()
 def _measure_decode_speed(engine: Engine, context: int) -> float:
-    """Tokens per second of single steps, the last of which sees `context` positions.
+    """Measure tokens per second of single steps, the last of which sees `context` positions.
 
     Short contexts are decoded several times, so that a hiccup of the machine does not decide.
     """
-    steps = min(DECODE_STEPS, context - 1)
-    texts, seconds = 0, 0.0
-    while texts == 0 or seconds < MIN_TIMING_SECONDS:
-        text = Text(texts, [0] * (context - steps), context)
+    steps = min(DECODE_STEPS_PER_TEXT, context - 1)
+    n_texts = 0
+    seconds = 0.0
+    while n_texts == 0 or seconds < MIN_TIMING_SECONDS:
+        text = Text(n_texts, [0] * (context - steps), context)
         engine([text])  # reads the prompt; not timed
         started = time.perf_counter()
         for _ in range(steps):
             text.context.append(0)
             engine([text])
         seconds += time.perf_counter() - started
-        texts += 1
-    return texts * steps / seconds
+        n_texts += 1
+    return n_texts * steps / seconds

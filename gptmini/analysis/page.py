@@ -1,8 +1,8 @@
-"""A page in one HTML file: page.html with data in it, which its script shows. Loads no torch.
+"""Writes a page as one HTML file: page.html with data in it, which its script shows.
 
-Nothing in the data can become markup or script: it is JSON in ASCII without `<`, `>` and `&`, the
-script only ever sets texts, and the policy of the page allows no script but its own, no network
-and no other file.
+Nothing in the data can become markup or script: it is JSON in ASCII without `<`, `>` and `&`; the
+script only ever sets texts; and the page's Content-Security-Policy allows no script but its own, no
+network and no other file. Loads no torch.
 """
 
 import base64
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
-MAX_PAGE_BYTES = 30_000_000  # bytes of a page that a browser still opens at once
+MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PageItem = dict[str, Any]  # JSON data; `type` names the function of page.html that shows it
@@ -23,7 +23,7 @@ Series = dict[str, Any]
 
 
 def render_page(title: str, introduction: str, parts: list[PageItem]) -> bytes:
-    """The page; `introduction` is a sentence or two below its title."""
+    """Render a page; `introduction` is a sentence or two below its title."""
     page = TEMPLATE_FILE.read_text(encoding="utf-8")
     policy = "; ".join(
         [
@@ -35,28 +35,29 @@ def render_page(title: str, introduction: str, parts: list[PageItem]) -> bytes:
             "require-trusted-types-for 'script'",
         ]
     )
-    text = json.dumps({"title": title, "lead": introduction, "parts": parts}, allow_nan=False)
+    data = {"title": title, "lead": introduction, "parts": parts}
+    text = json.dumps(data, allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    # The data goes in last: nothing in it is taken for a place to fill.
+    # The data goes in last, so that the word POLICY in it is not taken for the placeholder.
     return page.replace("POLICY", policy, 1).replace('"DATA"', text, 1).encode()
 
 
 def _allow_source(tag: str, page: str) -> str:
-    """What the policy allows for a tag: the one in the template, by its hash."""
+    """Return the rule that allows the one tag in the template, by its hash, and no other."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def encode_base64(array: Array) -> str:
-    """The numbers of an array, in order, as base64 of their little-endian bytes."""
-    little = array.astype(array.dtype.newbyteorder("<"))
-    return base64.b64encode(np.ascontiguousarray(little).tobytes()).decode()
+    """Encode the numbers of an array, in order, as base64 of their little-endian bytes."""
+    little_endian = array.astype(array.dtype.newbyteorder("<"))
+    return base64.b64encode(np.ascontiguousarray(little_endian).tobytes()).decode()
 
 
 def quantize_to_bytes(weights: Array) -> Array:
-    """Weights in [0, 1] as bytes on a square-root scale: w becomes round(255 √w).
+    """Quantize weights in [0, 1] to bytes on a square-root scale: w becomes round(255 √w).
 
     They are off by at most 0.004, small ones by much less, and only those below 4e-6 become 0.
     """
@@ -66,29 +67,39 @@ def quantize_to_bytes(weights: Array) -> Array:
 def build_table(
     head: list[str], rows: list[list[Any]], heading: str = "", note: str = ""
 ) -> PageItem:
-    """Rows of texts; a cell (value, half width or None) is drawn as an interval beside 0."""
+    """Build a table of texts; a cell (value, half width or None) is drawn as an interval by 0."""
     return {"type": "table", "heading": heading, "note": note, "head": head, "rows": rows}
 
 
 def build_series(
     name: str, points: list[tuple[float, float]], kind: str = "line", color: int = 0
 ) -> Series:
-    """Points of a chart: kind `line`, `thin` (a thin line), `dashed` or `dots`."""
+    """Build a series of a chart; `kind` is `line`, `thin` (a thin line) or `dots`."""
     return {"name": name, "points": points, "kind": kind, "color": color}
 
 
 def build_chart(
-    title: str, x: str, y: str, lines: list[Series], log: str = "", zero: bool = False
+    title: str, x: str, y: str, series: list[Series], log: str = "", zero: bool = False
 ) -> PageItem:
-    """Lines against labeled axes. `log` is the name of the logarithmic one, which ends above 0;
-    with `zero` the y axis begins at 0.
+    """Build a chart with the labels `x` and `y` of its axes.
+
+    `log` names the logarithmic axis, "x" or "y", which leaves out points at or below 0. With `zero`
+    the y axis begins at 0.
     """
-    for line in lines:
-        low = {"x": 0, "y": 1}.get(log)
-        line["points"] = [point for point in line["points"] if low is None or point[low] > 0]
-    return {"title": title, "x": x, "y": y, "series": lines, "log": log, "zero": [0] * zero}
+    if log:
+        place = "xy".index(log)
+        for each in series:
+            each["points"] = [point for point in each["points"] if point[place] > 0]
+    return {
+        "title": title,
+        "x": x,
+        "y": y,
+        "series": series,
+        "log": log,
+        "zero": [0] if zero else [],  # values that the y axis must include
+    }
 
 
 def build_charts(items: list[PageItem], heading: str) -> PageItem:
-    """Charts side by side; series of one name share a color and an entry of the legend."""
+    """Place charts side by side; series of one name share a color and an entry of the legend."""
     return {"type": "charts", "heading": heading, "items": items}

@@ -1,4 +1,7 @@
-"""A model reading a text, as data for a page: attention, expectations, memory, drawn tokens.
+"""Builds the data of a page on a model that reads a text.
+
+For each token: what every head attends to, what the model expects next, how much the KV cache
+holds, and from which tokens the sampler drew.
 
 Letters: L layers, H query heads, T positions, V vocabulary, S = L + 1 stages (the embedding, then
 each layer), N tokens listed.
@@ -25,82 +28,107 @@ from gptmini.plan import cost
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 LISTED_TOKENS = 10  # N: the likeliest next tokens
-PAGE_OVERHEAD_BYTES = 50_000  # bytes of a page on no tokens
-BYTES_PER_TOKEN = 200  # bytes for each token of the text besides weights and expectations
+PAGE_OVERHEAD_BYTES = 50_000  # of a page on no tokens
+BYTES_PER_TOKEN = 200  # besides weights and expectations
 
 
 class LogitLens(NamedTuple):
     """What a model expects after each token, judged after each stage (the "logit lens").
 
-    `tokens` and `probabilities` (S, T, N) are the likeliest next tokens, `ranks` (from 1) and
-    `came` (S, T) the rank and probability of the one that came; both are 0 at the last position.
+    `tokens` and `probabilities` (S, T, N) are the likeliest next tokens. `target_ranks` (from 1)
+    and `target_probabilities` (S, T) are those of the token that came next, 0 at the last position.
     `logits` (T, V) are the model's own.
     """
 
     tokens: Tensor
     probabilities: Tensor
-    token_ranks: Tensor
+    target_ranks: Tensor
     target_probabilities: Tensor
     logits: Tensor
 
 
 @torch.no_grad()
 def compute_logit_lens(model: GPT, tokens: list[int]) -> LogitLens:
-    """The final norm and the head applied to the residual stream after each stage."""
+    """Apply the final norm and the head to the residual stream after each stage."""
     stream: list[Tensor] = []  # S tensors (1, T, D)
-    hooks = [model.blocks[0].register_forward_pre_hook(lambda _, args: stream.append(args[0]))]
-    hooks += [
-        block.register_forward_hook(lambda _, args, x: stream.append(x)) for block in model.blocks
-    ]
+
+    def record_input(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        stream.append(arguments[0])
+
+    def record_output(_: torch.nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        stream.append(output)
+
+    hooks = [model.blocks[0].register_forward_pre_hook(record_input)]
+    for block in model.blocks:
+        hooks.append(block.register_forward_hook(record_output))
     try:
         model.eval().forward_hidden(torch.tensor([tokens], device=model.device))
     finally:
         for hook in hooks:
             hook.remove()
-    following = torch.tensor([*tokens[1:], 0])[:, None]  # (T, 1)
+
+    targets = torch.tensor([*tokens[1:], 0])[:, None]  # (T, 1); the last one has none
     stages = []
     for x in stream:
         logits = model.compute_logits(model.final_norm(x))[0].float().cpu()  # (T, V)
-        chances = logits.softmax(dim=-1)  # (T, V)
-        best = chances.topk(min(LISTED_TOKENS, chances.shape[1]))  # (T, N)
-        ranks = 1 + (logits > logits.gather(1, following)).sum(dim=1)  # (T,)
-        came = chances.gather(1, following)[:, 0]  # (T,)
-        ranks[-1], came[-1] = 0, 0
-        stages.append((best.indices, best.values, ranks, came))
-    listed, chances, ranks, came = (torch.stack(each) for each in zip(*stages, strict=True))
-    return LogitLens(listed, chances, ranks, came, logits)
+        probabilities = logits.softmax(dim=-1)  # (T, V)
+        best = probabilities.topk(min(LISTED_TOKENS, probabilities.shape[1]))  # (T, N)
+        target_ranks = 1 + (logits > logits.gather(1, targets)).sum(dim=1)  # (T,)
+        target_probabilities = probabilities.gather(1, targets)[:, 0]  # (T,)
+        target_ranks[-1] = 0
+        target_probabilities[-1] = 0
+        stages.append(
+            LogitLens(best.indices, best.values, target_ranks, target_probabilities, logits)
+        )
+    return LogitLens(
+        tokens=torch.stack([stage.tokens for stage in stages]),
+        probabilities=torch.stack([stage.probabilities for stage in stages]),
+        target_ranks=torch.stack([stage.target_ranks for stage in stages]),
+        target_probabilities=torch.stack([stage.target_probabilities for stage in stages]),
+        logits=stages[-1].logits,
+    )
 
 
 def continue_prompt(run: Run, prompt: str, count: int) -> Text:
-    """A prompt with up to `count` tokens drawn after it, all of which fit the context."""
-    limit = run.config.model.context_length
+    """Continue a prompt by up to `count` tokens, all of which fit the context with it."""
+    context_length = run.config.model.context_length
     generation = run.start([prompt], max_new_tokens=count)
     (text,) = generation.samples
-    if (total := len(text.prompt_tokens) + count) > limit:
+    n_prompt = len(text.prompt_tokens)
+    if n_prompt + count > context_length:
         raise ConfigError(
-            f"--generate {count}: {total} tokens with the prompt do not fit the context of "
-            f"{limit}; generate at most {max(0, count - total + limit)}"
+            f"--generate {count}: {n_prompt + count} tokens with the prompt do not fit the context "
+            f"of {context_length}; generate at most {max(0, context_length - n_prompt)}"
         )
-    check_page_size(run.config.model, total)
+    check_page_size(run.config.model, n_prompt + count)
     generation.finish()
     return text
 
 
 def build_page(run: Run, tokens: list[int], text: Text | None, start: tuple[int, int]) -> bytes:
-    """The page of a model reading these tokens; see `part`."""
-    model, attention = run.config.model, run.config.model.attention
-    window = f", window {attention.window}" if attention.window else ""
-    lead = (
+    """Build the page of a model that reads these tokens; see `build_reading`."""
+    check_page_size(run.config.model, len(tokens))
+    reading = build_reading([run], tokens, "", text, start)
+    return page.render_page(str(run.path), _describe_reading(run, tokens, text), [reading])
+
+
+def _describe_reading(run: Run, tokens: list[int], text: Text | None) -> str:
+    """Describe the model and the text in two sentences."""
+    model = run.config.model
+    attention = model.attention.variant.upper()
+    if model.attention.window:
+        attention += f", window {model.attention.window}"
+    sentences = (
         f"Step {run.step:,}; {cost.count_parameters(model):,} parameters: {model.n_layer} layers, "
         f"width {model.d_model}, {console.format_count(model.n_head, 'head')} / "
         f"{console.format_count(model.n_kv_head, 'KV head')} "
-        f"({attention.variant.upper()}{window}), context {model.context_length}; "
+        f"({attention}), context {model.context_length}; "
         f"{run.tokenizer.kind} tokenizer, vocabulary {run.tokenizer.vocab_size:,}. "
         f"It reads {console.format_count(len(tokens), 'token')}"
-        + (f", the last {len(text.tokens)} of which it drew itself." if text else ".")
     )
-    check_page_size(model, len(tokens))
-    return page.render_page(str(run.path), lead, [build_reading([run], tokens, "", text, start)])
+    if text is None:
+        return f"{sentences}."
+    return f"{sentences}, the last {len(text.tokens)} of which it generated itself."
 
 
 def build_reading(
@@ -110,16 +138,17 @@ def build_reading(
     text: Text | None = None,
     start: tuple[int, int] = (0, 0),
 ) -> page.PageItem:
-    """The data of a page on a model reading these tokens, at each of several checkpoints (`runs`).
+    """Build the part of a page on a model that reads these tokens.
 
-    They may come one by one, as several may not fit in memory. `text` is what the tokens were
-    drawn as, `start` the layer and head to show first.
+    `runs` are one or several checkpoints of it. They may come one by one, as several may not fit
+    in memory. `text` is the text that was generated as these tokens, if it was; `start` is the
+    layer and head to show first.
     """
-    spelled = _Spellings()
+    spellings = _Spellings()
     readings = []
     for run in runs:
-        numbers = [spelled.index_of(run.tokenizer, token) for token in tokens]
-        readings.append(_read_at_checkpoint(run, tokens, spelled, text))
+        token_numbers = [spellings.index_of(run.tokenizer, token) for token in tokens]
+        readings.append(_read_at_checkpoint(run, tokens, spellings, text))
     config = run.config.model
     return {
         "type": "reading",
@@ -128,7 +157,7 @@ def build_reading(
         "n_kv_head": config.n_kv_head,
         "windows": [config.get_window(layer) for layer in range(config.n_layer)],
         "start": start,
-        "tokens": numbers,
+        "tokens": token_numbers,
         "whole": complete_characters(run.tokenizer, tokens),
         "drawn": len(text.tokens) if text else 0,
         "sampling": _describe_filters(run.config.sample) if text else "",
@@ -136,38 +165,44 @@ def build_reading(
         "memory": compute_cache_sizes(config, len(tokens)),
         "notes": build_notes(config),
         "readings": readings,
-        "spellings": spelled.texts,
+        "spellings": spellings.texts,
     }
 
 
 def build_notes(config: ModelConfig) -> dict[str, Any]:
-    """The sentences that explain each card, and for each layer what it sees."""
-    H, G = config.n_head, config.n_kv_head
+    """Write the sentences that explain each card of the page, and what each layer sees."""
+    H = config.n_head
+    G = config.n_kv_head
     if G == H:
-        kind = f"Multi-head attention (MHA): each of the {H} heads has keys and values of its own."
+        attention = (
+            f"Multi-head attention (MHA): each of the {H} heads has keys and values of its own."
+        )
     else:
         name = "Multi-query attention (MQA)" if G == 1 else "Grouped-query attention (GQA)"
-        kind = (
-            f"{name}: {H} query heads share {console.format_count(G, 'KV head')}. Heads in one frame "
-            f"read the same keys and values, each with queries of its own."
+        attention = (
+            f"{name}: {H} query heads share {console.format_count(G, 'KV head')}. Heads in one "
+            f"frame read the same keys and values, each with queries of its own."
         )
+    memory = (
+        "Keys and values of the tokens so far in float32, for this model and with other numbers of "
+        "KV heads."
+    )
     window = config.attention.window
-    layers = [_describe_reach(config.get_window(layer)) for layer in range(config.n_layer)]
-    kept = f" Layers with a window keep only the last {window} tokens." if window else ""
+    if window:
+        memory += f" Layers with a window keep only the last {window} tokens."
     return {
-        "text": "Point at a token, tap it, or use the arrow keys: the tokens that it looks at "
-        "light up. It can look only back; what it cannot see is hatched. The orange bar is a "
+        "text": "Point at a token, tap it, or use the arrow keys: the tokens it attends to light "
+        "up. It can only look back; whatever it cannot see is hatched. The orange bar shows a "
         "token's surprise: how unexpected it was, one bit for each halving of its probability.",
-        "heads": f"{kind} Bars under a map: the mean weight on the previous token, the first one "
-        "and the token itself. Entropy says how widely a head spreads its weights, in nats. "
+        "heads": f"{attention} Bars under a map: the mean weight on the previous token, the first "
+        "one and the token itself. Entropy says how widely a head spreads its weights, in nats. "
         "Choose a head to see it in the text and in the large map.",
-        "layers": layers,
-        "map": "A row is a token that looks (query), a column a token it looks at (key). Hatched "
-        "is hidden. Point at a cell to read it.",
-        "stages": "What the output head would say after each layer (the logit lens); the last one "
-        "decides. Choose one to see its list.",
-        "memory": "Keys and values of the tokens so far in float32, for this model and with other "
-        f"numbers of KV heads.{kept}",
+        "layers": [_describe_reach(config.get_window(layer)) for layer in range(config.n_layer)],
+        "map": "A row is a token that attends (query), a column a token it attends to (key). "
+        "Hatched cells are hidden. Point at a cell to read it.",
+        "stages": "What the output head would predict after each layer (the logit lens); the last "
+        "one decides. Choose one to see its list.",
+        "memory": memory,
         "weights": "Weights show where a head reads from, not why the model answers as it does: "
         "quite different weights can give the same answer (Jain and Wallace 2019). Here they are "
         "rounded to 8 bits: off by at most 0.4 percentage points, small ones by less.",
@@ -175,7 +210,7 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _describe_reach(window: int | None) -> str:
-    """What the queries of a layer see."""
+    """Say which tokens the queries of a layer see."""
     if window is None:
         return "sees all tokens before"
     before = "only itself" if window == 1 else f"itself and the {window - 1} before"
@@ -186,8 +221,8 @@ class _Spellings:
     """The spellings of the tokens that a page shows, each once."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
         self.texts: list[list[str]] = []
+        self._numbers: dict[int, int] = {}
 
     def index_of(self, tokenizer: Tokenizer, token: int) -> int:
         if token not in self._numbers:
@@ -197,91 +232,100 @@ class _Spellings:
 
 
 def _read_at_checkpoint(
-    run: Run, tokens: list[int], spelled: _Spellings, text: Text | None
+    run: Run, tokens: list[int], spellings: _Spellings, text: Text | None
 ) -> page.PageItem:
-    """One checkpoint reading the tokens."""
+    """Let one checkpoint read the tokens."""
     T = len(tokens)
     weights = compute_attention_weights(run.model, tokens)  # (L, H, T, T)
-    expected = compute_logit_lens(run.model, tokens)
-    if not math.isfinite(float(expected.logits.sum() + weights.sum())):
+    lens = compute_logit_lens(run.model, tokens)
+    if not math.isfinite(float(lens.logits.sum() + weights.sum())):
         raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
-    seen = torch.ones(T, T, dtype=torch.bool).tril()
-    listed = expected.tokens.flatten().tolist()
-    numbers = [spelled.index_of(run.tokenizer, token) for token in listed]
+    is_past = torch.ones(T, T, dtype=torch.bool).tril()
+    past_weights = weights[:, :, is_past].numpy()  # (L, H, T(T+1)/2)
+    listed_tokens = lens.tokens.flatten().tolist()
+    numbers = [spellings.index_of(run.tokenizer, token) for token in listed_tokens]
+    measures = []
+    for summary in summarize_heads(weights):
+        means = [summary.previous, summary.first, summary.itself, summary.entropy]
+        measures.append([round(mean, 4) for mean in means])
     return {
         "step": run.step,
-        "measures": [[round(mean, 4) for mean in head[2:]] for head in summarize_heads(weights)],
-        "weights": page.encode_base64(
-            page.quantize_to_bytes(weights[:, :, seen].numpy())
-        ),  # (L, H, T(T+1)/2)
-        "listed": expected.tokens.shape[2],
+        "measures": measures,
+        "weights": page.encode_base64(page.quantize_to_bytes(past_weights)),
+        "listed": lens.tokens.shape[2],
         "tokens": page.encode_base64(torch.tensor(numbers, dtype=torch.int32).numpy()),
-        "probabilities": page.encode_base64(expected.probabilities.numpy()),
-        "ranks": page.encode_base64(expected.token_ranks.int().numpy()),
-        "came": page.encode_base64(expected.target_probabilities.numpy()),
-        "draws": replay_draws(run, text, expected) if text else None,
+        "probabilities": page.encode_base64(lens.probabilities.numpy()),
+        "ranks": page.encode_base64(lens.target_ranks.int().numpy()),
+        "came": page.encode_base64(lens.target_probabilities.numpy()),
+        "draws": replay_draws(run, text, lens) if text else None,
     }
 
 
 def complete_characters(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """For each token, the character that it completes, if earlier tokens have its first bytes."""
+    """Return for each token the character it completes, if earlier tokens have its first bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    whole = []
+    completed = []
     for token in tokens:
-        begun = bool(decoder.getstate()[0])
-        text = decoder.decode(tokenizer.decode_token(token))
-        whole.append(text[:1] if begun and text[:1].isprintable() and text[:1] != "\ufffd" else "")
-    return whole
+        pending_bytes, _ = decoder.getstate()
+        first = decoder.decode(tokenizer.decode_token(token))[:1]
+        is_character = first.isprintable() and first != "\ufffd"
+        completed.append(first if pending_bytes and is_character else "")
+    return completed
 
 
 def compute_cache_sizes(config: ModelConfig, T: int) -> list[dict[str, Any]]:
-    """Bytes of the KV cache after 1 to T tokens, in float32: multi-head, grouped and multi-query.
+    """Compute the bytes of the KV cache after 1 to T tokens, in float32, for MHA, GQA and MQA.
 
-    The number of KV heads of the grouped one is the model's or, if it is of another kind, the
-    largest that shares at all.
+    The number of KV heads of GQA is the model's or, if the model is of another kind, the largest
+    that shares at all.
     """
     H = config.n_head
+    G = config.n_kv_head
+    kv_heads_of = {"MHA": H}
     divisors = [count for count in range(2, H) if H % count == 0]
-    own = config.n_kv_head
-    grouped = own if own in divisors else max(divisors, default=None)
-    kinds = {"MHA": H, "GQA": grouped, "MQA": 1 if H > 1 else None}
+    if divisors:
+        kv_heads_of["GQA"] = G if G in divisors else max(divisors)
+    if H > 1:
+        kv_heads_of["MQA"] = 1
     rows = []
-    for name, heads in kinds.items():
-        if heads is not None:
-            update = {"variant": "gqa", "n_kv_head": heads}
-            changed = {"attention": config.attention.model_copy(update=update)}
-            kind = config.model_copy(update=changed)
-            held = [cost.count_cache_bytes(kind, count) for count in range(1, T + 1)]
-            rows.append({"name": name, "kv_heads": heads, "own": heads == own, "bytes": held})
+    for name, n_kv_head in kv_heads_of.items():
+        update = {"variant": "gqa", "n_kv_head": n_kv_head}
+        attention = config.attention.model_copy(update=update)
+        changed = config.model_copy(update={"attention": attention})
+        rows.append(
+            {
+                "name": name,
+                "kv_heads": n_kv_head,
+                "own": n_kv_head == G,
+                "bytes": [cost.count_cache_bytes(changed, length) for length in range(1, T + 1)],
+            }
+        )
     return rows
 
 
-def replay_draws(run: Run, text: Text, expected: LogitLens) -> dict[str, Any]:
-    """What the sampler could draw at each step of a text, computed again from the logits.
+def replay_draws(run: Run, text: Text, lens: LogitLens) -> dict[str, Any]:
+    """Compute again, from the logits, which tokens the sampler could draw at each step of a text.
 
     `kept` counts the tokens that the filters left, `removed` is the model's probability of the
-    others; `drawn` has the probabilities after the filters of the N likeliest tokens and, last, of
+    others. `drawn` has the probabilities after the filters of the N likeliest tokens and, last, of
     the one that was drawn.
     """
     sample = run.config.sample
-    adjust = LogitsProcessor(sample, run.build_bias(sample))
-    kept, removed, drawn = [], [], []
-    for place, token in enumerate(text.tokens):
-        at = len(text.prompt_tokens) - 1 + place
-        logits = expected.logits[at]  # (V,)
-        scores = adjust(logits, text.prompt_tokens, text.tokens[:place])
-        if text.allowed_first is not None and place == 0:
+    process_logits = LogitsProcessor(sample, run.build_bias(sample))
+    kept = []
+    removed = []
+    drawn = []
+    for step, token in enumerate(text.tokens):
+        position = len(text.prompt_tokens) - 1 + step
+        logits = lens.logits[position]  # (V,)
+        scores = process_logits(logits, text.prompt_tokens, text.tokens[:step])
+        if text.allowed_first is not None and step == 0:
             scores = scores.masked_fill(~text.allowed_first, -torch.inf)
-        after = torch.zeros(len(logits), dtype=torch.float64)  # (V,)
-        if sample.temperature == 0:
-            after[scores.argmax()] = 1
-        else:
-            tokens, weights = filter_probabilities(scores, sample)
-            chosen = slice(None) if tokens is None else tokens
-            after[chosen] = torch.from_numpy(weights / weights.sum())
-        kept.append(int((after > 0).sum()))
-        removed.append(float(logits.softmax(dim=0)[after == 0].sum()))
-        drawn.append(after[[*expected.tokens[-1, at].tolist(), token]].float())
+        probabilities = _filter_scores(scores, sample)  # (V,)
+        kept.append(int((probabilities > 0).sum()))
+        removed.append(float(logits.softmax(dim=0)[probabilities == 0].sum()))
+        listed_tokens = lens.tokens[-1, position].tolist()
+        drawn.append(probabilities[[*listed_tokens, token]].float())  # (N + 1,)
     return {
         "kept": kept,
         "removed": removed,
@@ -289,27 +333,49 @@ def replay_draws(run: Run, text: Text, expected: LogitLens) -> dict[str, Any]:
     }
 
 
+def _filter_scores(scores: Tensor, sample: SampleConfig) -> Tensor:
+    """Return the probability (V,) with which the sampler draws each token, given scores (V,)."""
+    probabilities = torch.zeros(len(scores), dtype=torch.float64)
+    if sample.temperature == 0:
+        probabilities[scores.argmax()] = 1
+        return probabilities
+    tokens, weights = filter_probabilities(scores, sample)
+    chosen = slice(None) if tokens is None else tokens
+    probabilities[chosen] = torch.from_numpy(weights / weights.sum())
+    return probabilities
+
+
 def _describe_filters(sample: SampleConfig) -> str:
-    """The sampling settings that shape a draw."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = [name for name in names if getattr(sample, name) is not None]
-    given += [name for name in penalties if getattr(sample, name) != (name == "repetition_penalty")]
-    return ", ".join(f"{name} {getattr(sample, name):g}" for name in given)
+    """List the sampling settings that shape a draw, without those that do nothing."""
+    neutral_values = {
+        "temperature": None,
+        "top_k": None,
+        "top_p": None,
+        "min_p": None,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+    }
+    values = {name: getattr(sample, name) for name in neutral_values}
+    shaping = [name for name, neutral in neutral_values.items() if values[name] != neutral]
+    return ", ".join(f"{name} {values[name]:g}" for name in shaping)
 
 
 def estimate_page_bytes(config: ModelConfig, T: int) -> int:
-    """About how large the page on T tokens becomes: weights and expectations in base64, texts."""
-    weights = config.n_layer * config.n_head * T * (T + 1) // 2
-    expected = (config.n_layer + 1) * T * (LISTED_TOKENS + 1) * 8
-    spellings = 40 * min(config.vocab_size or 0, (config.n_layer + 1) * T * LISTED_TOKENS // 4)
-    return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + 4 * (weights + expected) // 3 + spellings
+    """Estimate the size of the page on T tokens: weights and expectations in base64, and texts."""
+    L = config.n_layer
+    S = L + 1
+    weights = L * config.n_head * T * (T + 1) // 2
+    expectations = S * T * (LISTED_TOKENS + 1) * 8
+    spellings = 40 * min(config.vocab_size or 0, S * T * LISTED_TOKENS // 4)
+    in_base64 = 4 * (weights + expectations) // 3
+    return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + in_base64 + spellings
 
 
 def check_page_size(config: ModelConfig, T: int) -> None:
-    """ConfigError if the page would be too large for a browser, with the longest text that fits."""
+    """Raise ConfigError if the page is too large for a browser; name the longest text that fits."""
     if config.context_length < T or estimate_page_bytes(config, T) <= page.MAX_PAGE_BYTES:
-        return  # what exceeds the context is refused by `attention_weights`
+        return  # `compute_attention_weights` refuses a text that exceeds the context
     longest = max(n for n in range(T) if estimate_page_bytes(config, n) <= page.MAX_PAGE_BYTES)
     raise ConfigError(
         f"--prompt: a page of {T} tokens and {config.n_layer * config.n_head} heads would be "

@@ -1,4 +1,4 @@
-"""What training runs logged, as pictures or as a page: curves, samples over time, attention."""
+"""Writes what training runs logged, as pictures or as a page: curves, samples, attention."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -15,16 +15,15 @@ from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
 
-MAX_SAMPLE_TOKENS = 32  # of a sample, whose attention is shown
-
-EVALUATION_COLUMNS = ("step", "tokens", "seconds", "val_loss", "val_bpb")  # of an evaluation
-RunMetrics = dict[str, list[dict[str, Any]]]  # the metrics of runs by their names
+MAX_SAMPLE_TOKENS = 32  # tokens of a sample whose attention is shown
+EVALUATION_COLUMNS = ("step", "tokens", "seconds", "val_loss", "val_bpb")
+RunMetrics = dict[str, list[dict[str, Any]]]  # logged lines by the name of the run
 
 
 def write_report(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
-    """Write what runs logged to files: a page if it is .html, else a picture; returns the files.
+    """Write what runs logged: a page to each .html file, a picture to the others.
 
-    Without matplotlib, pictures are left out if there is a page.
+    Returns the files. Without matplotlib, pictures are left out if there is a page.
     """
     for file in out:
         plots.check_suffix(file, (*plots.PICTURE_SUFFIXES, ".html"))
@@ -35,110 +34,138 @@ def write_report(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
             raise CheckpointError(
                 f"{name}: no evaluation logged yet; train it further with gptmini train"
             )
-    pages = [file for file in out if file.suffix.lower() == ".html"]
+    has_page = any(_is_page(file) for file in out)
     written = []
     for file in out:
-        if file in pages:
+        if _is_page(file):
             atomic_write_bytes(file, build_page(logged, cache))
-        else:
-            try:
-                plots.save_figure(plots.draw_training(logged, _compares_in_bits(logged)), file)
-            except MachineError as error:
-                if not pages:
-                    raise
-                warn(f"{file}: not drawn; {error}")
-                continue
-        written.append(file)
+            written.append(file)
+            continue
+        try:
+            plots.save_figure(plots.draw_training(logged, _compares_in_bits(logged)), file)
+            written.append(file)
+        except MachineError as error:
+            if not has_page:
+                raise
+            warn(f"{file}: not drawn; {error}")
     return written
 
 
+def _is_page(file: Path) -> bool:
+    return file.suffix.lower() == ".html"
+
+
 def _compares_in_bits(logged: RunMetrics) -> bool:
-    """Whether losses are compared in bits per byte, as their tokenizers differ."""
-    return len({RunDirectory(Path(name)).load_tokenizer().fingerprint for name in logged}) > 1
+    """Tell whether losses are compared in bits per byte, as their tokenizers differ."""
+    fingerprints = {RunDirectory(Path(name)).load_tokenizer().fingerprint for name in logged}
+    return len(fingerprints) > 1
 
 
 def build_page(logged: RunMetrics, cache: Path) -> bytes:
-    """The page of some runs."""
+    """Build the page of some runs: a table, curves, and for each run its samples and heads."""
     parts = [_build_table(logged), _build_curves(logged, _compares_in_bits(logged))]
     for name, lines in logged.items():
-        samples = [line for line in reversed(lines) if isinstance(line.get("sample"), str)]
-        shown = [[_describe_evaluation(line), line["sample"]] for line in samples]
-        if shown:
-            parts.append({"type": "samples", "heading": f"{name}: samples", "items": shown})
-        runs = load_checkpoints(Path(name), cache)
-        first = next(runs)
-        limit = min(MAX_SAMPLE_TOKENS, first.config.model.context_length)
-        tokens = first.encode(samples[0]["sample"] if samples else "", "sample")[:limit]
-        tokens = tokens or [first.tokenizer.document_token]
-        heading = f"{name}: the heads at each kept checkpoint"
-        parts.append(page_data.build_reading(chain([first], runs), tokens, heading))
-    lead = "Training curves, samples, and what each attention head looks at."
-    return page.render_page(", ".join(logged), lead, parts)
+        with_sample = [line for line in lines if isinstance(line.get("sample"), str)]
+        newest_first = with_sample[::-1]
+        if newest_first:
+            items = [[_describe_evaluation(line), line["sample"]] for line in newest_first]
+            parts.append({"type": "samples", "heading": f"{name}: samples", "items": items})
+        sample = newest_first[0]["sample"] if newest_first else ""
+        parts.append(_build_heads(name, sample, cache))
+    introduction = "Training curves, samples, and what each attention head looks at."
+    return page.render_page(", ".join(logged), introduction, parts)
+
+
+def _build_heads(name: str, sample: str, cache: Path) -> page.PageItem:
+    """Build the part of a page on the heads of a run, at each kept checkpoint, reading a sample."""
+    runs = load_checkpoints(Path(name), cache)
+    first = next(runs)
+    max_tokens = min(MAX_SAMPLE_TOKENS, first.config.model.context_length)
+    tokens = first.encode(sample, "sample")[:max_tokens]
+    if not tokens:
+        tokens = [first.tokenizer.document_token]
+    heading = f"{name}: the heads at each kept checkpoint"
+    return page_data.build_reading(chain([first], runs), tokens, heading)
 
 
 def load_checkpoints(path: Path, cache: Path) -> Iterator[Run]:
-    """The intact checkpoints of a run, the oldest first; CheckpointError if there is none."""
-    steps, intact = sorted(RunDirectory(path).list_steps()), 0
-    for step in steps:
+    """Yield the intact checkpoints of a run, the oldest first; CheckpointError if none is."""
+    n_intact = 0
+    for step in sorted(RunDirectory(path).list_steps()):
         try:
             yield load_run(path, "cpu", "float32", cache, step)
-            intact += 1
+            n_intact += 1
         except CheckpointError as error:  # damaged, or deleted by a running training
             warn(f"{error}; left out")
-    if not intact:
-        yield load_run(path, "cpu", "float32", cache)
+    if n_intact == 0:
+        yield load_run(path, "cpu", "float32", cache)  # raises, and says what to do
 
 
 def _describe_evaluation(line: dict[str, Any]) -> str:
-    bits = "".join(f", {bits:.4f} bits per byte" for (bits,) in select_numbers([line], "val_bpb"))
-    return f"step {line['step']:,}{bits}"
+    text = f"step {line['step']:,}"
+    for (bits,) in select_numbers([line], "val_bpb"):
+        text += f", {bits:.4f} bits per byte"
+    return text
 
 
 def _build_table(logged: RunMetrics) -> page.PageItem:
-    rows = []
+    """Build the table of the runs: shape, length of training, best losses."""
     configs = {name: RunDirectory(Path(name)).load_config() for name in logged}
-    tuned = any(config.base.run for config in configs.values())
+    any_finetuned = any(config.base.run for config in configs.values())
+    rows = []
     for name, lines in logged.items():
-        model, base = configs[name].model, configs[name].base
-        window = f", window {model.attention.window}" if model.attention.window else ""
-        step, tokens, seconds = select_numbers(lines, *EVALUATION_COLUMNS[:3])[-1]
-        loss, bits = min(select_numbers(lines, *EVALUATION_COLUMNS[3:]))
+        model = configs[name].model
+        base = configs[name].base
+        attention = f"{model.attention.variant} {model.n_head}:{model.n_kv_head}"
+        if model.attention.window:
+            attention += f", window {model.attention.window}"
+        step, tokens, seconds = select_numbers(lines, "step", "tokens", "seconds")[-1]
+        loss, bits = min(select_numbers(lines, "val_loss", "val_bpb"))
         cells = {
             "run": name,
             "parameters": f"{cost.count_parameters(model):,}",
-            "attention": f"{model.attention.variant} {model.n_head}:{model.n_kv_head}{window}",
+            "attention": attention,
             "steps": f"{step:,}",
             "tokens": f"{tokens:,}",
             "minutes": f"{seconds / 60:.1f}",
             "lowest loss": f"{loss:.4f}",
             "bits per byte": f"{bits:.4f}",
         }
-        if tuned:
+        if any_finetuned:
             cells["began from"] = f"{base.run}, step {base.step:,}" if base.run else ""
         rows.append(cells)
-    return page.build_table(list(rows[0]), [list(row.values()) for row in rows])
+    headings = list(rows[0])
+    return page.build_table(headings, [list(cells.values()) for cells in rows])
 
 
 def _build_curves(logged: RunMetrics, in_bits: bool) -> page.PageItem:
-    """The figures that plots.training draws, in the same panels."""
-
-    def lines(key: str, kind: str = "thin") -> Iterator[page.Series]:
-        for number, (name, metric) in enumerate(logged.items()):
-            what = "validation" if key.startswith("val") else "training"
-            points = [
-                (tokens / 1e6, figure) for tokens, figure in select_numbers(metric, "tokens", key)
-            ]
-            yield page.build_series(f"{name}, {what}", points, kind, number)
-
-    x, unit = "million tokens", "bits per byte" if in_bits else "nats per token"
-    losses = list(lines("val_bpb" if in_bits else "val_loss", "line"))
-    losses += [] if in_bits else lines("train_loss")
-    panels = [
-        page.build_chart("Loss", x, unit, losses, "y"),
-        page.build_chart("Learning rate", x, "of AdamW", list(lines("lr")), zero=True),
-        page.build_chart(
-            "Speed", x, "tokens per second", list(lines("tokens_per_second")), zero=True
-        ),
-        page.build_chart("Gradient norm", x, "before clipping", list(lines("grad_norm")), "y"),
+    """Build the charts that plots.draw_training draws."""
+    x_label = "million tokens"
+    if in_bits:
+        losses = _build_series(logged, "val_bpb", "validation", "line")
+        loss_unit = "bits per byte"
+    else:
+        losses = _build_series(logged, "val_loss", "validation", "line")
+        losses += _build_series(logged, "train_loss")
+        loss_unit = "nats per token"
+    learning_rates = _build_series(logged, "lr")
+    speeds = _build_series(logged, "tokens_per_second")
+    norms = _build_series(logged, "grad_norm")
+    charts = [
+        page.build_chart("Loss", x_label, loss_unit, losses, "y"),
+        page.build_chart("Learning rate", x_label, "of AdamW", learning_rates, zero=True),
+        page.build_chart("Speed", x_label, "tokens per second", speeds, zero=True),
+        page.build_chart("Gradient norm", x_label, "before clipping", norms, "y"),
     ]
-    return page.build_charts(panels, "Curves")
+    return page.build_charts(charts, "Curves")
+
+
+def _build_series(
+    logged: RunMetrics, key: str, phase: str = "training", kind: str = "thin"
+) -> list[page.Series]:
+    """Build a line per run: one figure of its metrics against millions of tokens."""
+    series = []
+    for color, (name, lines) in enumerate(logged.items()):
+        points = [(tokens / 1e6, figure) for tokens, figure in select_numbers(lines, "tokens", key)]
+        series.append(page.build_series(f"{name}, {phase}", points, kind, color))
+    return series

@@ -40,7 +40,7 @@ def test_the_lens_agrees_with_a_model_that_ends_after_each_layer(attention):
             torch.testing.assert_close(expected.probabilities[stage].double(), best.values[:, :10])
             inputs, targets = torch.tensor([TOKENS[:-1]]), torch.tensor([TOKENS[1:]])
             losses, ranks = compute_token_losses(model, inputs, targets)
-            assert expected.token_ranks[stage].tolist() == [*ranks[0].tolist(), 0]
+            assert expected.target_ranks[stage].tolist() == [*ranks[0].tolist(), 0]
             torch.testing.assert_close(
                 expected.target_probabilities[stage, :-1].double().log(),
                 -losses[0],
@@ -71,7 +71,7 @@ def test_the_page_has_the_weights_of_the_model_in_eight_bits():
     np.testing.assert_array_equal(
         unpacked(read["probabilities"], "<f4"), expected.probabilities.flatten()
     )
-    np.testing.assert_array_equal(unpacked(read["ranks"], "<i4"), expected.token_ranks.flatten())
+    np.testing.assert_array_equal(unpacked(read["ranks"], "<i4"), expected.target_ranks.flatten())
     np.testing.assert_array_equal(
         unpacked(read["came"], "<f4"), expected.target_probabilities.flatten()
     )
@@ -240,7 +240,11 @@ def test_the_policy_allows_the_script_of_the_page_and_nothing_else():
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', text)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules.keys() == {
-        *("default-src", "script-src", "style-src", "base-uri", "form-action"),
+        "default-src",
+        "script-src",
+        "style-src",
+        "base-uri",
+        "form-action",
         "require-trusted-types-for",
     }
     assert {rules[name] for name in ("default-src", "base-uri", "form-action")} == {"'none'"}
@@ -250,9 +254,8 @@ def test_the_policy_allows_the_script_of_the_page_and_nothing_else():
         assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
 
 
-def test_the_template_is_short_and_sets_only_text():
+def test_the_template_sets_only_text():
     lines = page.TEMPLATE_FILE.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 500
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)
     for wrong in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "style="):

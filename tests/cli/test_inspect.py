@@ -58,7 +58,7 @@ def test_inspect_writes_a_page_of_prompt_and_continuation(gptmini, text_file: Pa
     assert (code, err) == (0, "runs/text: step 4\na.html: written\n")
     data = data_of(Path("a.html").read_bytes())
     assert data["title"] == "runs/text"
-    assert data["lead"].endswith("It reads 12 tokens, the last 5 of which it drew itself.")
+    assert data["lead"].endswith("It reads 12 tokens, the last 5 of which it generated itself.")
     (part,) = data["parts"]
     assert part["start"] == [0, 2]
     drawn = gptmini(

@@ -68,8 +68,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "all tokens": {"top_k": None, "temperature": 1.0},
     "everything": {
-        **{"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
-        **{"repetition_penalty": 1.3, "bias": {"a": -2.5, "e": 1.5}, "ban": [" ", "o"]},
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 1.3,
+        "bias": {"a": -2.5, "e": 1.5},
+        "ban": [" ", "o"],
     },
     "greedy": {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1},
 }
@@ -283,22 +288,29 @@ def configurations(draw: st.DrawFn) -> ModelConfig:
     n_kv_head = draw(st.sampled_from([n for n in (1, 2, 4) if n_head % n == 0]))
     window = draw(st.sampled_from([None, None, 3, 99]))
     attention = {
-        **{"variant": "gqa", "n_kv_head": n_kv_head, "window": window},
+        "variant": "gqa",
+        "n_kv_head": n_kv_head,
+        "window": window,
         "full_every": draw(st.sampled_from([None, 1, 2])) if window else None,
         "qkv_bias": draw(st.sampled_from([None, None, False, True])),
         "qk_norm": draw(st.booleans()),
     }
     position = draw(st.sampled_from(["rope", "rope", "learned", "none"]))
     model = {
-        **{"vocab_size": 300, "context_length": draw(st.integers(1, 20)), "attention": attention},
-        **{"n_layer": draw(st.integers(1, 3)), "n_head": n_head, "position": position},
+        "vocab_size": 300,
+        "context_length": draw(st.integers(1, 20)),
+        "attention": attention,
+        "n_layer": draw(st.integers(1, 3)),
+        "n_head": n_head,
+        "position": position,
         "d_model": n_head * draw(st.sampled_from([16, 24])),
         "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
         "norm_eps": draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
         "activation": draw(st.sampled_from(["gelu", "swiglu", "relu2"])),
         "rope_theta": draw(st.sampled_from([100.0, 10_000.0])),
         "rope_scaling": draw(st.sampled_from([None, [4.0, 1.0, 2.0, 8.0]])),
-        **{"bias": draw(st.booleans()), "tie_embeddings": draw(st.booleans())},
+        "bias": draw(st.booleans()),
+        "tie_embeddings": draw(st.booleans()),
     }
     if draw(st.booleans()):
         model["head_dim"] = 4

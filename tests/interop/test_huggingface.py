@@ -29,13 +29,23 @@ from tests.support import new_cache, prose, run_command
 
 TEXT = prose()
 SIZE: dict[str, Any] = {
-    **{"vocab_size": 310, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-    **{"bos_token_id": 299, "eos_token_id": 299},
+    "vocab_size": 310,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 299,
+    "eos_token_id": 299,
 }
 SCALING = {
-    **{"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0},
-    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -348,7 +358,8 @@ def sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(data))
 
 
-NAME, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+NAME = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
     "config of another form": (

@@ -126,7 +126,7 @@ def test_the_expectations_are_those_of_python(visit):
         chances = expected.probabilities[stage, 5].tolist()
         assert [percent(text) for text in shown[:10]] == pytest.approx(chances, abs=0.006)
         rank, came = (
-            expected.token_ranks[stage, 5].item(),
+            expected.target_ranks[stage, 5].item(),
             expected.target_probabilities[stage, 5].item(),
         )
         outcome = tab.locator(".expect > p").first.inner_text()
