@@ -47,7 +47,7 @@ def train(
             ("--vocab-size", ("tokenizer", "vocab_size"), vocab_size),
         ],
     )
-    with sources.stdin_as_file(config.data.path, Path(tempfile.gettempdir())) as paths:
+    with sources.spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
         learned = corpus.learn_tokenizer(
             "bpe", vocab_size, [sources.find_source(paths, config.data)]
         )
