@@ -14,26 +14,28 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-_speakers = [True]
+_silent = False
 
 
 def silence() -> None:
     """Print no more lines and bars: of several processes that train together, one speaks."""
-    _speakers.clear()
+    global _silent  # noqa: PLW0603 - one stderr per process
+    _silent = True
 
 
 def is_interactive() -> bool:
-    """Whether a person watches stderr."""
-    return sys.stderr.isatty() and bool(_speakers)
+    """Check whether a person watches stderr."""
+    return sys.stderr.isatty() and not _silent
 
 
 def say(line: str) -> None:
     """Print a line on stderr, above a progress bar if one is shown."""
-    if _speakers:
+    if not _silent:
         tqdm.write(line, file=sys.stderr)
 
 
 def warn(line: str) -> None:
+    """Print a warning on stderr."""
     say(f"warning: {line}")
 
 
@@ -48,13 +50,14 @@ def say_header(line: str) -> None:
 
 
 def format_count(number: float, noun: str) -> str:
-    """`1 step`, `1,200 steps`, `0.5 minutes`."""
+    """Format a number of things: `1 step`, `1,200 steps`, `0.5 minutes`."""
     digits = f"{number:,}" if isinstance(number, int) else f"{number:g}"
-    return f"{digits} {noun}{'s' * (number != 1)}"
+    plural = "" if number == 1 else "s"
+    return f"{digits} {noun}{plural}"
 
 
 def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
-    """Write texts to stdout as they come; control characters reach a terminal only if `raw`.
+    """Write texts to stdout as they arrive; control characters reach a terminal only if `raw`.
 
     Returns False if the reader closed the pipe, as `| head` does; that is not an error.
     """
@@ -71,90 +74,101 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
 
 
 def escape_control_characters(text: str) -> str:
-    """The text with control characters escaped, so that a terminal does not obey them."""
-    return "".join(
-        c if unicodedata.category(c) != "Cc" or c in "\n\t" else ascii(c)[1:-1]
-        for c in text.replace("\r", "")
-    )
+    """Escape control characters, so that a terminal does not obey them."""
+    return "".join(_escape(character) for character in text.replace("\r", ""))
+
+
+def _escape(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) != "Cc":
+        return character
+    return ascii(character)[1:-1]  # without quotes
 
 
 class TrainingProgressBar:
-    """Training progress: a bar on a terminal, otherwise lines.
+    """Show the progress of training: a bar on a terminal, otherwise lines.
 
     Both say: step  80/600  13%  loss 1.8152  lr 2.0e-03  22,346 tok/s  1:35 left
     """
 
     def __init__(self, step: int, steps: int) -> None:
-        self._step, self._steps = step, steps
-        self._said = steps  # the number of steps that was printed last
-        self._made = 0  # steps by this command
+        self._step = step
+        self._steps = steps
+        self._announced_steps = steps
+        self._completed = 0  # steps by this command, repeated ones included
         self._started = time.perf_counter()
         self._loss = ""
-        self._facts = ""  # learning rate and speed, as last logged
-        self._terminal = is_interactive()
+        self._rates = ""  # learning rate and speed, as last logged
+        self._on_terminal = is_interactive()
         self._bar = tqdm(
             total=steps,
             initial=step,
             bar_format="{desc} |{bar}|",
             dynamic_ncols=True,
             leave=False,
-            disable=not self._terminal,
+            disable=not self._on_terminal,
         )
 
     def set_steps(self, steps: int, minutes: float) -> None:
         """Change the number of steps, to fit the minutes; a change of more than 2 % gets a line."""
-        self._steps = self._bar.total = steps
-        if abs(steps - self._said) > 0.02 * self._said:
-            self._said = steps
+        self._steps = steps
+        self._bar.total = steps
+        if abs(steps - self._announced_steps) > 0.02 * self._announced_steps:
+            self._announced_steps = steps
             say(f"  now {format_count(steps, 'step')}, to fit {format_count(minutes, 'minute')}")
 
     def advance(self, loss: float) -> None:
+        """Count a step and show its loss."""
         self._loss = f"  loss {loss:.4f}"
         self._step += 1
-        self._made += 1
-        self._bar.set_description_str(self._line(), refresh=False)
+        self._completed += 1
+        self._bar.set_description_str(self._format_line(), refresh=False)
         self._bar.update()
 
     def rewind_to(self, step: int) -> None:
         """Return to an earlier step; the steps after it are repeated."""
-        self._step = self._bar.n = step
+        self._step = step
+        self._bar.n = step
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Show the metrics of this step; those of an evaluation get a line on a terminal too."""
         if "train_loss" in metrics:
             speed = f"{metrics['tokens_per_second']:,.0f} tok/s"
-            self._facts = f"  lr {metrics['lr']:.1e}  {speed}"
-            self._bar.set_description_str(self._line())
-            if not self._terminal:
-                say(self._line())
+            self._rates = f"  lr {metrics['lr']:.1e}  {speed}"
+            self._bar.set_description_str(self._format_line())
+            if not self._on_terminal:
+                say(self._format_line())
         if "val_loss" in metrics:
             bits = f"{metrics['val_bpb']:.3f} bits/byte"
-            say(f"{self._position()}  val {metrics['val_loss']:.4f}  {bits}")
+            say(f"{self._format_position()}  val {metrics['val_loss']:.4f}  {bits}")
 
     def close(self) -> None:
+        """Remove the bar."""
         self._bar.close()
 
-    def _position(self) -> str:
+    def _format_position(self) -> str:
         steps = str(self._steps)
         return f"step {self._step:{len(steps)}}/{steps} {self._step / self._steps:4.0%}"
 
-    def _line(self) -> str:
-        line = self._position() + self._loss + self._facts
-        if self._made == 0 or self._step >= self._steps:
+    def _format_line(self) -> str:
+        line = self._format_position() + self._loss + self._rates
+        if self._completed == 0 or self._step >= self._steps:
             return line
-        per_step = (time.perf_counter() - self._started) / self._made
-        return f"{line}  {format_duration(per_step * (self._steps - self._step))} left"
+        seconds_per_step = (time.perf_counter() - self._started) / self._completed
+        seconds_left = seconds_per_step * (self._steps - self._step)
+        return f"{line}  {format_duration(seconds_left)} left"
 
 
 def format_duration(seconds: float) -> str:
-    """1:35, or 12h31m from an hour on."""
+    """Format a duration: 1:35, or 12h31m from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+    if minutes < 60:
+        return f"{minutes}:{rest:02}"
+    return f"{minutes // 60}h{minutes % 60:02}m"
 
 
 @contextmanager
 def show_byte_progress(description: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar over `total` bytes on a terminal; yields a function that counts more of them.
+    """Show a bar over `total` bytes on a terminal; yields a function that counts more of them.
 
     Work that took over a second ends with a line that states its speed.
     """
@@ -173,42 +187,48 @@ def show_byte_progress(description: str, total: int) -> Iterator[Callable[[int],
         yield advance
     seconds = time.perf_counter() - started
     if seconds > 1:
-        say(
-            f"{description}: {done / 1e6:,.1f} MB in {seconds:.1f} s, {done / 1e6 / seconds:.1f} MB/s"
-        )
+        megabytes = done / 1e6
+        speed = megabytes / seconds
+        say(f"{description}: {megabytes:,.1f} MB in {seconds:.1f} s, {speed:.1f} MB/s")
 
 
 @contextmanager
 def show_item_progress(unit: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """A bar over `total` things, `done` of them already; yields a function that counts more."""
+    """Show a bar over `total` items, `done` of them already; yields a function to count more."""
     with tqdm(total=total, initial=done, unit=unit, disable=not is_interactive()) as bar:
         yield bar.update
 
 
-def watched(things: Iterable[T], what: str, total: int) -> Iterable[T]:
-    """The same things, with a bar on a terminal if they take more than a second."""
+def iter_with_progress(items: Iterable[T], description: str, total: int) -> Iterable[T]:
+    """Iterate over items, with a bar on a terminal if they take more than a second."""
     hidden = not is_interactive()
-    return tqdm(things, desc=what, total=total, delay=1, leave=False, disable=hidden)
+    return tqdm(items, desc=description, total=total, delay=1, leave=False, disable=hidden)
 
 
 def format_table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
-    """Rows of cells as aligned text, or as a Markdown table; the first row is the header.
+    """Format rows of cells as aligned text, or as a Markdown table; the first row is the header.
 
     Columns of numbers are aligned to the right.
     """
     columns = list(zip(*rows, strict=True))
-    widths = [max(3 * markdown, *map(len, column)) for column in columns]
+    min_width = 3 if markdown else 0
+    widths = [max(min_width, *map(len, column)) for column in columns]
     numeric = [all(cell[:1] in "+-0123456789" for cell in column[1:]) for column in columns]
 
-    def line(cells: Sequence[str]) -> str:
+    def format_row(cells: Sequence[str]) -> str:
         aligned = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, numeric, strict=True)
+            cell.rjust(width) if is_numeric else cell.ljust(width)
+            for cell, width, is_numeric in zip(cells, widths, numeric, strict=True)
         ]
-        return f"| {' | '.join(aligned)} |" if markdown else "  ".join(aligned).rstrip()
+        if markdown:
+            return f"| {' | '.join(aligned)} |"
+        return "  ".join(aligned).rstrip()
 
-    lines = [line(row) for row in rows]
+    lines = [format_row(row) for row in rows]
     if markdown:
-        marks = zip(widths, numeric, strict=True)
-        lines.insert(1, line(["-" * (width - right) + ":" * right for width, right in marks]))
+        marks = [
+            "-" * (width - 1) + ":" if is_numeric else "-" * width
+            for width, is_numeric in zip(widths, numeric, strict=True)
+        ]
+        lines.insert(1, format_row(marks))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Expected failures: one line per problem, one exit code per kind.
+"""Expected failures: one line per problem, one exit code per class.
 
 A line reads `where: what is wrong; what to do`. Any other exception is a bug in gptmini.
 """
@@ -45,13 +45,13 @@ class DivergedError(GptminiError):
 
 
 class RankError(GptminiError):
-    """One of several processes that train together is gone, or differs."""
+    """One of several processes that train together has failed, or differs from the others."""
 
     exit_code = 7
 
 
 class Stopped(GptminiError):  # noqa: N818 - not an error
-    """A signal ended the work after everything was saved; the exit code is 128 + signal."""
+    """A signal ended the work, and everything was saved; the exit code is 128 + signal."""
 
     def __init__(self, signal_number: int, line: str) -> None:
         super().__init__(line)
@@ -59,10 +59,11 @@ class Stopped(GptminiError):  # noqa: N818 - not an error
 
 
 def describe_os_error(error: Exception) -> str:
-    """The system's own words for a failed call: "no such file or directory"."""
-    return (getattr(error, "strerror", None) or str(error)).lower()
+    """Describe a failed call in the system's own words: "no such file or directory"."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return reason.lower()
 
 
 def describe_invalid_utf8(where: object, position: str, remedy: str = "convert it to UTF-8") -> str:
-    """The line for bytes that are not UTF-8; `position` reads "at byte 11"."""
+    """Describe bytes that are not UTF-8; `position` reads "at byte 11"."""
     return f"{where}: not UTF-8 {position}; {remedy}"

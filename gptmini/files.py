@@ -1,7 +1,10 @@
-"""Atomic, durable file writes, and reads that cannot hang.
+"""Read and write files safely.
 
-Whatever must survive a crash or a power cut goes to a temporary file, fsync, rename, fsync of the
-directory. Whatever we expect in a run or a cache is opened only if it is a regular file.
+Reading never hangs: what we expect in a run or a cache is opened only if it is a regular file.
+
+Writing is atomic and durable: a file or folder has its final name only when it is complete, even
+after a crash or a power cut. It is written under a temporary name and synced; then it is renamed,
+and the directory that holds it is synced.
 """
 
 import errno
@@ -20,9 +23,53 @@ from gptmini.errors import ConfigError, DataError, describe_invalid_utf8
 DEFAULT_CACHE_DIR = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
 
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading; OSError for a device, or a FIFO, which would block a plain open."""
+    file = open(path, "rb", buffering, opener=_open_without_blocking)  # noqa: SIM115 - returned open
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _open_without_blocking(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has neither it nor FIFOs
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a regular file; OSError for anything else."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file; OSError or ValueError if there is none."""
+    try:
+        data = json.loads(read_regular(path))
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError("not a JSON object")
+    return data
+
+
+def decode_utf8(data: bytes, name: object) -> str:
+    """Decode UTF-8; DataError, which calls the data `name`, if it is not."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(describe_invalid_utf8(name, f"at byte {error.start}")) from None
+
+
+# -- files and folders that appear when they are complete ------------------------------------------
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears as `path` when the block ends, or not at all if the block raises."""
+    """Open a file that appears as `path` when the block ends, or not at all if the block raises."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         with temporary.open("wb") as file:
@@ -43,6 +90,43 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+@contextmanager
+def atomic_output(out: Path) -> Iterator[Path]:
+    """Yield a path to write a file or folder to, which becomes `out` when the block ends.
+
+    Nothing of it stays if the block raises. ConfigError if `out` exists.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"--out {out}: already exists; choose another name")
+    partial = out.with_name(f".partial-{out.name}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_output(partial)  # left by a process that was killed
+    try:
+        yield partial
+        rename(partial, out)
+    finally:
+        _remove_output(partial)
+
+
+def _remove_output(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Rename a directory, then delete it, so that half of it never looks complete."""
+    for leftover in path.parent.glob(".trash-*"):  # of a process that was killed
+        shutil.rmtree(leftover)
+    if path.exists():
+        trash = path.with_name(f".trash-{path.name}")
+        os.replace(path, trash)
+        shutil.rmtree(trash)
+
+
+# -- the steps of a durable write ------------------------------------------------------------------
+
+
 def write_and_sync(path: Path, data: bytes) -> None:
     """Create and sync a file in a directory that does not have its final name yet."""
     with path.open("xb") as file:
@@ -55,45 +139,6 @@ def rename(source: Path, target: Path) -> None:
     """Give a synced file or directory its final name, durably."""
     os.replace(source, target)
     sync_directory(target.parent)
-
-
-def remove_tree(path: Path) -> None:
-    """Rename a directory, then delete it, so that half of it never looks complete."""
-    for left in path.parent.glob(".trash-*"):  # by a process that was killed
-        shutil.rmtree(left)
-    if path.exists():
-        trash = path.with_name(f".trash-{path.name}")
-        os.replace(path, trash)
-        shutil.rmtree(trash)
-
-
-def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open a file for reading; OSError for a device, or a FIFO, which would block a plain open."""
-    file = open(path, "rb", buffering, opener=_open_without_blocking)  # noqa: SIM115 - returned open
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-def _open_without_blocking(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has neither it nor FIFOs
-
-
-def read_regular(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; OSError or ValueError if there is none."""
-    try:
-        data = json.loads(read_regular(path))
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
-    if not isinstance(data, dict):
-        raise ValueError("not a JSON object")
-    return data
 
 
 def sync_directory(path: Path) -> None:
@@ -115,31 +160,3 @@ def sync(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
         os.fsync(descriptor)
-
-
-def decode_utf8(data: bytes, name: object) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(describe_invalid_utf8(name, f"at byte {error.start}")) from None
-
-
-@contextmanager
-def atomic_output(out: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `out` when the block ends, or vanishes if it raises."""
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"--out {out}: already exists; choose another name")
-    partial = out.with_name(f".partial-{out.name}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_output(partial)  # of a process that was killed
-    try:
-        yield partial
-        rename(partial, out)
-    finally:
-        _remove_output(partial)
-
-
-def _remove_output(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)

@@ -15,6 +15,10 @@ import torch
 
 from gptmini.errors import ConfigError, MachineError
 
+# Parameters of glibc's mallopt, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -24,7 +28,7 @@ class Compute:
     dtype: torch.dtype
 
     def autocast(self) -> torch.autocast:
-        """A context in which matrix products run in `dtype`."""
+        """Create a context in which matrix products run in `dtype`."""
         enabled = self.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
@@ -35,23 +39,26 @@ class Compute:
 
 
 def pick_compute(device: str, dtype: str) -> Compute:
-    """The device and type of two settings, each of which may be `auto`.
+    """Pick the device and number type for two settings, each of which may be `auto`.
 
-    bfloat16 where the processor multiplies it in hardware: six times as fast as float32 on a CPU
-    with AMX tiles. Other CPUs emulate it.
+    `auto` takes bfloat16 where the processor multiplies it in hardware: six times as fast as
+    float32 on a CPU with AMX tiles. Other CPUs emulate it.
     """
-    place = pick_device(device)
-    if dtype != "auto":
-        return Compute(place, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-    if place.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return Compute(place, torch.bfloat16 if fast else torch.float32)
+    picked = pick_device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if _multiplies_bfloat16(picked) else "float32"
+    return Compute(picked, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Check whether a device multiplies bfloat16 in hardware."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes CUDA where there is a device; MachineError for `cuda` without one."""
+    """Pick a device; `auto` takes CUDA where there is one. MachineError for `cuda` without."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {name}: unknown; use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -62,7 +69,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def get_total_memory(device: torch.device) -> int:
-    """Bytes of memory of a device; 8 GiB where the system does not say."""
+    """Get the bytes of memory of a device; 8 GiB where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if os.name != "posix":
@@ -71,12 +78,12 @@ def get_total_memory(device: torch.device) -> int:
 
 
 def get_peak_memory(device: torch.device) -> int:
-    """The most bytes this process has held: on a GPU, or resident in main memory."""
+    """Get the most bytes this process has held: on a GPU, or resident in main memory."""
     return _read_process_memory(device, "VmHWM", torch.cuda.max_memory_reserved)
 
 
 def get_resident_memory(device: torch.device) -> int:
-    """Bytes this process holds now."""
+    """Get the bytes this process holds now: on a GPU, or resident in main memory."""
     return _read_process_memory(device, "VmRSS", torch.cuda.memory_reserved)
 
 
@@ -97,22 +104,21 @@ def _read_process_memory(
 def estimate_training_bytes(
     parameters: int, device: torch.device, world_size: int, sharded: bool
 ) -> int:
-    """Bytes of weights, gradients and AdamW's two moments, all float32, on one device.
+    """Estimate the bytes of weights, gradients and AdamW's two moments, all float32, on a device.
 
     Processes have a GPU each, but share the memory of a CPU. Sharded, they hold one model together.
     """
-    on_device = world_size if device.type == "cpu" else 1
-    return 16 * parameters * on_device // (world_size if sharded else 1)
+    processes_on_device = world_size if device.type == "cpu" else 1
+    shards = world_size if sharded else 1
+    return 16 * parameters * processes_on_device // shards
 
 
 def check_memory(
     parameters: int, device: torch.device, world_size: int = 1, sharded: bool = False
 ) -> None:
     """MachineError if what training holds at least, besides activations, cannot fit."""
-    needed, total = (
-        estimate_training_bytes(parameters, device, world_size, sharded),
-        get_total_memory(device),
-    )
+    needed = estimate_training_bytes(parameters, device, world_size, sharded)
+    total = get_total_memory(device)
     if total < needed:
         raise MachineError(
             f"model: training {parameters:,} parameters needs {needed:,} bytes, {device.type} has "
@@ -126,18 +132,19 @@ def keep_freed_memory() -> None:
     Without this, page faults made a step of 32 x 256 tokens at width 256 between 2 and 32 % slower
     (three pairs of runs on two cores).
     """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            trim_threshold, mmap_threshold = -1, -3
-            # Older versions accept at most 32 MiB.
-            if mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20):
-                mallopt(trim_threshold, (1 << 31) - 1)
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # not glibc
+        return
+    # Older versions accept at most 32 MiB.
+    if mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 32 << 20):
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 @dataclass
 class ReceivedSignals:
-    """Signals that arrived: the one that ends the work, and whether a checkpoint was asked for."""
+    """Signals that arrived: the one that ends the work, and whether a checkpoint was requested."""
 
     stop: int | None = None
     save: bool = False
@@ -147,7 +154,7 @@ class ReceivedSignals:
 def catch_signals() -> Iterator[ReceivedSignals]:
     """Collect signals, for the caller to act on between steps.
 
-    SIGINT, SIGTERM and SIGHUP end the work; a second SIGINT ends it at once. SIGUSR1 asks for a
+    SIGINT, SIGTERM and SIGHUP end the work; a second SIGINT ends it at once. SIGUSR1 requests a
     checkpoint. A signal that was ignored, as SIGHUP is under nohup, stays ignored. Only the main
     thread can collect any.
     """
@@ -163,8 +170,9 @@ def catch_signals() -> Iterator[ReceivedSignals]:
 
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows lacks the last two
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    main = threading.current_thread() is threading.main_thread()
-    handled = [number for number in numbers if main and signal.getsignal(number) != signal.SIG_IGN]
+    handled: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in handled}
     try:
         yield received

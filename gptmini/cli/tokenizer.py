@@ -46,7 +46,7 @@ def train(
             ("--vocab-size", ("tokenizer", "vocab_size"), vocab_size),
         ],
     )
-    with sources.stdin_as_file(config.data.path, Path(tempfile.gettempdir())) as paths:
+    with sources.spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
         source = sources.find_source(paths, config.data)
         learned = corpus.learn_tokenizer("bpe", vocab_size, [source])
     files.atomic_write_bytes(out, learned.to_json().encode())

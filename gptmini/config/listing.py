@@ -1,4 +1,4 @@
-"""Every setting in words, for `gptmini settings` and the table in configs/README.md."""
+"""Describe every setting, for `gptmini settings` and the table in configs/README.md."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Setting:
 
 
 def iter_sections(schema: dict[str, Any]) -> Iterator[tuple[str, str, list[Setting]]]:
-    """(Dotted key, meaning, settings) of each section in the JSON schema of a configuration."""
+    """Yield dotted key, meaning and settings of each section in a configuration's JSON schema."""
     for name, reference in schema["properties"].items():
         yield from _iter_section(name, reference, schema)
 
@@ -34,31 +34,35 @@ def iter_sections(schema: dict[str, Any]) -> Iterator[tuple[str, str, list[Setti
 def _iter_section(
     key: str, reference: dict[str, Any], schema: dict[str, Any]
 ) -> Iterator[tuple[str, str, list[Setting]]]:
-    """A section and then those inside it."""
+    """Yield a section and then those inside it."""
     section = schema["$defs"][reference["$ref"].rpartition("/")[2]]
-    inner = {name: each for name, each in section["properties"].items() if "$ref" in each}
+    properties = section["properties"]
+    inner = {name: each for name, each in properties.items() if "$ref" in each}
     settings = [
-        Setting(
-            name,
-            _describe_type(each),
-            f"`{_format_yaml(each['default'])}`" if "default" in each else "computed",
-            " ".join(each["description"].split()),
-        )
-        for name, each in section["properties"].items()
-        if name not in inner
+        _describe_setting(name, each) for name, each in properties.items() if name not in inner
     ]
     yield key, section["description"], settings
     for name, each in inner.items():
         yield from _iter_section(f"{key}.{name}", each, schema)
 
 
-def _format_yaml(value: Any) -> str:
+def _describe_setting(name: str, setting: dict[str, Any]) -> Setting:
+    """Describe a setting by its JSON schema."""
+    default = "computed"
+    if "default" in setting:
+        default = f"`{_format_value(setting['default'])}`"
+    meaning = " ".join(setting["description"].split())
+    return Setting(name, _describe_type(setting), default, meaning)
+
+
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _describe_type(setting: dict[str, Any]) -> str:
+    """Describe the type of a setting in words."""
     if "anyOf" in setting:
         return " or ".join(map(_describe_type, setting["anyOf"]))
     if "enum" in setting:

@@ -1,4 +1,4 @@
-"""Configurations from YAML files and the command line.
+"""Load configurations from YAML files and the command line.
 
 The defaults come first, then a file, then `--set`, then the other options; each overrides the one
 before. All mistakes are reported at once, each with the place where it was made.
@@ -6,6 +6,7 @@ before. All mistakes are reported at once, each with the place where it was made
 
 import copy
 import difflib
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from gptmini.config.settings import Config
 from gptmini.config.yamlfile import KeyPath
 from gptmini.errors import ConfigError
 
-# What the command line's --minutes decides anew, whatever the file says.
+# The command line's --minutes decides these anew, whatever the file says.
+MINUTES = ("train", "minutes")
 SET_BY_MINUTES = ("steps", "warmup_steps", "eval_every", "eval_tokens", "save_every", "log_every")
 
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
@@ -64,7 +66,7 @@ ERROR_MESSAGES = {
 
 
 def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) -> Config:
-    """The configuration of a file and of (label, key path, value) overrides, in that order.
+    """Load a file, then apply (label, key path, value) overrides in their order.
 
     Raises ConfigError with one line for every mistake.
     """
@@ -73,25 +75,39 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
     if file is not None:
         data, lines = yamlfile.read_file(file)
         origins = {key: f"{file}:{line}" for key, line in lines.items()}
-    for _, path, value in assignments:
-        if path == ("train", "minutes") and value is not None:  # wins over the file's steps
-            stated = data["train"] if isinstance(data.get("train"), dict) else {}
-            data["train"] = {k: v for k, v in stated.items() if k not in SET_BY_MINUTES}
+    if any(path == MINUTES and value is not None for _, path, value in assignments):
+        _drop_set_by_minutes(data)
     for label, path, value in assignments:
-        section = data
-        for depth, name in enumerate(path[:-1], 1):
-            section = section.setdefault(name, {})
-            if not isinstance(section, dict):
-                key = ".".join(path[:depth])
-                raise ConfigError(f"{label}: {key} is a value, not a section; set {key} itself")
-        section[path[-1]] = value
-        origins = {key: o for key, o in origins.items() if key[: len(path)] != path}
+        _assign(data, label, path, value)
+        origins = {key: origin for key, origin in origins.items() if key[: len(path)] != path}
         origins[path] = label
     return validate(data, origins)
 
 
+def _drop_set_by_minutes(data: dict[str, Any]) -> None:
+    """Drop the steps and intervals of a file: minutes on the command line win over them."""
+    train = data.get("train")
+    if not isinstance(train, dict):
+        train = {}
+    data["train"] = {key: value for key, value in train.items() if key not in SET_BY_MINUTES}
+
+
+def _assign(data: dict[str, Any], label: str, path: KeyPath, value: Any) -> None:
+    """Set a key of nested data; ConfigError if the path leads through a value."""
+    section = data
+    for depth, name in enumerate(path[:-1], 1):
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            key = ".".join(path[:depth])
+            raise ConfigError(f"{label}: {key} is a value, not a section; set {key} itself")
+    section[path[-1]] = value
+
+
 def validate(data: dict[str, Any], origins: Origins) -> Config:
-    """The configuration in plain data; `origins` lets errors name the place of each key."""
+    """Check plain data; returns its configuration. `origins` lets errors name the place of a key.
+
+    Raises ConfigError with one line for every mistake.
+    """
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -101,54 +117,65 @@ def validate(data: dict[str, Any], origins: Origins) -> Config:
 
 
 def fill_open_settings(config: Config, defaults: dict[str, dict[str, Any]]) -> Config:
-    """The configuration with the settings it leaves open, or null, from `defaults`, by section."""
+    """Fill the settings that are not set, or null, from `defaults`, by section."""
     data = config.model_dump(exclude_unset=True)
     for section, values in defaults.items():
-        given = data.setdefault(section, {})
-        given |= {key: value for key, value in values.items() if given.get(key) is None}
+        settings = data.setdefault(section, {})
+        for key, value in values.items():
+            if settings.get(key) is None:
+                settings[key] = value
     return validate(data, {})
 
 
 def _find_contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list[Any]:
-    """Contradictions among the well-formed settings of data that has malformed ones too.
+    """Find contradictions among the well-formed settings of data that has malformed ones too.
 
     pydantic compares the settings of a section only once each is well-formed, so the malformed
     ones are left out and contradictions that mention them are dropped.
     """
     rest = copy.deepcopy(data)
-    malformed = set()
-    for mistake in error.errors():
-        if mistake["type"] != "contradiction":
-            *path, leaf = (part for part in mistake["loc"] if isinstance(part, str))
-            section: Any = rest
-            for name in path:
-                section = section.get(name) if isinstance(section, dict) else None
-            if isinstance(section, dict) and section.pop(leaf, None) is not None:
-                malformed.add(leaf)
+    malformed = _remove_malformed(rest, error)
     try:
         Config.model_validate(rest)
     except ValidationError as again:
-        contradictions = [each for each in again.errors() if each["type"] == "contradiction"]
-        for each in contradictions:
-            each["ctx"]["found"] = [
-                pair
-                for pair in each["ctx"]["found"]
-                if not any(name in " ".join(pair) for name in malformed)
+        contradictions: list[Any] = [e for e in again.errors() if e["type"] == "contradiction"]
+        for contradiction in contradictions:
+            context = contradiction["ctx"]
+            context["found"] = [
+                (key, problem)
+                for key, problem in context["found"]
+                if not any(name in f"{key} {problem}" for name in malformed)
             ]
         return contradictions
     return []
 
 
-def iter_differences(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    a, b = (dict(iter_settings(config.model_dump())) for config in (ours, theirs))
-    for key in a | b:  # `sample.bias` has keys of its own
+def _remove_malformed(data: dict[str, Any], error: ValidationError) -> set[str]:
+    """Remove the settings that an error names, except contradictions; returns their last names."""
+    malformed = set[str]()
+    for mistake in error.errors():
+        if mistake["type"] == "contradiction":
+            continue
+        *path, leaf = (part for part in mistake["loc"] if isinstance(part, str))
+        section: Any = data
+        for name in path:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.pop(leaf, None) is not None:
+            malformed.add(leaf)
+    return malformed
+
+
+def iter_differences(first: Config, second: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted keys whose values differ, with both values."""
+    a = dict(iter_settings(first.model_dump()))
+    b = dict(iter_settings(second.model_dump()))
+    for key in a | b:  # either may have keys of its own, in `sample.bias`
         if a.get(key) != b.get(key):
             yield key, a.get(key), b.get(key)
 
 
 def iter_settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting of nested data as (dotted key, value)."""
+    """Yield every setting of nested data as (dotted key, value)."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from iter_settings(value, f"{prefix}{name}.")
@@ -157,7 +184,7 @@ def iter_settings(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def find_config_file(name: str) -> Path:
-    """The file of a configuration given by path or by its name in `configs/`."""
+    """Find the file of a configuration by its path or its name in `configs/`."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return path
@@ -168,36 +195,34 @@ def find_config_file(name: str) -> Path:
 
 
 def map_config_names() -> dict[str, Path]:
-    """The file of each name that stands for a configuration, such as `attention/mqa`."""
+    """Map the name of each configuration, such as `attention/mqa`, to its file."""
     return {
         str(file.relative_to(CONFIGS_DIR).with_suffix("")): file for file in list_config_files()
     }
 
 
 def list_config_files() -> list[Path]:
-    """The configurations that come with gptmini."""
+    """List the configurations that come with gptmini."""
     return sorted(CONFIGS_DIR.rglob("*.yaml"))
 
 
 # Beside the package in a checkout, inside it in a wheel.
 _PACKAGE = Path(__file__).parents[1]
-CONFIGS_DIR = next(p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir())
-DEFAULT_CONFIG_FILE = (
-    CONFIGS_DIR / "default.yaml"
-)  # what a command uses when no configuration is named
+_PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+CONFIGS_DIR = next(place for place in _PLACES if place.is_dir())
+DEFAULT_CONFIG_FILE = CONFIGS_DIR / "default.yaml"
 
 
 def find_full_key(name: str, section: str = "") -> str | None:
-    """The full key of a setting from its last name, which may be that of another project."""
-    keys = [
-        key for key, _ in iter_settings(Config().model_dump()) if key.rpartition(".")[2] == name
-    ]
+    """Find the full key of a setting by its last name, which may be that of another project."""
+    known = [key for key, _ in iter_settings(Config().model_dump())]
+    keys = [key for key in known if key.rpartition(".")[2] == name]
     keys += [key for key, others in ALIASES.items() if name in others]
     return next((key for key in keys if key.startswith(section)), None)
 
 
 def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
-    """One line per problem in a pydantic error."""
+    """Yield one line per problem in a pydantic error."""
     path = tuple(str(part) for part in mistake["loc"])
     kind = mistake["type"]
     if kind == "contradiction":
@@ -207,41 +232,63 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         kind = "setting" if len(path) > 1 or find_full_key(path[0]) else "section"
         yield f"{_locate(path, origins)}: no such {kind}; {_suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
-        limits = mistake.get("ctx", {}).items()
-        plain = {key: f"{at:.16g}" if isinstance(at, float) else at for key, at in limits}
-        fallback = mistake["msg"].replace("Input should be", "must be")
-        expected = ERROR_MESSAGES[kind].format(**plain) if kind in ERROR_MESSAGES else fallback
-        value = mistake["input"]
-        shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
-        if isinstance(value, float) and not kind.startswith("int"):
-            shown = f"{value:.16g}"  # -1, as it was typed, not -1.0
-        expected = expected.replace("'", "")  # the quotes of pydantic's lists of choices
-        yield f"{_locate(path, origins)}: {expected}, not {shown[:80]}"
+        value = _format_value(mistake["input"], kind)
+        yield f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
+
+
+def _describe_expected(mistake: Any) -> str:
+    """Describe what a setting must be, in plain words."""
+    kind = mistake["type"]
+    if kind not in ERROR_MESSAGES:
+        words = str(mistake["msg"]).replace("Input should be", "must be")
+        return words.replace("'", "")  # around pydantic's choices
+    limits = {}
+    for name, limit in mistake.get("ctx", {}).items():
+        limits[name] = f"{limit:.16g}" if isinstance(limit, float) else limit
+    return ERROR_MESSAGES[kind].format(**limits)
+
+
+def _format_value(value: Any, kind: str) -> str:
+    """Format a wrong value as YAML has it; `kind` is the type of pydantic's error."""
+    if isinstance(value, float) and not kind.startswith("int"):
+        return f"{value:.16g}"  # -1, as it was typed, not -1.0
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return repr(value)
 
 
 def _locate(path: KeyPath, origins: Origins) -> str:
-    """`file:line: a.b`, `--set a.b` or `--steps`, by the nearest enclosing key that was given."""
+    """Say where a key was given: `file:line: a.b`, `--set a.b` or `--steps`.
+
+    A key that was not given by itself is located by the nearest section around it.
+    """
+    key = ".".join(path)
     for end in range(len(path), 0, -1):
-        if origin := origins.get(path[:end]):
-            key = ".".join(path)
-            named = origin.startswith("--") and not origin.startswith("--set ")
-            return origin if named or origin.endswith(f" {key}") else f"{origin}: {key}"
-    inside = (origin for key, origin in origins.items() if key[: len(path)] == path)
-    return next(inside, ".".join(path))
+        origin = origins.get(path[:end])
+        if origin is None:
+            continue
+        is_option = origin.startswith("--") and not origin.startswith("--set ")
+        names_key = is_option or origin.endswith(f" {key}")
+        return origin if names_key else f"{origin}: {key}"
+    for given, origin in origins.items():
+        if given[: len(path)] == path:
+            return origin
+    return key
 
 
 def _suggest_setting(path: KeyPath) -> str:
-    """The setting that was probably meant by an unknown one."""
+    """Suggest the setting that was probably meant by an unknown one."""
     *section, leaf = path
     if key := find_full_key(leaf):
         return f"did you mean {key}?"
     prefix = "".join(f"{name}." for name in section)
     known = [key for key, _ in iter_settings(Config().model_dump()) if key.startswith(prefix)]
-    return _suggest_nearest(leaf, [key.removeprefix(prefix).split(".")[0] for key in known], prefix)
+    names = [key.removeprefix(prefix).partition(".")[0] for key in known]
+    return _suggest_nearest(leaf, names, prefix)
 
 
 def _suggest_nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The nearest of the known names, or else all of them."""
+    """Suggest the nearest of the known names, or else all of them."""
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, 1, 0.6)
     return f"did you mean {prefix}{near[0]}?" if near else f"choose one of {', '.join(known)}"

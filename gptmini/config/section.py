@@ -1,11 +1,20 @@
-"""What every group of settings is made of: the base class and the checked types."""
+"""The base class of every group of settings, and the checked types of their values."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.functional_validators import BeforeValidator, WrapValidator
 from pydantic_core import PydanticCustomError
+
+
+def _check_path(path: Any, check: Callable[[Any], str]) -> str:
+    return path if path and isinstance(path, str) else check(path)
+
+
+def _to_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -16,13 +25,9 @@ Penalty = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Contradiction = tuple[str, str]  # the key to change, and what is wrong with it
 # A path may hold surrogates, which stand for bytes that are not UTF-8; pydantic's str refuses them.
-PathText = Annotated[
-    str,
-    Field(min_length=1),
-    WrapValidator(lambda path, check: path if path and isinstance(path, str) else check(path)),
-]
+PathText = Annotated[str, Field(min_length=1), WrapValidator(_check_path)]
 # A single text will do for a list of one.
-_wrap_in_list = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+_wrap_in_list = BeforeValidator(_to_list)
 _text_or_list = WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}})
 Paths = Annotated[list[PathText], Field(min_length=1), _wrap_in_list, _text_or_list]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _wrap_in_list, _text_or_list]
@@ -37,7 +42,7 @@ class Section(BaseModel):
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Settings that are valid one by one but not together."""
+        """Yield the settings that are valid one by one but not together."""
         return iter(())
 
     @model_validator(mode="after")

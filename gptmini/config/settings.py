@@ -1,4 +1,4 @@
-"""Every setting of a run: its default, meaning and check. A configuration is frozen data."""
+"""Every setting of a run: its default, its meaning and its checks."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -24,8 +24,13 @@ from gptmini.errors import ConfigError
 
 
 def compute_default_d_ff(d_model: int, activation: str) -> int:
-    """Inner width for about 8 d_model² weights per MLP: swiglu has three matrices, not two."""
-    return max(8, round(d_model / 3) * 8) if activation == "swiglu" else 4 * d_model
+    """Compute the inner width for about 8 d_model² weights per MLP.
+
+    swiglu has three matrices, the others two.
+    """
+    if activation == "swiglu":
+        return max(8, round(d_model / 3) * 8)
+    return 4 * d_model
 
 
 class AttentionConfig(Section):
@@ -105,42 +110,46 @@ class ModelConfig(Section):
         return kv_heads[self.attention.variant] or self.n_head
 
     def get_window(self, layer: int) -> int | None:
-        """Positions that a query of this layer (from 0) sees, its own included; None is all."""
+        """Get the positions that a query of a layer (from 0) sees, its own included; None: all."""
         every = self.attention.full_every
-        return None if every and (layer + 1) % every == 0 else self.attention.window
+        if every and (layer + 1) % every == 0:
+            return None
+        return self.attention.window
 
     def get_cache_length(self, layer: int) -> int:
-        """Positions whose keys and values a layer keeps when generating."""
+        """Get the number of positions whose keys and values a layer keeps when generating."""
         return min(self.get_window(layer) or self.context_length, self.context_length)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        given = self.attention.n_kv_head
-        pairs = 2 if self.position == "rope" else 1
-        unit = self.n_head * pairs
-        if "head_dim" not in self.model_fields_set and self.d_model % unit:
-            below = self.d_model // unit * unit
-            near = " or ".join(str(n) for n in (below, below + unit) if n)
-            why = "2 x n_head, as rope rotates pairs" if pairs == 2 else "n_head"
-            yield (
-                "d_model",
-                f"{self.d_model} is not a multiple of {unit} ({why}); use {near}, or set head_dim",
-            )
-        elif self.head_dim % pairs:
-            yield "head_dim", f"{self.head_dim} is odd, but rope rotates pairs; use an even number"
+        yield from self._head_size_contradictions()
         if self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
             yield "rope_scaling", "low_freq_factor is not below high_freq_factor; exchange them"
-        if self.attention.variant == "mha" and given not in (None, self.n_head):
-            yield (
-                "attention.n_kv_head",
-                f"variant mha has {self.n_head} KV heads, one per query head, not {given}; use gqa",
-            )
+        yield from self._kv_head_contradictions()
+        if self.dropout and (n := round(256 * self.dropout)) in (0, 256):
+            near = "0.0039" if n == 0 else "0.9961"
+            yield "dropout", f"{self.dropout} rounds to {n}/256; use 0 or {near}"
+
+    def _head_size_contradictions(self) -> Iterator[Contradiction]:
+        rotates_pairs = self.position == "rope"
+        unit = 2 * self.n_head if rotates_pairs else self.n_head
+        if "head_dim" not in self.model_fields_set and self.d_model % unit:
+            below = self.d_model // unit * unit
+            near = " or ".join(str(width) for width in (below, below + unit) if width)
+            reason = "2 x n_head, as rope rotates pairs" if rotates_pairs else "n_head"
+            problem = f"{self.d_model} is not a multiple of {unit} ({reason})"
+            yield "d_model", f"{problem}; use {near}, or set head_dim"
+        elif rotates_pairs and self.head_dim % 2:
+            yield "head_dim", f"{self.head_dim} is odd, but rope rotates pairs; use an even number"
+
+    def _kv_head_contradictions(self) -> Iterator[Contradiction]:
+        requested = self.attention.n_kv_head
+        if self.attention.variant == "mha" and requested not in (None, self.n_head):
+            problem = f"variant mha has {self.n_head} KV heads, one per query head, not {requested}"
+            yield "attention.n_kv_head", f"{problem}; use gqa"
         if self.n_head % self.n_kv_head:
             legal = ", ".join(str(n) for n in range(1, self.n_head + 1) if self.n_head % n == 0)
             problem = f"{self.n_head} heads (n_head) cannot share {self.n_kv_head} KV heads"
             yield "attention.n_kv_head", f"{problem}; use one of {legal}"
-        if self.dropout and (n := round(256 * self.dropout)) in (0, 256):
-            near = "0.0039" if n == 0 else "0.9961"
-            yield "dropout", f"{self.dropout} rounds to {n}/256; use 0 or {near}"
 
 
 class TokenizerConfig(Section):
@@ -339,10 +348,11 @@ class Config(Section):
             yield "train.seq_len", f"{problem}; lower it"
 
     def with_train(self, **settings: Any) -> "Config":
+        """Return the same run with some settings of `train` changed."""
         return self.model_copy(update={"train": self.train.model_copy(update=settings)})
 
     def with_tokenizer(self, kind: str, vocab_size: int) -> "Config":
-        """The same run with this tokenizer; ConfigError if it asks for another vocabulary size."""
+        """Return the same run with this tokenizer; ConfigError if vocab_size is set to another."""
         if self.model.vocab_size not in (None, vocab_size):
             raise ConfigError(
                 f"model.vocab_size: {self.model.vocab_size}, but tokenizer {kind} has "
@@ -351,5 +361,6 @@ class Config(Section):
         model = self.model.model_copy(update={"vocab_size": vocab_size})
         if self.tokenizer.kind.endswith(".json"):
             return self.model_copy(update={"model": model})
-        tokenizer = TokenizerConfig(kind=kind, vocab_size=vocab_size if kind == "bpe" else None)
+        learned_size = vocab_size if kind == "bpe" else None
+        tokenizer = TokenizerConfig(kind=kind, vocab_size=learned_size)
         return self.model_copy(update={"model": model, "tokenizer": tokenizer})

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import yaml
 
 from gptmini import files
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, describe_invalid_utf8, describe_os_error
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -30,14 +30,14 @@ SCALAR_PATTERNS = {
 }
 RESOLVERS = {
     None: [
-        (f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{p})\Z"))
-        for kind, p in SCALAR_PATTERNS.items()
+        (f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"))
+        for kind, pattern in SCALAR_PATTERNS.items()
     ]
 }
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], LineNumbers]:
-    """The mapping in a YAML file and the line of each of its keys, nested ones included."""
+    """Read the mapping in a YAML file, and the line of each of its keys, nested ones included."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(
@@ -45,23 +45,31 @@ def read_file(path: Path) -> tuple[dict[str, Any], LineNumbers]:
             )
         text = files.read_regular(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+        problem = describe_invalid_utf8(path, f"at byte {error.start}", "save it as UTF-8")
+        raise ConfigError(problem) from None
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{path}: {reason}; name a YAML file") from None
+        raise ConfigError(f"{path}: {describe_os_error(error)}; name a YAML file") from None
     lines: LineNumbers = {}
     data = parse(text, str(path), lines)
     if not isinstance(data, dict):
-        kind = "a list" if isinstance(data, list) else "a single value"
-        content = "empty" if data is None else f"holds {kind}"
-        raise ConfigError(f"{path}: {content}; expected lines of the form key: value")
+        problem = _describe_content(data)
+        raise ConfigError(f"{path}: {problem}; expected lines of the form key: value")
     return data, lines
 
 
+def _describe_content(data: Any) -> str:
+    """Describe what a file holds instead of a mapping."""
+    if data is None:
+        return "empty"
+    return "holds a list" if isinstance(data, list) else "holds a single value"
+
+
 def parse(text: str, name: str, lines: LineNumbers | None = None) -> Any:
-    """The value of a YAML text; errors call it `name`, `lines` receives the line of each key."""
+    """Parse a YAML text; errors call it `name`, `lines` receives the line of each key."""
+    if lines is None:
+        lines = {}
     try:
-        return _Loader(text, name, {} if lines is None else lines).get_single_data()
+        return _Loader(text, name, lines).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -79,11 +87,12 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, name: str, lines: LineNumbers) -> None:
         super().__init__(text)
-        self._source, self._lines = name, lines
-        self._path: KeyPath = ()
+        self._source = name
+        self._lines = lines
+        self._path: KeyPath = ()  # of the value being composed
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """One value or key; `index` is a value's key, a list item's place, or None."""
+        """Compose a value or key; `index` is a value's key, a list item's place, or None."""
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor:
             self._refuse(event, "anchors and aliases are not supported; write the value out")
@@ -129,19 +138,21 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
-        return super().represent_scalar(tag, value, '"' if "\n" in value else style)
+        if "\n" in value:
+            style = '"'
+        return super().represent_scalar(tag, value, style)
 
 
 def dump(data: dict[str, Any]) -> str:
-    """YAML text that `parse` reads back to equal data; keys keep their order."""
+    """Write data as YAML that `parse` reads back to equal data; keys keep their order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_assignment(text: str) -> tuple[KeyPath, Any]:
-    """`a.b=1` as (("a", "b"), 1); the value is YAML."""
+    """Parse `a.b=1` into (("a", "b"), 1); the value is YAML."""
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
-        key = key.strip() if all(path) else "KEY"
-        raise ConfigError(f"--set {text}: not an assignment; write --set {key}=VALUE")
+        example = key.strip() if all(path) else "KEY"
+        raise ConfigError(f"--set {text}: not an assignment; write --set {example}=VALUE")
     return path, parse(value, f"--set {'.'.join(path)}")

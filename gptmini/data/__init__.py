@@ -1,6 +1,6 @@
-"""Files to documents to checked token files.
+"""From files to documents to verified token files.
 
 A text flows through `sources` (which files), `formats` (how each is read), `corpus` (split, encode,
-cache) and `token_file`. `shards` are token files prepared in parts on many machines; `fetch`
-downloads known corpora.
+cache) and `token_file`. `shards` prepares token files in parts on many machines; `fetch` downloads
+known corpora.
 """

@@ -1,4 +1,4 @@
-"""Known small corpora, downloaded once and checked against a SHA-256."""
+"""Download known small corpora once, and check them against a SHA-256."""
 
 import hashlib
 import urllib.request
@@ -38,7 +38,7 @@ KNOWN_CORPORA = {
 
 
 def fetch(name: str, folder: Path) -> Path:
-    """The file of a known corpus in a folder, downloaded if it is missing.
+    """Return the file of a known corpus in a folder; download it if it is missing.
 
     Raises DataError for an unknown name or unexpected bytes, MachineError if the download fails.
     """
@@ -51,11 +51,12 @@ def fetch(name: str, folder: Path) -> Path:
             return target
         raise DataError(f"{target}: already exists with other content; move it away")
     folder.mkdir(parents=True, exist_ok=True)
-    hashed, size = hashlib.sha256(), 0
+    hashed = hashlib.sha256()
+    size = 0
     with files.atomic_write(target) as file:
         try:
-            with urllib.request.urlopen(known.url, timeout=30) as answer:  # noqa: S310 - ours
-                while size <= known.bytes and (block := answer.read(DOWNLOAD_BLOCK_BYTES)):
+            with urllib.request.urlopen(known.url, timeout=30) as response:  # noqa: S310 - URLs of ours
+                while size <= known.bytes and (block := response.read(DOWNLOAD_BLOCK_BYTES)):
                     hashed.update(block)
                     size += len(block)
                     file.write(block)

@@ -1,8 +1,8 @@
 """From paths to documents: files, folders, globs, standard input and built-in corpora.
 
-A source is a list of files and how to read them; a part is what its split leaves for training,
-validation or a test. Both are read block by block, so they may be larger than memory. Reading them
-again gives the same text, or an error that names the file that changed.
+A Source is a list of files and how to read them; a SourceSplit is the side of it that is left for
+training, validation or a test. Both are read block by block, so they may be larger than memory.
+Reading them again gives the same text, or an error that names the file that changed.
 """
 
 import glob
@@ -36,8 +36,10 @@ from gptmini.errors import DataError
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
-say_once, warn_once = cache(say), cache(warn)  # variants are compared on the same files
+say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
+warn_once = cache(warn)
 HTML_SUFFIXES = (".html", ".htm", ".xhtml")
+COMPRESSION_SUFFIXES = (".gz", ".zst")
 BUILTIN_CORPORA = ("builtin:python-docs", "builtin:python-code")
 
 
@@ -61,17 +63,18 @@ class Source:
         hashed = hashlib.sha256(json.dumps(options).encode())
         converted = []
         for file in self.files:
-            returns = False
+            has_returns = False
             hashed.update(
                 json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
             )
             with open_unchanged(file) as raw:
                 while block := raw.read(TEXT_BLOCK_SIZE):
                     hashed.update(block)
-                    returns = returns or b"\r" in block
-            if file.kind == "text" and (returns or file.compression):
+                    has_returns = has_returns or b"\r" in block
+            if file.kind == "text" and (has_returns or file.compression):
                 hashed.update(b"line feeds")  # the same bytes gave other tokens when CR was kept
-                converted += [file.path] * (not file.compression)
+                if not file.compression:
+                    converted.append(file.path)
         if converted:
             say_once(f"{_abbreviate(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()
@@ -82,21 +85,22 @@ class Source:
         size = 0
         with show_byte_progress("reading the text", self.bytes) as advance:
             for text, _ in self.iter_checked_chunks():
-                length = _utf8_length(text)
+                length = _count_utf8_bytes(text)
                 size += length
                 advance(length)
         return size
 
     def iter_chunks(self) -> Iterator[TextChunk]:
-        """The text, document by document, without empty ones.
+        """Yield the text, document by document, without empty ones.
 
         Anything that is not valid text raises a DataError with the file and the position.
         """
-        key, separator = self.settings.text_key, _normalize_newlines(self.settings.separator) or ""
-        return (piece for file in self.files for piece in read_documents(file, key, separator))
+        separator = _normalize_newlines(self.settings.separator) or ""
+        for file in self.files:
+            yield from read_documents(file, self.settings.text_key, separator)
 
     def iter_checked_chunks(self) -> Iterator[TextChunk]:
-        """The same; DataError at its end if it was all white space."""
+        """Yield the same; DataError at its end if it was all white space."""
         return _check_not_blank(
             self.iter_chunks(), f"{self.name}: contains no text; choose a file that has some"
         )
@@ -130,85 +134,104 @@ class SourceSplit:
         return hashlib.sha256(json.dumps([self.source.digest, *rule]).encode()).hexdigest()
 
     def iter_chunks(self) -> Iterator[TextChunk]:
-        """This side of the text, as Source.pieces."""
-        return self._stretch() if self.source.settings.split == "tail" else self._documents()
+        """Yield this side of the text, as Source.iter_chunks does for all of it."""
+        if self.source.settings.split == "tail":
+            return self._iter_stretch()
+        return self._iter_documents()
 
     def iter_checked_chunks(self) -> Iterator[TextChunk]:
-        """The same; DataError at its end if the split leaves no text for this side."""
+        """Yield the same; DataError at its end if the split leaves no text for this side."""
         if self.source.settings.split == "tail":
-            return self._stretch()  # it has checked the whole
+            return self._iter_stretch()  # it has checked the whole
         return _check_not_blank(
-            self._documents(),
+            self._iter_documents(),
             f"{self.name}: its split leaves no document for {self.side}; use a text with more "
             f"documents, or hold out the tail with --set data.split=tail",
         )
 
-    def _stretch(self) -> Iterator[TextChunk]:
-        """Training text first, then test, then validation; cut between words where it can."""
+    def _iter_stretch(self) -> Iterator[TextChunk]:
+        """Yield this stretch: training first, then test, then validation.
+
+        The text is cut between words where that is possible.
+        """
         size = self.source.text_bytes
-        test = max(1, round(size * self.test)) if self.test else 0
-        validation = max(1, round(size * self.validation)) if self.validation else 0
-        cuts = [0, size - validation - test, size - validation, size]
-        place = ("training", "test", "validation").index(self.side)
-        first, last = cuts[place], cuts[place + 1]
-        reach = min(4096, size // 100)  # a short text is not cut far from where it was asked to be
-        at = 0  # bytes before this piece
+        begin, end = self._locate_stretch(size)
+        reach = min(4096, size // 100)  # a short text is not cut far from the requested place
+        at = 0  # bytes before this chunk
         for text, starts_document in self.source.iter_chunks():
-            if at >= last:
+            if at >= end:
                 return
-            length = _utf8_length(text)
-            start, end = (_find_cut(text, length, place - at, reach) for place in (first, last))
-            if start < end:
-                yield TextChunk(text[start:end], starts_document and start == 0)
+            length = _count_utf8_bytes(text)
+            first = _find_cut(text, length, begin - at, reach)
+            last = _find_cut(text, length, end - at, reach)
+            if first < last:
+                yield TextChunk(text[first:last], starts_document and first == 0)
             at += length
 
-    def _documents(self) -> Iterator[TextChunk]:
-        """The documents of this side; the hash of a document's first piece decides alone."""
-        ours = False
-        for piece in self.source.iter_chunks():
-            if piece.starts_document:
-                number = int.from_bytes(hashlib.sha256(piece.text.encode()).digest()[:8])
-                if number < self.validation * 2**64:
-                    ours = self.side == "validation"
-                elif number < (self.validation + self.test) * 2**64:
-                    ours = self.side == "test"
-                else:
-                    ours = self.side == "training"
-            if ours:
-                yield piece
+    def _locate_stretch(self, size: int) -> tuple[int, int]:
+        """Return where this side begins and ends in a text of `size` bytes."""
+        n_test = max(1, round(size * self.test)) if self.test else 0
+        n_validation = max(1, round(size * self.validation)) if self.validation else 0
+        validation_start = size - n_validation
+        test_start = validation_start - n_test
+        stretches = {
+            "training": (0, test_start),
+            "test": (test_start, validation_start),
+            "validation": (validation_start, size),
+        }
+        return stretches[self.side]
+
+    def _iter_documents(self) -> Iterator[TextChunk]:
+        """Yield the documents of this side."""
+        selected = False
+        for chunk in self.source.iter_chunks():
+            if chunk.starts_document:
+                selected = self._assign_document(chunk.text) == self.side
+            if selected:
+                yield chunk
+
+    def _assign_document(self, first_text: str) -> str:
+        """Assign a document to a side, by the hash of its first chunk alone."""
+        number = int.from_bytes(hashlib.sha256(first_text.encode()).digest()[:8])
+        if number < self.validation * 2**64:
+            return "validation"
+        if number < (self.validation + self.test) * 2**64:
+            return "test"
+        return "training"
 
 
-def _check_not_blank(pieces: Iterator[TextChunk], problem: str) -> Iterator[TextChunk]:
-    """The same pieces; a DataError at their end if they were all white space."""
+def _check_not_blank(chunks: Iterator[TextChunk], problem: str) -> Iterator[TextChunk]:
+    """Yield the same chunks; DataError at their end if they were all white space."""
     blank = True
-    for piece in pieces:
-        blank = blank and not piece.text.strip()
-        yield piece
+    for chunk in chunks:
+        blank = blank and not chunk.text.strip()
+        yield chunk
     if blank:
         raise DataError(problem)
 
 
-def _utf8_length(text: str) -> int:
+def _count_utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
 def _find_cut(text: str, length: int, offset: int, reach: int) -> int:
-    """The character at which to cut a text of `length` bytes about `offset` bytes in."""
+    """Find the character at which to cut a text of `length` bytes about `offset` bytes in."""
     if offset <= 0:
         return 0
     if offset >= length:
         return len(text)
-    return find_boundary(text, len(text.encode()[:offset].decode("utf-8", "ignore")), reach)
+    characters = len(text.encode()[:offset].decode("utf-8", "ignore"))
+    return find_boundary(text, characters, reach)
 
 
 @contextmanager
-def stdin_as_file(paths: list[str], folder: Path) -> Iterator[list[str]]:
-    """The paths, with `-` replaced by a file that holds standard input until the block ends."""
+def spool_stdin(paths: list[str], folder: Path) -> Iterator[list[str]]:
+    """Yield the paths, with `-` replaced by a file that holds standard input in the meantime."""
     if "-" not in paths:
         yield paths
         return
     # Named before it exists and deleted twice, so that nothing stays wherever a signal comes, even
-    # in the first `finally`. One inside tempfile.mkdtemp would leave a folder nobody knows of.
+    # in the first `finally`. A signal inside tempfile.mkdtemp would leave a folder nobody knows of.
     file = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         try:
@@ -230,40 +253,50 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _normalize_newlines(separator: str | None) -> str | None:
-    """A separator as it is in a text, where CR LF and CR have become LF."""
-    return separator and separator.replace("\r\n", "\n").replace("\r", "\n")
+    """Write a separator as it is in a text, where CR LF and CR have become LF."""
+    if separator is None:
+        return None
+    return separator.replace("\r\n", "\n").replace("\r", "\n")
 
 
 # -- finding files ---------------------------------------------------------------------------------
 
 
 def find_source(paths: list[str], settings: DataConfig) -> Source:
-    """Resolve paths; DataError if one is missing or is not a regular file."""
+    """Find the files that paths name; DataError if one is missing or is not a regular file."""
     files = [file for path in paths for file in _find_files(path, settings.errors)]
-    names = [(file.path, file.path.name.lower().removesuffix(file.compression)) for file in files]
-    if html := [path for path, name in names if name.endswith(HTML_SUFFIXES)]:
+    html = [file.path for file in files if _is_html(file)]
+    if html:
         warn_once(
             f"{_abbreviate(html)}: HTML, trained on with its tags; extract the text to avoid that"
         )
     return Source(", ".join(paths), tuple(files), settings)
 
 
-def _find_files(path: str, errors: str) -> list[File]:
-    if path == "builtin:python-docs":
-        return [
-            replace(
-                _describe_file(Path(pydoc_data.__path__[0]) / "topics.py", errors), kind="topics"
-            )
-        ]
-    if path == "builtin:python-code":
+def _is_html(file: File) -> bool:
+    name = file.path.name.lower().removesuffix(file.compression)
+    return name.endswith(HTML_SUFFIXES)
+
+
+def _find_builtin_files(name: str, errors: str) -> list[File]:
+    """Find the files of a corpus that every Python installation has."""
+    if name == "builtin:python-docs":
+        topics = _describe_file(Path(pydoc_data.__path__[0]) / "topics.py", errors)
+        return [replace(topics, kind="topics")]
+    if name == "builtin:python-code":
         skipped = {"site-packages", "test", "tests"}
-        modules = sorted(STDLIB_DIR.rglob("*.py"))
-        modules = [
-            file for file in modules if skipped.isdisjoint(file.relative_to(STDLIB_DIR).parts)
+        return [
+            _describe_file(file, "replace")
+            for file in sorted(STDLIB_DIR.rglob("*.py"))
+            if skipped.isdisjoint(file.relative_to(STDLIB_DIR).parts)
         ]
-        return [_describe_file(file, "replace") for file in modules]
+    raise DataError(f"{name}: no such corpus; choose {' or '.join(BUILTIN_CORPORA)}")
+
+
+def _find_files(path: str, errors: str) -> list[File]:
+    """Find the files of one path, in reading order; those of a folder or pattern must be text."""
     if path.startswith("builtin:"):
-        raise DataError(f"{path}: no such corpus; choose {' or '.join(BUILTIN_CORPORA)}")
+        return _find_builtin_files(path, errors)
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
     links: set[Path] = set()
     if place.is_dir():
@@ -280,61 +313,67 @@ def _find_files(path: str, errors: str) -> list[File]:
             f"{path}: no files found; give a folder that has some, or a pattern such as "
             f"'texts/**/*.md'"
         )
-    files = [_describe_file(file, errors) for file in found]
-    others = {file: kind for file in files if (kind := _detect_binary_file(file))}
-    if others:
-        named = _abbreviate(f"{file.path} ({kind})" for file, kind in others.items())
-        if len(others) == len(files):
-            raise DataError(
-                f"{path}: no text files found, only {named}; give a folder that has some"
-            )
-        warn_once(f"{path}: files that are not text are skipped: {named}")
-    return [file for file in files if file not in others]
+    return _skip_binary_files(path, [_describe_file(file, errors) for file in found])
+
+
+def _skip_binary_files(path: str, files: list[File]) -> list[File]:
+    """Leave out files that are not text, with a warning; DataError if there are no others."""
+    binary = {file: kind for file in files if (kind := _detect_binary_file(file))}
+    if not binary:
+        return files
+    names = _abbreviate(f"{file.path} ({kind})" for file, kind in binary.items())
+    if len(binary) == len(files):
+        raise DataError(f"{path}: no text files found, only {names}; give a folder that has some")
+    warn_once(f"{path}: files that are not text are skipped: {names}")
+    return [file for file in files if file not in binary]
 
 
 def _detect_binary_file(file: File) -> str | None:
-    """What a file is that would be read as plain text but is not."""
+    """Detect what a file is that would be read as plain text but is not."""
     if file.kind != "text" or file.compression:
         return None
     with open_unchanged(file) as raw:
-        problem = detect_binary(file.path, raw.read(SNIFFED_BYTES))
-    return problem and problem[0]
+        detected = detect_binary(file.path, raw.read(SNIFFED_BYTES))
+    return None if detected is None else detected[0]
 
 
 def _walk(folder: Path, links: set[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Every folder below one, itself first, with its files, sorted, without hidden ones.
+    """Walk a folder and those below it: each with its files, sorted, without hidden ones.
 
     Symbolic links to folders are added to `links` instead of followed, as they may form loops.
     """
     for root, folders, names in os.walk(folder, onerror=raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        links.update(
-            Path(root, name) for name in folders if os.path.islink(os.path.join(root, name))
-        )
+        paths = [Path(root, name) for name in folders]
+        links.update(path for path in paths if path.is_symlink())
         yield root, sorted(name for name in names if not name.startswith("."))
 
 
 def _match_pattern(pattern: Path, links: set[Path]) -> set[Path]:
-    """The paths that a pattern matches; `**` walks folders as above (glob.glob follows links)."""
+    """Find the paths that a pattern matches; `**` walks folders as above.
+
+    glob.glob would follow links there.
+    """
     if "**" not in pattern.parts:
-        return set(map(Path, glob.glob(str(pattern))))
+        return {Path(match) for match in glob.glob(str(pattern))}
     at = pattern.parts.index("**")
-    rest = Path(*pattern.parts[at + 1 :] or "*")
-    return {
-        match
-        for start in glob.glob(str(Path(*pattern.parts[:at])))
-        for root, _ in _walk(Path(start), links)
-        for match in _match_pattern(Path(glob.escape(root)) / rest, links)
-    }
+    before = Path(*pattern.parts[:at])
+    after = Path(*pattern.parts[at + 1 :] or "*")
+    matches: set[Path] = set()
+    for start in glob.glob(str(before)):
+        for root, _ in _walk(Path(start), links):
+            matches |= _match_pattern(Path(glob.escape(root)) / after, links)
+    return matches
 
 
-def _abbreviate(things: Iterable[object]) -> str:
-    """The first of some things, and how many more there are."""
-    first, *others = things
+def _abbreviate(items: Iterable[object]) -> str:
+    """Name the first item, and say how many more there are."""
+    first, *others = items
     return f"{first} and {len(others)} more" if others else f"{first}"
 
 
 def _describe_file(path: Path, errors: str) -> File:
+    """Describe a file as it is now; DataError if it is missing or not a regular file."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -346,6 +385,10 @@ def _describe_file(path: Path, errors: str) -> File:
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    packing = suffixes.pop() if suffixes and suffixes[-1] in (".gz", ".zst") else ""
-    kind = KIND_BY_SUFFIX.get(suffixes[-1] if suffixes else "", "text")
-    return File(path, kind, packing, status.st_size, status.st_mtime_ns, errors)
+    compression = ""
+    if suffixes and suffixes[-1] in COMPRESSION_SUFFIXES:
+        compression = suffixes.pop()
+    kind = "text"
+    if suffixes:
+        kind = KIND_BY_SUFFIX.get(suffixes[-1], "text")
+    return File(path, kind, compression, status.st_size, status.st_mtime_ns, errors)

@@ -18,7 +18,7 @@ from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
 
 
 class KnownPattern(NamedTuple):
-    """What other programs call a word pattern of ours; their regex engines match the same."""
+    """How other programs write or name a word pattern of ours, with the same matches."""
 
     tokenizer_json: str  # without possessive quantifiers: ++ is a repeated repeat to that engine
     llama_cpp: str  # empty where llama.cpp has no such pattern

@@ -20,7 +20,7 @@ Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
 class Tokenizer(ABC):
-    """What every tokenizer has: an encoding, its inverse, special tokens and a JSON form."""
+    """An encoding, its inverse, special tokens and a JSON form."""
 
     kind: str
     vocab_size: int

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gptmini import machine
-from gptmini.console import TrainingProgressBar, say, warn, watched
+from gptmini.console import TrainingProgressBar, iter_with_progress, say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import decode
@@ -198,7 +198,7 @@ def evaluate_validation(training: Training) -> dict[str, Any]:
     with training.without_compile():
         lengths = corpus.tokenizer.compute_byte_lengths()
         read = min(corpus.held_out, settings.eval_tokens or corpus.held_out)
-        seen = watched(batches, "evaluating", math.ceil(read / (rows * seq_len)))
+        seen = iter_with_progress(batches, "evaluating", math.ceil(read / (rows * seq_len)))
         result = evaluate(training.model, seen, lengths, training.compute, training.group)
     if not math.isfinite(result.loss):
         raise DivergedError(describe_divergence(training, f"validation loss {result.loss}"))

@@ -53,7 +53,7 @@ def test_the_schema_and_the_table_of_settings_are_those_of_the_code():
     schema = Config.model_json_schema()
     readme = (CONFIGS_DIR / "README.md").read_text()
     assert json.loads((CONFIGS_DIR / "schema.json").read_text()) == schema, "run write_schema.py"
-    assert script["with_settings"](readme, schema) == readme, "run write_schema.py"
+    assert script["insert_settings"](readme, schema) == readme, "run write_schema.py"
 
 
 def test_the_readme_lists_every_configuration_and_every_setting():

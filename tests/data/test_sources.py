@@ -222,7 +222,7 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
 def test_standard_input_becomes_a_temporary_file(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed in")))
     (tmp_path / "cache").mkdir()
-    with sources.stdin_as_file(["a", "-"], tmp_path / "cache") as paths:
+    with sources.spool_stdin(["a", "-"], tmp_path / "cache") as paths:
         assert paths[0] == "a"
         assert texts(paths[1]) == ["typed in"]
     assert list((tmp_path / "cache").iterdir()) == []
@@ -261,7 +261,7 @@ def interrupted(work: Callable[[], None], at: int) -> bool:
 @pytest.mark.parametrize("way", ["standard input", "atomic write"])
 def test_a_signal_at_any_moment_leaves_no_temporary_file(tmp_path: Path, monkeypatch, way):
     def from_stdin() -> None:
-        with sources.stdin_as_file(["-"], tmp_path) as (path,):
+        with sources.spool_stdin(["-"], tmp_path) as (path,):
             assert Path(path).read_text() == "typed in"
 
     def written() -> None:
