@@ -467,7 +467,10 @@ def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
 @needs_compiler
 def test_a_prefix_is_prefilled_once(run: Run):
     shared = "the quick brown fox " * 15  # 300 tokens: two chunks, and a rest
-    with serving(run, max_rows=2) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+    with (
+        serving(run, max_rows=2) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
+    ):
         for prompt, cached in ((shared, 0), (shared, 256), (shared[:200], 128), ("a" + shared, 0)):
             answer = client.completions.create(model="small", prompt=prompt, seed=4)
             assert answer.usage.prompt_tokens_details.cached_tokens == cached
