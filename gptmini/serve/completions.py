@@ -39,12 +39,7 @@ DEFAULT_FIELDS: dict[str, Any] = {
 SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
 NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
 MAX_LOGPROBS = 20
-FINISH_REASONS = {
-    "length": "length",
-    "context": "length",
-    "stop": "stop",
-    "document": "stop",
-}
+FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "document": "stop"}
 
 
 class TooLongError(ConfigError):

@@ -5,8 +5,8 @@ a long prompt does not hold up everyone else, texts that are already generating 
 between parts of a prefill. How a prompt is cut must not change a bit of any text:
 
 - the compiled step gives the same bits for slices of any length, so it reads short slices;
-- PyTorch, which reads prompts with float32 weights, gives other bits for other lengths. So it always
-  reads whole chunks, and a hook interrupts the forward pass between two layers.
+- PyTorch, which reads prompts with float32 weights, gives other bits for other lengths. So it
+  always reads whole chunks, and a hook interrupts the forward pass between two layers.
 
 Letters: T tokens of a prompt, V vocabulary.
 """
