@@ -98,8 +98,8 @@ def rounded_inputs(model: GPT, weights: str) -> GPT:
         return (x / scale).round() * scale
 
     def cached(heads: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
-        def narrow(*given: Any) -> tuple[torch.Tensor, ...]:
-            q, k, v = heads(*given)
+        def narrow(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            q, k, v = heads(*inputs)
             return q, k.bfloat16().float(), v.bfloat16().float()
 
         return narrow
