@@ -36,7 +36,7 @@ WEIGHTS_COST_IN_TOKENS = 16
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """What one token adds to a text; log-probabilities (nats) only on request.
+    """A token, the characters that it adds, and log-probabilities (nats) if requested.
 
     A token of the prompt adds no characters. The first one has no log-probability, as nothing
     precedes it.

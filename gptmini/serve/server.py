@@ -342,12 +342,12 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
         status = 500
         message = INTERNAL_ERROR
     # Our messages begin with the field at fault and a colon, where there is one.
-    field, colon, _ = message.partition(":")
+    name, colon, _ = message.partition(":")
     content = {
         "message": message,
         "code": None,
         "type": "server_error" if status >= 500 else "invalid_request_error",
-        "param": field if colon and " " not in field else None,
+        "param": name if colon and " " not in name else None,
     }
     return status, {"error": content}, headers
 

@@ -70,11 +70,12 @@ class NativeEngine:
     def __call__(self, texts: list[Text]) -> list[Tensor]:
         slots = [self._assign_slot(text, texts) for text in texts]
         logits: dict[int, Tensor] = {}
-        # Texts with few unseen tokens share one batch. Long prompts are prefilled one by one:
-        # - torch reads all weights for each text, the compiled step once for all of them; but
-        #   a call of more than SPARE_POSITIONS tokens would overwrite keys in a windowed ring
-        #   that its first token still sees.
-        # - without torch, a text that comes later in this call may share the prefix.
+        # Texts with few unseen tokens share a batch of the compiled step, which reads the weights
+        # once for all of them. Longer prompts are prefilled one by one:
+        # - in float32 by torch, as more than SPARE_POSITIONS tokens of a text in one call would
+        #   overwrite keys of a windowed ring that the first of them still sees;
+        # - otherwise by the compiled step too, but alone, so that texts behind them in this call
+        #   can reuse their prefix.
         longest_in_batch = SPARE_POSITIONS if self._torch_prefill else PREFILL_CHUNK
         batch_slots: list[int] = []
         batch_n_logits: list[int] = []
