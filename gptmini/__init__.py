@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gptmini.model.gpt import GPT
     from gptmini.train.api import fit
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["GPT", "Config", "ModelConfig", "Run", "export_run", "fit", "import_model", "load"]
 
 _HOMES = {  # where each public name lives; after a colon, what it is called there

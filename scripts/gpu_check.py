@@ -43,7 +43,9 @@ from gptmini.plan.cost import count_training_flops
 from gptmini.plan.timing import time_step
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
-from gptmini.tokenizer import bpe, tokenizers
+from gptmini.tokenizer import bpe
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.train import trainer
 
 TOTAL_SECONDS = 525  # seconds for all parts, so that starting and writing still fit in nine minutes
@@ -62,7 +64,7 @@ class Check:
     def build_config(self, model: dict[str, Any] | None = None, **train: Any) -> Config:
         """configs/gpt2-124m.yaml, or a small model of its kind, with some settings changed."""
         stated, _ = yamlfile.read_file(find_config_file("gpt2-124m"))
-        size = tokenizers.load_tokenizer(self.write_tokenizer()).vocab_size
+        size = load_tokenizer(self.write_tokenizer()).vocab_size
         short = {"batch_size": 8, "micro_batch_size": 4, "steps": 6} if self.small else {}
         text = {"path": "builtin:python-docs", "validation": 0.005} if self.small else {}
         given = {"device": self.device, "steps": 100, "compile": "off", **short, **train}
@@ -86,14 +88,14 @@ class Check:
         path, known = self.folder / "tokenizer.json", os.environ.get("TIKTOKEN_CACHE_DIR")
         if not path.exists():
             if known and any(Path(known).glob("*")) and not self.small:
-                made = tokenizers.create_tokenizer("gpt2")
+                made = create_tokenizer("gpt2")
             else:
                 count = 743 if self.small else 50_000
                 pairs = sorted(product(range(256), repeat=2), key=max)[:count]  # ASCII first
                 spelled = [bytes(numbers) for numbers in [*zip(range(256)), *pairs]]
                 ranks = {spelling: rank for rank, spelling in enumerate(spelled)}
                 special = {"<|endoftext|>": len(ranks)}
-                made = tokenizers.create_bpe_tokenizer("pairs", bpe.WORD_PATTERN, ranks, special)
+                made = create_bpe_tokenizer("pairs", bpe.WORD_PATTERN, ranks, special)
             files.atomic_write_bytes(path, made.to_json().encode())
         return path
 

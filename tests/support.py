@@ -1,5 +1,7 @@
 """What several tests share: small texts, a small configuration, short ways to train it."""
 
+import base64
+import json
 import os
 import random
 from pathlib import Path
@@ -11,7 +13,8 @@ from gptmini.config.settings import Config
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.tokenizers import Tokenizer, create_tokenizer
+from gptmini.tokenizer.load import create_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import trainer
 from gptmini.train.state import Training, build_training
 
@@ -83,3 +86,11 @@ def gpt2() -> Tokenizer:
             pytest.skip("no folder with the gpt2 files; name one in TIKTOKEN_CACHE_DIR")
         os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
     return create_tokenizer("gpt2", None, ())
+
+
+def bpe_file(**changes: object) -> str:
+    """The JSON of a BPE tokenizer of bytes, with some things changed."""
+    ranks = {base64.b64encode(bytes([byte])).decode(): byte for byte in range(256)}
+    special = {"<|endoftext|>": 256}
+    whole = {"format": 1, "kind": "x", "pattern": "a|.", "special_tokens": special, "ranks": ranks}
+    return json.dumps(whole | changes)

@@ -1,9 +1,11 @@
-"""Every gptmini command of the READMEs runs, on small models, and what they name exists."""
+"""Every gptmini command of the READMEs and docs/ runs, on small models; what they name exists."""
 
 import gzip
 import json
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +23,12 @@ from gptmini.serve import server
 from tests.support import new_cache
 
 ROOT = Path(__file__).parents[1]
-READMES = [ROOT / folder / "README.md" for folder in ("", "scripts", "data", "configs", "tests")]
+READMES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("configs", "data", "scripts", "tests")),
+]
 SMALL = [
     "model.n_layer=2",
     "model.d_model=32",
@@ -36,6 +43,7 @@ TEXT = "".join(
     f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
 )
 FILE_OPTIONS = ("--data", "--prompts", "--prompt-file", "--file")
+PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html"}
 
 
 def blocks(language: str, readme: Path) -> list[str]:
@@ -102,6 +110,8 @@ def made_small(words: list[str]) -> list[str]:
     words = [word.replace("mha,gqa:2,mqa,window:64", "mha,gqa:2") for word in words]
     if words[1] in ("train", "size") or (words[1] == "compare" and "runs/" not in words[2]):
         words = [*words, *SMALL_WORDS]
+    if "--minutes" in words:  # which would choose one head for so small a width
+        words = [*words, "--set", "model.n_head=4"]
     extra = {"generate": ["--max-new-tokens", "3"], "serve": ["--port", "0"]}
     return words + extra.get(words[1], [])
 
@@ -113,26 +123,45 @@ def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return int(end.value.code or 0)
 
 
-def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+def runs_of(words: list[str]) -> Iterator[str]:
+    """The runs that a command reads; `--out` names one that it writes."""
+    for option, word in pairwise(words):
+        if word.startswith("runs/") and option != "--out":
+            yield word.removesuffix("/config.yaml")
+
+
+def train_missing_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train the runs that a page takes from another page; exports and comparisons are its own."""
+    for name in runs_of(words):
+        if not Path(name).exists():
+            provide("my.txt", Path())
+            assert (
+                run(["gptmini", "train", "my.txt", "--out", name, *SMALL_WORDS], monkeypatch) == 0
+            )
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_runs(
+    readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Each page in a folder of its own, with the texts and the runs that it names."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     monkeypatch.setattr("builtins.input", lambda _: sys.exit())  # somebody who types nothing
     monkeypatch.setattr(server, "serve", lambda _, listening, __: listening.close())
     monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
     (tmp_path / "stdin.txt").write_text(TEXT)
-    for readme in READMES:
-        # Each starts in an empty folder; scripts/README.md builds on the runs of README.md.
-        alone = readme.parent.name in ("data", "configs")
-        folder = tmp_path / readme.parent.name if alone else tmp_path
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)
-        provide("data/tinyshakespeare.txt", folder)
-        for words in gptmini_commands(readme):
-            for name in files_of(words):
-                provide(name, folder)
-            with (tmp_path / "stdin.txt").open() as stdin:
-                monkeypatch.setattr(sys, "stdin", stdin)
-                code = run(made_small(words), monkeypatch)
-            assert not code, f"{readme}: {shlex.join(words)}\n{capfd.readouterr().err}"
+    provide("data/tinyshakespeare.txt", folder)
+    for words in gptmini_commands(readme):
+        for name in files_of(words):
+            provide(name, folder)
+        train_missing_runs(words, monkeypatch)
+        with (tmp_path / "stdin.txt").open() as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            code = run(made_small(words), monkeypatch)
+        assert not code, f"{shlex.join(words)}\n{capfd.readouterr().err}"
 
 
 def test_every_command_of_the_command_line_is_in_the_readme():
@@ -147,7 +176,7 @@ def test_every_command_of_the_command_line_is_in_the_readme():
 
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
-    (example,) = blocks("python", ROOT / "README.md")
+    (example,) = blocks("python", READMES[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     assert run(["gptmini", "train", *SMALL_WORDS], monkeypatch) == 0
@@ -155,6 +184,27 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     capfd.readouterr()
     exec(example, {})
     assert capfd.readouterr().out.strip()
+
+
+def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (example,) = blocks("python", ROOT / "docs" / "serving.md")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
+    provide("my.txt", tmp_path)
+    assert run(["gptmini", "train", "my.txt", *SMALL_WORDS], monkeypatch) == 0
+    command = [sys.executable, "-m", "gptmini", "serve", "runs/my", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()  # "runs/my, step 2: http://...; the API is ..."
+            url = re.search(r"http://[\d.:]+", line)
+            assert url, line
+            client = example.replace("http://127.0.0.1:8000", url[0])
+            texts = subprocess.run([sys.executable, "-c", client], capture_output=True, check=True)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+    assert texts.stdout.strip()
 
 
 def test_every_yaml_example_is_a_configuration(tmp_path: Path):
@@ -175,8 +225,25 @@ def test_every_script_that_is_named_exists():
     named = set(re.findall(r"python ((?:scripts|tests)/[\w/]+\.py)", texts))
     assert named
     assert all((ROOT / name).is_file() for name in named)
-    for script in (ROOT / "scripts").glob("*.py"):
-        assert script.name in texts, f"{script.name} is in no README"
+    for script in (ROOT / "scripts").rglob("*.py"):
+        name = str(script.relative_to(ROOT / "scripts"))
+        assert name in texts, f"{name} is in no README"
+
+
+def test_the_file_tree_names_the_files_of_the_package():
+    (tree,) = [block for block in blocks("text", READMES[0]) if block.startswith("gptmini/\n")]
+    folders: list[str] = []
+    listed = set()
+    for line in tree.splitlines():
+        drawn, name = re.match(r"([│├└─ ]*)(\S+)", line).groups()
+        folders = [*folders[: len(drawn) // 4], name]
+        listed.add("".join(folders))
+    files = (path for path in (ROOT / "gptmini").rglob("*") if path.suffix in PACKAGE_SUFFIXES)
+    names = {str(path.relative_to(ROOT)) for path in files if not path.name.startswith("__")}
+    options_and_list = {"gptmini/cli/app.py", "gptmini/cli/options.py"}
+    names = {name for name in names if not name.startswith("gptmini/cli/")} | options_and_list
+    shown = {name for name in listed if name.startswith("gptmini/") and name[-1] != "/"}
+    assert shown - {"gptmini/cli/..."} == names
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))

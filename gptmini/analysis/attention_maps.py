@@ -1,4 +1,4 @@
-"""The attention weights of a model, computed from outside without touching it.
+"""Computes the attention weights of a model, spells its tokens, and shows masks.
 
 Letters: L layers, H query heads, T positions.
 """
@@ -23,7 +23,10 @@ MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N; as a page:
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The attention weights (L, H, T, T) of a model on a prompt, and which heads are shown."""
+    """The attention weights (L, H, T, T) of a model on a prompt, and which heads to show.
+
+    `head` is None for all heads of these layers.
+    """
 
     weights: Tensor
     labels: list[str]
@@ -32,7 +35,7 @@ class AttentionView:
     head: int | None
 
     def format_text(self) -> str:
-        """A table of the heads that are shown, its legend and the tokens; a head's own weights."""
+        """Return a table of the heads to show and its legend; of a single head also its weights."""
         T = len(self.labels)
         if T == 1:
             return f"1 token: {self.labels[0]}; it sees only itself, so there is nothing to compare"
@@ -48,34 +51,44 @@ class AttentionView:
         return "\n\n".join(parts)
 
     def _format_head(self, weights: Tensor) -> str:
-        """One head (T, T) as a matrix or, if it is large, the strongest keys of each query."""
+        """Return one head (T, T) as a matrix or, if it is large, the top keys of each query."""
         if len(self.labels) <= plots.MAX_NUMBERED_TOKENS:
             rows = [["query", *self.labels]]
-            for n, label in enumerate(self.labels):
-                seen = [f"{weight:.3f}" if weight else "" for weight in weights[n].tolist()]
-                rows.append([label, *seen])
+            for query, label in enumerate(self.labels):
+                cells = [f"{weight:.3f}" if weight else "" for weight in weights[query].tolist()]
+                rows.append([label, *cells])
             return console.format_table(rows)
         rows = [["", "query", "strongest keys", "", ""]]
-        for n, label in enumerate(self.labels):
-            best = zip(*(tensor.tolist() for tensor in weights[n].topk(3)), strict=True)
-            keys = [
-                f"{key} {self.labels[key]} {weight:.3f}" if weight else "" for weight, key in best
+        for query, label in enumerate(self.labels):
+            top = weights[query].topk(3)
+            cells = [
+                f"{key} {self.labels[key]} {weight:.3f}" if weight else ""
+                for key, weight in zip(top.indices.tolist(), top.values.tolist(), strict=True)
             ]
-            rows.append([str(n), label, *keys])
+            rows.append([str(query), label, *cells])
         return console.format_table(rows)
 
     def format_table(self) -> str:
-        """The summary of each head that is shown."""
-        share = self.weights.shape[1] // self.n_kv_head
+        """Return a table with the summary of each head to show."""
+        heads_per_kv_head = self.weights.shape[1] // self.n_kv_head
         rows = [["layer", "head", "KV head", "previous", "first", "itself", "entropy"]]
-        for layer, head, *means in summarize_heads(self.weights):
-            if layer in self.layers and self.head in (None, head):
-                numbers = (layer, head, head // share)
-                rows.append([*map(str, numbers), *(f"{mean:.3f}" for mean in means)])
+        for summary in summarize_heads(self.weights):
+            if summary.layer in self.layers and self.head in (None, summary.head):
+                rows.append(
+                    [
+                        str(summary.layer),
+                        str(summary.head),
+                        str(summary.head // heads_per_kv_head),
+                        f"{summary.previous:.3f}",
+                        f"{summary.first:.3f}",
+                        f"{summary.itself:.3f}",
+                        f"{summary.entropy:.3f}",
+                    ]
+                )
         return console.format_table(rows)
 
     def draw_figure(self) -> plots.Figure:
-        """A panel per head."""
+        """Draw a panel per head."""
         weights = self.weights.numpy()
         return plots.draw_attention(weights, self.labels, self.n_kv_head, self.layers, self.head)
 
@@ -83,14 +96,15 @@ class AttentionView:
 def view_attention(
     run: Run, tokens: list[int], layers: list[int] | None = None, head: int | None = None
 ) -> AttentionView:
-    """The attention of a run reading these tokens; by default of all layers and heads."""
+    """View the attention of a run that reads these tokens, by default in all layers and heads."""
     config = run.config.model
-    layers = list(range(config.n_layer)) if layers is None else layers
-    heads = [] if head is None else [head]
-    for name, numbers, count in (("layer", layers, config.n_layer), ("head", heads, config.n_head)):
-        for number in numbers:
-            if not 0 <= number < count:
-                raise ConfigError(f"--{name} {number}: this model has {name}s 0 to {count - 1}")
+    if layers is None:
+        layers = list(range(config.n_layer))
+    for layer in layers:
+        if not 0 <= layer < config.n_layer:
+            raise ConfigError(f"--layer {layer}: this model has layers 0 to {config.n_layer - 1}")
+    if head is not None and not 0 <= head < config.n_head:
+        raise ConfigError(f"--head {head}: this model has heads 0 to {config.n_head - 1}")
     weights = compute_attention_weights(run.model, tokens)
     labels = [label_token(run.tokenizer, token) for token in tokens]
     return AttentionView(weights, labels, config.n_kv_head, layers, head)
@@ -98,23 +112,28 @@ def view_attention(
 
 @torch.no_grad()
 def compute_attention_weights(model: GPT, tokens: list[int]) -> Tensor:
-    """The weights (L, H, T, T) of a model reading these tokens, query by key.
+    """Compute the weights (L, H, T, T) of a model that reads these tokens, query by key.
 
-    The model's own attention computes them, so whoever changes it sees the change: its output is a
-    mean of the values, and the mean of unit vectors has the weights as its numbers.
+    Fused attention never stores its weights. But its output is a weighted mean of the values, so
+    with unit vectors as values the output is the weights. That asks the model's own attention, and
+    whoever changes it sees the change here.
     """
-    limit = model.config.context_length
-    if not 1 <= len(tokens) <= limit:
-        raise ConfigError(f"--prompt: {len(tokens)} tokens; give between 1 and {limit}")
+    context_length = model.config.context_length
+    if not 1 <= len(tokens) <= context_length:
+        raise ConfigError(f"--prompt: {len(tokens)} tokens; give between 1 and {context_length}")
     layers: list[Tensor] = []
 
     def record(module: Attention, arguments: tuple[Any, ...]) -> None:
         q, k, v = module.project_qkv(*arguments[:2])  # (1, H, T, K), (1, G, T, K), (1, G, T, K)
         T, K = v.shape[2:]
-        # K at a time, as fused kernels want values of the size of keys.
-        units = torch.eye(T, -(-T // K) * K, device=v.device).split(K, dim=1)  # each (T, K)
-        parts = [module.mix(q, k, unit.to(v.dtype).expand_as(v)) for unit in units]
-        layers.append(torch.cat(parts, dim=-1)[0, :, :, :T])  # (H, T, T)
+        # K keys at a time, as fused kernels want values of the size of keys.
+        n_chunks = -(-T // K)
+        unit_vectors = torch.eye(T, n_chunks * K, device=v.device)
+        chunks = [
+            module.mix(q, k, values.to(v.dtype).expand_as(v))  # (1, H, T, K)
+            for values in unit_vectors.split(K, dim=1)  # (T, K)
+        ]
+        layers.append(torch.cat(chunks, dim=-1)[0, :, :, :T])  # (H, T, T)
 
     hooks = [
         module.register_forward_pre_hook(record)
@@ -130,7 +149,10 @@ def compute_attention_weights(model: GPT, tokens: list[int]) -> Tensor:
 
 
 class HeadSummary(NamedTuple):
-    """Mean weight of one head on the previous, first and own token; mean entropy in nats."""
+    """The mean weight of one head on the previous token, the first and the query's own.
+
+    `entropy` is the mean entropy of its weights, in nats.
+    """
 
     layer: int
     head: int
@@ -141,15 +163,15 @@ class HeadSummary(NamedTuple):
 
 
 def summarize_heads(weights: Tensor) -> list[HeadSummary]:
-    """Summaries of weights (L, H, T, T), without the first row, which can see only itself."""
+    """Summarize weights (L, H, T, T), without the first query, which can see only itself."""
     L, H, T, _ = weights.shape
-    rows = weights[:, :, min(1, T - 1) :]
-    quantities = (
-        weights.diagonal(-1, 2, 3) if T > 1 else weights[..., 0],
-        rows[..., 0],
-        weights.diagonal(0, 2, 3)[..., min(1, T - 1) :],
-        torch.special.entr(rows).sum(dim=-1),
-    )
+    start = 1 if T > 1 else 0  # the first query, if there is no other
+    rows = weights[:, :, start:]
+    previous = weights.diagonal(-1, 2, 3) if T > 1 else weights[..., 0]
+    first = rows[..., 0]
+    itself = weights.diagonal(0, 2, 3)[..., start:]
+    entropy = torch.special.entr(rows).sum(dim=-1)
+    quantities = [previous, first, itself, entropy]  # each (L, H, T - 1)
     means = torch.stack([quantity.mean(dim=-1) for quantity in quantities], dim=-1)  # (L, H, 4)
     return [
         HeadSummary(layer, head, *means[layer, head].tolist())
@@ -159,12 +181,12 @@ def summarize_heads(weights: Tensor) -> list[HeadSummary]:
 
 
 def label_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a picture can show it."""
+    """Return a token as a picture can show it."""
     return "".join(spell_token(tokenizer, token))
 
 
 def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
-    """A token as text and symbols in turn, text first; [] for an empty one.
+    """Spell a token as text and symbols in turn, text first; [] for an empty one.
 
     Symbols make the rest visible: spaces, line ends and other control characters, bytes that are
     only part of a character (in hex), and the document token.
@@ -172,46 +194,63 @@ def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
     if token == tokenizer.document_token:
         return ["", "<doc>"]
     text = tokenizer.decode([token])
-    if "\ufffd" in text:
+    if "\ufffd" in text:  # not whole characters
         return ["", tokenizer.decode_token(token).hex()]
-    parts: list[str] = [""] * bool(text)
-    for c in text:
-        plain = c.isprintable() and c != " "
-        if plain == (len(parts) % 2 == 0):
-            parts.append("")
-        parts[-1] += c if plain else "␣" if c == " " else repr(c)[1:-1]
-    return parts
+    spelling: list[str] = []  # text at even places, symbols at odd ones
+    for character in text:
+        is_text = character.isprintable() and character != " "
+        if not spelling:
+            spelling.append("")
+        ends_with_text = len(spelling) % 2 == 1
+        if is_text != ends_with_text:
+            spelling.append("")
+        spelling[-1] += character if is_text else _symbol_for(character)
+    return spelling
+
+
+def _symbol_for(character: str) -> str:
+    return "␣" if character == " " else repr(character)[1:-1]
 
 
 def build_mask(name: str, size: int | None = None) -> Tensor:
-    """A mask by its name, (size, size), by default of 12 positions.
+    """Build a mask by its name, (size, size), by default of 12 positions.
 
     `causal`, `window:N`, `padding:N` (N positions of padding on the left, as in the model), or
     `cross:T,S`: T queries on S keys of another sequence, which is padded on the right to `size`.
     """
-    kind, _, number = name.partition(":")
+    kind, _, argument = name.partition(":")
     if kind == "cross":
-        T, S = (int(n) if n.isdecimal() else 0 for n in (f"{number},".split(",", 2))[:2])
-        if not name == f"cross:{T},{S}" or not T or not 0 < S <= (size or S):
-            raise ConfigError(
-                f"--mask {name}: unknown mask; use cross:T,S with at least 1 query and 1 key, and "
-                f"a --size of at least S"
-            )
-        return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
-    size = size or 12
+        return _build_cross_mask(name, argument, size)
+    if size is None:
+        size = 12
+    number = int(argument) if argument.isdecimal() else -1
     positions = torch.arange(size)
     if name == "causal":
         return make_mask(positions, positions)
-    if number.isdecimal() and kind == "window" and int(number) > 0:
-        return make_mask(positions, positions, int(number))
-    if number.isdecimal() and kind == "padding" and int(number) < size:
-        return make_mask(positions, positions, None, torch.tensor([int(number)]))[0, 0]
+    if kind == "window" and number > 0:
+        return make_mask(positions, positions, number)
+    if kind == "padding" and 0 <= number < size:
+        return make_mask(positions, positions, None, torch.tensor([number]))[0, 0]
     raise ConfigError(
         f"--mask {name}: unknown mask; use causal, window:N with N at least 1, padding:N with N "
         f"below {size}, or cross:T,S"
     )
 
 
+def _build_cross_mask(name: str, argument: str, size: int | None) -> Tensor:
+    """Build the mask (T, size) of T queries on S keys, given "T,S"."""
+    numbers = [int(text) for text in argument.split(",") if text.isdecimal()]
+    if len(numbers) == 2 and name == f"cross:{numbers[0]},{numbers[1]}":
+        T, S = numbers
+        if T > 0 and 0 < S <= (size or S):
+            return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
+    raise ConfigError(
+        f"--mask {name}: unknown mask; use cross:T,S with at least 1 query and 1 key, and "
+        f"a --size of at least S"
+    )
+
+
 def format_mask(mask: Tensor) -> str:
-    """A mask as rows of x (visible) and . (masked): queries down, keys across."""
-    return "\n".join(" ".join("x" if visible else "." for visible in row) for row in mask.tolist())
+    """Format a mask as rows of x (visible) and . (masked): queries down, keys across."""
+    rows = [["x" if is_visible else "." for is_visible in row] for row in mask.tolist()]
+    return "\n".join(" ".join(row) for row in rows)

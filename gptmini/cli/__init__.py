@@ -1,5 +1,5 @@
-"""The command line: checks what was typed, calls one function, reports. No logic lives here.
+"""The command line: checks what was typed, calls one function, prints. No logic lives here.
 
-Read app.py (the list of commands, failures to exit codes), then options.py (options that several
-commands share) and one file of commands for each purpose: train, generate, evidence, text.
+One file for each command, named after it. Read app.py first (the list of commands; failures and
+their exit codes), then options.py (what several commands share), then train.py and generate.py.
 """

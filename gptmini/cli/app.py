@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,12 +19,21 @@ import typer.core
 import typer.exceptions
 
 from gptmini import __version__
-from gptmini.cli.evidence import compare, evaluate, inspect, plot, size
-from gptmini.cli.generate import generate, score
-from gptmini.cli.interop import convert, export, import_
+from gptmini.cli.compare import compare
+from gptmini.cli.convert import convert
+from gptmini.cli.data import data_app
+from gptmini.cli.evaluate import evaluate
+from gptmini.cli.export import export
+from gptmini.cli.generate import generate
+from gptmini.cli.import_model import import_model
+from gptmini.cli.inspect import inspect
+from gptmini.cli.plot import plot
+from gptmini.cli.score import score
 from gptmini.cli.serve import serve
-from gptmini.cli.text import data_app, tokenizer_app
-from gptmini.cli.train import list_settings, prepare, train
+from gptmini.cli.settings import list_settings
+from gptmini.cli.size import size
+from gptmini.cli.tokenizer import tokenizer_app
+from gptmini.cli.train import train
 from gptmini.errors import GptminiError, Stopped
 
 app = typer.Typer(
@@ -51,17 +59,10 @@ def _root(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help and errors are in users' words."""
+    """A command that lists the first line of its help, and names itself in every usage error."""
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        write = formatter.write_dl
-        formatter.write_dl = lambda rows: write(
-            [(_reword(name), _reword(text)) for name, text in rows]
-        )
-        super().format_options(ctx, formatter)
+    def get_short_help_str(self, limit: int = 0) -> str:
+        return (self.help or "").partition("\n")[0]  # typer's own is cut after 45 characters
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -71,44 +72,24 @@ class _Command(typer.core.TyperCommand):
             raise
 
 
-def _reword(text: str) -> str:
-    for pattern, replacement in _REPLACEMENTS.items():
-        text = re.sub(pattern, replacement, text)
-    return text
-
-
-_REPLACEMENTS = {  # of typer's help and errors, in ours
-    r"^([^-].*) <.*>$": r"\1",  # an argument needs no type after its name
-    r"default: \((.*)\)": r"default: \1",
-    r"(\S+)<=x<=([^];]+)": r"\1 to \2",
-    r"x>=([^];]+)": r"at least \1",
-    r"^Invalid value for '(.*?)'": r"\1",
-    r"Input should be a valid integer.*": "expected a whole number",
-    r"Input should be a valid number.*": "expected a number",
-    r"Input should be greater than or equal to": "must be at least",
-    r"Input should be less than or equal to": "must be at most",
-    r"^Option '(.*)' requires an argument": r"\1: needs a value",
-    r"^Got unexpected extra argument\(s\) \((.*)\)": r"unexpected arguments: \1",
-    r"\. Did you mean": "; did you mean",
-}
-
-# Windows has no SIGHUP.
-_STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-for _command in (
-    *(train, generate, serve, score, evaluate, inspect, compare),
-    *(size, convert, plot),
-):
-    app.command()(_command)
+app.command()(train)
+app.command()(generate)
+app.command()(serve)
+app.command()(score)
+app.command()(evaluate)
+app.command()(inspect)
+app.command()(compare)
+app.command()(size)
+app.command()(convert)
+app.command()(plot)
 app.command()(export)
-app.command("import")(import_)
+app.command("import")(import_model)
 app.command("settings")(list_settings)
-data_app.command()(prepare)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
-for _info in chain(*(group.registered_commands for group in (app, data_app, tokenizer_app))):
-    _info.cls = _Command
-    _info.short_help = (getattr(_info.callback, "__doc__", None) or "").partition("\n")[0]
+for _group in (app, data_app, tokenizer_app):
+    for _info in _group.registered_commands:
+        _info.cls = _Command
 
 
 # How often a waiting OpenMP thread looks for work before it sleeps. By libgomp's own count, threads
@@ -121,28 +102,20 @@ for _info in chain(*(group.registered_commands for group in (app, data_app, toke
 # generating, busy     1,175    2,066
 OPENMP_SPIN_COUNT = "10000"
 
+# Windows has no SIGHUP.
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 
 def main() -> None:
     """Run the command line; a failure becomes one line for each problem and an exit code."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(
-            "GOMP_SPINCOUNT", OPENMP_SPIN_COUNT
-        )  # read once, when torch is loaded
-    words = ["--help" if word == "-help" else word for word in sys.argv[1:] if word != "--debug"]
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
-    for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
-        stream = getattr(sys, name)
-        if stream is None:  # it was closed
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
-    for number in _STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
-            signal.signal(number, _stop)
+        # OpenMP reads this once, when torch is loaded.
+        os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+    _prepare_output()
+    _catch_stop_signals()
     try:
-        # not standalone: wrong usage and Ctrl-C are answered here
-        code = app(words, prog_name="gptmini", standalone_mode=False)
+        # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
+        code = app(_read_arguments(), prog_name="gptmini", standalone_mode=False)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -152,17 +125,42 @@ def main() -> None:
     sys.exit(code)
 
 
+def _read_arguments() -> list[str]:
+    """Return the words that were typed, without --debug; `gptmini help WORDS` asks for help too."""
+    words = [word for word in sys.argv[1:] if word != "--debug"]
+    words = ["--help" if word == "-help" else word for word in words]
+    if words[:1] == ["help"]:
+        return [*words[1:], "--help"]
+    return words
+
+
+def _prepare_output() -> None:
+    """Let every text be printed: replace what the terminal's encoding lacks, and closed streams."""
+    for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller, as with `2>&-`
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the end
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _catch_stop_signals() -> None:
+    """Turn SIGTERM and SIGHUP into an exception, so that what is under way cleans up."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we
+            signal.signal(number, _stop)
+
+
 def _stop(number: int, _: object) -> NoReturn:
-    """End tidily, as Ctrl-C does; the training loop has a handler of its own."""
-    for (
-        later
-    ) in _STOP_SIGNALS:  # a closed terminal may send both; the second must not end cleaning up
-        signal.signal(later, signal.SIG_IGN)
+    """Raise Stopped; the training loop has a handler of its own, which saves first."""
+    # A closed terminal may send both signals; the second must not interrupt the cleaning up.
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     raise Stopped(number, f"stopped by {signal.Signals(number).name}")
 
 
 def _explain(error: Exception) -> tuple[Sequence[str], int]:
-    """The lines and the exit code of a failure."""
+    """Return the lines and the exit code of a failure."""
     if isinstance(error, GptminiError):
         return error.lines, error.exit_code
     if isinstance(error, typer.exceptions.TyperException):
@@ -179,53 +177,68 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
 
 
 def _explain_usage(error: typer.exceptions.TyperException) -> str:
-    """typer's complaint in our form: the nearest option or setting, and which help to read."""
+    """Explain a wrong command line: the problem, a remedy, and which help to read."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "gptmini"
-    option = getattr(error, "option_name", "")
     known = [name for param in context.command.params for name in param.opts] if context else []
-    if not hasattr(error, "possibilities"):
-        text = _reword(error.format_message().rstrip("."))
-        text = text[:1].lower() + text[1:] + _quote_value(text)
-        if text.startswith("unexpected") and "--prompt" in known:
-            text += "; put the text after --prompt, in quotes"
-        elif text.startswith("unexpected") and "--data" in known and "--data" in sys.argv:
-            text += "; repeat --data before each text, or quote a pattern: --data '*.txt'"
-        return f"{text}{'' if text.endswith('?') else ';'} see {command} --help"
-    if option in _HINTS_FOR_OTHER_OPTIONS and "--steps" in known:
-        hint = _HINTS_FOR_OTHER_OPTIONS[option]
-    elif near := difflib.get_close_matches(option, known, 1, 0.75):
-        hint = f"did you mean {near[0]}? "
-    elif "--set" in known:
+    if hasattr(error, "possibilities"):  # of names for an option that does not exist
+        option = getattr(error, "option_name", "")
+        return (
+            f"no such option: {option}; {_find_remedy(option, command, known)}see {command} --help"
+        )
+
+    problem = _explain_value(error) or error.format_message()
+    problem = problem[:1].lower() + problem[1:].rstrip(".")
+    problem = problem.replace(". Did you mean", "; did you mean")
+    if problem.startswith("got unexpected") and "--prompt" in known:
+        problem += "; put the text after --prompt, in quotes"
+    elif problem.startswith("got unexpected") and "--data" in known and "--data" in sys.argv:
+        problem += "; repeat --data before each text, or quote a pattern: --data '*.txt'"
+    end = "" if problem.endswith("?") else ";"
+    return f"{problem}{end} see {command} --help"
+
+
+def _explain_value(error: typer.exceptions.TyperException) -> str:
+    """Explain a value of the wrong type or size as for settings; "" if this is another error."""
+    invalid: Any = error.__cause__  # pydantic's error, as typer checks values with pydantic
+    if not isinstance(error, typer.BadParameter) or not hasattr(invalid, "errors"):
+        return ""
+    from gptmini.config.load import ERROR_MESSAGES
+
+    mistake = invalid.errors()[0]
+    context = mistake.get("ctx", {})
+    option = error.param.get_error_hint().strip("'") if error.param else "value"
+    if mistake["type"] not in ERROR_MESSAGES:
+        return f"{option}: {context.get('error', mistake['msg'])}"
+    limits = {name: f"{limit:.16g}" for name, limit in context.items()}  # 1, not 1.0
+    expected = ERROR_MESSAGES[mistake["type"]].format(**limits)
+    value = mistake["input"]
+    shown = value if re.fullmatch("-?[0-9.]+", value) else repr(value)
+    return f"{option}: {expected}, not {shown}"
+
+
+def _find_remedy(option: str, command: str, known: list[str]) -> str:
+    """The option or setting that was probably meant, as the beginning of a hint; "" if unclear."""
+    if option in _OPTIONS_OF_OTHER_PROGRAMS and "--steps" in known:
+        return _OPTIONS_OF_OTHER_PROGRAMS[option]
+    if near := difflib.get_close_matches(option, known, 1, 0.75):
+        return f"did you mean {near[0]}? "
+    if "--set" in known:
         from gptmini.config.load import find_full_key
 
         section = "sample." if command.endswith(" generate") else ""
         key = find_full_key(option.lstrip("-").replace("-", "_"), section)
-        hint = f"use --set {key}=VALUE, or " if key else ""
-    else:
-        hint = ""
-    return f"no such option: {option}; {hint}see {command} --help"
+        if key:
+            return f"use --set {key}=VALUE, or "
+    return ""
 
 
-_HINTS_FOR_OTHER_OPTIONS = {  # options of other programs
+_OPTIONS_OF_OTHER_PROGRAMS = {
     "--epochs": "use --steps or --minutes, or ",
     "--resume": "name the run: gptmini train RUN, or ",
     "--init-from": "use --from RUN, or ",
     "--finetune": "use --from RUN, or ",
 }
-
-
-def _quote_value(text: str) -> str:
-    """What was typed for the option that a complaint begins with: ", not 'x'"."""
-    option, colon, problem = text.partition(": ")
-    if not colon or not problem.startswith(("must be", "expected")):
-        return ""
-    words = [*sys.argv[1:], ""]
-    values = [value for word, value in pairwise(words) if word == option]
-    values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
-    if not values:
-        return ""
-    return f", not {values[-1] if re.fullmatch('-?[0-9.]+', values[-1]) else repr(values[-1])}"
 
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:

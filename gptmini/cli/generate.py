@@ -1,11 +1,10 @@
-"""`gptmini generate` and `gptmini score`."""
+"""`gptmini generate`: continue a prompt with a trained model."""
 
 import json
 import os
 import select
 import stat
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -21,17 +20,16 @@ from gptmini.cli.options import (
     flag,
     option,
     parse_assignments,
+    read_text,
     resolve_run,
 )
-from gptmini.errors import ConfigError, DataError
-from gptmini.files import DEFAULT_CACHE_DIR, decode_utf8
+from gptmini.errors import ConfigError
+from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
-    from gptmini.analysis.evaluate import Score
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
-MAX_INPUT_BYTES = 16 << 20  # bytes of a prompt or of a text to score
 Settings = dict[str, Any]
 
 
@@ -92,10 +90,23 @@ def generate(
 
     The text is printed as it is generated. Sampling options default to the run's own settings.
     """
-    settings = _parse_sampling(locals(), assignments)
-    sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "stop": stop,
+        "seed": seed,
+    }
+    settings = _parse_sampling(sampling, assignments)
+    sources = {
+        "--prompt": prompt,
+        "--prompt-file": prompt_file,
+        "--prompts": prompts,
+        "--interactive": interactive or None,
+    }
     named = [name for name, value in sources.items() if value is not None]
-    named += ["--interactive"] * interactive
     if len(named) > 1:
         raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
     if as_json and (interactive or prompts is not None):
@@ -107,7 +118,7 @@ def generate(
     if str(out) == "-":
         raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
     path = resolve_run(run, "--prompt", "--prompt-file")
-    draft = resolve_run(draft) if draft else None
+    draft_path = None if draft is None else resolve_run(draft)
     from gptmini.console import say
     from gptmini.generate import prompts_file
     from gptmini.generate.run import load_run
@@ -115,43 +126,57 @@ def generate(
     trained = load_run(path, device, weights, cache)
     if run is None:
         say(f"{path}, step {trained.step}")
-    for label, text in [("--prompt", prompt or ""), *(("--stop", text) for text in stop or [])]:
-        if "\\n" in text:
-            say(f"{label}: \\n is taken as two characters; for a line break, type $'\\n' in bash")
+    _point_out_line_breaks(prompt, stop)
     if not named and _has_piped_input():
         say("standard input is not read; to continue it, add --prompt-file -")
-    guess = load_run(draft, device, weights, cache) if draft else "lookup" if lookup else None
-    how: Settings = {"use_cache": not no_cache, "special": special, "guess": guess}
-    how["logprobs"] = as_json or prompts is not None
+    guess: Run | str | None = "lookup" if lookup else None
+    if draft_path is not None:
+        guess = load_run(draft_path, device, weights, cache)
+    how: Settings = {
+        "use_cache": not no_cache,
+        "special": special,
+        "guess": guess,
+        "logprobs": as_json or prompts is not None,
+    }
     if prompts is not None and out is not None:
         prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
     elif interactive:
         _converse(trained, settings | how, raw)
     else:
-        text = prompt or _read_text(prompt_file).removesuffix("\n").removesuffix("\r")
+        text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
         _print_texts(trained, text, samples, batch_size, settings | how, raw, as_json)
 
 
-def _parse_sampling(options: dict[str, Any], assignments: list[str] | None) -> Settings:
-    """The sampling settings that --set and the options give, checked before torch is loaded.
+def _parse_sampling(options: Settings, assignments: list[str] | None) -> Settings:
+    """Check the sampling settings of --set and of the options, which override it.
 
-    An option is a setting if it has the name of one; it overrides --set.
+    This comes before torch is loaded, so that a mistake is answered at once.
     """
     from gptmini.config import load
-    from gptmini.config.settings import SampleConfig
 
     overrides = parse_assignments(assignments)
     for label, path, _ in overrides:
         if path[0] != "sample":
             raise ConfigError(f"{label}: only sampling settings apply here; write sample.KEY=VALUE")
-    for key in SampleConfig.model_fields:
-        if options.get(key) is not None:
-            overrides.append((f"--{key.replace('_', '-')}", ("sample", key), options[key]))
+    for key, value in options.items():
+        if value is not None:
+            overrides.append((f"--{key.replace('_', '-')}", ("sample", key), value))
     return load.load_config(None, overrides).sample.model_dump(exclude_unset=True)
 
 
+def _point_out_line_breaks(prompt: str | None, stop: list[str] | None) -> None:
+    """Say that a backslash and an n, typed in a shell, are no line break."""
+    from gptmini.console import say
+
+    labeled = [("--prompt", prompt or "")]
+    labeled += [("--stop", text) for text in stop or []]
+    for label, text in labeled:
+        if "\\n" in text:
+            say(f"{label}: \\n is taken as two characters; for a line break, type $'\\n' in bash")
+
+
 def _has_piped_input() -> bool:
-    """Whether standard input is a pipe or a file that holds something."""
+    """Tell whether standard input is a pipe or a file that holds something."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
         ready = select.select([sys.stdin], [], [], 0)[0]
@@ -169,7 +194,7 @@ def _print_texts(
     raw: bool,
     as_json: bool,
 ) -> None:
-    """Print the texts of one prompt: a single one as it is generated, several in turn."""
+    """Print the texts of one prompt: a single one while it is generated, several in turn."""
     from gptmini.console import say, stream_to_stdout
 
     batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
@@ -204,7 +229,7 @@ def _describe_speed(generation: "Generation") -> str:
 
 
 def _build_json(generations: "list[Generation]") -> dict[str, Any]:
-    """Samples and speed as JSON data."""
+    """Return samples and speed as JSON data."""
     n_tokens = sum(generation.n_tokens for generation in generations)
     seconds = sum(generation.seconds for generation in generations)
     facts: dict[str, Any] = {
@@ -220,7 +245,7 @@ def _build_json(generations: "list[Generation]") -> dict[str, Any]:
 
 
 def _converse(run: "Run", settings: Settings, raw: bool) -> None:
-    """Prompts typed by a person; Ctrl-C stops the current text, not the program."""
+    """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
     from gptmini.console import say, stream_to_stdout
 
     if sys.stdin.isatty():
@@ -230,7 +255,8 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
         "Type a prompt; an empty line continues the last text. "
         "Ctrl-C stops a text; exit or Ctrl-D quits."
     )
-    text, turn = "", 0
+    text = ""
+    turn = 0
     while True:
         try:
             line = input("> ")
@@ -252,80 +278,3 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
             stream_to_stdout(["\n"])
         text += generation.samples[0].text if generation else ""
         turn += 1
-
-
-def score(
-    run: RunName = None,
-    text: str | None = option(None, "TEXT", "The text to score."),
-    file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
-    weights: WeightsType = "float32",
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Show how well a trained model predicts a text, token by token."""
-    path = resolve_run(run, "--text", "--file")
-    if (text is None) == (file is None):
-        raise ConfigError("--text, --file: give exactly one of them")
-    from gptmini.analysis import evaluate as scoring
-    from gptmini.console import say, stream_to_stdout
-    from gptmini.generate.run import load_run
-
-    trained = load_run(path, device, weights)
-    if run is None:
-        say(f"{path}, step {trained.step}")
-    scored = scoring.score_text(trained, _read_text(file) if text is None else text)
-    if as_json:
-        rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.token_ranks, strict=True)
-        facts = {
-            "tokens": len(scored.tokens),
-            "bytes": scored.n_bytes,
-            "loss": scored.loss,
-            "perplexity": scored.perplexity,
-            "bits_per_byte": scored.bits_per_byte,
-            "scores": [{"text": t, "token": n, "logprob": p, "rank": r} for t, n, p, r in rows],
-        }
-        stream_to_stdout([json.dumps(facts), "\n"])
-        return
-    stream_to_stdout(
-        _color_tokens(scored) if sys.stdout.isatty() else _format_table(scored), raw=True
-    )
-    print(
-        f"{len(scored.tokens):,} tokens, {scored.n_bytes:,} bytes: loss {scored.loss:.4f} nats per "
-        f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
-    )
-
-
-def _format_table(scored: "Score") -> Iterator[str]:
-    yield "logprob   rank  token\n"
-    for text, logprob, rank in zip(scored.texts, scored.logprobs, scored.token_ranks, strict=True):
-        yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
-
-
-def _color_tokens(scored: "Score") -> Iterator[str]:
-    """The text on backgrounds from none to dark red, one step per two bits of surprise."""
-    from gptmini.console import escape_control_characters
-
-    colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
-    for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
-        color = colors[min(len(colors) - 1, int(-logprob / 1.386))]  # 2 bits are 1.386 nats
-        yield "\n".join(
-            f"{color}{escape_control_characters(line)}\x1b[0m"
-            if color and line
-            else escape_control_characters(line)
-            for line in text.split("\n")
-        )
-    yield "\n"
-
-
-def _read_text(file: Path | None) -> str:
-    """The contents of a file or of standard input (-); without a file, nothing."""
-    if file is None:
-        return ""
-    if str(file) == "-":
-        name, data = "standard input", sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
-    else:
-        with file.open("rb") as opened:
-            name, data = str(file), opened.read(MAX_INPUT_BYTES + 1)
-    if len(data) > MAX_INPUT_BYTES:
-        raise DataError(f"{name}: over {MAX_INPUT_BYTES >> 20} MiB; shorten it")
-    return decode_utf8(data, name)

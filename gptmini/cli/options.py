@@ -1,22 +1,25 @@
-"""Options that several commands share, the default run, and the configuration they add up to."""
+"""Options that several commands share, and what they stand for: a configuration, a run, a text."""
 
 import difflib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptmini.errors import CheckpointError, ConfigError
+from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.files import decode_utf8
 
 if TYPE_CHECKING:
     from gptmini.config.settings import Config
 
 RUNS_FOLDER = Path("runs")
+MAX_INPUT_BYTES = 16 << 20  # of a prompt, or of a text to score
 
 
 def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
-    """An option with a value; `...` means no default, or the one that follows `Annotated`."""
+    """Declare an option with a value; `...` is no default, or the one that follows `Annotated`."""
     return typer.Option(default, *names, metavar=metavar, help=text, **settings)
 
 
@@ -29,7 +32,7 @@ def argument(default: Any, metavar: str, text: str, **settings: Any) -> Any:
 
 
 def _set_threads(number: int | None) -> int | None:
-    """For OpenMP, which reads this once, when torch is loaded."""
+    """Set the number of threads for OpenMP, which reads it once, when torch is loaded."""
     if number is not None:
         os.environ["OMP_NUM_THREADS"] = str(number)
     return number
@@ -80,7 +83,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def parse_assignments(assignments: list[str] | None) -> list[tuple[str, tuple[str, ...], Any]]:
-    """The overrides of --set: (label, key path, value)."""
+    """Parse the overrides of --set into (label, key path, value)."""
     from gptmini.config import yamlfile
 
     pairs = [yamlfile.parse_assignment(text) for text in assignments or []]
@@ -92,15 +95,16 @@ def build_config(
     data: list[str] | None = None,
     errors: str | None = None,
     attention: str | None = None,
-    named: dict[str, Any] | None = None,
+    train_options: dict[str, Any] | None = None,
     assignments: list[str] | None = None,
     base: Path | None = None,
 ) -> "Config":
-    """The configuration of a command line: file, then --set, then the named options.
+    """Build the configuration of a command line: a file, then --set, then the other options.
 
-    The file is `name`: a YAML file, one of configs/, that of a run, or without any the default,
-    which no run that begins from another (`base`) needs. Instead, `name` may be a text. `named`
-    holds the options that set keys of the section train.
+    `name` is a YAML file, one of configs/, a run, or a text in the place of a configuration.
+    Without a name, the file is the default configuration; a run that begins from another (`base`)
+    needs no file. `train_options` maps options such as --steps, which set the key of section train
+    with the same name, to their values.
     """
     from gptmini.config import load
 
@@ -129,20 +133,20 @@ def build_config(
         for key, value in parse_attention(attention).items():
             label = f"--attention {attention}"
             overrides.append((label, ("model", "attention", key), value))
-    for label, value in (named or {}).items():
+    for label, value in (train_options or {}).items():
         if value is not None:
             overrides.append((label, ("train", label.removeprefix("--")), value))
     return load.load_config(file, overrides)
 
 
 def _find_config(name: str) -> Path:
-    """The file of a configuration; what looks like a mistyped run is answered with the nearest."""
+    """Find the file of a configuration; suggest the nearest run if the name looks like one."""
     from gptmini.config import load
 
     try:
         return load.find_config_file(name)
     except ConfigError as error:
-        runs = {config.parent.name: config.parent for config in RUNS_FOLDER.glob("*/config.yaml")}
+        runs = _list_runs()
         near = difflib.get_close_matches(Path(name).name, runs, 1)
         in_runs = Path(name).parent == RUNS_FOLDER
         if not near or ("did you mean" in str(error) and not in_runs):
@@ -151,7 +155,7 @@ def _find_config(name: str) -> Path:
 
 
 def find_run(name: str) -> Path | None:
-    """The run directory that is given by its path or that of its config.yaml."""
+    """Find the run directory that is given by its path or that of its config.yaml."""
     path = Path(name)
     folder = path.parent if path.name == "config.yaml" else path
     files = (folder / "config.yaml", folder / "tokenizer.json")
@@ -159,7 +163,7 @@ def find_run(name: str) -> Path | None:
 
 
 def is_text(name: str) -> bool:
-    """Whether the word in the place of a configuration is a text, as --data takes it."""
+    """Tell whether the word in the place of a configuration is a text, as --data takes it."""
     from gptmini.config import load
 
     if name == "-" or name.startswith("builtin:"):
@@ -171,7 +175,7 @@ def is_text(name: str) -> bool:
 
 
 def parse_attention(text: str) -> dict[str, Any]:
-    """`gqa:2` or `window:64` as the keys of model.attention that it stands for."""
+    """Parse `gqa:2` or `window:64` into the keys of model.attention that it stands for."""
     name, _, number = text.partition(":")
     examples = {"mha": "mha", "mqa": "mqa", "gqa": "gqa:2", "window": "window:64"}
     if name not in examples:
@@ -185,17 +189,19 @@ def parse_attention(text: str) -> dict[str, Any]:
 
 
 def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
-    """RUN, or the newest run; CheckpointError suggests what was meant. Loads no torch.
+    """Return `run`, or the newest run; raise CheckpointError with what was probably meant.
 
-    `text` and `file` are the command's options for a text and for a file that holds one.
+    `text` and `file` are the command's options for a text and for a file that holds one. Loads no
+    torch, so that a wrong name is answered at once.
     """
     if run is None:
         return find_newest_run()
     if _is_run(run):
         return run
-    name = " ".join(str(run).split())
-    name = name if len(name) <= 60 else f"{name[:57]}..."
-    runs = {config.parent.name: config.parent for config in RUNS_FOLDER.glob("*/config.yaml")}
+    name = " ".join(str(run).split())  # it may be a text, with line breaks
+    if len(name) > 60:
+        name = f"{name[:57]}..."
+    runs = _list_runs()
     exists = os.path.exists(run)  # unlike Path.exists, False for a name that is too long
     meant: list[str | Path] = [folder for folder in run.parents if exists and _is_run(folder)]
     if os.path.isfile(run) and file:
@@ -207,8 +213,14 @@ def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
         hint = f"did you mean {meant[0]}?"
     else:
         hint = f"the newest is {find_newest_run()}" if runs else "train one with gptmini train"
-        hint += f"; a text goes after {text}" if text else ""
+        if text:
+            hint += f"; a text goes after {text}"
     raise CheckpointError(f"{name}: no run here; {hint}")
+
+
+def _list_runs() -> dict[str, Path]:
+    """Map the names of the runs in runs/ to their directories."""
+    return {config.parent.name: config.parent for config in RUNS_FOLDER.glob("*/config.yaml")}
 
 
 def _is_run(folder: Path) -> bool:
@@ -218,9 +230,9 @@ def _is_run(folder: Path) -> bool:
 def choose_out(
     config: str | None, data: str, attention: str | None = None, base: Path | None = None
 ) -> Path:
-    """`runs/` and the name of the configuration or, without one, of the text; and of the base."""
+    """Name a new run in runs/ after its configuration or text, its attention and its base."""
     parts = Path(config or data.removeprefix("builtin:")).parts
-    plain = [part for part in parts if not set(part) & set("*?[")]  # of a glob
+    plain = [part for part in parts if not set(part) & set("*?[")]  # no pattern names a run
     name = Path(*plain).name.split(".")[0].strip("-") or "text"
     if attention:
         name += f"-{attention.replace(':', '')}"
@@ -230,9 +242,9 @@ def choose_out(
 
 
 def find_newest_run() -> Path:
-    """The run that was trained last."""
+    """Find the run that was trained last."""
     newest = None
-    if any(RUNS_FOLDER.glob("*/config.yaml")):  # else answer before torch is imported
+    if _list_runs():  # without a run, answer before torch is loaded
         from gptmini.runs import directory
 
         newest = directory.find_newest_run(RUNS_FOLDER)
@@ -241,3 +253,19 @@ def find_newest_run() -> Path:
             f"{RUNS_FOLDER}: no run here; train one with gptmini train, or name one"
         )
     return newest
+
+
+def read_text(file: Path | None) -> str:
+    """Read a file or standard input (-); without a file, return an empty text."""
+    if file is None:
+        return ""
+    if str(file) == "-":
+        name = "standard input"
+        data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+    else:
+        name = str(file)
+        with file.open("rb") as opened:
+            data = opened.read(MAX_INPUT_BYTES + 1)
+    if len(data) > MAX_INPUT_BYTES:
+        raise DataError(f"{name}: over {MAX_INPUT_BYTES >> 20} MiB; shorten it")
+    return decode_utf8(data, name)

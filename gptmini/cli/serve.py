@@ -1,4 +1,4 @@
-"""`gptmini serve`."""
+"""`gptmini serve`: serve a trained model over HTTP."""
 
 import os
 from contextlib import suppress
@@ -36,9 +36,9 @@ def serve(
     key = os.environ.get("GPTMINI_API_KEY", "")
     local = listening.getsockname()[0] in ("127.0.0.1", "::1")
     app = server.Server(trained, limits, key, server.LOOPBACK_NAMES if local else None)
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listening.getsockname()[1]}"
-    with suppress(OSError):  # a full disk stops no server
+    name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets
+    url = f"http://{name}:{listening.getsockname()[1]}"
+    with suppress(OSError):  # a log on a full disk stops no server
         say(f"{path}, step {trained.step}: {url}; the API is {url}/v1; Ctrl-C stops")
         if not local and not key:
             warn(f"anyone who can reach {host} can use this; set GPTMINI_API_KEY")

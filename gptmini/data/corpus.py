@@ -22,7 +22,8 @@ from gptmini.data import shards, sources, token_file
 from gptmini.data.sources import Source, SourceSplit
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer.choose import choose_tokenizer
+from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # bytes; evaluating on more takes time and adds little precision
@@ -198,13 +199,13 @@ def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> T
         train = config.train
         planned = train.minutes is not None and "steps" in train.model_fields_set
         tokens = train.steps * train.batch_size * config.seq_len if planned else None
-        kind, vocab_size = tokenizers.choose_tokenizer(kind, size, config.model.d_model, tokens)
+        kind, vocab_size = choose_tokenizer(kind, size, config.model.d_model, tokens)
     if kind not in ("char", "bpe"):
-        return tokenizers.create_tokenizer(kind)
+        return create_tokenizer(kind)
     digest = hashlib.sha256("".join(text.digest for text in training).encode()).hexdigest()
     path = cache / f"{digest[:20]}-{kind}-{vocab_size}.json"
     try:
-        return tokenizers.load_tokenizer(path)
+        return load_tokenizer(path)
     except DataError:  # not there yet, or damaged
         pass
     tokenizer = learn_tokenizer(kind, vocab_size, training)
@@ -219,7 +220,7 @@ def learn_tokenizer(kind: str, vocab_size: int | None, training: Sequence[TextSo
     with show_byte_progress("learning the vocabulary", size // every) as advance:
         pieces = (piece for source in training for piece in source.iter_chunks())
         texts = _report_progress((piece.text for piece in islice(pieces, 0, None, every)), advance)
-        return tokenizers.create_tokenizer(kind, vocab_size, texts)
+        return create_tokenizer(kind, vocab_size, texts)
 
 
 def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The documents in one file: plain text, JSON lines, CSV or Parquet, compressed or not.
+"""Read the documents of one file: plain text, JSON lines, CSV or Parquet, compressed or not.
 
 Files are read block by block, so they may be larger than memory. Anything that is not valid text
 raises a DataError with the file and the position.
@@ -19,16 +19,15 @@ from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
 from gptmini.errors import DataError, describe_invalid_utf8, describe_os_error
-from gptmini.tokenizer.tokenizers import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
+from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
 
 CONVERT_REMEDY = "convert it, or pass --errors replace"
-SAVE_REMEDY, CHOOSE_REMEDY = "save it as plain text", "choose a text file"
+SAVE_REMEDY = "save it as plain text"
+CHOOSE_REMEDY = "choose a text file"
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-SNIFFED_BYTES = (
-    8192  # bytes in which a file that is not text shows it: a signature, or a NUL byte as for git
-)
+SNIFFED_BYTES = 8192  # enough to see that a file is not text: a signature, or a NUL byte as in git
 
-# The first bytes of files that people take for text, what they are, and what to do with them.
+# The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
     b"{\\rtf": ("an RTF document", SAVE_REMEDY),
@@ -52,18 +51,18 @@ ZIPPED_DOCUMENTS = {
 
 @dataclass(frozen=True)
 class File:
-    """A file as it was found; `kind` says how to read it, `packing` how it is compressed."""
+    """A file as it was found; `kind` says how to read it."""
 
     path: Path
-    kind: str
-    compression: str
+    kind: str  # "text" or a key of READER_BY_KIND
+    compression: str  # ".gz", ".zst" or ""
     bytes: int
-    modified_ns: int  # nanoseconds
-    errors: str
+    modified_ns: int
+    errors: str  # how to decode, as in bytes.decode: "strict" or "replace"
 
 
 def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextChunk]:
-    """The documents of a file; `separator` splits only plain text."""
+    """Read the documents of a file; `separator` splits only plain text."""
     with open_unchanged(file) as raw, _report_damage(file):
         stream = _decompress(file, raw)
         if file.kind == "text":
@@ -75,7 +74,7 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
 
 @contextmanager
 def open_unchanged(file: File) -> Iterator[BinaryIO]:
-    """The bytes of a file; DataError if it cannot be opened or has changed since it was found."""
+    """Open a file; DataError if that fails, or if the file has changed since it was found."""
     try:
         raw = files.open_regular(file.path)
     except OSError as error:
@@ -90,13 +89,14 @@ def open_unchanged(file: File) -> Iterator[BinaryIO]:
 
 
 def detect_binary(path: Path, head: bytes) -> tuple[str, str] | None:
-    """What a file is if it is not plain text, by its first bytes, and what to do; or None."""
+    """Detect by its first bytes what a file is if not plain text; returns that and a remedy."""
     for signature, (kind, remedy) in SIGNATURES.items():
-        if head.startswith(signature):
-            document = (
-                ZIPPED_DOCUMENTS.get(path.suffix.lower()) if kind == "a ZIP archive" else None
-            )
-            return (document, SAVE_REMEDY) if document else (kind, remedy)
+        if not head.startswith(signature):
+            continue
+        suffix = path.suffix.lower()
+        if kind == "a ZIP archive" and suffix in ZIPPED_DOCUMENTS:
+            return ZIPPED_DOCUMENTS[suffix], SAVE_REMEDY
+        return kind, remedy
     if b"\0" in head and not head.startswith(UTF16_BOMS):
         return "binary data", CHOOSE_REMEDY
     return None
@@ -115,12 +115,13 @@ def _decompress(file: File, raw: BinaryIO) -> BinaryIO:
     if file.compression == ".gz":
         return gzip.open(raw)  # type: ignore[return-value]
     if file.compression == ".zst":
-        arrow = _pyarrow(file)
+        arrow = _import_pyarrow(file)
         return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw), "zstd"))
     return raw
 
 
-def _pyarrow(file: File) -> Any:
+def _import_pyarrow(file: File) -> Any:
+    """Import pyarrow, which only some formats need; DataError if it is not installed."""
     try:
         import pyarrow  # noqa: PLC0415 - optional, and slow to load
         import pyarrow.parquet  # noqa: PLC0415
@@ -132,7 +133,7 @@ def _pyarrow(file: File) -> Any:
 
 
 def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
-    """The text of a stream in blocks, without a byte order mark; CR LF and CR become LF."""
+    """Decode a stream block by block, without a byte order mark; CR LF and CR become LF."""
     utf8 = codecs.getincrementaldecoder("utf-8-sig")(file.errors)
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
     offset = 0
@@ -148,9 +149,11 @@ def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
+            # The decoder had kept back an incomplete character from the block before.
             at = offset + len(block) - len(error.object) + error.start
-            whole = offset == 0 and block[:at].isascii()  # not only a few bad bytes in UTF-8
-            remedy = _suggest_conversion(block) if whole else CONVERT_REMEDY
+            # If only ASCII comes before, the whole text is likely in another encoding.
+            other_encoding = offset == 0 and block[:at].isascii()
+            remedy = _suggest_conversion(block) if other_encoding else CONVERT_REMEDY
             raise DataError(describe_invalid_utf8(file.path, f"at byte {at}", remedy)) from None
         if "\0" in text:
             raise DataError(
@@ -164,9 +167,10 @@ def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
 
 
 def _suggest_conversion(block: bytes) -> str:
-    """The remedy for the beginning of a text in another encoding."""
+    """Suggest how to convert a text in another encoding, which `block` is the beginning of."""
     encoding = "WINDOWS-1252"
-    if len(block.translate(None, bytes(range(128)))) > 0.3 * len(block):  # bytes above 127
+    non_ascii = block.translate(None, bytes(range(128)))
+    if len(non_ascii) > 0.3 * len(block):
         with suppress(UnicodeDecodeError):
             codecs.getincrementaldecoder("gb18030")().decode(block)
             encoding = "GB18030"
@@ -174,26 +178,30 @@ def _suggest_conversion(block: bytes) -> str:
 
 
 def _split_documents(blocks: Iterable[str], separator: str) -> Iterator[TextChunk]:
-    """The documents between separators, piece by piece."""
-    rest, first = "", True
+    """Split a text into documents at separators, and these into chunks."""
+    rest = ""
+    starts_document = True
     for block in blocks:
-        *ended, rest = (rest + block).split(separator) if separator else [rest + block]
-        for text in ended:
-            yield from _split_chunks(text, first)
-            first = True
+        rest += block
+        if separator:
+            *complete, rest = rest.split(separator)
+            for text in complete:
+                yield from _split_chunks(text, starts_document)
+                starts_document = True
         # Keep the length of a separator back: half of one may stand at the end of the block.
         while len(rest) >= TEXT_BLOCK_SIZE + len(separator):
             cut = find_boundary(rest, TEXT_BLOCK_SIZE)
-            yield TextChunk(rest[:cut], first)
-            rest, first = rest[cut:], False
-    yield from _split_chunks(rest, first)
+            yield TextChunk(rest[:cut], starts_document)
+            starts_document = False
+            rest = rest[cut:]
+    yield from _split_chunks(rest, starts_document)
 
 
-def _split_chunks(text: str, first: bool) -> Iterator[TextChunk]:
-    """A text in pieces of at most BLOCK characters; none if it is empty."""
+def _split_chunks(text: str, starts_document: bool) -> Iterator[TextChunk]:
+    """Split a text into chunks of at most TEXT_BLOCK_SIZE characters; none if it is empty."""
     for part in split_text(text):
-        yield TextChunk(part, first)
-        first = False
+        yield TextChunk(part, starts_document)
+        starts_document = False
 
 
 def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
@@ -227,21 +235,23 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
             describe_invalid_utf8(file.path, f"after line {rows.line_num}", CONVERT_REMEDY)
         ) from None
     finally:
-        text.detach()  # `opened` closes the stream
+        text.detach()  # `open_unchanged` closes the stream
 
 
 def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
-    table = _pyarrow(file).parquet.ParquetFile(stream)
-    if key not in table.schema_arrow.names:
-        _get_text(str(file.path), dict.fromkeys(table.schema_arrow.names), key, file.errors)
-    batches = table.iter_batches(1000, columns=[key])
-    values = (value for batch in batches for value in batch.column(0).to_pylist())
-    for number, value in enumerate(values, 1):
-        yield _get_text(f"{file.path}: row {number}", {key: value}, key, file.errors)
+    table = _import_pyarrow(file).parquet.ParquetFile(stream)
+    columns = table.schema_arrow.names
+    if key not in columns:
+        _get_text(str(file.path), dict.fromkeys(columns), key, file.errors)  # raises
+    number = 0
+    for batch in table.iter_batches(1000, columns=[key]):
+        for value in batch.column(0).to_pylist():
+            number += 1
+            yield _get_text(f"{file.path}: row {number}", {key: value}, key, file.errors)
 
 
 def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
-    """The text under a key of a record; DataError if there is none."""
+    """Get the text under a key of a record; DataError if there is none."""
     if key not in record:
         names = ", ".join(map(str, record)) or "none"
         raise DataError(
@@ -264,7 +274,7 @@ def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
 
 
 def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
-    """The language reference that help() shows, one document per topic."""
+    """Read the language reference that help() shows, one document per topic."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, seldom needed
 
     return (topics[name] for name in sorted(topics))

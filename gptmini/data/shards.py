@@ -26,7 +26,7 @@ from gptmini.data.formats import File
 from gptmini.data.sources import Source
 from gptmini.data.token_file import MAGIC, TokenFile
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 PART_NAME = re.compile(r"part-(\d+)-of-(\d+)\.tokens")
@@ -46,7 +46,7 @@ def prepare_part(config: Config, part: int, parts: int, out: Path) -> TokenFile:
             f"tokenizer.kind: {kind} is learned from the text, but all parts need the same; set it "
             f"to gpt2, byte or a file from gptmini tokenizer train"
         )
-    tokenizer = tokenizers.create_tokenizer(kind)
+    tokenizer = create_tokenizer(kind)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with sources.stdin_as_file(config.data.path, out) as paths:
@@ -89,7 +89,7 @@ def select_files(listed: list[File], part: int, parts: int) -> list[File]:
 def _save_tokenizer(tokenizer: Tokenizer, out: Path, name: str) -> None:
     """Write tokenizer.json, by a name of our own: other machines may be doing the same."""
     path, ours = out / "tokenizer.json", out / f".tmp-{name}.json"
-    if path.exists() and tokenizers.load_tokenizer(path).fingerprint != tokenizer.fingerprint:
+    if path.exists() and load_tokenizer(path).fingerprint != tokenizer.fingerprint:
         raise ConfigError(
             f"{path}: not {tokenizer.kind}, the tokenizer asked for; choose another --out"
         )
@@ -160,10 +160,10 @@ def _check_complete(folder: Path, parts: list[re.Match[str]]) -> None:
 
 def load_tokenizer_beside(paths: list[Path], config: Config) -> Tokenizer:
     """The tokenizer beside token files; DataError if the configuration asks for another."""
-    tokenizer = tokenizers.load_tokenizer(paths[0].parent / "tokenizer.json")
+    tokenizer = load_tokenizer(paths[0].parent / "tokenizer.json")
     kind, size = config.tokenizer.kind, config.tokenizer.vocab_size
     if kind.endswith(".json"):
-        same = tokenizers.load_tokenizer(Path(kind)).fingerprint == tokenizer.fingerprint
+        same = load_tokenizer(Path(kind)).fingerprint == tokenizer.fingerprint
     else:
         same = kind in ("auto", tokenizer.kind) and size in (None, tokenizer.vocab_size)
     if not same:

@@ -33,7 +33,7 @@ from gptmini.data.formats import (
     read_documents,
 )
 from gptmini.errors import DataError
-from gptmini.tokenizer.tokenizers import TEXT_BLOCK_SIZE, TextChunk, find_boundary
+from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once, warn_once = cache(say), cache(warn)  # variants are compared on the same files

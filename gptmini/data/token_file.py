@@ -1,16 +1,17 @@
-"""Token files, written once, verified and read by position; and the corpus made of them.
+"""Write token files, verify them and read them by position; and the corpus made of them.
 
 A token file has three parts:
 
     header      version, bytes per token, number of tokens, bytes of text, number of documents, and
                 the SHA-256 of the tokenizer, of the content and of the table
     tokens      little-endian, 16 or 32 bits each; a document token before each document
-    table       the SHA-256 of every BLOCK bytes of tokens
+    table       the SHA-256 of every HASH_BLOCK_BYTES of tokens
 
-It gets its name only when complete. No token is used before its block has been checked.
+A file gets its name only when complete. No token is used before its block has been checked.
 """
 
 import hashlib
+import math
 import os
 import struct
 import weakref
@@ -24,52 +25,65 @@ import numpy as np
 
 from gptmini import files
 from gptmini.errors import DataError, describe_os_error
-from gptmini.tokenizer import tokenizers
-from gptmini.tokenizer.tokenizers import TextChunk, Tokenizer, Tokens
+from gptmini.tokenizer import chunks
+from gptmini.tokenizer.chunks import TextChunk
+from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 HEADER = struct.Struct("<8sIIQQQ32s32s32s")
-MAGIC, VERSION = b"gptmini\n", 3
-HASH_BLOCK_BYTES = 1 << 20  # bytes of tokens hashed together
+MAGIC = b"gptmini\n"
+VERSION = 3
+SHA256_BYTES = 32
+HASH_BLOCK_BYTES = 1 << 20  # of tokens, hashed together
 CHECK_ON_OPEN_MAX_BYTES = 1 << 30  # larger files are checked block by block as they are read
-MIXTURE_CYCLE_WINDOWS = (
-    1000  # the pattern in which weighted texts take turns repeats after as many windows
-)
+MIXTURE_CYCLE_WINDOWS = 1000  # after as many windows the pattern of weighted texts repeats
 
 
 def write_token_file(
     path: Path,
-    pieces: Iterator[TextChunk],
+    text_chunks: Iterator[TextChunk],
     digest: str,
     tokenizer: Tokenizer,
     advance: Callable[[int], object],
 ) -> None:
     """Encode a text into a token file. `digest` is its SHA-256; `advance` gets bytes of text."""
     dtype = get_token_dtype(tokenizer.vocab_size)
-    text_bytes, token_bytes, documents, table = 0, 0, 0, b""
+    text_bytes = 0
+    token_bytes = 0
+    documents = 0
+    table = b""
 
-    def encoded() -> Iterator[bytes]:
+    def encode_and_count() -> Iterator[bytes]:
         nonlocal text_bytes, documents
-        for size, tokens in _encode_in_threads(tokenizer, pieces):
+        for size, tokens in _encode_in_threads(tokenizer, text_chunks):
             text_bytes += size
             documents += int((tokens == tokenizer.document_token).sum())
             advance(size)
             yield tokens.astype(dtype).tobytes()
 
     with files.atomic_write(path) as file:
-        file.write(bytes(HEADER.size))
-        for block in iter_blocks(encoded()):
+        file.write(bytes(HEADER.size))  # filled in at the end, when the counts are known
+        for block in iter_blocks(encode_and_count()):
             file.write(block)
             token_bytes += len(block)
             table += hashlib.sha256(block).digest()
         file.write(table)
         file.seek(0)
-        sizes = (dtype.itemsize, token_bytes // dtype.itemsize, text_bytes, documents)
-        digests = (tokenizer.fingerprint, digest, hashlib.sha256(table).hexdigest())
-        file.write(HEADER.pack(MAGIC, VERSION, *sizes, *map(bytes.fromhex, digests)))
+        header = HEADER.pack(
+            MAGIC,
+            VERSION,
+            dtype.itemsize,
+            token_bytes // dtype.itemsize,
+            text_bytes,
+            documents,
+            bytes.fromhex(tokenizer.fingerprint),
+            bytes.fromhex(digest),
+            hashlib.sha256(table).digest(),
+        )
+        file.write(header)
 
 
 def iter_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in blocks of BLOCK; the last may be shorter."""
+    """Yield the same bytes in blocks of HASH_BLOCK_BYTES; the last may be shorter."""
     rest = bytearray()
     for part in parts:
         rest += part
@@ -81,13 +95,16 @@ def iter_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _encode_in_threads(
-    tokenizer: Tokenizer, pieces: Iterator[TextChunk]
+    tokenizer: Tokenizer, text_chunks: Iterator[TextChunk]
 ) -> Iterator[tuple[int, Tokens]]:
-    """Encode pieces on all cores, in order (tiktoken releases the interpreter lock)."""
+    """Encode chunks on all cores, in order (tiktoken releases the interpreter lock).
+
+    Yields the bytes of text and the tokens of a few chunks at a time.
+    """
     workers = os.cpu_count() or 1
     waiting: deque[Future[tuple[int, Tokens]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for batch in _group_chunks(pieces):
+        for batch in _group_chunks(text_chunks):
             waiting.append(pool.submit(_encode_chunks, tokenizer, batch))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
@@ -95,31 +112,36 @@ def _encode_in_threads(
             yield future.result()
 
 
-def _group_chunks(pieces: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Group pieces until they are worth a thread: some have only a hundred characters."""
+def _group_chunks(text_chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Group chunks until they are worth a thread: some have only a hundred characters."""
     batch: list[TextChunk] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= tokenizers.TEXT_BLOCK_SIZE:
+    characters = 0
+    for chunk in text_chunks:
+        batch.append(chunk)
+        characters += len(chunk.text)
+        if characters >= chunks.TEXT_BLOCK_SIZE:
             yield batch
-            batch, size = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
 
-def _encode_chunks(tokenizer: Tokenizer, pieces: list[TextChunk]) -> tuple[int, Tokens]:
-    """The bytes of text and the tokens of some pieces."""
+def _encode_chunks(tokenizer: Tokenizer, batch: list[TextChunk]) -> tuple[int, Tokens]:
+    """Encode some chunks; returns their bytes of text and their tokens."""
     document = np.array([tokenizer.document_token], np.uint32)
-    parts = []
-    for text, starts_document in pieces:
-        parts += [document] * starts_document + [tokenizer.encode(text)]
-    return sum(len(piece.text.encode()) for piece in pieces), np.concatenate(parts)
+    text_bytes = 0
+    parts: list[Tokens] = []
+    for text, starts_document in batch:
+        text_bytes += len(text.encode())
+        if starts_document:
+            parts.append(document)
+        parts.append(tokenizer.encode(text))
+    return text_bytes, np.concatenate(parts)
 
 
 def get_token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """The smallest type that holds every token; numpy silently wraps larger numbers."""
+    """Get the smallest type that holds every token; numpy silently wraps larger numbers."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -132,10 +154,12 @@ class TokenFile:
     def __init__(self, path: Path, tokenizer: Tokenizer, prepared: bool = False) -> None:
         """Open and check; DataError if the file is damaged or belongs to another tokenizer.
 
-        `prepared` files are not of the cache: they are checked where they are read, since other
-        processes read the rest, and nothing makes them again by itself.
+        `prepared` files come from `gptmini data prepare`, not from the cache. They are checked only
+        where they are read, since other processes read the rest, and nobody recreates them.
         """
-        self.path, self.vocab_size, self.prepared = path, tokenizer.vocab_size, prepared
+        self.path = path
+        self.vocab_size = tokenizer.vocab_size
+        self.prepared = prepared
         try:
             self.file = files.open_regular(path, buffering=0)
         except FileNotFoundError:
@@ -143,40 +167,54 @@ class TokenFile:
         except OSError as error:
             raise self._unusable(describe_os_error(error)) from None
         weakref.finalize(self, self.file.close)
-        have = os.fstat(self.file.fileno()).st_size
+        self.dtype = get_token_dtype(tokenizer.vocab_size)
+        self._read_header(tokenizer)
+        self._read_table()
+        blocks = range(len(self._table) // SHA256_BYTES)
+        self._unchecked = set(blocks)
+        if self._token_bytes <= CHECK_ON_OPEN_MAX_BYTES and not prepared:
+            self._check(blocks)
+
+    def _read_header(self, tokenizer: Tokenizer) -> None:
         header = self.file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise self._unusable("not a gptmini token file")
-        _, version, size, *counts, made_by, content, root = HEADER.unpack(header)
-        self.count, self.text_bytes, self.documents = counts
-        self.content, self.root = content.hex(), root.hex()
-        self.dtype = get_token_dtype(tokenizer.vocab_size)
-        if version != VERSION or size != self.dtype.itemsize:
-            raise self._unusable(f"version {version}, {size} bytes per token")
-        if made_by.hex() != tokenizer.fingerprint:
+        (
+            _,
+            version,
+            itemsize,
+            self.count,
+            self.text_bytes,
+            self.documents,
+            fingerprint,
+            content,
+            root,
+        ) = HEADER.unpack(header)
+        self.content = content.hex()
+        self.root = root.hex()  # the SHA-256 of the table, and thereby of all tokens
+        if version != VERSION or itemsize != self.dtype.itemsize:
+            raise self._unusable(f"version {version}, {itemsize} bytes per token")
+        if fingerprint.hex() != tokenizer.fingerprint:
             raise self._unusable("made with another tokenizer")
-        self._length = self.count * size
-        blocks = -(-self._length // HASH_BLOCK_BYTES)
-        need = HEADER.size + self._length + 32 * blocks
-        if have != need:
-            raise self._unusable(f"has {have} of {need} bytes")
-        self._table = self._bytes(self._length, 32 * blocks)
-        if hashlib.sha256(self._table).digest() != root:
+
+    def _read_table(self) -> None:
+        self._token_bytes = self.count * self.dtype.itemsize
+        table_bytes = SHA256_BYTES * math.ceil(self._token_bytes / HASH_BLOCK_BYTES)
+        expected = HEADER.size + self._token_bytes + table_bytes
+        actual = os.fstat(self.file.fileno()).st_size
+        if actual != expected:
+            raise self._unusable(f"has {actual} of {expected} bytes")
+        self._table = self._bytes(self._token_bytes, table_bytes)
+        if hashlib.sha256(self._table).hexdigest() != self.root:
             raise self._unusable("its table is damaged")
-        self._unchecked = set(range(blocks))
-        if self._length <= CHECK_ON_OPEN_MAX_BYTES and not prepared:
-            self._check(range(blocks))
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens (count,) from position start; DataError if the file was damaged meanwhile."""
-        size = self.dtype.itemsize
-        self._check(
-            range(
-                start * size // HASH_BLOCK_BYTES,
-                ((start + count) * size - 1) // HASH_BLOCK_BYTES + 1,
-            )
-        )
-        tokens = np.frombuffer(self._bytes(start * size, count * size), self.dtype)
+        """Read tokens (count,) from a position; DataError if the file was damaged meanwhile."""
+        itemsize = self.dtype.itemsize
+        first_block = start * itemsize // HASH_BLOCK_BYTES
+        last_block = ((start + count) * itemsize - 1) // HASH_BLOCK_BYTES
+        self._check(range(first_block, last_block + 1))
+        tokens = np.frombuffer(self._bytes(start * itemsize, count * itemsize), self.dtype)
         if count and (largest := int(tokens.max())) >= self.vocab_size:
             at = start + int(tokens.argmax())
             raise self._unusable(f"token {at} is {largest}, not below {self.vocab_size}")
@@ -187,13 +225,14 @@ class TokenFile:
             if block not in self._unchecked:
                 continue
             start = block * HASH_BLOCK_BYTES
-            data = self._bytes(start, min(HASH_BLOCK_BYTES, self._length - start))
-            if hashlib.sha256(data).digest() != self._table[32 * block : 32 * block + 32]:
+            data = self._bytes(start, min(HASH_BLOCK_BYTES, self._token_bytes - start))
+            expected = self._table[SHA256_BYTES * block : SHA256_BYTES * (block + 1)]
+            if hashlib.sha256(data).digest() != expected:
                 raise self._unusable(f"damaged after byte {start} of its tokens")
             self._unchecked.remove(block)
 
     def _bytes(self, start: int, count: int) -> bytes:
-        """Bytes after the header. Read, not mapped: if a mapped file is cut, the process dies."""
+        """Read bytes after the header; not mapped, since truncating a mapped file kills us."""
         self.file.seek(HEADER.size + start)
         data = self.file.read(count)
         if len(data) != count:
@@ -213,7 +252,7 @@ class TokenFile:
 class Corpus:
     """A prepared text: its tokenizer, and the tokens to train on, to validate on and to test on.
 
-    Each part has one file, or one for each weight; `test` has none unless asked for. `content` is
+    Each side has one file, or one for each weight; `test` has none unless requested. `content` is
     the SHA-256 of the texts and their split.
     """
 
@@ -227,12 +266,12 @@ class Corpus:
     def count_epochs(
         self, seq_len: int, batch_size: int, steps: int, weights: list[float] | None
     ) -> float:
-        """How often training visits its text, or the most visited one of weighted texts."""
-        turns = zip(apportion(weights or [1.0], MIXTURE_CYCLE_WINDOWS), self.training, strict=True)
-        visited = steps * batch_size
+        """Count how often training visits its text, or the most visited one of weighted texts."""
+        windows = steps * batch_size
+        shares = apportion(weights or [1.0], MIXTURE_CYCLE_WINDOWS)
         return max(
-            visited * share / MIXTURE_CYCLE_WINDOWS / count_windows(file, seq_len)
-            for share, file in turns
+            windows * share / MIXTURE_CYCLE_WINDOWS / count_windows(file, seq_len)
+            for share, file in zip(shares, self.training, strict=True)
         )
 
     @property
@@ -249,30 +288,32 @@ class Corpus:
         return sum(max(0, tokens.documents - 1) for tokens in self.training)
 
     def read_excerpt(self) -> str:
-        """The beginning of the training text."""
-        tokens = self.training[0]
-        return self.tokenizer.decode(tokens.read(0, min(len(tokens), 10_000)).tolist())
+        """Decode the beginning of the training text."""
+        file = self.training[0]
+        tokens = file.read(0, min(len(file), 10_000))
+        return self.tokenizer.decode(tokens.tolist())
 
     def format_summary(self, kind: str) -> str:
-        """One line on the text and its tokens; `kind` is the tokenizer asked for."""
-        parts = self.training + self.validation
-        size, count = sum(part.text_bytes for part in parts), sum(map(len, parts))
-        chosen = kind == "auto" and not any(part.prepared for part in parts)
-        why = ", chosen for this text" if chosen else ""
+        """Describe the text and its tokens in a line; `kind` is the tokenizer requested."""
+        token_files = self.training + self.validation
+        text_bytes = sum(file.text_bytes for file in token_files)
+        token_count = sum(map(len, token_files))
+        chosen = kind == "auto" and not any(file.prepared for file in token_files)
+        reason = ", chosen for this text" if chosen else ""
         return (
-            f"  data      {self.name}: {_format_bytes(size)} -> {count:,} tokens "
-            f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{why}); "
+            f"  data      {self.name}: {_format_bytes(text_bytes)} -> {token_count:,} tokens "
+            f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{reason}); "
             f"{self.held_out:,} held out for validation"
         )
 
 
 def count_windows(file: TokenFile, seq_len: int) -> int:
-    """Windows per epoch: as many as fit, with the token after each, wherever the first begins."""
+    """Count the windows of an epoch: those that fit, with the token after each, at any offset."""
     return max(1, (len(file) - seq_len) // seq_len)
 
 
 def apportion(weights: list[float], total: int) -> list[int]:
-    """Positive whole numbers that add up to `total`, as near to the weights as possible."""
+    """Return positive whole numbers that add up to `total`, as near to the weights as possible."""
     exact = [weight * (total - len(weights)) / sum(weights) for weight in weights]
     rounded = [1 + int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])

@@ -1,6 +1,6 @@
-"""A run in another form, and models of others as runs.
+"""A run in the formats of other programs, and their models as runs.
 
-Read `architectures` (settings and names of tensors), `folding` (weights that fit them),
-`huggingface` and `gguf` (their files), `export` (writes and proves), and `pooling`, which merges
-key/value heads. The rooms before this one do not know about it.
+Read `architectures` (names of settings and tensors), `folding` (weights rewritten to fit them),
+`huggingface` and `gguf` (the files), and `export` (writes a run and proves what it wrote). No room
+before this one knows about it.
 """

@@ -1,7 +1,7 @@
-"""One run in the formats of others, proven: what was written is read back and compared.
+"""Writes a run in the format of other programs and proves it: reads it back and compares.
 
-The comparison is of logits, on held-out text and on random tokens of the whole vocabulary, and of
-the tokens of texts that are hard to split. What does not pass never gets its name.
+Logits are compared on held-out text and on random tokens of the whole vocabulary, tokens on texts
+that are hard to split. An export that fails the comparison never appears under its name.
 """
 
 from dataclasses import dataclass
@@ -21,37 +21,45 @@ from gptmini.interop.folding import fold
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-# Of the largest logit. Folding and float32's rounding make up to 4e-6 of it, a rotary base of 10001
-# instead of 10000 3e-5.
+# Largest difference of logits, as a share of the largest logit. Folding and float32's rounding make
+# up to 4e-6, a rotary base of 10001 instead of 10000 makes 3e-5.
 MAX_RELATIVE_DIFFERENCE = 1e-5
+COMPARED_POSITIONS = 1024
 HARD_TEXTS = [
-    *("", " ", "  \n \t\r\n\n x ", "\u00a0\u2003\u3000a", "don't I'LL we'Ve 's", "!?.,;:" * 9),
-    *("a1b22 1234567 ½²Ⅷ", "<|endoftext|> <s></s>[INST]", "\x00\x1b\x7f\ufeff", "a" * 300),
-    *(
-        "naïve café ﬁ İı ß Ǆ",
-        "שלום עולם مرحبا",
-        "你好世界。日本語テキスト",
-        "नमस्ते ไทย 한국어",
-        "_▁Ġ ##x@@",
-    ),
-    *(
-        "e\u0301 \u1e0b\u0323",
-        "👩‍👩‍👧 🇩🇪 👍🏽",
-        "if (x != y) {\n\treturn -x;  // ...\n}",
-        " " * 70 + "b",
-    ),
-    *("\n" * 9, "http://a.b/c?d=e&f#g", "\U0010ffff\ue000", "MIXEDcase CamelCase snake_case"),
+    "",
+    " ",
+    "  \n \t\r\n\n x ",
+    "\u00a0\u2003\u3000a",
+    "don't I'LL we'Ve 's",
+    "!?.,;:" * 9,
+    "a1b22 1234567 ½²Ⅷ",
+    "<|endoftext|> <s></s>[INST]",
+    "\x00\x1b\x7f\ufeff",
+    "a" * 300,
+    "naïve café ﬁ İı ß Ǆ",
+    "שלום עולם مرحبا",
+    "你好世界。日本語テキスト",
+    "नमस्ते ไทย 한국어",
+    "_▁Ġ ##x@@",
+    "e\u0301 \u1e0b\u0323",
+    "👩‍👩‍👧 🇩🇪 👍🏽",
+    "if (x != y) {\n\treturn -x;  // ...\n}",
+    " " * 70 + "b",
+    "\n" * 9,
+    "http://a.b/c?d=e&f#g",
+    "\U0010ffff\ue000",
+    "MIXEDcase CamelCase snake_case",
 ]
-COMPARED_POSITIONS = 1024  # positions compared
 REPORT_BUG = "this is a bug; report it"
 ReadBack = tuple[ModelConfig, Tensors, Tokenizer]
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written, and how far its logits are from the run's, the largest of which is `scale`.
+    """A finished export and its proof.
 
-    `rounding` is the part that is due to narrower weights.
+    `difference` is how far its logits are from the run's, the largest of which is `scale`;
+    `rounding` is how far they move by rounding weights to a narrower type.
     """
 
     path: Path
@@ -71,8 +79,8 @@ def export_run(
 ) -> Export:
     """Write a run as a folder for Hugging Face's libraries (`hf`) or a file for llama.cpp (`gguf`).
 
-    `weights` is the type of matrices in GGUF: f32, f16, bf16 or q8_0. ConfigError if no
-    architecture fits the run's settings, GptminiError if what was written computes something else.
+    `weights` is the type of matrices in GGUF: f32, f16, bf16 or q8_0. Raises ConfigError if no
+    architecture fits the run's settings, GptminiError if the result computes something else.
     """
     run = run if isinstance(run, Run) else load_run(run, "cpu", "float32", cache)
     if run.weights != "float32":
@@ -81,40 +89,45 @@ def export_run(
         raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
     out = Path(out)
     config, folded = fold(run.config.model, run.model.state_dict())
-    kind = architectures.choose_architecture(config)
+    model_type = architectures.choose_model_type(config)
     if to == "gguf":
         gguf.check_supported(config, run.tokenizer, weights)
     with files.atomic_output(out) as partial:
-        tokens = choose_tokens(run, cache)
-        expected = compute_logits(run.config.model, run.model.state_dict(), tokens)
+        tokens = choose_tokens(run, cache)  # (2, T)
+        expected = compute_logits(run.config.model, run.model.state_dict(), tokens)  # (2, T, V)
         if not expected.isfinite().all():
             raise CheckpointError(f"{run.path}: logits are not finite; its weights are bad")
         if to == "hf":
-            huggingface.write_folder(partial, run, kind, config, folded)
-            read = huggingface.read_folder(partial, config.context_length)
-            difference = check_read_back(out, expected, run.tokenizer, read, tokens)
+            huggingface.write_folder(partial, run, model_type, config, folded)
+            read_back = huggingface.read_folder(partial, config.context_length)
+            difference = check_read_back(out, expected, run.tokenizer, read_back, tokens)
             rounding = 0.0
         else:
-            gguf.write_gguf(partial, run, kind, config, folded, weights)
-            read = gguf.read_gguf(partial)
+            gguf.write_gguf(partial, run, model_type, config, folded, weights)
+            read_back = gguf.read_gguf(partial)
+            # Rounding is no fault, so it is kept out of the comparison: the file must be equal to
+            # the rounded weights, and the folded weights to the run.
+            wide = compute_logits(config, folded, tokens)  # (2, T, V)
             narrow = compute_logits(config, gguf.round_to_type(folded, weights), tokens)
-            wide = compute_logits(config, folded, tokens)
             rounding = float((wide - narrow).abs().max())
-            difference = check_read_back(out, narrow, run.tokenizer, read, tokens)
+            difference = check_read_back(out, narrow, run.tokenizer, read_back, tokens)
             difference += check_logits(out, expected, wide)
-    return Export(out, kind, difference, rounding, float(expected.abs().max()), tokens.numel())
+    scale = float(expected.abs().max())
+    return Export(out, model_type, difference, rounding, scale, tokens.numel())
 
 
 def check_read_back(
-    out: Path, expected: Tensor, tokenizer: Tokenizer, read: ReadBack, tokens: Tensor
+    out: Path, expected: Tensor, tokenizer: Tokenizer, read_back: ReadBack, tokens: Tensor
 ) -> float:
-    """The largest difference of logits (B, T, V) from what was read back; GptminiError if large."""
-    config, weights, tokenizer_there = read
-    special, special_there = tokenizer.special_tokens, tokenizer_there.special_tokens
-    if not special.items() <= special_there.items():
+    """Return how far logits (B, T, V) are from those read back; GptminiError if anything differs.
+
+    `out` is the name in the message.
+    """
+    config, weights, read_tokenizer = read_back
+    if not tokenizer.special_tokens.items() <= read_tokenizer.special_tokens.items():
         raise GptminiError(f"{out}: not written: special tokens are others there; {REPORT_BUG}")
     for text in HARD_TEXTS:
-        if tokenizer.encode(text).tolist() != tokenizer_there.encode(text).tolist():
+        if tokenizer.encode(text).tolist() != read_tokenizer.encode(text).tolist():
             raise GptminiError(
                 f"{out}: not written: the text {text!r} has other tokens there; {REPORT_BUG}"
             )
@@ -122,9 +135,10 @@ def check_read_back(
 
 
 def check_logits(out: Path, expected: Tensor, found: Tensor) -> float:
-    """The largest difference between logits; GptminiError if it is beyond the limit."""
-    difference, scale = float((expected - found).abs().max()), float(expected.abs().max())
-    if not difference <= MAX_RELATIVE_DIFFERENCE * scale:
+    """Return the largest difference between logits; GptminiError if it is beyond the limit."""
+    difference = float((expected - found).abs().max())
+    scale = float(expected.abs().max())
+    if not difference <= MAX_RELATIVE_DIFFERENCE * scale:  # also if one of them is not a number
         raise GptminiError(
             f"{out}: not written: logits differ by {difference:.1e} (the largest is {scale:.1f}); "
             f"{REPORT_BUG}"
@@ -134,21 +148,25 @@ def check_logits(out: Path, expected: Tensor, found: Tensor) -> float:
 
 @torch.inference_mode()
 def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor) -> Tensor:
-    """The logits (B, T, V) of tokens (B, T)."""
+    """Return the logits (B, T, V) of tokens (B, T)."""
     model = GPT(config).eval()
     model.load_state_dict(weights)
     return model(tokens)
 
 
 def choose_tokens(run: Run, cache: Path) -> Tensor:
-    """Tokens (2, T) to compare logits on: held-out text, if it is there, and random ones."""
+    """Choose tokens (2, T) to compare logits on: a text and random tokens.
+
+    The text is held-out text if it is there. It fills the first row as far as it goes.
+    """
     length = min(run.config.model.context_length, COMPARED_POSITIONS)
-    numbers = torch.Generator().manual_seed(0)
-    random = torch.randint(run.tokenizer.vocab_size, (2, length), generator=numbers)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(run.tokenizer.vocab_size, (2, length), generator=generator)
     try:
-        held = load_held_out(run, cache)[0]
-        text = torch.from_numpy(held.read(0, min(length, len(held))).astype("int64"))
-    except GptminiError:  # an imported run has none, and other texts may have changed
+        held_out = load_held_out(run, cache)[0]
+        numbers = held_out.read(0, min(length, len(held_out)))
+        text = torch.from_numpy(numbers.astype("int64"))
+    except GptminiError:  # an imported run has none, and a text may have changed since
         text = torch.tensor(run.encode("".join(HARD_TEXTS) * 20)[:length])
-    random[0, : len(text)] = text
-    return random
+    tokens[0, : len(text)] = text
+    return tokens

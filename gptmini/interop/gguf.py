@@ -1,4 +1,8 @@
-"""GGUF, the files of llama.cpp, Ollama and LM Studio; written, and read back for the proof."""
+"""Writes GGUF, the file format of llama.cpp, Ollama and LM Studio, and reads it back as proof.
+
+llama.cpp itself reads these files in the tests. Users rarely have it at hand, so `export` compares
+what `read_gguf` finds in the file with the run, on their machine and with their weights.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,25 +18,47 @@ from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
 WEIGHT_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+Q8_0_BLOCK_SIZE = 32  # weights that share a scale; rows must be a multiple of it
+# Parts of tensor names, ours to theirs; an empty part is left out.
 GGUF_NAMES = {
-    **{"embed": "token_embd", "positions": "position_embd", "blocks": "blk"},
-    **{"attn": "", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v"},
-    **{"o_proj": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"},
-    **{"mlp": "", "mlp_norm": "ffn_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up"},
-    **{"down_proj": "ffn_down", "final_norm": "output_norm", "head": "output"},
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "blocks": "blk",
+    "attn": "",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "mlp": "",
+    "mlp_norm": "ffn_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "final_norm": "output_norm",
+    "head": "output",
 }
-# Settings as metadata, after the name of the architecture; the rest follows from `kind`.
+# Our settings to keys of the metadata, which begin with the name of the architecture. Other
+# settings follow from the architecture and from which tensors there are.
 METADATA_KEYS = {
-    **{"n_layer": "block_count", "n_head": "attention.head_count", "d_model": "embedding_length"},
-    **{"d_ff": "feed_forward_length", "context_length": "context_length"},
-    **{"head_dim": "attention.key_length", "rope_theta": "rope.freq_base"},
+    "n_layer": "block_count",
+    "n_head": "attention.head_count",
+    "d_model": "embedding_length",
+    "d_ff": "feed_forward_length",
+    "context_length": "context_length",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
 }
 SENTENCEPIECE_SPACE = "\u2581"  # stands for a space in SentencePiece
-NORMAL_TOKEN, CONTROL_TOKEN, BYTE_TOKEN = 1, 3, 6  # kinds of tokens
+# Types of tokens in llama.cpp.
+NORMAL_TOKEN = 1
+CONTROL_TOKEN = 3
+BYTE_TOKEN = 6
 
 
 def import_gguf() -> Any:
-    """The package gguf, of llama.cpp's authors; MachineError if it is not installed."""
+    """Import the package gguf, by llama.cpp's authors; MachineError if it is not installed."""
     try:
         import gguf  # noqa: PLC0415 - an extra
     except ImportError:
@@ -43,11 +69,11 @@ def import_gguf() -> Any:
 
 
 def check_supported(config: ModelConfig, tokenizer: Tokenizer, weights: str) -> None:
-    """ConfigError for what llama.cpp does not have, MachineError if the package is missing."""
+    """Raise ConfigError for what llama.cpp does not have, MachineError without the package."""
     import_gguf()
-    problem = ""
     if weights not in WEIGHT_TYPES:
         raise ConfigError(f"--weights {weights}: unknown type; use {', '.join(WEIGHT_TYPES)}")
+    problem = ""
     if config.attention.window is not None:
         problem = f"model.attention.window: {config.attention.window}, but must be none"
     elif config.activation == "relu2":
@@ -56,109 +82,142 @@ def check_supported(config: ModelConfig, tokenizer: Tokenizer, weights: str) -> 
         problem = "model.rope_scaling: set, but must be none"
     if problem:
         raise ConfigError(f"{problem} in llama.cpp; use --to hf, or change this and train again")
-    pattern = tokenizer_json.get_vocabulary(tokenizer)[0]
+    pattern, _, _ = tokenizer_json.get_vocabulary(tokenizer)
+    _, llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern]
     if isinstance(tokenizer, CharTokenizer):
         if SENTENCEPIECE_SPACE in tokenizer.characters:
             raise ConfigError("tokenizer: has U+2581, llama.cpp's space; train with bpe or byte")
-    elif not tokenizer_json.KNOWN_PATTERNS[pattern][1] and tokenizer.kind != "byte":
+    elif not llama_cpp_name and tokenizer.kind != "byte":
         raise ConfigError(
             f"tokenizer.kind: {tokenizer.kind} splits words in a way that llama.cpp does not know; "
             f"use --to hf, or train again with this version of gptmini"
         )
 
 
-def gguf_name(name: str, kind: str) -> str:
-    """The name of a tensor in GGUF."""
-    words = [GGUF_NAMES.get(part, part) for part in name.split(".")]
-    if kind == "gpt2":
-        words = ["attn_qkv" if w in ("attn_q", "attn_k", "attn_v") else w for w in words]
-    return ".".join(filter(None, words))
+# -- tensors ---------------------------------------------------------------------------------------
 
 
-def _choose_type(name: str, tensor: Tensor, weights: str) -> Any:
-    """The type a tensor is stored in; vectors and positions stay in float32."""
+def gguf_name(name: str, architecture: str) -> str:
+    """Return the name of one of our tensors in GGUF."""
+    parts = [GGUF_NAMES.get(part, part) for part in name.split(".")]
+    if architecture == "gpt2":  # one matrix for q, k and v
+        fused = ("attn_q", "attn_k", "attn_v")
+        parts = ["attn_qkv" if part in fused else part for part in parts]
+    return ".".join(part for part in parts if part)
+
+
+def choose_type(name: str, tensor: Tensor, weights: str) -> Any:
+    """Choose the type a tensor is stored in; vectors and positions stay in float32."""
     types = import_gguf().GGMLQuantizationType
     if tensor.ndim == 1 or name.startswith("position"):
         return types.F32
-    return types["F16" if weights == "q8_0" and tensor.shape[1] % 32 else WEIGHT_TYPES[weights]]
+    if weights == "q8_0" and tensor.shape[1] % Q8_0_BLOCK_SIZE:
+        return types.F16
+    return types[WEIGHT_TYPES[weights]]
 
 
 def round_to_type(weights: Tensors, to: str) -> Tensors:
-    """The weights as they are after rounding to a type."""
+    """Return the weights as they are after rounding to a type."""
     quants = import_gguf().quants
-    made = {}
+    rounded = {}
     for name, tensor in weights.items():
-        kind = _choose_type(name, tensor, to)
-        made[name] = torch.from_numpy(
-            quants.dequantize(quants.quantize(tensor.numpy(), kind), kind)
-        )
-    return made
+        stored_type = choose_type(name, tensor, to)
+        stored = quants.quantize(tensor.numpy(), stored_type)
+        rounded[name] = torch.from_numpy(quants.dequantize(stored, stored_type))
+    return rounded
 
 
-def _interleave(tensor: Tensor, heads: int, back: bool = False) -> Tensor:
-    """Rows of q or k for llama.cpp's llama, which rotates neighbors (2i, 2i + 1) of a head."""
-    halves = (-1, 2) if back else (2, -1)
-    return tensor.unflatten(0, (heads, *halves)).transpose(1, 2).flatten(0, 2).contiguous()
+# llama.cpp's llama rotates neighbors (2i, 2i + 1) of a head; gptmini and transformers rotate
+# dimensions (i, i + K/2), so the rows of q and k change places.
+
+
+def interleave_halves(tensor: Tensor, n_head: int) -> Tensor:
+    """Reorder the rows of q or k for llama.cpp's llama."""
+    halves = tensor.unflatten(0, (n_head, 2, -1))  # (H, 2, K/2, ...)
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()  # (H K, ...)
+
+
+def separate_halves(tensor: Tensor, n_head: int) -> Tensor:
+    """Undo `interleave_halves`."""
+    pairs = tensor.unflatten(0, (n_head, -1, 2))  # (H, K/2, 2, ...)
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()  # (H K, ...)
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def write_gguf(
-    path: Path, run: Run, kind: str, config: ModelConfig, weights: Tensors, to: str
+    path: Path, run: Run, architecture: str, config: ModelConfig, weights: Tensors, to: str
 ) -> None:
     """Write a folded model with its tokenizer; `to` is the type of its matrices."""
     gguf = import_gguf()
-    writer = gguf.GGUFWriter(path, kind)
-    values = config.model_dump()
-    for name, key in METADATA_KEYS.items():
-        add = writer.add_float32 if name == "rope_theta" else writer.add_uint32
-        add(f"{kind}.{key}", values[name])
-    rms = "rms_" if config.norm == "rmsnorm" else ""
-    writer.add_float32(f"{kind}.attention.layer_norm_{rms}epsilon", config.norm_eps)
-    writer.add_head_count_kv(config.n_kv_head)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_settings(writer, architecture, config)
     writer.add_name(run.path.name)
-    writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(to, f"MOSTLY_{to.upper()}")])
+    file_type = "ALL_F32" if to == "f32" else f"MOSTLY_{to.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
     _add_tokenizer(writer, run.tokenizer)
-    merged: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[Tensor]] = {}  # of GPT-2, q, k and v have one name
     for name, tensor in weights.items():
-        part = name.split(".")[-2]
-        heads = {"q_proj": config.n_head, "k_proj": config.n_kv_head}.get(part)
-        rows = _interleave(tensor, heads) if kind == "llama" and heads else tensor
-        merged.setdefault(gguf_name(name, kind), []).append(rows)
-    for name, tensors in merged.items():
-        whole = torch.cat(tensors)
-        stored = _choose_type(name, whole, to)
-        writer.add_tensor(name, gguf.quants.quantize(whole.numpy(), stored), raw_dtype=stored)
+        module = name.split(".")[-2]
+        rows = tensor
+        if architecture == "llama" and module == "q_proj":
+            rows = interleave_halves(tensor, config.n_head)
+        if architecture == "llama" and module == "k_proj":
+            rows = interleave_halves(tensor, config.n_kv_head)
+        parts.setdefault(gguf_name(name, architecture), []).append(rows)
+    for name, tensors in parts.items():
+        tensor = torch.cat(tensors)
+        stored_type = choose_type(name, tensor, to)
+        stored = gguf.quants.quantize(tensor.numpy(), stored_type)
+        writer.add_tensor(name, stored, raw_dtype=stored_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def _add_settings(writer: Any, architecture: str, config: ModelConfig) -> None:
+    """Add the settings of the model to the metadata."""
+    settings = config.model_dump()
+    for name, key in METADATA_KEYS.items():
+        add = writer.add_float32 if name == "rope_theta" else writer.add_uint32
+        add(f"{architecture}.{key}", settings[name])
+    norm = "layer_norm_rms" if config.norm == "rmsnorm" else "layer_norm"
+    writer.add_float32(f"{architecture}.attention.{norm}_epsilon", config.norm_eps)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+
+
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
-    pattern, ranks, special = tokenizer_json.get_vocabulary(tokenizer)
-    texts = {number: tokenizer_json.to_byte_level(token) for token, number in ranks.items()}
-    kinds = dict.fromkeys(ranks.values(), NORMAL_TOKEN)
-    if isinstance(tokenizer, CharTokenizer):  # by SentencePiece: characters, or else bytes
-        texts = {number: f"<0x{number:02X}>" for number in range(256)}
-        texts |= {ord(" "): SENTENCEPIECE_SPACE, **dict(enumerate(tokenizer.characters, 256))}
-        kinds |= {number: BYTE_TOKEN for number in range(256) if number != ord(" ")}
+    """Add the vocabulary, its merges and the special tokens to the metadata."""
+    pattern, ranks, special_tokens = tokenizer_json.get_vocabulary(tokenizer)
+    if isinstance(tokenizer, CharTokenizer):
+        texts, types = _spell_characters(tokenizer)
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([0.0] * tokenizer.vocab_size)
         writer.add_add_space_prefix(False)
     else:
+        texts = {number: tokenizer_json.to_byte_level(token) for token, number in ranks.items()}
+        types = dict.fromkeys(texts, NORMAL_TOKEN)
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(tokenizer_json.KNOWN_PATTERNS[pattern][1] or "gpt-2")
-        # An empty list is refused; a letter is never in one word with a space after it.
-        merges = tokenizer_json.recover_merges(ranks) or [("a", tokenizer_json.to_byte_level(b" "))]
-        writer.add_token_merges([" ".join(merge) for merge in merges])
-    texts |= {number: name for name, number in special.items()}
-    for number in range(tokenizer.vocab_size):  # some vocabularies have gaps
+        _, llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern]
+        writer.add_tokenizer_pre(llama_cpp_name or "gpt-2")
+        merges = tokenizer_json.recover_merges(ranks)
+        if not merges:
+            # llama.cpp refuses an empty list. This merge never happens, as no pattern puts a
+            # letter and a space after it into one word.
+            merges = [("a", tokenizer_json.to_byte_level(b" "))]
+        writer.add_token_merges([f"{left} {right}" for left, right in merges])
+    for name, number in special_tokens.items():
+        texts[number] = name
+    for number in range(tokenizer.vocab_size):  # special tokens, and gaps in some vocabularies
         texts.setdefault(number, f"<|unused_{number}|>")
-        kinds.setdefault(number, CONTROL_TOKEN)
+        types.setdefault(number, CONTROL_TOKEN)
     writer.add_token_list([texts[number] for number in range(tokenizer.vocab_size)])
-    writer.add_token_types([kinds[number] for number in range(tokenizer.vocab_size)])
+    writer.add_token_types([types[number] for number in range(tokenizer.vocab_size)])
     writer.add_bos_token_id(tokenizer.document_token)
     writer.add_eos_token_id(tokenizer.end_tokens[0])
     if len(tokenizer.end_tokens) > 1:
@@ -169,75 +228,107 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
     writer.add_add_eos_token(False)
 
 
+def _spell_characters(tokenizer: CharTokenizer) -> tuple[dict[int, str], dict[int, int]]:
+    """Return texts and types of tokens as SentencePiece has them: characters, or else bytes."""
+    texts = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    types = dict.fromkeys(texts, BYTE_TOKEN)
+    texts[ord(" ")] = SENTENCEPIECE_SPACE
+    types[ord(" ")] = NORMAL_TOKEN
+    for number, character in enumerate(tokenizer.characters, 256):
+        texts[number] = character
+        types[number] = NORMAL_TOKEN
+    return texts, types
+
+
+# -- reading back ----------------------------------------------------------------------------------
+
+
 def read_gguf(path: Path) -> tuple[ModelConfig, Tensors, Tokenizer]:
-    """The settings, weights and tokenizer of a file that `write` wrote."""
+    """Read the settings, weights and tokenizer of a file that `write_gguf` wrote."""
     gguf = import_gguf()
     reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    kind = fields["general.architecture"]
-    tree = {name: fields[f"{kind}.{key}"] for name, key in METADATA_KEYS.items()}
-    rms = f"{kind}.attention.layer_norm_rms_epsilon" in fields
-    tree["norm"] = "rmsnorm" if rms else "layernorm"
-    tree["norm_eps"] = fields[f"{kind}.attention.layer_norm_{'rms_' * rms}epsilon"]
-    tree |= {"activation": "swiglu" if rms else "gelu", "position": "rope"}
     stored = {
-        each.name: torch.tensor(gguf.quants.dequantize(each.data, each.tensor_type))
-        for each in reader.tensors
+        tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in reader.tensors
     }
-    if "position_embd.weight" in stored:
-        tree["position"] = "learned"
-    tree["vocab_size"] = len(stored["token_embd.weight"])
-    tree["tie_embeddings"] = "output.weight" not in stored
-    tree["bias"] = "blk.0.ffn_up.bias" in stored
-    kv_heads = fields[f"{kind}.attention.head_count_kv"]
-    attention: dict[str, Any] = {
-        "variant": "gqa",
-        "n_kv_head": kv_heads,
-        "qk_norm": "blk.0.attn_q_norm.weight" in stored,
-    }
-    attention["qkv_bias"] = True if "blk.0.attn_q.bias" in stored else None
-    config = ModelConfig.model_validate(tree | {"attention": attention})
+    architecture = fields["general.architecture"]
+    config = _read_settings(fields, stored)
     weights: Tensors = {}
     for name in create_meta_tensors(config):
-        tensor, part = stored[gguf_name(name, kind)], name.split(".")[-2]
-        if kind == "gpt2" and part in ("q_proj", "k_proj", "v_proj"):
-            tensor = tensor.chunk(3)["qkv".index(part[0])]
-        if kind == "llama" and part in ("q_proj", "k_proj"):
-            heads = config.n_head if part == "q_proj" else kv_heads
-            tensor = _interleave(tensor, heads, back=True)
+        tensor = stored[gguf_name(name, architecture)]
+        module = name.split(".")[-2]
+        if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
+            tensor = tensor.chunk(3)["qkv".index(module[0])]
+        if architecture == "llama" and module == "q_proj":
+            tensor = separate_halves(tensor, config.n_head)
+        if architecture == "llama" and module == "k_proj":
+            tensor = separate_halves(tensor, config.n_kv_head)
         weights[name] = tensor
     return config, weights, _read_tokenizer(fields, path)
 
 
-def _read_tokenizer(fields: dict[str, Any], path: Path) -> Tokenizer:
-    texts = fields["tokenizer.ggml.tokens"]
-    kinds = dict(zip(texts, fields["tokenizer.ggml.token_type"], strict=True))
-    if fields["tokenizer.ggml.model"] == "llama":
-        return CharTokenizer(
-            "".join(t for t in texts if kinds[t] == NORMAL_TOKEN and t != SENTENCEPIECE_SPACE)
-        )
-    numbers = {text: number for number, text in enumerate(texts)}
-    pre = {name: theirs for theirs, name in tokenizer_json.KNOWN_PATTERNS.values()}
-    merges = [
-        merge for merge in fields["tokenizer.ggml.merges"] if merge.replace(" ", "") in numbers
-    ]
-    split: dict[str, Any] = {
-        "type": "Split",
-        "pattern": {"Regex": pre[fields["tokenizer.ggml.pre"]]},
+def _read_settings(fields: dict[str, Any], stored: Tensors) -> ModelConfig:
+    """Read the settings from the metadata and from which tensors there are."""
+    architecture = fields["general.architecture"]
+    settings: dict[str, Any] = {
+        name: fields[f"{architecture}.{key}"] for name, key in METADATA_KEYS.items()
     }
-    split |= {"behavior": "Isolated"}
-    by_digits = split["pattern"]["Regex"] == tokenizer_json.DIGITS_THEN_GPT2
+    rms_key = f"{architecture}.attention.layer_norm_rms_epsilon"
+    if rms_key in fields:
+        settings["norm"] = "rmsnorm"
+        settings["norm_eps"] = fields[rms_key]
+        settings["activation"] = "swiglu"
+    else:
+        settings["norm"] = "layernorm"
+        settings["norm_eps"] = fields[f"{architecture}.attention.layer_norm_epsilon"]
+        settings["activation"] = "gelu"
+    settings["position"] = "learned" if "position_embd.weight" in stored else "rope"
+    settings["vocab_size"] = len(stored["token_embd.weight"])
+    settings["tie_embeddings"] = "output.weight" not in stored
+    settings["bias"] = "blk.0.ffn_up.bias" in stored
+    settings["attention"] = {
+        "variant": "gqa",
+        "n_kv_head": fields[f"{architecture}.attention.head_count_kv"],
+        "qk_norm": "blk.0.attn_q_norm.weight" in stored,
+        "qkv_bias": True if "blk.0.attn_q.bias" in stored else None,
+    }
+    return ModelConfig.model_validate(settings)
+
+
+def _read_tokenizer(fields: dict[str, Any], path: Path) -> Tokenizer:
+    """Read the tokenizer by way of tokenizer.json, which has the same parts."""
+    texts = fields["tokenizer.ggml.tokens"]
+    types = dict(zip(texts, fields["tokenizer.ggml.token_type"], strict=True))
+    if fields["tokenizer.ggml.model"] == "llama":
+        normal = [text for text in texts if types[text] == NORMAL_TOKEN]
+        return CharTokenizer("".join(text for text in normal if text != SENTENCEPIECE_SPACE))
+    numbers = {text: number for number, text in enumerate(texts)}
+    patterns = {name: pattern for pattern, name in tokenizer_json.KNOWN_PATTERNS.values()}
+    pattern = patterns[fields["tokenizer.ggml.pre"]]
+    by_digits = pattern == tokenizer_json.DIGITS_THEN_GPT2
+    split: dict[str, Any] = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     if by_digits:
         split = {"type": "Digits", "individual_digits": True}
-    level = {"type": "ByteLevel", "use_regex": by_digits}
-    special = [{"content": t, "id": n} for t, n in numbers.items() if kinds[t] == CONTROL_TOKEN]
-    data = {
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
-        "added_tokens": special,
+    merges = [
+        merge
+        for merge in fields["tokenizer.ggml.merges"]
+        if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
+    ]
+    content = {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
+        },
+        "added_tokens": [
+            {"content": text, "id": number}
+            for text, number in numbers.items()
+            if types[text] == CONTROL_TOKEN
+        ],
         "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
     }
     return tokenizer_json.from_tokenizer_json(
-        data,
+        content,
         path,
         len(texts),
         [fields["tokenizer.ggml.eos_token_id"]],

@@ -1,6 +1,6 @@
-"""Folders as Hugging Face has them: config.json, safetensors, tokenizer.json; read and written.
+"""Reads and writes folders in Hugging Face's format: config.json, safetensors, tokenizer.json.
 
-Nothing in them can run code: a pickle is refused, and no name in an index may leave the folder.
+Reading runs no code from the folder: pickles are refused, and no name in an index may leave it.
 """
 
 import json
@@ -25,9 +25,11 @@ from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.state import write_run
 
-MAX_SHARD_BYTES = 5_000_000_000  # bytes
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# What fine-tuning starts from, at half the rate: pretrained models are trained by AdamW.
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+# Training settings of an imported run. Pretrained models were trained by AdamW; fine-tuning starts
+# from this learning rate and halves it (plan.finetune).
 FINETUNE_SETTINGS: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.1}
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
@@ -43,67 +45,82 @@ def import_model(
     context_length: int | None = None,
     cache: Path = files.DEFAULT_CACHE_DIR,
 ) -> Run:
-    """Make a run of a folder in Hugging Face's format, at step 0; it appears whole or not at all.
+    """Make a run, at step 0, from a folder in Hugging Face's format.
 
-    `context_length` may shorten the context, which is at most 2048 without it. Raises
-    CheckpointError or DataError, naming the file and key, for what gptmini cannot represent.
+    The run appears at `out` whole or not at all. Its context is the model's, at most 2048;
+    `context_length` overrides that. Raises CheckpointError or DataError, which name the file and
+    key, for whatever gptmini cannot represent.
     """
-    folder, out = Path(folder), Path(out)
+    folder = Path(folder)
+    out = Path(out)
     with files.atomic_output(out) as partial:
-        model, weights, tokenizer = read_folder(folder, context_length)
+        model_config, weights, tokenizer = read_folder(folder, context_length)
         if tokenizer.missing_bytes:
             warn(
                 f"{folder / 'tokenizer.json'}: {len(tokenizer.missing_bytes)} bytes have no token, "
                 f"such as {tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
             )
-        tokens = TokenizerConfig(kind=tokenizer.kind)
-        settings = Config(model=model, tokenizer=tokens, train=TrainConfig(**FINETUNE_SETTINGS))
-        write_run(RunDirectory(partial), settings, weights, tokenizer)
+        config = Config(
+            model=model_config,
+            tokenizer=TokenizerConfig(kind=tokenizer.kind),
+            train=TrainConfig(**FINETUNE_SETTINGS),
+        )
+        write_run(RunDirectory(partial), config, weights, tokenizer)
     return load_run(out, weights="float32", cache=cache)
 
 
 def read_folder(
     folder: Path, context_length: int | None = None
 ) -> tuple[ModelConfig, Tensors, Tokenizer]:
-    """The settings, the weights by our names, and the tokenizer of a folder."""
-    config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
+    """Return the settings of a folder's model, its weights by our names, and its tokenizer."""
+    config_file = folder / "config.json"
     hf_config = _read_json(config_file, "give a folder in Hugging Face's format")
     config = architectures.from_hf_config(hf_config, config_file, context_length)
-    if not tokenizer_file.exists():
-        raise DataError(
-            f"{tokenizer_file}: missing; write it with transformers' "
-            f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        )
-    data = _read_json(tokenizer_file, "restore it")
-    vocab_size = config.vocab_size or 0
-    beginning, template = hf_config.get("bos_token_id"), _chat_template(folder)
-    try:
-        ends = _ends(folder, hf_config)
-        tokenizer = tokenizer_json.from_tokenizer_json(
-            data, tokenizer_file, vocab_size, ends, beginning, template
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{tokenizer_file}: damaged ({error!r}); restore the file") from None
+    tokenizer = _read_tokenizer(folder, hf_config, config)
     config, weights = _convert_weights(_read_tensors(folder), hf_config, config, folder)
     return config, weights, tokenizer
 
 
-def _ends(folder: Path, config: dict[str, Any]) -> list[Any]:
-    """The tokens that end a text, by number or name.
+def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig) -> Tokenizer:
+    """Return the tokenizer, with the tokens that end a text and the chat template."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise DataError(
+            f"{file}: missing; write it with transformers' "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    content = _read_json(file, "restore it")
+    chat_template = _read_chat_template(folder)
+    try:
+        return tokenizer_json.from_tokenizer_json(
+            content,
+            file,
+            config.vocab_size or 0,
+            _read_end_tokens(folder, hf_config),
+            hf_config.get("bos_token_id"),
+            chat_template,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: damaged ({error!r}); restore the file") from None
 
-    An instruct model ends its answers otherwise than documents end, and the files of one folder
-    may disagree on that. So all that they name are taken, first the tokenizer's.
+
+def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
+    """Return the tokens that end a text, by number or name.
+
+    Instruct models end their answers with another token than documents, and the files of one
+    folder may disagree on which it is. So collect all that they name, the tokenizer's first.
     """
-    end = _optional_json(folder / "tokenizer_config.json").get("eos_token")
+    end = _read_optional_json(folder / "tokenizer_config.json").get("eos_token")
     found = [end["content"] if isinstance(end, dict) else end]
-    for settings in (_optional_json(folder / "generation_config.json"), config):
+    generation_config = _read_optional_json(folder / "generation_config.json")
+    for settings in (generation_config, hf_config):
         numbers = settings.get("eos_token_id")
         found += numbers if isinstance(numbers, list) else [numbers]
     return found
 
 
-def _chat_template(folder: Path) -> str | None:
-    """The chat template, from a file of its own or from tokenizer_config.json."""
+def _read_chat_template(folder: Path) -> str | None:
+    """Return the chat template, from its own file or from tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
@@ -111,14 +128,14 @@ def _chat_template(folder: Path) -> str | None:
                 return opened.read().decode()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: {describe_os_error(error)}; restore it") from None
-    template = _optional_json(folder / "tokenizer_config.json").get("chat_template")
+    template = _read_optional_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, str | None):
         return template
     warn(f"{folder / 'tokenizer_config.json'}: chat_template: has several; none is kept")
     return None
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
+def _read_optional_json(path: Path) -> dict[str, Any]:
     return _read_json(path, "restore it") if path.exists() else {}
 
 
@@ -130,26 +147,11 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path) -> Tensors:
-    """The tensors of all files, as they are stored."""
-    names: list[Any] = [WEIGHTS_FILE]
-    if (folder / INDEX_FILE).exists():
-        found = _read_json(folder / INDEX_FILE, "restore it").get("weight_map")
-        names = list(found.values()) if isinstance(found, dict) else [found]
-        for name in names:
-            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-                raise CheckpointError(
-                    f"{folder / INDEX_FILE}: weight_map: {name!r} is not a .safetensors file of this "
-                    f"folder; restore the index"
-                )
-    elif not (folder / WEIGHTS_FILE).exists() and (folder / "pytorch_model.bin").exists():
-        raise CheckpointError(
-            f"{folder / 'pytorch_model.bin'}: a pickle, which could run code; convert it with "
-            f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-        )
+    """Return the tensors of all weight files, as they are stored."""
     tensors: Tensors = {}
-    for name in sorted(set(names)):
+    for name in _list_weight_files(folder):
         try:
-            files.open_regular(folder / name).close()
+            files.open_regular(folder / name).close()  # refuses pipes and devices
             tensors |= safetensors.torch.load_file(folder / name)
         except (OSError, safetensors.SafetensorError) as error:
             reason = describe_os_error(error)
@@ -157,50 +159,80 @@ def _read_tensors(folder: Path) -> Tensors:
     return tensors
 
 
+def _list_weight_files(folder: Path) -> list[str]:
+    """Return the names of the weight files: those in the index, or the only one."""
+    index_file = folder / INDEX_FILE
+    if index_file.exists():
+        weight_map = _read_json(index_file, "restore it").get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+        for name in names:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                raise CheckpointError(
+                    f"{index_file}: weight_map: {name!r} is not a .safetensors file of this "
+                    f"folder; restore the index"
+                )
+        return sorted(set(names))
+    pickle_file = folder / "pytorch_model.bin"
+    if pickle_file.exists() and not (folder / WEIGHTS_FILE).exists():
+        raise CheckpointError(
+            f"{pickle_file}: a pickle, which could run code; convert it with "
+            f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    return [WEIGHTS_FILE]
+
+
 def _convert_weights(
     tensors: Tensors, hf_config: dict[str, Any], config: ModelConfig, folder: Path
 ) -> tuple[ModelConfig, Tensors]:
-    """The weights by our names, in float32; settings that the tensors decide are corrected."""
-    kind = hf_config["model_type"]
-    outputs = [name for name in tensors if name.endswith("o_proj.bias")]
-    if not config.bias and any(tensors[name].any() for name in outputs):
-        config = config.model_copy(update={"bias": True})  # those of the MLP are 0
-    absent = {"o_proj", "gate_proj", "up_proj", "down_proj"}
-    if hf_config.get("mlp_bias") or kind in ("gpt2", "starcoder2"):
-        absent = (
-            set() if hf_config.get("use_bias", True) else absent | {"q_proj", "k_proj", "v_proj"}
-        )
+    """Return the weights by our names, in float32, and the settings corrected by the tensors."""
+    model_type = hf_config["model_type"]
+    output_biases = [name for name in tensors if name.endswith("o_proj.bias")]
+    if not config.bias and any(tensors[name].any() for name in output_biases):
+        # With us, biases are everywhere or nowhere. Those of the MLP become 0.
+        config = config.model_copy(update={"bias": True})
+    without_bias = _list_layers_without_bias(hf_config)
     weights: Tensors = {}
-    used = {*outputs, "lm_head.weight"}
-    for name, like in architectures.create_meta_tensors(config).items():
-        their_name = architectures.hf_name(kind, name)
-        bare = their_name.partition(".")[2]  # as in models that were saved without a head
-        if their_name not in tensors and bare in tensors:
-            their_name = bare
+    used = {*output_biases, "lm_head.weight"}
+    for name, meta in architectures.create_meta_tensors(config).items():
+        their_name = architectures.hf_name(model_type, name)
+        headless_name = their_name.partition(".")[2]  # of models that were saved without a head
+        if their_name not in tensors and headless_name in tensors:
+            their_name = headless_name
         if their_name in tensors:
-            tensor = architectures.from_hf(kind, name, tensors[their_name])
-            tensor = tensor[: len(like)] if name == "positions.weight" else tensor
+            tensor = architectures.from_hf(model_type, name, tensors[their_name])
+            if name == "positions.weight":
+                tensor = tensor[: len(meta)]  # the context may be shorter than theirs
             used.add(their_name)
-        elif name.endswith(".bias") and name.split(".")[-2] in absent:
-            tensor = torch.zeros(like.shape)
+        elif name.endswith(".bias") and name.split(".")[-2] in without_bias:
+            tensor = torch.zeros(meta.shape)
         else:
             raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
-        weights[name] = _check_tensor(tensor, like, f"{folder}: tensor {their_name}")
+        weights[name] = _convert_tensor(tensor, meta, f"{folder}: tensor {their_name}")
     for name in tensors.keys() - used:
         if not name.endswith(BUFFER_SUFFIXES):
             raise CheckpointError(
-                f"{folder}: tensor {name}: a {kind} has none; this is another architecture, which "
-                f"gptmini does not have"
+                f"{folder}: tensor {name}: a {model_type} has none; this is another architecture, "
+                f"which gptmini does not have"
             )
     return config, weights
 
 
-def _check_tensor(tensor: Tensor, like: Tensor, where: str) -> Tensor:
+def _list_layers_without_bias(hf_config: dict[str, Any]) -> set[str]:
+    """Return the linear layers that may lack a bias there and have one, of 0, with us."""
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    mlp = {"gate_proj", "up_proj", "down_proj"}
+    if hf_config["model_type"] in ("gpt2", "starcoder2") or hf_config.get("mlp_bias"):
+        return set() if hf_config.get("use_bias", True) else attention | mlp
+    return {"o_proj"} | mlp
+
+
+def _convert_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:
+    """Return a copy in float32; CheckpointError unless it has the shape of `meta` and is finite."""
     if tensor.dtype not in FLOAT_DTYPES:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{where}: {kind}; use float32, float16 or bfloat16")
-    if tensor.shape != like.shape:
-        sizes = f"{tuple(tensor.shape)}, but config.json makes it {tuple(like.shape)}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{where}: {dtype}; use float32, float16 or bfloat16")
+    if tensor.shape != meta.shape:
+        sizes = f"{tuple(tensor.shape)}, but config.json makes it {tuple(meta.shape)}"
         raise CheckpointError(f"{where}: {sizes}; restore the original files")
     if not tensor.isfinite().all():
         raise CheckpointError(f"{where}: has values that are not finite; download it again")
@@ -210,86 +242,104 @@ def _check_tensor(tensor: Tensor, like: Tensor, where: str) -> Tensor:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def write_folder(folder: Path, run: Run, kind: str, config: ModelConfig, weights: Tensors) -> None:
-    """Write a folded model with its tokenizer; `kind` is its architecture."""
+def write_folder(
+    folder: Path, run: Run, model_type: str, config: ModelConfig, weights: Tensors
+) -> None:
+    """Write a folded model and the tokenizer of its run."""
     folder.mkdir()
     tokenizer = run.tokenizer
-    ends = {"bos_token_id": tokenizer.document_token, "eos_token_id": tokenizer.end_tokens[0]}
+    hf_config = architectures.to_hf_config(config, model_type)
+    hf_config["bos_token_id"] = tokenizer.document_token
+    hf_config["eos_token_id"] = tokenizer.end_tokens[0]
     contents = {
-        "config.json": architectures.to_hf_config(config, kind) | ends,
-        "generation_config.json": _generation_config(run),
+        "config.json": hf_config,
+        "generation_config.json": _build_generation_config(run),
         "tokenizer.json": tokenizer_json.to_tokenizer_json(tokenizer),
-        "tokenizer_config.json": _tokenizer_config(tokenizer, config.context_length),
+        "tokenizer_config.json": _build_tokenizer_config(tokenizer, config.context_length),
     }
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
         files.write_and_sync(folder / name, text.encode())
-    files.write_and_sync(folder / "README.md", _build_model_card(run, kind).encode())
-    shards: list[Tensors] = [{}]
-    for name, tensor in architectures.to_hf(kind, config, weights).items():
-        if (
-            shards[-1]
-            and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > MAX_SHARD_BYTES
-        ):
-            shards.append({})
-        shards[-1][name] = tensor
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        many = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        name = many if len(shards) > 1 else WEIGHTS_FILE
-        files.write_and_sync(folder / name, safetensors.torch.save(shard, {"format": "pt"}))
-        places |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        total = {"total_size": sum(t.nbytes for shard in shards for t in shard.values())}
-        index = {"metadata": total, "weight_map": places}
-        files.write_and_sync(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
+    files.write_and_sync(folder / "README.md", _build_model_card(run, model_type).encode())
+    _write_tensors(folder, architectures.to_hf(model_type, config, weights))
     files.sync_directory(folder)
 
 
-def _generation_config(run: Run) -> dict[str, Any]:
-    """The run's sampling, and the tokens that end a text.
+def _write_tensors(folder: Path, tensors: Tensors) -> None:
+    """Write tensors as one file or, if they are large, as several with an index."""
+    shards = _split_into_shards(tensors)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS_FILE
+        if len(shards) > 1:
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        files.write_and_sync(folder / file, safetensors.torch.save(shard, {"format": "pt"}))
+        for name in shard:
+            weight_map[name] = file
+    if len(shards) > 1:
+        total_size = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        files.write_and_sync(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
 
-    transformers takes what is left out from defaults of its own, such as a top_k of 50.
+
+def _split_into_shards(tensors: Tensors) -> list[Tensors]:
+    """Fill one shard after the other; a tensor larger than a shard has one to itself."""
+    shards: list[Tensors] = [{}]
+    shard_bytes = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][name] = tensor
+        shard_bytes += tensor.nbytes
+    return shards
+
+
+def _build_generation_config(run: Run) -> dict[str, Any]:
+    """Return the run's sampling settings and the tokens that end a text.
+
+    Every setting is stated, as transformers has defaults of its own, such as a top_k of 50.
     """
-    tokenizer, sample = run.tokenizer, run.config.sample
-    ends = tokenizer.end_tokens
-    theirs: dict[str, Any] = {
+    tokenizer = run.tokenizer
+    sample = run.config.sample
+    end_tokens = tokenizer.end_tokens
+    generation: dict[str, Any] = {
         "bos_token_id": tokenizer.document_token,
-        "eos_token_id": ends if len(ends) > 1 else ends[0],
+        "eos_token_id": end_tokens if len(end_tokens) > 1 else end_tokens[0],
         "pad_token_id": tokenizer.document_token,
         "max_new_tokens": sample.max_new_tokens,
         "do_sample": sample.temperature > 0,
         "repetition_penalty": sample.repetition_penalty,
     }
     if sample.temperature > 0:
-        theirs["temperature"] = sample.temperature
-        theirs["top_k"] = sample.top_k or 0  # 0: all
-        theirs["top_p"] = sample.top_p or 1.0
+        generation["temperature"] = sample.temperature
+        generation["top_k"] = sample.top_k or 0  # 0: all
+        generation["top_p"] = sample.top_p or 1.0
         if sample.min_p is not None:
-            theirs["min_p"] = sample.min_p
+            generation["min_p"] = sample.min_p
     bias = run.build_bias(sample)
     if bias is not None:
-        banned = bias.isneginf()
-        biased = (bias != 0) & ~banned
-        theirs["suppress_tokens"] = banned.nonzero().flatten().tolist()
-        theirs["sequence_bias"] = [
-            [[token], float(bias[token])] for token in biased.nonzero().flatten().tolist()
+        is_banned = bias.isneginf()
+        is_biased = (bias != 0) & ~is_banned
+        generation["suppress_tokens"] = is_banned.nonzero().flatten().tolist()
+        generation["sequence_bias"] = [
+            [[token], float(bias[token])] for token in is_biased.nonzero().flatten().tolist()
         ]
     for key in ("presence_penalty", "frequency_penalty", "stop"):
         if getattr(sample, key):
             warn(f"sample.{key}: left out of generation_config.json, which has no such setting")
-    return theirs
+    return generation
 
 
-def _tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
-    """The special tokens by their use, and the chat template of an imported model.
+def _build_tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
+    """Return the special tokens by their use, and the chat template of an imported model.
 
     Without a chat template, text that looks like a special token stays text, as in gptmini. A
-    template writes special tokens as text, so with one it does not.
+    template writes special tokens as text, so with one they are recognized.
     """
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     document = names[tokenizer.document_token]
-    theirs: dict[str, Any] = {
+    tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": document,
         "eos_token": names[tokenizer.end_tokens[0]],
@@ -301,15 +351,16 @@ def _tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[str, An
         "model_max_length": context_length,
     }
     if tokenizer.chat_template is not None:
-        theirs["chat_template"] = tokenizer.chat_template
-    return theirs
+        tokenizer_config["chat_template"] = tokenizer.chat_template
+    return tokenizer_config
 
 
-def _build_model_card(run: Run, kind: str) -> str:
-    """A short model card."""
+def _build_model_card(run: Run, model_type: str) -> str:
+    """Return a short model card."""
     best = run.state.get("best") or {}
+    n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     facts = [
-        f"{sum(p.numel() for p in run.model.parameters()):,} parameters, as a {kind}",
+        f"{n_parameters:,} parameters, as a {model_type}",
         f"context of {run.config.model.context_length:,} tokens, "
         f"vocabulary of {run.tokenizer.vocab_size:,} ({run.tokenizer.kind})",
     ]

@@ -1,14 +1,17 @@
-"""Causal attention in which H query heads share G key/value heads.
+"""Causal self-attention with grouped KV heads, sliding windows, padding and a KV cache.
 
-G = H is multi-head attention (Vaswani et al. 2017), G = 1 is multi-query (Shazeer 2019), anything
-between is grouped-query (Ainslie et al. 2023). One formula serves all three: query head h reads KV
-head h // (H / G), and this code never repeats keys and values.
+`Attention` is the module: project_qkv -> mask -> mix -> o_proj. `attend` is the operation inside,
+scaled dot-product attention under any mask. `KVCache` keeps the keys and values of earlier tokens.
+
+H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 2017), G = 1 is
+multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
+serves all three: query head h reads KV head h // (H / G), and keys and values are never repeated.
 
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 
 import torch
@@ -23,18 +26,25 @@ from gptmini.model.layers import apply_rotary
 
 
 class Attention(nn.Module):
-    """Projections around `attend`: (B, T, D) -> (B, T, D)."""
+    """Self-attention of one layer: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.head_dim, self.dropout = config.head_dim, config.attention.weight_dropout
-        self.window, self.backend = config.get_window(layer), config.attention.backend
-        D, K = config.d_model, config.head_dim
-        qkv_bias = config.bias if config.attention.qkv_bias is None else config.attention.qkv_bias
-        self.q_proj = nn.Linear(D, config.n_head * K, qkv_bias)
-        self.k_proj = nn.Linear(D, config.n_kv_head * K, qkv_bias)
-        self.v_proj = nn.Linear(D, config.n_kv_head * K, qkv_bias)
-        self.o_proj = nn.Linear(config.n_head * K, D, config.bias)
+        D = config.d_model
+        H = config.n_head
+        G = config.n_kv_head
+        K = config.head_dim
+        qkv_bias = config.attention.qkv_bias
+        if qkv_bias is None:
+            qkv_bias = config.bias
+        self.q_proj = nn.Linear(D, H * K, qkv_bias)
+        self.k_proj = nn.Linear(D, G * K, qkv_bias)
+        self.v_proj = nn.Linear(D, G * K, qkv_bias)
+        self.o_proj = nn.Linear(H * K, D, config.bias)
+        self.head_dim = K
+        self.window = config.get_window(layer)
+        self.dropout = config.attention.weight_dropout
+        self.backend = config.attention.backend
         self.qk_norm = config.attention.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(K, eps=config.norm_eps)
@@ -47,9 +57,10 @@ class Attention(nn.Module):
         cache: "LayerCache | None" = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). With a cache, x continues the positions already in it.
+        """Let each position of x (B, T, D) read itself and the ones before: -> (B, T, D).
 
-        `padding` (B,) is the number of padding tokens at the left of each row.
+        With a cache, x continues the positions already in it. `padding` (B,) is the number of
+        padding tokens at the left of each row.
         """
         q, k, v = self.project_qkv(x, rotation)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
         mixed = self.mix(q, k, v, cache, padding)  # (B, H, T, K)
@@ -58,14 +69,23 @@ class Attention(nn.Module):
     def project_qkv(
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, K), keys and values (B, G, T, K) of x (B, T, D), normed and rotated."""
-        projections = self.q_proj, self.k_proj, self.v_proj  # (B, T, D) -> (B, T, H·K) or G·K
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
-        if self.qk_norm:  # in float32, the type of its weights
-            q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
+        """Project x (B, T, D) to queries (B, H, T, K), keys and values (B, G, T, K).
+
+        Queries and keys are normed and rotated; values are not.
+        """
+        heads = (-1, self.head_dim)
+        q = self.q_proj(x).unflatten(-1, heads)  # (B, T, H·K) -> (B, T, H, K)
+        k = self.k_proj(x).unflatten(-1, heads)  # (B, T, G·K) -> (B, T, G, K)
+        v = self.v_proj(x).unflatten(-1, heads)  # (B, T, G·K) -> (B, T, G, K)
+        if self.qk_norm:  # in float32, the type of its weights, also under autocast
+            q = self.q_norm(q.float())
+            k = self.k_norm(k.float())
+        q = q.transpose(1, 2)  # (B, H, T, K)
+        k = k.transpose(1, 2)  # (B, G, T, K)
+        v = v.transpose(1, 2)  # (B, G, T, K)
         if rotation is not None:
-            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
+            q = apply_rotary(q, rotation)
+            k = apply_rotary(k, rotation)
         return q.type_as(v), k.type_as(v), v
 
     def mix(
@@ -76,13 +96,15 @@ class Attention(nn.Module):
         cache: "LayerCache | None" = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Each query's mean of the values that it sees, by its weights: (B, H, T, K).
+        """Average, for each query, the values it sees: q (B, H, T, K) -> (B, H, T, K).
 
-        q is (B, H, T, K), k and v are (B, G, T, K); the other arguments are those of `forward`.
+        k and v are (B, G, T, K), those of the cache come before them. `cache` and `padding` are
+        those of `forward`.
         """
         T = q.shape[2]
         start = cache.length if cache is not None else 0
-        queries = keys = torch.arange(start, start + T, device=q.device)  # positions (T,)
+        queries = torch.arange(start, start + T, device=q.device)  # positions (T,)
+        keys = queries
         if cache is not None:
             k, v, keys = cache.append(k, v)  # (B, G, S, K), (B, G, S, K), positions (S,)
         mask = self.mask(queries, keys, padding)
@@ -90,13 +112,14 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, dropout, self.backend)
 
     def mask(self, queries: Tensor, keys: Tensor, padding: Tensor | None) -> Tensor | None:
-        """The mask of queries at positions (T,) on keys at positions (S,), as `attend` takes it.
+        """Make the mask for `attend`, of queries at positions (T,) on keys at positions (S,).
 
-        A bias on the scores, such as ALiBi's, belongs here too.
+        This is the place for a bias on the scores, such as ALiBi's.
         """
-        T, S = len(queries), len(keys)
-        hides_keys = self.window is not None and self.window < S
-        if padding is None and not hides_keys and T in (1, S):
+        T = len(queries)
+        S = len(keys)
+        window_hides = self.window is not None and self.window < S
+        if padding is None and not window_hides and T in (1, S):
             return None  # `attend` needs none if T = S (causal) or T = 1 (sees every key)
         return make_mask(queries, keys, self.window, padding)  # (T, S) or (B, 1, T, S)
 
@@ -109,38 +132,46 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Scaled dot-product attention: q (B, H, T, K), k (B, G, S, K), v (B, G, S, V) -> (B, H, T, V).
+    """Compute softmax(q kᵀ / √K + bias) v: (B, H, T, K), (B, G, S, K), (B, G, S, V) -> (B, H, T, V).
 
-    `mask`, (T, S), (H, T, S), (B, 1, T, S) or (B, H, T, S), is boolean as from `visible`, or a bias
-    to be added to the scores, in which -∞ hides a key. Without one, T queries on S = T keys are
-    causal, and one query sees every key. A query that sees none gets zeros. `dropout` acts on the
-    weights. V, the head size of the values, is K in the model.
-    MachineError if `backend` is a kernel that this machine lacks.
+    `mask` is (T, S), (H, T, S), (B, 1, T, S) or (B, H, T, S): boolean, as from `make_mask`, or a
+    bias that is added to the scores and hides a key by -∞. Without a mask, T queries on S = T keys
+    are causal, and a single query sees every key. A query that sees no key gets zeros. `dropout`
+    acts on the weights. V, the head size of the values, is K in the model.
+
+    Raises MachineError if `backend` is a kernel that this machine lacks.
     """
     B, H, T, K = q.shape
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     if T > 1:
-        return _attend(q, k, v, mask, mask is None, dropout, backend)
-    # A single query: the heads that share a KV head become rows of one matrix product, or of two to
-    # use two cores (12 heads on 1024 keys of one KV head: 38 us in one, 30 in two, 69 in twelve).
+        causal = mask is None
+        return _attend(q, k, v, mask, causal, dropout, backend)
+    # Decoding has a single query. The heads that share a KV head then become the rows of one matrix
+    # product, or of two to use two cores (12 heads on 1024 keys of one KV head: 38 us in one
+    # product, 30 in two, 69 in twelve).
     G = k.shape[1]
     products = 2 * G if H % (2 * G) == 0 else G
     packed = q.reshape(B, products, H // products, K)  # the heads take the place of T
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == H:  # and so do those of its mask
         mask = mask.reshape(*mask.shape[:-3], products, H // products, -1)
-    return _attend(packed, k, v, mask, False, dropout, backend).view(B, H, 1, -1)  # (B, H, 1, V)
+    mixed = _attend(packed, k, v, mask, False, dropout, backend)  # (B, products, H / products, V)
+    return mixed.view(B, H, 1, -1)  # (B, H, 1, V)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, backend: str
 ) -> Tensor:
+    """Run `attend` on a backend: `auto`, `eager`, or torch's fused kernels, `sdpa` and `flash`."""
     if backend == "auto":
         backend = choose_backend(q, mask is not None, dropout)
     if backend == "eager":
         return _attend_eager(q, k, v, mask, causal, dropout)
     grouped = k.shape[1] < q.shape[1]
-    with _require_flash(q) if backend == "flash" else nullcontext():
+    kernels: AbstractContextManager[None] = nullcontext()
+    if backend == "flash":
+        kernels = _require_flash(q)
+    with kernels:
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped
         )
@@ -159,8 +190,12 @@ def choose_backend(q: Tensor, masked: bool, dropout: float) -> str:
     | bfloat16, without           | 2 / 2    | 4 / 2    | 7 / 4   | 15 / 6  | 26 / 9  | 61 / 14  |
     | float32, with gradients     | 16 / 11  | 25 / 20  | 38 / 30 | 77 / 54 | 150/76  | 316/122  |
     """
-    slow = q.requires_grad and q.dtype == torch.bfloat16 and (q.shape[2] < 1024 or masked)
-    return "eager" if q.device.type == "cpu" and (slow or dropout > 0) else "sdpa"
+    if q.device.type != "cpu":
+        return "sdpa"
+    slow_backward = q.dtype == torch.bfloat16 and (q.shape[2] < 1024 or masked)
+    if dropout > 0 or (q.requires_grad and slow_backward):
+        return "eager"
+    return "sdpa"
 
 
 @contextmanager
@@ -182,29 +217,29 @@ def _require_flash(q: Tensor) -> Iterator[None]:
 def _attend_eager(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """`attend` by its definition: softmax(q kᵀ / √K + bias) v; a hidden key has a bias of -∞."""
+    """Compute `attend` by its definition, one matrix product after the other."""
     B, H, T, K = q.shape
-    G, S = k.shape[1], k.shape[2]
+    G, S = k.shape[1:3]
     # Heads that share a KV head are stacked along the query axis, so that k and v are not repeated.
     stacked = (q * K**-0.5).reshape(B, G, H // G * T, K)
-    scores = (stacked @ k.transpose(-1, -2)).view(B, H, T, S)  # (B, H, T, S)
-    sees = None  # which queries see a key: all, except under an odd mask
+    scores = (stacked @ k.transpose(-1, -2)).view(B, H, T, S)
+    sees_nothing = None  # which queries a mask hides every key from; under a causal one, none
     if causal:
         positions = torch.arange(T, device=q.device)
-        mask = make_mask(positions, positions)  # (T, T)
+        scores = scores + _make_bias(make_mask(positions, positions), q.dtype)  # (B, H, T, S)
     elif mask is not None:
-        seen = mask if mask.dtype == torch.bool else mask > -torch.inf
-        sees = seen.any(-1, keepdim=True)  # (..., T, 1)
-    if mask is not None:
-        bias = mask
-        if mask.dtype == torch.bool:
-            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-        if sees is not None:
-            bias = bias.masked_fill(~sees, 0)  # all -inf would be NaN
-        scores = scores + bias  # (B, H, T, S)
+        bias = mask if mask.is_floating_point() else _make_bias(mask, q.dtype)  # (..., T, S)
+        sees_nothing = ~(bias > -torch.inf).any(-1, keepdim=True)  # (..., T, 1)
+        # The softmax of a row of -∞ would be NaN, so such a row sees everything for the moment.
+        scores = scores + bias.masked_fill(sees_nothing, 0)  # (B, H, T, S)
     weights = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype)  # (B, H, T, S)
     mixed = (weights.view(B, G, H // G * T, S) @ v).view(B, H, T, -1)  # (B, H, T, V)
-    return mixed if sees is None else mixed.masked_fill(~sees, 0)
+    return mixed if sees_nothing is None else mixed.masked_fill(sees_nothing, 0)
+
+
+def _make_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask into a bias: 0 where a key is visible, -∞ where it is not."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 # -- masks: every mask of the model is made here; True means visible -------------------------------
@@ -213,11 +248,11 @@ def _attend_eager(
 def make_mask(
     queries: Tensor, keys: Tensor, window: int | None = None, padding: Tensor | None = None
 ) -> Tensor:
-    """The mask of queries at positions (T,) on keys at positions (S,): (T, S) or (B, 1, T, S).
+    """Say which keys at positions (S,) the queries at positions (T,) see: (T, S) or (B, 1, T, S).
 
     A query sees the keys at its own position and before, with a window only the last `window` of
-    them. The first `padding` (B,) positions of each row are visible only to themselves, which
-    leaves no row of the mask empty and no softmax NaN.
+    them. The first `padding` (B,) positions of each row are visible only to themselves, so that no
+    row of the mask is empty and no softmax NaN.
     """
     distance = queries[:, None] - keys  # (T, S)
     mask = distance >= 0
@@ -225,12 +260,16 @@ def make_mask(
         mask &= distance < window
     if padding is None:
         return mask
-    real = keys >= padding[:, None]  # (B, S)
-    return (mask & real[:, None] | (distance == 0))[:, None]  # (B, 1, T, S)
+    is_token = keys >= padding[:, None]  # (B, S)
+    mask = (mask & is_token[:, None]) | (distance == 0)  # (B, T, S)
+    return mask[:, None]  # (B, 1, T, S)
 
 
 def compute_left_padding(lengths: list[int]) -> Tensor:
-    """How much padding (B,) makes rows of these lengths end together; ConfigError for length 0."""
+    """Count the padding (B,) that makes rows of these lengths end together.
+
+    Raises ConfigError for an empty row.
+    """
     if 0 in lengths:
         raise ConfigError(f"padding: row {lengths.index(0)} is empty; give each at least 1 token")
     return torch.tensor([max(lengths) - length for length in lengths])
@@ -247,28 +286,33 @@ class LayerCache:
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
         self.size = keys.shape[2]
         self.length = 0  # positions seen so far
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add k and v (B, G, T, K); returns the keys and values (B, G, S, K) to attend to.
+        """Add k and v (B, G, T, K); return the keys and values (B, G, S, K) to attend to.
 
         They cover all that a window lets the T new queries see. Their positions (S,) come third,
         in any order, since masks depend on positions alone.
         """
-        start, end = self.length, self.length + k.shape[2]
+        start = self.length
+        end = start + k.shape[2]
         self.length = end
         if end <= self.size:  # nothing to overwrite yet: slots are positions
-            self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
+            self.keys[:, :, start:end] = k
+            self.values[:, :, start:end] = v
             positions = torch.arange(end, device=k.device)
             return self.keys[:, :, :end], self.values[:, :, :end], positions
         if end - start == 1:  # overwrite the oldest, which is outside the new query's window
             slot = start % self.size
-            self.keys[:, :, slot : slot + 1], self.values[:, :, slot : slot + 1] = k, v
+            self.keys[:, :, slot : slot + 1] = k
+            self.values[:, :, slot : slot + 1] = v
             slots = torch.arange(self.size, device=k.device)
             # Going back from `slot`, around the ring, each slot is one position older.
-            return self.keys, self.values, start - (slot - slots) % self.size
+            positions = start - (slot - slots) % self.size
+            return self.keys, self.values, positions
         # A chunk too long for the free slots overwrites keys that its own first queries still see,
         # so they get a copy of the past with the chunk after it; the ring stores the newest `size`.
         positions = torch.arange(max(0, start - self.size), end, device=k.device)
@@ -284,7 +328,8 @@ class LayerCache:
 class KVCache:
     """One LayerCache per layer: 2 · G · K numbers per row and stored position.
 
-    Layers with a window store `spare` more, so that `truncate` can take back as many tokens.
+    Layers with a window store `spare` positions more than it, so that `truncate` can take back as
+    many tokens.
     """
 
     def __init__(
@@ -311,12 +356,15 @@ class KVCache:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
     def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on; the memory stays allocated."""
+        """Forget all positions from `length` on, and keep the memory."""
         for layer in self.layers:
             layer.length = length
 
     def view_row(self, index: int) -> "KVCache":
-        """One row of the batch, in the same memory; its length is 0 until `truncate` sets it."""
+        """Return one row of the batch, in the same memory, with a length of its own.
+
+        The length is 0 until `truncate` sets it.
+        """
         cache = copy(self)
         rows = slice(index, index + 1)
         cache.layers = [LayerCache(layer.keys[rows], layer.values[rows]) for layer in self.layers]

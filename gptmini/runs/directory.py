@@ -42,7 +42,7 @@ from gptmini.runs.tensors import (
     read_checkpoint_json,
     read_verified,
 )
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
@@ -103,7 +103,7 @@ class RunDirectory:
 
     def load_tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
         """The run's tokenizer; DataError if it is not that of the checkpoint."""
-        own = tokenizers.load_tokenizer(self.tokenizer_file)
+        own = load_tokenizer(self.tokenizer_file)
         if checkpoint is not None and checkpoint.state["tokenizer"] != own.fingerprint:
             raise DataError(
                 f"{self.tokenizer_file}: not the tokenizer of this run, but a {own.kind} "

@@ -1,5 +1,7 @@
 """Text to tokens and back: bytes, characters, byte-pair encodings.
 
-Read `tokenizers`, then `bpe` (how an encoding is learned). `tokenizer_json` reads and writes the
-file format of Hugging Face.
+Read `tokenizers` (the interface, bytes and characters), `bpe` (how an encoding is learned),
+`bpe_tokenizer` (how it is applied) and `chunks` (how a long text is cut for it). `load` makes a
+tokenizer from its name, a text or a file, `choose` picks one for a text, and `tokenizer_json` reads
+and writes the file format of Hugging Face.
 """

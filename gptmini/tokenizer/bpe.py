@@ -18,40 +18,44 @@ WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-MAX_WORD_CHARACTERS = (
-    64  # characters; longer words are learned from in parts, or a single one could take hours
-)
-MAX_DISTINCT_WORD_BYTES = 2_000_000  # bytes of distinct words kept in memory
+MAX_WORD_CHARACTERS = 64  # longer words are learned in parts, or a single one could take hours
+MAX_DISTINCT_WORD_BYTES = 2_000_000  # of distinct words, kept in memory
 Pair = tuple[int, int]
 
 
-def words(pattern: str, text: str) -> Iterator[str]:
-    """The words of a text, as a pattern of tiktoken splits it."""
-    return (found.group() for found in regex.finditer(pattern, text))
+def split_words(pattern: str, text: str) -> Iterator[str]:
+    """Split a text into words, as tiktoken does by this pattern."""
+    return (match.group() for match in regex.finditer(pattern, text))
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
-    """Token ranks: the 256 bytes, then merges of pairs that occur at least twice.
+    """Learn token ranks: the 256 bytes, then merges of pairs that occur at least twice.
 
     Ties go to the smaller pair, so the same text always gives the same ranks. A text with too few
     pairs gives fewer than `vocab_size`.
     """
-    words = Counter[str]()
-    find = regex.compile(WORD_PATTERN).findall
+    word_counts = Counter[str]()
+    pattern = regex.compile(WORD_PATTERN)
     for text in texts:
-        words.update(find(text))
-    for word in [word for word in words if len(word) > MAX_WORD_CHARACTERS]:
-        count = words.pop(word)
-        for start in range(0, len(word), MAX_WORD_CHARACTERS):
-            words[word[start : start + MAX_WORD_CHARACTERS]] += count
+        word_counts.update(pattern.findall(text))
+    _split_long_words(word_counts)
     tokens = [bytes([byte]) for byte in range(256)]
-    for left, right in _learn_merges(words, vocab_size - 256):
+    for left, right in _learn_merges(word_counts, vocab_size - 256):
         tokens.append(tokens[left] + tokens[right])
     return {token: rank for rank, token in enumerate(tokens)}
 
 
+def _split_long_words(word_counts: Counter[str]) -> None:
+    """Count the parts of long words instead of these words."""
+    long_words = [word for word in word_counts if len(word) > MAX_WORD_CHARACTERS]
+    for word in long_words:
+        count = word_counts.pop(word)
+        for start in range(0, len(word), MAX_WORD_CHARACTERS):
+            word_counts[word[start : start + MAX_WORD_CHARACTERS]] += count
+
+
 def _learn_merges(word_counts: Counter[str], max_merges: int) -> list[Pair]:
-    """The pairs that become tokens 256, 257, ... in this order."""
+    """Choose the pairs that become tokens 256, 257, ... in this order."""
     words, weights = _keep_most_common(word_counts)
     counts: dict[Pair, int] = defaultdict(int)
     words_with: dict[Pair, list[int]] = defaultdict(list)  # words that may still hold a pair
@@ -71,9 +75,10 @@ def _learn_merges(word_counts: Counter[str], max_merges: int) -> list[Pair]:
         if -count < 2:
             break
         merges.append(pair)
+        new_token = 255 + len(merges)
         changed: set[Pair] = set()
         for index in words_with.pop(pair):
-            new_pairs = _merge_pair(words[index], pair, 255 + len(merges), weights[index], counts)
+            new_pairs = _merge_pair(words[index], pair, new_token, weights[index], counts)
             for new_pair in new_pairs:
                 words_with[new_pair].append(index)
             changed |= new_pairs
@@ -109,14 +114,15 @@ def _merge_pair(
 
 
 def _keep_most_common(word_counts: Counter[str]) -> tuple[list[list[int]], list[int]]:
-    """The bytes and counts of the most frequent words, as many as fit in memory."""
+    """Return the bytes and the counts of the most frequent words, as many as fit in memory."""
     words: list[list[int]] = []
     weights: list[int] = []
-    room = MAX_DISTINCT_WORD_BYTES
+    total_bytes = 0
     for word, count in word_counts.most_common():
-        words.append(list(word.encode()))
+        data = word.encode()
+        words.append(list(data))
         weights.append(count)
-        room -= len(words[-1])
-        if room < 0:
+        total_bytes += len(data)
+        if total_bytes > MAX_DISTINCT_WORD_BYTES:
             break
     return words, weights

@@ -1,98 +1,108 @@
-"""tokenizer.json of Hugging Face from a tokenizer of ours, and back, without their package.
+"""Convert tokenizers to and from tokenizer.json of Hugging Face, without their package.
 
 Both sides split a text by a regular expression, then merge bytes in the order of the ranks. Their
 files list merges; ours give a rank to each token. The two agree if ids rise in the order of the
 merges and each token's last merge is the one that its own bytes lead to, which is checked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptmini.console import warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.tokenizer import bpe
-from gptmini.tokenizer.tokenizers import (
-    END_OF_TEXT,
-    IMPORTED_KIND,
-    BpeTokenizer,
-    Tokenizer,
-    create_bpe_tokenizer,
+from gptmini.tokenizer.bpe_tokenizer import IMPORTED_KIND, BpeTokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
+
+
+class KnownPattern(NamedTuple):
+    """What other programs call a word pattern of ours; their regex engines match the same."""
+
+    tokenizer_json: str  # without possessive quantifiers: ++ is a repeated repeat to that engine
+    llama_cpp: str  # empty where llama.cpp has no such pattern
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+"
+DIGITS_THEN_GPT2 = "each digit by itself, then GPT-2's"
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+SMOLLM_PATTERN = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s"
+LLAMA3_PATTERN = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}++|\p{{N}}{{1,3}}+"
+    rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*+{_SPACES}"
+)
+ANY_CHARACTER_PATTERN = r"[\s\S]"  # no merges beyond a character
+# What gptmini learned with before it took Qwen2's.
+FIRST_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}{1,16}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,16}[\r\n]{0,16}"
+    r"|\s{0,16}?[\r\n]|\s{1,16}(?!\S)|\s"
 )
 
-_QUOTES, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+"
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-DIGITS_THEN_GPT2 = "each digit by itself, then GPT-2's"
-# Our patterns: the equal one of tokenizer.json, which knows no possessive quantifiers (++ is a
-# repeated repeat to its regex engine), and the name in llama.cpp.
 KNOWN_PATTERNS = {
-    bpe.WORD_PATTERN: (
-        rf"{_QUOTES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+    bpe.WORD_PATTERN: KnownPattern(
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
         "qwen2",
     ),
-    rf"{_QUOTES}|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}++|\p{{N}}{{1,3}}+"
-    rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*+{_SPACES}": (
-        rf"{_QUOTES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    LLAMA3_PATTERN: KnownPattern(
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
         "llama-bpe",
     ),
-    GPT2_PATTERN: (_WORDS + r"| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", "gpt-2"),
-    r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s": (
-        DIGITS_THEN_GPT2,
-        "smollm",
+    GPT2_PATTERN: KnownPattern(
+        rf"{_GPT2_WORDS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+", "gpt-2"
     ),
-    r"[\s\S]": (r"[\s\S]", ""),  # no merges beyond a character
-    # What gptmini learned with before it took Qwen2's.
-    r"[^\r\n\p{L}\p{N}]?\p{L}{1,16}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,16}[\r\n]{0,16}"
-    r"|\s{0,16}?[\r\n]|\s{1,16}(?!\S)|\s": (
-        r"[^\r\n\p{L}\p{N}]?\p{L}{1,16}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,16}[\r\n]{0,16}"
-        r"|\s{0,16}?[\r\n]|\s{1,16}(?!\S)|\s",
-        "",
-    ),
+    SMOLLM_PATTERN: KnownPattern(DIGITS_THEN_GPT2, "smollm"),
+    ANY_CHARACTER_PATTERN: KnownPattern(ANY_CHARACTER_PATTERN, ""),
+    FIRST_PATTERN: KnownPattern(FIRST_PATTERN, ""),
 }
-# GPT-2 writes bytes as characters: those that print as themselves, the others from 256 on.
-_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
-BYTE_TO_UNICODE = dict(
-    zip(_PRINTED + _OTHERS, map(chr, [*_PRINTED, *range(256, 324)]), strict=True)
-)
+
+# GPT-2 writes a byte as one character: itself if that prints, else one from 256 on.
+_PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHER_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
+BYTE_TO_UNICODE = {byte: chr(byte) for byte in _PRINTABLE_BYTES}
+BYTE_TO_UNICODE |= {byte: chr(256 + index) for index, byte in enumerate(_OTHER_BYTES)}
 UNICODE_TO_BYTE = {character: byte for byte, character in BYTE_TO_UNICODE.items()}
 
 
 def to_byte_level(token: bytes) -> str:
-    """A token in GPT-2's characters."""
+    """Write a token in GPT-2's characters."""
     return "".join(BYTE_TO_UNICODE[byte] for byte in token)
 
 
 def from_byte_level(token: str) -> bytes:
-    """Its bytes; KeyError for a token that is not spelled so."""
+    """Read the bytes of a token in GPT-2's characters; KeyError if it has others."""
     return bytes(UNICODE_TO_BYTE[character] for character in token)
 
 
 def merge_below_rank(token: bytes, mergeable_ranks: Mapping[bytes, int]) -> list[bytes]:
-    """What a token's bytes merge to by the ranks below its own; two parts are its last merge."""
+    """Merge a token's bytes by the ranks below its own; two parts are its last merge."""
     limit = mergeable_ranks[token]
-    found = [token[place : place + 1] for place in range(len(token))]
-    while len(found) > 1:
-        joined = [mergeable_ranks.get(left + right, limit) for left, right in pairwise(found)]
-        rank = min(joined)
-        if rank >= limit:
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 1:
+        ranks = [mergeable_ranks.get(left + right, limit) for left, right in pairwise(parts)]
+        lowest = min(ranks)
+        if lowest >= limit:
             break
-        place = joined.index(rank)
-        found[place : place + 2] = [found[place] + found[place + 1]]
-    return found
+        place = ranks.index(lowest)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts
 
 
 def get_vocabulary(tokenizer: Tokenizer) -> tuple[str, dict[bytes, int], dict[str, int]]:
-    """Pattern, ranks and special tokens; ConfigError for a pattern that others may not have."""
+    """Return pattern, ranks and special tokens.
+
+    ConfigError for a pattern that other programs may not have.
+    """
     if not isinstance(tokenizer, BpeTokenizer):
         tokens = range(tokenizer.document_token)
         ranks = {tokenizer.decode_token(token): token for token in tokens}
-        return r"[\s\S]", ranks, tokenizer.special_tokens
-    pattern = tokenizer.to_dict()["pattern"]
+        return ANY_CHARACTER_PATTERN, ranks, tokenizer.special_tokens
+    pattern = tokenizer.encoding._pat_str
     if pattern not in KNOWN_PATTERNS:
         raise ConfigError(
             f"tokenizer.kind: {tokenizer.kind} splits words in a way that others may not share; "
@@ -102,145 +112,216 @@ def get_vocabulary(tokenizer: Tokenizer) -> tuple[str, dict[bytes, int], dict[st
 
 
 def recover_merges(mergeable_ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """The merges of the ranks, in their order; tokens that no merge makes have none."""
-    split = (
-        merge_below_rank(token, mergeable_ranks)
-        for token in sorted(mergeable_ranks, key=mergeable_ranks.__getitem__)
-    )
-    return [(to_byte_level(both[0]), to_byte_level(both[1])) for both in split if len(both) == 2]
+    """Recover the merges behind the ranks, in order; tokens that no merge makes have none."""
+    merges = []
+    for token in sorted(mergeable_ranks, key=mergeable_ranks.__getitem__):
+        parts = merge_below_rank(token, mergeable_ranks)
+        if len(parts) == 2:
+            merges.append((to_byte_level(parts[0]), to_byte_level(parts[1])))
+    return merges
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of tokenizer.json."""
-    pattern, ranks, special = get_vocabulary(tokenizer)
-    split: dict[str, Any] = {"type": "Split", "pattern": {"Regex": KNOWN_PATTERNS[pattern][0]}}
-    split |= {"behavior": "Isolated", "invert": False}
-    if KNOWN_PATTERNS[pattern][0] == DIGITS_THEN_GPT2:
-        split = {"type": "Digits", "individual_digits": True}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": number, "content": name, **flags, "special": True}
-        for name, number in sorted(special.items(), key=lambda pair: pair[1])
-    ]
-    model: dict[str, Any] = dict.fromkeys(
-        ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-    )
-    model |= {"type": "BPE", "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
-    model["vocab"] = {to_byte_level(token): number for token, number in ranks.items()} | special
-    model["merges"] = recover_merges(ranks)
-    by_bytes = level | {"use_regex": KNOWN_PATTERNS[pattern][0] == DIGITS_THEN_GPT2}
+    """Build the content of tokenizer.json."""
+    pattern, ranks, special_tokens = get_vocabulary(tokenizer)
+    vocab = {to_byte_level(token): number for token, number in ranks.items()}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
-        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},
-        **{"normalizer": None, "post_processor": None, "decoder": level | {"use_regex": True}},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, by_bytes]},
-        "model": model,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _build_added_tokens(special_tokens),
+        "normalizer": None,
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": True},
+        "pre_tokenizer": _build_pre_tokenizer(KNOWN_PATTERNS[pattern].tokenizer_json, byte_level),
+        "model": {
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "type": "BPE",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": vocab | special_tokens,
+            "merges": recover_merges(ranks),
+        },
     }
+
+
+def _build_added_tokens(special_tokens: dict[str, int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": number,
+            "content": name,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for name, number in _sort_by_number(special_tokens).items()
+    ]
+
+
+def _build_pre_tokenizer(pattern: str, byte_level: dict[str, Any]) -> dict[str, Any]:
+    """Build the two steps that split a text: by words, then into bytes."""
+    gpt2_after_digits = pattern == DIGITS_THEN_GPT2
+    split: dict[str, Any]
+    if gpt2_after_digits:
+        split = {"type": "Digits", "individual_digits": True}
+    else:
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    into_bytes = byte_level | {"use_regex": gpt2_after_digits}
+    return {"type": "Sequence", "pretokenizers": [split, into_bytes]}
+
+
+def _sort_by_number(special_tokens: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(special_tokens.items(), key=lambda item: item[1]))
+
+
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def from_tokenizer_json(
     data: dict[str, Any],
-    where: Path,
+    path: Path,
     vocab_size: int,
-    ends: Sequence[int | str | None] = (),
-    beginning: int | None = None,
+    end_tokens: Sequence[int | str | None] = (),
+    bos_token: int | None = None,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of tokenizer.json; unused numbers up to `vocab_size` become special tokens.
+    """Build a tokenizer from tokenizer.json; DataError, which names `path`, for other kinds.
 
-    `ends`, numbers or names, are the tokens that end a text. The document token is `<|endoftext|>`
-    or, without that, `beginning` or else the first of `ends`. What is not a special token is left
-    out of both. DataError for tokenizers of another kind.
+    Unused numbers up to `vocab_size` become special tokens. `end_tokens`, numbers or names, end a
+    text. The document token is `<|endoftext|>`, or without that `bos_token`, or else the first of
+    `end_tokens`. Both may name tokens that are not special; these are ignored.
     """
-    model = data["model"]
+    _check_model(data["model"], path)
+    pattern = _find_pattern(data.get("pre_tokenizer") or {}, path)
+    _check_normalizer(data.get("normalizer") or {}, path)
+    ranks, special_tokens = _read_vocabulary(data, path, vocab_size)
+    names: dict[int | str | None, str] = {}
+    for name, number in special_tokens.items():
+        names[number] = name
+        names[name] = name
+    end_names = [names[end] for end in end_tokens if end in names]
+    document_names = [names[each] for each in (END_OF_TEXT, bos_token) if each in names]
+    document_names += end_names
+    if not document_names:
+        raise DataError(f"{path}: no token ends a document; add {END_OF_TEXT} to added_tokens")
+    tokenizer = create_bpe_tokenizer(
+        IMPORTED_KIND, pattern, ranks, special_tokens, document_names[0], end_names, chat_template
+    )
+    unknown = data["model"].get("unk_token")
+    if tokenizer.missing_bytes and unknown is not None:
+        raise _unsupported(path, "model.unk_token", f"{unknown!r} for missing bytes, which")
+    return tokenizer
+
+
+def _check_model(model: dict[str, Any], path: Path) -> None:
+    """DataError for anything but a byte-level BPE."""
     if model["type"] != "BPE" or model.get("byte_fallback"):
-        raise _unsupported(where, "model.type", f"{model['type']}, a SentencePiece tokenizer,")
-    pattern = _find_pattern(data.get("pre_tokenizer") or {}, where)
-    normalizer = data.get("normalizer") or {}
-    if normalizer.get("type") == "NFC":
-        warn(f"{where}: normalizer: texts are not brought into NFC; do so yourself if they are not")
-    elif normalizer.get("normalizers") != [] and normalizer:
-        raise _unsupported(where, "normalizer", str(normalizer.get("type")))
+        raise _unsupported(path, "model.type", f"{model['type']}, a SentencePiece tokenizer,")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise _unsupported(where, f"model.{key}", repr(model[key]))
-    special = {token["content"]: token["id"] for token in data.get("added_tokens") or []}
-    added, ranks = set(special.values()), dict[bytes, int]()
-    for token, number in model["vocab"].items():
-        if number in added:
+            raise _unsupported(path, f"model.{key}", repr(model[key]))
+
+
+def _check_normalizer(normalizer: dict[str, Any], path: Path) -> None:
+    """DataError for a normalizer that changes texts; a warning for NFC, which seldom does."""
+    if normalizer.get("type") == "NFC":
+        warn(f"{path}: normalizer: texts are not brought into NFC; do so yourself if they are not")
+    elif normalizer and normalizer.get("normalizers") != []:
+        raise _unsupported(path, "normalizer", str(normalizer.get("type")))
+
+
+def _read_vocabulary(
+    data: dict[str, Any], path: Path, vocab_size: int
+) -> tuple[dict[bytes, int], dict[str, int]]:
+    """Read the ranks and the special tokens, which fill the vocabulary up to its size."""
+    special_tokens = {token["content"]: token["id"] for token in data.get("added_tokens") or []}
+    special_numbers = set(special_tokens.values())
+    ranks: dict[bytes, int] = {}
+    for token, number in data["model"]["vocab"].items():
+        if number in special_numbers:
             continue
         if set(token) <= UNICODE_TO_BYTE.keys():
             ranks[from_byte_level(token)] = number
         else:
-            special[token] = number
-    _check_merges(model, ranks, where)
-    used = {*ranks.values(), *special.values()}
+            special_tokens[token] = number
+    _check_merges(data["model"], ranks, path)
+    used = {*ranks.values(), *special_tokens.values()}
     if used and max(used) >= vocab_size:
         raise DataError(
-            f"{where}: token {max(used)} is beyond the model's vocabulary of {vocab_size}; restore "
+            f"{path}: token {max(used)} is beyond the model's vocabulary of {vocab_size}; restore "
             f"the tokenizer of this model"
         )
-    special |= {f"<|unused_{n}|>": n for n in range(vocab_size) if n not in used}
-    special = dict(sorted(special.items(), key=lambda item: item[1]))
-    names: dict[int | str | None, str] = {number: name for name, number in special.items()}
-    names |= {name: name for name in special}
-    known_ends = [names[end] for end in ends if end in names]
-    documents = [names[each] for each in (END_OF_TEXT, beginning, *known_ends) if each in names]
-    if not documents:
-        raise DataError(f"{where}: no token ends a document; add {END_OF_TEXT} to added_tokens")
-    tokenizer = create_bpe_tokenizer(
-        IMPORTED_KIND, pattern, ranks, special, documents[0], known_ends, chat_template
-    )
-    if tokenizer.missing_bytes and model.get("unk_token") is not None:
-        raise _unsupported(
-            where, "model.unk_token", f"{model['unk_token']!r} for missing bytes, which"
-        )
-    return tokenizer
+    for number in range(vocab_size):
+        if number not in used:
+            special_tokens[f"<|unused_{number}|>"] = number
+    return ranks, _sort_by_number(special_tokens)
 
 
-def _check_merges(model: dict[str, Any], mergeable_ranks: dict[bytes, int], where: Path) -> None:
+def _check_merges(model: dict[str, Any], mergeable_ranks: dict[bytes, int], path: Path) -> None:
     """DataError if the merges do not give what the ranks give."""
     listed = set[tuple[bytes, bytes]]()
     last = -1
-    for merge in model["merges"]:
-        left, right = map(from_byte_level, merge.split(" ") if isinstance(merge, str) else merge)
-        if mergeable_ranks[left + right] < last:
-            raise _unsupported(
-                where, "model.merges", f"not in the order of ids at {merge!r}, which"
-            )
-        last = mergeable_ranks[left + right]
+    for merge, left, right in _iter_merges(model):
+        rank = mergeable_ranks[left + right]
+        if rank < last:
+            problem = f"not in the order of ids at {merge!r}, which"
+            raise _unsupported(path, "model.merges", problem)
+        last = rank
         listed.add((left, right))
     for token in mergeable_ranks:
-        split = merge_below_rank(token, mergeable_ranks)
-        single = len(token) == 1 or (len(split) > 2 and model.get("ignore_merges"))
-        if not single and tuple(split) not in listed:
-            raise _unsupported(
-                where, "model.merges", f"none for token {to_byte_level(token)!r}, which"
-            )
+        parts = merge_below_rank(token, mergeable_ranks)
+        needs_no_merge = len(token) == 1 or (len(parts) > 2 and model.get("ignore_merges"))
+        if not needs_no_merge and tuple(parts) not in listed:
+            problem = f"none for token {to_byte_level(token)!r}, which"
+            raise _unsupported(path, "model.merges", problem)
 
 
-def _find_pattern(pre: dict[str, Any], where: Path) -> str:
-    """Our pattern for a pre-tokenizer."""
-    steps: list[dict[str, Any]] = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
-    level = steps[-1] if steps else {}
-    names = [step.get("type") for step in steps]
-    by_words = level.get("use_regex", True)  # the last step splits as GPT-2 does
+def _iter_merges(model: dict[str, Any]) -> Iterator[tuple[Any, bytes, bytes]]:
+    """Yield each merge as it is written, "a b" or ["a", "b"], and the bytes of both halves."""
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        yield merge, from_byte_level(left), from_byte_level(right)
+
+
+def _find_pattern(pre_tokenizer: dict[str, Any], path: Path) -> str:
+    """Find our pattern for a pre-tokenizer; DataError if there is none."""
+    steps: list[dict[str, Any]] = [pre_tokenizer]
+    if pre_tokenizer.get("type") == "Sequence":
+        steps = pre_tokenizer["pretokenizers"]
+    last_step = steps[-1] if steps else {}
+    kinds = [step.get("type") for step in steps]
+    splits_as_gpt2 = last_step.get("use_regex", True)
     split = ""
-    if names == ["ByteLevel"] and by_words:
-        split = KNOWN_PATTERNS[GPT2_PATTERN][0]
-    elif names == ["Digits", "ByteLevel"] and by_words and steps[0].get("individual_digits"):
-        split = DIGITS_THEN_GPT2
-    elif names == ["Split", "ByteLevel"] and not by_words:
-        alone = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
-        split = steps[0]["pattern"].get("Regex", "") if alone else ""
-    known = {theirs: pattern for pattern, (theirs, _) in KNOWN_PATTERNS.items()}
-    if split not in known or level.get("add_prefix_space"):
-        raise _unsupported(where, "pre_tokenizer", split or " + ".join(map(str, names)) or "none")
-    return known[split]
+    if kinds == ["ByteLevel"] and splits_as_gpt2:
+        split = KNOWN_PATTERNS[GPT2_PATTERN].tokenizer_json
+    elif kinds == ["Digits", "ByteLevel"] and splits_as_gpt2:
+        split = DIGITS_THEN_GPT2 if steps[0].get("individual_digits") else ""
+    elif kinds == ["Split", "ByteLevel"] and not splits_as_gpt2:
+        words_stay_whole = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
+        split = steps[0]["pattern"].get("Regex", "") if words_stay_whole else ""
+    ours = {known.tokenizer_json: pattern for pattern, known in KNOWN_PATTERNS.items()}
+    if split not in ours or last_step.get("add_prefix_space"):
+        raise _unsupported(path, "pre_tokenizer", split or " + ".join(map(str, kinds)) or "none")
+    return ours[split]
 
 
-def _unsupported(where: Path, key: str, value: str) -> DataError:
+def _unsupported(path: Path, key: str, value: str) -> DataError:
     return DataError(
-        f"{where}: {key}: {value} is not supported; use a model with byte-level BPE, as GPT-2, "
+        f"{path}: {key}: {value} is not supported; use a model with byte-level BPE, as GPT-2, "
         f"Llama 3, Qwen and SmolLM have"
     )

@@ -39,7 +39,7 @@ from typing import Any
 from gptmini.config.load import DEFAULT_CONFIG_FILE, find_config_file, load_config
 from gptmini.config.settings import DataConfig
 from gptmini.data import sources
-from gptmini.tokenizer.tokenizers import choose_tokenizer
+from gptmini.tokenizer.choose import choose_tokenizer
 
 ARMS = ("plan", "default", "hand")
 Trial = tuple[str, str, str]  # text, minutes, arm

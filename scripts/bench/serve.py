@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx
 
-from gptmini.tokenizer.tokenizers import load_tokenizer
+from gptmini.tokenizer.load import load_tokenizer
 
 LLAMA = """
 import sys, threading, xllamacpp as x

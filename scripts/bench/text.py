@@ -27,7 +27,7 @@ from gptmini.config.settings import Config, DataConfig
 from gptmini.data.corpus import prepare_corpus
 from gptmini.data.sources import find_source
 from gptmini.errors import DataError
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer.load import create_tokenizer
 
 
 def write_kinds(documents: list[str], folder: Path) -> dict[str, str]:
@@ -126,7 +126,7 @@ def main() -> None:
     rounds = 1 if chosen.quick else 3
     kinds = ["byte", "char"]
     try:
-        tokenizers.create_tokenizer("gpt2", None, ())
+        create_tokenizer("gpt2", None, ())
         kinds.append("gpt2")
     except DataError:
         print("warning: gpt2: no encoding files; set TIKTOKEN_CACHE_DIR", file=sys.stderr)
@@ -134,7 +134,7 @@ def main() -> None:
         folder = Path(name)
         files = write_kinds(documents, folder)
         for vocab_size in (1024, 4096, 16384):
-            tokenizer = tokenizers.create_tokenizer("bpe", vocab_size, documents)
+            tokenizer = create_tokenizer("bpe", vocab_size, documents)
             kind = str(folder / f"bpe-{vocab_size}.json")
             Path(kind).write_text(tokenizer.to_json())
             kinds.append(kind)

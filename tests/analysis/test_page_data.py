@@ -18,7 +18,8 @@ from gptmini.generate.filters import draw_uniform, sample_token
 from gptmini.generate.run import Run
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.tokenizers import BpeTokenizer, ByteTokenizer, CharTokenizer
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 from gptmini.train.evaluate import compute_token_losses
 from tests.analysis.test_attention_maps import TOKENS, model_of
 from tests.support import tiny

@@ -1,4 +1,4 @@
-"""`gptmini generate` and `gptmini score` as they are used, and misused."""
+"""`gptmini generate` as it is used, and misused."""
 
 import io
 import json
@@ -15,28 +15,10 @@ from pathlib import Path
 import pytest
 
 from gptmini import console
-from gptmini.cli import generate
-from gptmini.cli.generate import MAX_INPUT_BYTES
-from tests.support import SMALL, WORDS
+from gptmini.cli.options import MAX_INPUT_BYTES
+from tests.support import SMALL
 
 FEW = ["--max-new-tokens", "6"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{n}. {WORDS}\n" for n in range(40)))
-    words = [sys.executable, "-m", "gptmini", "train", "--data", str(text), *SMALL]
-    subprocess.run(words, cwd=folder, check=True, capture_output=True)
-    return folder / "runs" / "text"
-
-
-@pytest.fixture
-def run(trained: Path, gptmini) -> str:
-    """In the directory of the test."""
-    shutil.copytree(trained, "runs/text")
-    return "runs/text"
 
 
 def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
@@ -336,37 +318,36 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-# -- score -----------------------------------------------------------------------------------------
+def test_a_run_is_suggested_for_a_name_that_is_nearly_its(gptmini):
+    Path("runs/my").mkdir(parents=True)
+    Path("runs/my/config.yaml").touch()
+    for name in ("my", "runs/myy"):
+        code, _, err = gptmini("generate", name)
+        assert (code, f"{name}: no run here; did you mean runs/my?" in err) == (4, True)
 
 
-def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
-    code, out, err = gptmini("score", "--text", "the fox")
-    assert (code, err) == (0, "runs/text, step 4\n")
-    assert gptmini("score", run, "--text", "the fox") == (0, out, "")
-    lines = out.splitlines()
-    assert len(lines) == 1 + 7 + 1
-    assert "7 tokens, 7 bytes: loss" in lines[-1]
-    found = json.loads(gptmini("score", "--text", "the fox", "--json")[1])
-    assert [row["text"] for row in found["scores"]] == list("the fox")
-    assert found["loss"] == pytest.approx(-sum(row["logprob"] for row in found["scores"]) / 7)
-    assert f"loss {found['loss']:.4f}" in lines[-1]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert list(generate._color_tokens(cli_generate_score(found)))[-1] == "\n"
-    code, _, err = gptmini("score")
-    assert (code, err.count("\n")) == (2, 1)
-
-
-def cli_generate_score(found: dict):
-    from gptmini.analysis.evaluate import Score
-
-    rows = found["scores"]
-    columns = ("text", "token", "logprob", "rank")
-    return Score(*([row[name] for row in rows] for name in columns), found["bytes"])
-
-
-def test_surprise_is_a_color():
-    from gptmini.analysis.evaluate import Score
-
-    found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
-    text = "".join(generate._color_tokens(found))
-    assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"
+def test_wrong_settings_when_generating(gptmini, text_file: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    for words, line in [
+        (["--temperature", "-1"], "--temperature: must be at least 0, not -1"),
+        (["--temperature", "nan"], "--temperature: must be a finite number"),
+        (["--top-k", "0"], "--top-k: "),
+        (["--top-p", "1.5"], "--top-p: "),
+        (["--max-new-tokens", "-1"], "--max-new-tokens: "),
+        (["--seed", "-1"], "--seed: "),
+        (["--min-p", "1"], "--min-p: "),
+        (["--set", "sample.repetition_penalty=0"], "sample.repetition_penalty"),
+        (["--stop", ""], "--stop"),
+        (["--set", "sample.bias=e"], "--set sample.bias: "),
+        (["--set", "sample.bias={e: nan}"], "sample.bias.e: expected a number"),
+        (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
+        (["--samples", "0"], "--samples: must be at least 1"),
+        (["--weights", "int4"], "--weights int4: not supported"),
+        (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
+        (["-i"], "--prompt: cannot be combined with --interactive"),
+        (["--device", "mps"], "device mps: unknown; use auto, cpu or cuda"),
+        (["--set", "sample.overflow=error", "--max-new-tokens", "99"], "do not fit the context of"),
+    ]:
+        code, out, err = gptmini("generate", "runs/text", "--prompt", "The ", *words)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert line in err

@@ -16,7 +16,10 @@ from gptmini.data import corpus as corpora
 from gptmini.data import formats, sources, token_file
 from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import DataError, MachineError
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer import chunks
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.load import create_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import WORDS, gpt2, tiny
 
 DOCUMENT = 256
@@ -209,13 +212,11 @@ def test_the_same_content_elsewhere_is_not_prepared_again(text_file: Path, tmp_p
 
 
 def test_text_that_changes_while_read_leaves_nothing(text_file: Path, tmp_path: Path, monkeypatch):
-    create = tokenizers.create_tokenizer
-
-    def change_the_file(*arguments: Any) -> tokenizers.Tokenizer:
+    def change_the_file(*arguments: Any) -> Tokenizer:
         text_file.write_text("other words")
-        return create(*arguments)
+        return create_tokenizer(*arguments)
 
-    monkeypatch.setattr(tokenizers, "create_tokenizer", change_the_file)
+    monkeypatch.setattr(corpora, "create_tokenizer", change_the_file)
     with pytest.raises(DataError, match="changed while being read"):
         prepared(text_file, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -283,7 +284,7 @@ def test_texts_without_words_take_bounded_time(tmp_path: Path, kind, text):
 def test_token_files_are_the_same_on_any_number_of_cores(
     text_file: Path, tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", 64)
+    monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", 64)
     whole = []
     for cores in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
@@ -338,7 +339,7 @@ def test_tokens_beyond_16_bits_keep_their_numbers(tmp_path: Path):
     encoding = tiktoken.Encoding(
         "large", pat_str=r" \d+|.", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000}
     )
-    (tmp_path / "t.json").write_text(tokenizers.BpeTokenizer(encoding).to_json())
+    (tmp_path / "t.json").write_text(BpeTokenizer(encoding).to_json())
     numbers = [256, 300, 65_535, 65_536, 69_999] * 100
     (tmp_path / "a.txt").write_text("".join(f" {number}" for number in numbers))
     kind = str(tmp_path / "t.json")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gptmini.config.settings import DataConfig
 from gptmini.data import formats, sources
 from gptmini.errors import DataError
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer import chunks
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
 IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -38,7 +38,7 @@ def test_a_file_is_a_document_whatever_its_pieces(tmp_path: Path, monkeypatch, t
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     monkeypatch.setattr(formats, "TEXT_BLOCK_SIZE", block)
-    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", block)
+    monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", block)
     assert documents(path) == [with_line_feeds(text)] * bool(text)
 
 
@@ -51,7 +51,7 @@ def test_separators_split_documents_wherever_blocks_end(
     path = tmp_path / "a.md"
     path.write_bytes(text.encode())
     monkeypatch.setattr(formats, "TEXT_BLOCK_SIZE", block)
-    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", block)
+    monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", block)
     expected = [document for document in with_line_feeds(text).split(separator) if document]
     assert documents(path, separator=separator) == expected
 
@@ -92,7 +92,7 @@ def test_parquet_columns_are_documents(tmp_path: Path):
 
 
 def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(tokenizers, "TEXT_BLOCK_SIZE", 10)
+    monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", 10)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "seven words are in this one sentence"}) + "\n")
     source = sources.find_source([str(path)], DataConfig())

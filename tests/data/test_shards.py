@@ -17,7 +17,7 @@ from gptmini.data.shards import ConcatTokenFile
 from gptmini.data.token_file import TokenFile
 from gptmini.errors import ConfigError, DataError
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer import tokenizers
+from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import SMALL, prose, tiny, train
 
@@ -176,7 +176,7 @@ def test_damage_names_the_part(folder: Path):
 
 def test_a_learned_tokenizer_comes_from_a_file(folder: Path, tmp_path: Path):
     learned = tmp_path / "my.json"
-    learned.write_text(tokenizers.create_tokenizer("bpe", 300, [prose(500)]).to_json())
+    learned.write_text(create_tokenizer("bpe", 300, [prose(500)]).to_json())
     out = made(folder, 3, str(learned))
     learned.unlink()
     corpus = corpora.prepare_corpus(asked(out, kind=""), tmp_path / "cache")
@@ -210,9 +210,7 @@ def test_misuse_is_one_line_with_a_remedy(folder: Path, tmp_path: Path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match="--part 9/9: the text has 7 files; use at most as many"):
         shards.prepare_part(asked(folder), 9, 9, tmp_path / "new")
-    (tmp_path / "my.json").write_text(
-        tokenizers.create_tokenizer("bpe", 300, [prose(500)]).to_json()
-    )
+    (tmp_path / "my.json").write_text(create_tokenizer("bpe", 300, [prose(500)]).to_json())
     with pytest.raises(ConfigError, match="not bpe, the tokenizer asked for; choose another --out"):
         shards.prepare_part(asked(folder, kind=str(tmp_path / "my.json")), 1, 2, whole)
     with pytest.raises(DataError, match=r"lacks part 3/4; make it with .* --part 3/4"):

@@ -21,7 +21,8 @@ from gptmini.data.token_file import (
     count_windows,
 )
 from gptmini.errors import DataError
-from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, TextChunk
+from gptmini.tokenizer.chunks import TextChunk
+from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
 
@@ -48,7 +49,7 @@ def test_tokens_are_read_by_position(token_file: Path, text_file: Path):
 
 
 def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(token_files.tokenizers, "TEXT_BLOCK_SIZE", 4)  # several batches
+    monkeypatch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", 4)  # several batches
     path = tmp_path / "a.tokens"
     texts = [("one", True), (" and more", False), ("two", True), ("", True)]
     pieces = (TextChunk(*each) for each in texts)

@@ -14,7 +14,8 @@ from gptmini.generate.native import engine as native
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.tokenizers import BpeTokenizer, CharTokenizer
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.tokenizers import CharTokenizer
 from tests.support import tiny, train
 
 

@@ -23,7 +23,8 @@ from gptmini.interop.huggingface import import_model
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import Tokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.state import write_run
 from tests.support import prose
 
@@ -120,7 +121,7 @@ def test_transformers_computes_the_same(case, tmp_path):
     made = export_run(run, tmp_path / "out")
     assert made.architecture == architecture
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(theirs).__name__ == architectures.HF_CLASSES[architecture]
+    assert type(theirs).__name__ == architectures.ARCHITECTURES[architecture].hf_class
     tokens = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = run.model(tokens)
     scale = float(expected.detach().abs().max())
@@ -178,7 +179,7 @@ def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
     settings = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
     made = theirs.generate(torch.tensor([prompt]), **settings)
     logits = run.model(torch.tensor([prompt]))[0, -1].detach()
-    scores = LogitsProcessor(sample, run.bias(sample))(logits, prompt, [])
+    scores = LogitsProcessor(sample, run.build_bias(sample))(logits, prompt, [])
     if sample.temperature == 0:
         assert made.sequences[0, -1] == scores.argmax()
         torch.testing.assert_close(made.scores[0][0], scores, rtol=0, atol=1e-4)

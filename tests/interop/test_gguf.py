@@ -14,7 +14,8 @@ from gptmini.generate.run import Run
 from gptmini.interop import gguf
 from gptmini.interop.export import HARD_TEXTS, export_run
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.tokenizers import Tokenizer, create_tokenizer
+from gptmini.tokenizer.load import create_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.interop.test_export import (
     CASES,
     CHAT_TOKENIZER,
@@ -144,7 +145,7 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
         if fault.startswith("rows"):
             for name in weights:
                 if name.endswith("q_proj.weight"):  # undone by the interleaving
-                    weights[name] = gguf._interleave(weights[name], 4, back=True)
+                    weights[name] = gguf.separate_halves(weights[name], 4)
         config = config.model_copy(update=FAULTS.get(fault, {}))
         write(path, run, kind, config, weights, to)
 

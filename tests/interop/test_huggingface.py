@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text, score_text
+from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text
+from gptmini.analysis.score import score_text
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
 from gptmini.generate.run import Run, load_run
 from gptmini.interop.export import export_run
 from gptmini.interop.huggingface import import_model
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import Tokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import convert
 from tests.interop.test_export import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer
 from tests.support import new_cache, prose
@@ -107,7 +109,7 @@ def imported(tmp_path: Path) -> Run:
 def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, tmp_path):
     cache = tmp_path / "cache"
     (tmp_path / "text.txt").write_text(TEXT)
-    assert score_text(imported, "It was").bytes == 6
+    assert score_text(imported, "It was").n_bytes == 6
     spans = load_text(imported, [str(tmp_path / "text.txt")], cache)
     assert evaluate_run(imported, spans).loss > 1
     with pytest.raises(DataError, match="was imported, with no text; give one with --data"):

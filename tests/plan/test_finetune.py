@@ -29,7 +29,7 @@ from gptmini.plan import finetune as fine_tuning
 from gptmini.plan import minutes
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.tokenizers import create_tokenizer
+from gptmini.tokenizer.load import create_tokenizer
 from gptmini.train import convert, trainer
 from tests.support import SMALL, gpt2, new_cache, tiny
 from tests.support import train as begin_training

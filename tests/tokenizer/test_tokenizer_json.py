@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 
 from gptmini.errors import ConfigError, DataError
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.tokenizers import (
-    BpeTokenizer,
-    Tokenizer,
-    create_bpe_tokenizer,
-    create_tokenizer,
-    load_tokenizer,
-)
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import gpt2, prose
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")

@@ -1,4 +1,4 @@
-"""The commands that need no model: `gptmini tokenizer ...` and `gptmini data fetch`."""
+"""`gptmini tokenizer`: train, use and inspect tokenizers."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from gptmini.cli.options import AsJson, Errors, argument, option
 from gptmini.errors import DataError
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
-data_app = typer.Typer(help="Download and prepare texts.")
 
 TokenizerName = Annotated[
     str, argument(..., "NAME", "A run, a tokenizer file, or a name such as byte or gpt2.")
@@ -35,7 +34,7 @@ def train(
     from gptmini.config import load
     from gptmini.data import corpus, sources
 
-    if out.suffix != ".json":  # by which other commands know a tokenizer file
+    if out.suffix != ".json":  # other commands know a tokenizer file by its suffix
         out = Path(f"{out}.json")
     config = load.load_config(
         None,
@@ -48,9 +47,8 @@ def train(
         ],
     )
     with sources.stdin_as_file(config.data.path, Path(tempfile.gettempdir())) as paths:
-        learned = corpus.learn_tokenizer(
-            "bpe", vocab_size, [sources.find_source(paths, config.data)]
-        )
+        source = sources.find_source(paths, config.data)
+        learned = corpus.learn_tokenizer("bpe", vocab_size, [source])
     files.atomic_write_bytes(out, learned.to_json().encode())
     console.say(f"saved {out}: {learned.vocab_size:,} tokens")
 
@@ -63,9 +61,9 @@ def encode(
     """Print the tokens of a text as numbers."""
     from gptmini.console import stream_to_stdout
     from gptmini.files import decode_utf8
-    from gptmini.tokenizer import tokenizers
+    from gptmini.tokenizer.load import find_tokenizer
 
-    encoder = tokenizers.find_tokenizer(name)
+    encoder = find_tokenizer(name)
     if text is None:
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     else:
@@ -81,9 +79,9 @@ def decode(
     """Print the text of tokens; a pipe or file gets the exact bytes."""
     from gptmini.console import stream_to_stdout
     from gptmini.files import decode_utf8
-    from gptmini.tokenizer import tokenizers
+    from gptmini.tokenizer.load import find_tokenizer
 
-    decoder = tokenizers.find_tokenizer(name)
+    decoder = find_tokenizer(name)
     if tokens is None:
         tokens = decode_utf8(sys.stdin.buffer.read(), "standard input").split()
     for word in tokens:
@@ -104,9 +102,9 @@ def info(
     """Show the vocabulary, the longest and the special tokens, and the compression of texts."""
     from gptmini.console import escape_control_characters
     from gptmini.data import corpus
-    from gptmini.tokenizer import tokenizers
+    from gptmini.tokenizer.load import find_tokenizer
 
-    inspected = tokenizers.find_tokenizer(name)
+    inspected = find_tokenizer(name)
     lengths = inspected.compute_byte_lengths()
     special = inspected.special_tokens
     longest = lengths.argsort(kind="stable")[::-1][:10].tolist()
@@ -124,10 +122,8 @@ def info(
         return
     rows = {"kind": inspected.kind, "vocabulary": f"{inspected.vocab_size:,} tokens"}
     if lengths.max() > 1:
-        rows["longest tokens"] = ", ".join(
-            escape_control_characters(json.dumps(token, ensure_ascii=False))
-            for token in facts["longest_tokens"]
-        )
+        quoted = [json.dumps(token, ensure_ascii=False) for token in facts["longest_tokens"]]
+        rows["longest tokens"] = ", ".join(map(escape_control_characters, quoted))
     rows["special tokens"] = ", ".join(map(escape_control_characters, facts["special_tokens"]))
     rows["texts end with"] = " or ".join(map(escape_control_characters, facts["end_tokens"]))
     if data:
@@ -136,14 +132,3 @@ def info(
         rows["vocabulary used"] = f"{facts['coverage']:.1%} of its tokens occur in this text"
     for label, value in rows.items():
         print(f"{label:17}{value}")
-
-
-@data_app.command("fetch")
-def fetch(
-    name: str = argument(..., "NAME", "tinyshakespeare or tinystories."),
-    out: Path = option(Path("data"), "DIR", "The folder to save it in."),
-) -> None:
-    """Download a known corpus and check its SHA-256."""
-    from gptmini.data import fetch
-
-    print(fetch.fetch(name, out))

@@ -1,0 +1,69 @@
+"""Scores a text token by token: how likely a trained model finds each token."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gptmini.errors import CheckpointError, DataError
+from gptmini.generate.run import Run
+from gptmini.generate.texts import encode_start
+from gptmini.train.evaluate import compute_token_losses
+
+
+@dataclass(frozen=True)
+class Score:
+    """The tokens of a text, with the log-probability (nats) and the rank (1 is top) of each."""
+
+    texts: list[str]
+    tokens: list[int]
+    logprobs: list[float]
+    token_ranks: list[int]
+    n_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return -sum(self.logprobs) / len(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of UTF-8: comparable across tokenizers."""
+        return -sum(self.logprobs) / math.log(2) / self.n_bytes
+
+
+@torch.inference_mode()
+def score_text(run: Run, text: str) -> Score:
+    """Score each token of a text, as if the model had generated it from an empty prompt.
+
+    A text longer than the context is read in windows of one context, half a context apart. So
+    every token has at least half a context before it, or everything there is. Raises DataError if
+    the text is empty, CheckpointError if the weights are not finite.
+    """
+    tokens = run.encode(text, "text")
+    if not tokens:
+        raise DataError("text: empty; give at least one character")
+    start_token = encode_start(run.tokenizer, run.config.sample)[-1:]
+    document = torch.tensor([*start_token, *tokens])
+    context_length = run.config.model.context_length
+    logprobs: list[float] = []
+    token_ranks: list[int] = []
+    while len(logprobs) < len(tokens):
+        n_scored = len(logprobs)
+        window_start = max(0, n_scored - context_length // 2) if n_scored else 0
+        window = document[window_start : window_start + context_length + 1]
+        inputs = window[None, :-1]  # (1, T)
+        targets = window[None, 1:]  # (1, T)
+        losses, ranks = compute_token_losses(run.model, inputs, targets)  # (1, T), (1, T)
+        # The first half of a later window was scored with more context by the window before.
+        first_new = n_scored - window_start
+        logprobs += (-losses[0, first_new:]).tolist()
+        token_ranks += ranks[0, first_new:].tolist()
+    if not math.isfinite(sum(logprobs)):
+        raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
+    texts = [run.tokenizer.decode([token]) for token in tokens]
+    return Score(texts, tokens, logprobs, token_ranks, len(text.encode()))

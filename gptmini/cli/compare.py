@@ -1,0 +1,118 @@
+"""`gptmini compare`: train variants, or take finished runs, and compare them."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+from gptmini.cli.options import (
+    RUNS_FOLDER,
+    AsJson,
+    Assignments,
+    Cache,
+    Data,
+    Errors,
+    Steps,
+    argument,
+    build_config,
+    option,
+)
+from gptmini.errors import ConfigError
+from gptmini.files import DEFAULT_CACHE_DIR
+
+DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"
+
+
+def compare(
+    names: list[str] | None = argument(
+        None, "CONFIG|RUN", "Configurations to train, and directories of finished runs."
+    ),
+    attention: str | None = option(
+        None,
+        "KINDS",
+        "Variants of one configuration, separated by commas.",
+        show_default=DEFAULT_ATTENTIONS,
+    ),
+    seeds: int | None = option(
+        None, "N", "Training runs per variant.", min=1, max=100, show_default="1"
+    ),
+    data: Data = None,
+    errors: Errors = None,
+    steps: Steps = None,
+    minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
+    assignments: Assignments = None,
+    out: Path | None = option(
+        None,
+        "DIR",
+        "Directory for runs and results.",
+        show_default="runs/compare, or runs/compared if nothing is trained",
+    ),
+    as_json: AsJson = False,
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """Train variants in turn, or take finished runs, and compare quality, memory and speed."""
+    finished = [Path(name) for name in names or [] if (Path(name) / "config.yaml").exists()]
+    configs: list[str | None] = [name for name in names or [] if Path(name) not in finished]
+    if not finished and not configs:
+        configs = [None]
+    for name in configs:
+        if name is not None and Path(name).suffix not in (".yaml", ".yml"):
+            _check_known(name)
+    train_options = {"--steps": steps, "--minutes": minutes}
+    if not configs:
+        only_for_training = train_options | {
+            "--attention": attention,
+            "--set": assignments,
+            "--errors": errors,
+            "--seeds": seeds,
+        }
+        for label, value in only_for_training.items():
+            if value is not None:
+                raise ConfigError(f"{label}: these runs are already trained; remove this option")
+    variants = {}
+    for kind, name in _list_variants(configs, attention, only=not finished):
+        config = build_config(name, data, errors, kind, train_options, assignments)
+        variants[kind or name or "default"] = config
+    if "-" in chain(data or [], *(config.data.path for config in variants.values())):
+        raise ConfigError("--data -: standard input can be read only once; name a file")
+    out = out or RUNS_FOLDER / ("compare" if variants else "compared")
+    from gptmini.analysis import compare as comparing
+    from gptmini.analysis import variants as figures
+    from gptmini.console import say
+
+    measured = comparing.compare(variants, finished, seeds or 1, data, out, cache)
+    if as_json:
+        print(json.dumps(figures.to_json(measured)))
+        return
+    print(figures.format_table(measured))
+    print(figures.TABLE_LEGEND)
+    print()
+    for line in figures.write_verdicts(measured):
+        print(line)
+    say(f"compare: all figures: {out / 'compare.md'}")
+
+
+def _check_known(name: str) -> None:
+    """Raise ConfigError if this is neither a run directory nor the name of a configuration."""
+    from gptmini.config import load
+
+    try:
+        load.find_config_file(name)
+    except ConfigError as error:
+        problem = str(error).replace("no such configuration", "no such configuration or run", 1)
+        raise ConfigError(problem) from None
+
+
+def _list_variants(
+    configs: list[str | None], attention: str | None, only: bool
+) -> list[tuple[str | None, str | None]]:
+    """List the (attention, configuration) of each variant.
+
+    A single configuration that is compared with nothing else (`only`) is compared with itself, in
+    each of DEFAULT_ATTENTIONS.
+    """
+    if len(configs) > 1 and attention:
+        raise ConfigError("--attention: needs a single configuration; name one, or remove it")
+    if not attention and not (only and len(configs) == 1):
+        return [(None, name) for name in configs]
+    kinds = (attention or DEFAULT_ATTENTIONS).split(",")
+    return [(kind, name) for name in configs for kind in kinds]

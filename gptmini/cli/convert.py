@@ -1,0 +1,44 @@
+"""`gptmini convert`: start a run from a trained model with fewer KV heads or a window."""
+
+import shlex
+from pathlib import Path
+
+from gptmini.cli.options import AttentionName, Cache, RunName, option, parse_attention, resolve_run
+from gptmini.errors import ConfigError
+from gptmini.files import DEFAULT_CACHE_DIR
+
+
+def convert(
+    run: RunName = None,
+    attention: AttentionName = None,
+    steps: int | None = option(
+        None, "N", "Steps to train it further.", min=1, show_default="a tenth of the original"
+    ),
+    out: Path | None = option(None, "DIR", "The new run directory.", show_default="RUN-ATTENTION"),
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """Start a new run from a trained model, with its KV heads averaged into fewer."""
+    if attention is None:
+        raise ConfigError("--attention: missing; write for example --attention gqa:2")
+    path = resolve_run(run)
+    path = path.resolve() if path.name == "" else path  # "." has no name
+    out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
+    from gptmini.console import say
+    from gptmini.generate.run import load_run
+    from gptmini.train import convert
+
+    trained = load_run(path, weights="float32", cache=cache)
+    config = convert.convert_run(trained, parse_attention(attention), steps, out, cache)
+    old = trained.config.model
+    new = config.model
+    change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
+    if new.n_kv_head == old.n_kv_head:
+        change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
+    name = shlex.quote(str(out))
+    command = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
+    if not trained.corpus:  # an imported model has no text of its own
+        command = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
+    say(
+        f"{out}: {change}, from step {trained.step} of {path}; train it for {config.train.steps} "
+        f"steps with:\n  {command}"
+    )

@@ -1,0 +1,75 @@
+"""`gptmini evaluate`: measure a trained model on held-out text."""
+
+import json
+from typing import Any, Literal
+
+from gptmini.cli.options import (
+    AsJson,
+    Cache,
+    Data,
+    Device,
+    RunName,
+    Threads,
+    WeightsType,
+    option,
+    resolve_run,
+)
+from gptmini.errors import ConfigError
+from gptmini.files import DEFAULT_CACHE_DIR
+
+
+def evaluate(
+    run: RunName = None,
+    data: Data = None,
+    stride: int | None = option(
+        None, "N", "Tokens from one window to the next.", min=1, show_default="one window"
+    ),
+    batch_size: int = option(16, "N", "Windows per batch.", min=1),
+    split: Literal["validation", "test"] = option(
+        "validation", "PART", "Part of its own text: validation, or test if data.test is set."
+    ),
+    weights: WeightsType = "float32",
+    device: Device = "auto",
+    threads: Threads = None,
+    as_json: AsJson = False,
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """Measure a trained model on its held-out text, or on all of another text."""
+    if data and split == "test":
+        raise ConfigError("--split test: is a part of the run's own text; leave out --data")
+    path = resolve_run(run)
+    from gptmini.config.load import load_config
+    from gptmini.console import say
+    from gptmini.data import corpus
+
+    if data and "-" not in data:
+        run_config = load_config(path / "config.yaml", [])
+        corpus.check_paths(data, run_config.data)  # names a wrong path before torch is loaded
+    from gptmini.analysis.evaluate import evaluate_run, load_text
+    from gptmini.generate.run import load_run
+
+    trained = load_run(path, device, weights, cache)
+    window = trained.config.seq_len
+    if stride is not None and stride > window:
+        raise ConfigError(
+            f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
+        )
+    texts = load_text(trained, data, cache, split)
+    say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
+    facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
+    print(json.dumps(facts) if as_json else _format_evaluation(facts))
+
+
+def _format_evaluation(facts: dict[str, Any]) -> str:
+    """Format the figures of an evaluation as lines of text."""
+
+    def error(key: str) -> str:
+        return "" if facts[key] is None else f" ± {facts[key]:.4f}"
+
+    return (
+        f"loss           {facts['loss']:.4f}{error('loss_error')} nats per token\n"
+        f"perplexity     {facts['perplexity']:,.3f}\n"
+        f"bits per byte  {facts['bits_per_byte']:.4f}{error('bits_per_byte_error')}\n"
+        f"accuracy       {100 * facts['accuracy']:.2f} % (top-1)\n"
+        f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
+    )

@@ -1,0 +1,54 @@
+"""`gptmini export`: write a trained model for other programs."""
+
+import shlex
+from pathlib import Path
+
+from gptmini.cli.options import Cache, RunName, option, resolve_run
+from gptmini.errors import ConfigError
+from gptmini.files import DEFAULT_CACHE_DIR
+
+
+def export(
+    run: RunName = None,
+    to: str = option("hf", "FORMAT", "hf, a folder for transformers, or gguf, for llama.cpp."),
+    weights: str | None = option(
+        None, "TYPE", "Matrices in gguf: f32, f16, bf16 or q8_0.", show_default="f16"
+    ),
+    out: Path | None = option(
+        None, "PATH", "The folder or file to write.", show_default="RUN-hf or RUN-f16.gguf"
+    ),
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """Write a trained model for other programs, and prove that it computes the same."""
+    if to not in ("hf", "gguf"):
+        raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
+    if weights is not None and to == "hf":
+        raise ConfigError("--weights: applies to --to gguf; leave it out")
+    path = resolve_run(run)
+    path = path.resolve() if path.name == "" else path  # "." has no name
+    kind = weights or "f16"
+    if out is None:
+        out = path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
+    from gptmini.console import say
+    from gptmini.interop.export import export_run
+
+    exported = export_run(path, out, to, kind, cache)
+    say(f"{path}: written as a {exported.architecture}")
+    say(
+        f"proof: read back, its logits differ by at most {exported.difference:.1e} (the largest is "
+        f"{exported.scale:.1f}) on {exported.tokens:,} tokens"
+    )
+    if exported.rounding:
+        say(f"proof: rounding to {kind} changes logits by at most {exported.rounding:.1e}")
+    print(out)
+    if to == "hf":
+        say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        return
+    file = shlex.quote(str(out))
+    name = shlex.quote(path.name)
+    modelfile = shlex.quote(str(out.parent / "Modelfile"))
+    say(f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT")
+    say(
+        f"Ollama:     echo 'FROM ./{out.name}' > {modelfile} && "
+        f"ollama create {name} -f {modelfile} && ollama run {name}"
+    )

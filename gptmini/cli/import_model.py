@@ -1,0 +1,38 @@
+"""`gptmini import`: make a run of a pretrained model."""
+
+import shlex
+from pathlib import Path
+
+from gptmini.cli.options import RUNS_FOLDER, Cache, argument, option
+from gptmini.files import DEFAULT_CACHE_DIR
+
+
+def import_model(
+    folder: Path = argument(..., "DIR", "A folder with config.json and safetensors."),
+    out: Path | None = option(None, "DIR", "The new run directory.", show_default="runs/NAME"),
+    context_length: int | None = option(
+        None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
+    ),
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
+    out = out or RUNS_FOLDER / folder.resolve().name
+    from gptmini.console import say
+    from gptmini.interop.huggingface import import_model
+
+    run = import_model(folder, out, context_length, cache)
+    n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    name = shlex.quote(str(out))
+    say(
+        f"{out}: {n_parameters / 1e6:,.1f} M parameters, context {run.config.model.context_length:,}, "
+        f"vocabulary {run.tokenizer.vocab_size:,}; try it with:\n"
+        f"  gptmini generate {name} --prompt TEXT"
+    )
+    tokenizer = run.tokenizer
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    say(f"its texts end with {' or '.join(names[number] for number in tokenizer.end_tokens)}")
+    if tokenizer.chat_template is not None:
+        say(
+            "its chat template is kept for exports, but not applied: type its special tokens in a "
+            "prompt, with --special"
+        )

@@ -1,0 +1,101 @@
+"""`gptmini inspect`: show what the heads of a model attend to, or what a mask hides."""
+
+from pathlib import Path
+
+from gptmini import files
+from gptmini.cli.options import RunName, option, resolve_run
+from gptmini.errors import ConfigError
+
+
+def inspect(
+    run: RunName = None,
+    prompt: str | None = option(None, "TEXT", "Text for the model to read."),
+    layer: int | None = option(None, "N", "Only this layer, counted from 0."),
+    head: int | None = option(None, "N", "Only this head, counted from 0."),
+    mask: str | None = option(
+        None,
+        "MASK",
+        "Show a mask instead of a model: causal, window:N, padding:N (on the left) or cross:T,S "
+        "(T queries on S keys of another text).",
+    ),
+    size: int | None = option(
+        None, "N", "Positions of the mask.", min=1, max=256, show_default="12"
+    ),
+    out: Path | None = option(
+        None, "FILE", "Also write an interactive page (.html) or a picture (.png, .pdf, .svg)."
+    ),
+    generate: int | None = option(
+        None, "N", "Continue the prompt by N tokens; needs --out FILE.html.", min=1
+    ),
+) -> None:
+    """Show what the heads of a trained model attend to, or what a mask hides."""
+    only_without_mask = {
+        "RUN": run,
+        "--prompt": prompt,
+        "--layer": layer,
+        "--head": head,
+        "--generate": generate,
+    }
+    if mask is None and size is not None:
+        raise ConfigError("--size: works only with --mask; remove one of them")
+    for label, value in only_without_mask.items():
+        if mask is not None and value is not None:
+            raise ConfigError(f"{label}: does not work with --mask; remove one of them")
+    if mask is None and prompt is None:
+        raise ConfigError("--prompt: missing; give a text to read")
+    from gptmini.analysis import plots
+    from gptmini.console import say
+
+    if out is not None and mask is None:
+        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, ".html"))
+    elif out is not None:
+        plots.check_suffix(out, plots.PICTURE_SUFFIXES)
+    if generate is not None and (out is None or out.suffix.lower() != ".html"):
+        raise ConfigError("--generate: works only with a page; add --out FILE.html")
+    if mask is not None:
+        from gptmini.analysis import attention_maps
+
+        cells = attention_maps.build_mask(mask, size)
+        print(attention_maps.format_mask(cells))
+        print("\nx visible, . masked; a row is a query, a column a key")
+        if out is not None:
+            plots.save_figure(plots.draw_mask(cells.numpy(), mask), out)
+    else:
+        path = resolve_run(run, "--prompt")
+        _inspect_run(path, str(prompt), layer, head, generate, out)
+    if out is not None:
+        say(f"{out}: written")
+
+
+def _inspect_run(
+    path: Path,
+    prompt: str,
+    layer: int | None,
+    head: int | None,
+    generate: int | None,
+    out: Path | None,
+) -> None:
+    """Print what the heads attend to; write a page or a picture of it."""
+    from gptmini.analysis import attention_maps, page_data, plots
+    from gptmini.console import say
+    from gptmini.generate.run import load_run
+
+    trained = load_run(path, "cpu", "float32")
+    if generate:
+        text = page_data.continue_prompt(trained, prompt, generate)
+        tokens = text.prompt_tokens + text.tokens
+    else:
+        text = None
+        tokens = trained.encode(prompt, "--prompt")
+    layers = None if layer is None else [layer]
+    is_page = out is not None and out.suffix.lower() == ".html"
+    if is_page:
+        page_data.check_page_size(trained.config.model, len(tokens))
+    view = attention_maps.view_attention(trained, tokens, layers, head)
+    say(f"{path}: step {trained.step}")
+    if out is not None and is_page:  # before printing, as `| head` may close stdout
+        page = page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
+        files.atomic_write_bytes(out, page)
+    print(view.format_text())
+    if out is not None and not is_page:
+        plots.save_figure(view.draw_figure(), out)

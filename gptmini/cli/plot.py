@@ -1,0 +1,33 @@
+"""`gptmini plot`: draw the training curves of runs as a picture and as a page."""
+
+from pathlib import Path
+
+from gptmini.cli.options import (
+    NEWEST_RUN_HELP,
+    Cache,
+    argument,
+    find_newest_run,
+    option,
+    resolve_run,
+)
+from gptmini.files import DEFAULT_CACHE_DIR
+
+
+def plot(
+    runs: list[Path] | None = argument(
+        None, "RUN", "Run directories.", show_default=NEWEST_RUN_HELP
+    ),
+    out: Path | None = option(
+        None,
+        "FILE",
+        "A picture (.png, .pdf, .svg) or an interactive page (.html).",
+        show_default="RUN/plot.png and RUN/plot.html",
+    ),
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """Draw the training curves of runs; a page also has samples and heads over time."""
+    paths = [resolve_run(run) for run in runs or [find_newest_run()]]
+    files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
+    from gptmini.analysis import report
+
+    print(*report.write_report(paths, files, cache), sep="\n")

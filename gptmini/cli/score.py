@@ -1,0 +1,75 @@
+"""`gptmini score`: show how well a model predicts a text, token by token."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptmini.cli.options import AsJson, Device, RunName, WeightsType, option, read_text, resolve_run
+from gptmini.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gptmini.analysis.score import Score
+
+
+def score(
+    run: RunName = None,
+    text: str | None = option(None, "TEXT", "The text to score."),
+    file: Path | None = option(None, "FILE", "Read the text from a file; - is standard input."),
+    weights: WeightsType = "float32",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show how well a trained model predicts a text, token by token."""
+    path = resolve_run(run, "--text", "--file")
+    if (text is None) == (file is None):
+        raise ConfigError("--text, --file: give exactly one of them")
+    from gptmini.analysis import score as scoring
+    from gptmini.console import say, stream_to_stdout
+    from gptmini.generate.run import load_run
+
+    trained = load_run(path, device, weights)
+    if run is None:
+        say(f"{path}, step {trained.step}")
+    scored = scoring.score_text(trained, read_text(file) if text is None else text)
+    if as_json:
+        rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.token_ranks, strict=True)
+        facts = {
+            "tokens": len(scored.tokens),
+            "bytes": scored.n_bytes,
+            "loss": scored.loss,
+            "perplexity": scored.perplexity,
+            "bits_per_byte": scored.bits_per_byte,
+            "scores": [{"text": t, "token": n, "logprob": p, "rank": r} for t, n, p, r in rows],
+        }
+        stream_to_stdout([json.dumps(facts), "\n"])
+        return
+    stream_to_stdout(
+        _color_tokens(scored) if sys.stdout.isatty() else _format_table(scored), raw=True
+    )
+    print(
+        f"{len(scored.tokens):,} tokens, {scored.n_bytes:,} bytes: loss {scored.loss:.4f} nats per "
+        f"token, perplexity {scored.perplexity:,.2f}, {scored.bits_per_byte:.4f} bits per byte"
+    )
+
+
+def _format_table(scored: "Score") -> Iterator[str]:
+    yield "logprob   rank  token\n"
+    for text, logprob, rank in zip(scored.texts, scored.logprobs, scored.token_ranks, strict=True):
+        yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
+
+
+def _color_tokens(scored: "Score") -> Iterator[str]:
+    """Put the text on backgrounds from none to dark red, one step for each two bits of surprise."""
+    from gptmini.console import escape_control_characters
+
+    colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
+    for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
+        surprise = int(-logprob / 1.386)  # in steps of 2 bits, which are 1.386 nats
+        color = colors[min(surprise, len(colors) - 1)]
+        lines = [escape_control_characters(line) for line in text.split("\n")]
+        if color:
+            lines = [f"{color}{line}\x1b[0m" if line else "" for line in lines]
+        yield "\n".join(lines)
+    yield "\n"

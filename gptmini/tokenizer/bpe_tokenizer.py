@@ -1,0 +1,176 @@
+"""Byte-pair encodings, applied by tiktoken: learned here, published, or imported."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from gptmini.errors import DataError
+from gptmini.tokenizer.bpe import split_words
+from gptmini.tokenizer.chunks import split_text
+from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer, Tokens
+
+IMPORTED_KIND = "imported"  # the kind of a tokenizer that came with somebody else's model
+MAX_TOKEN_NUMBER = 1_000_000
+
+
+class BpeTokenizer(Tokenizer):
+    """A byte-pair encoding, with the ranks saved in the run."""
+
+    def __init__(
+        self,
+        encoding: tiktoken.Encoding,
+        document: str = END_OF_TEXT,
+        ends: Sequence[str] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        """`document` and `ends` name special tokens; the document token always ends a text."""
+        self.kind = encoding.name
+        self.encoding = encoding
+        self.vocab_size = encoding.n_vocab
+        self.document_token = self.special_tokens[document]
+        self.missing_bytes = _find_missing_bytes(encoding._mergeable_ranks)
+        self.chat_template = chat_template
+        self._document = document
+        self._ends = list(dict.fromkeys([*ends, document]))  # without repetition
+        self._end_tokens = [self.special_tokens[name] for name in self._ends]
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return self.encoding._special_tokens
+
+    @property
+    def end_tokens(self) -> list[int]:
+        return self._end_tokens
+
+    def encode(self, text: str) -> Tokens:
+        tokens = [np.empty(0, np.uint32)]
+        try:
+            for part in split_text(text):  # tiktoken is slow on long texts without a word boundary
+                if self._has_missing_bytes(part):
+                    tokens.append(self._encode_without_missing(part))
+                else:
+                    tokens.append(self.encoding.encode_to_numpy(part, disallowed_special=()))
+        except UnicodeEncodeError:
+            raise
+        except ValueError as error:  # only with somebody else's pattern
+            raise DataError(f"tokenizer {self.kind}: {error}; choose another") from None
+        return np.concatenate(tokens)
+
+    def _has_missing_bytes(self, text: str) -> bool:
+        """Check whether some bytes of a text have no token."""
+        if not self.missing_bytes:
+            return False
+        data = text.encode()
+        return len(data.translate(None, self.missing_bytes)) < len(data)
+
+    def _encode_without_missing(self, text: str) -> Tokens:
+        """Encode a text, leaving out the bytes that have no token.
+
+        As in transformers, these bytes still count where the text is split into words, but the
+        bytes around them are merged as if they were neighbors.
+        """
+        tokens: list[int] = []
+        for word in split_words(self.encoding._pat_str, text):
+            known = word.encode().translate(None, self.missing_bytes)
+            if known:
+                tokens += self.encoding._encode_single_piece(known)
+        return np.array(tokens, np.uint32)
+
+    def decode_token(self, token: int) -> bytes:
+        if token == self.document_token:
+            return b""
+        try:
+            return self.encoding.decode_single_token_bytes(token)
+        except KeyError:  # a gap in the ranks, which a model can still sample
+            return b""
+
+    def to_dict(self) -> dict[str, Any]:
+        ranks = self.encoding._mergeable_ranks
+        settings: dict[str, Any] = {
+            "pattern": self.encoding._pat_str,
+            "special_tokens": self.special_tokens,
+            "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks.items()},
+        }
+        if self._document != END_OF_TEXT:
+            settings["document"] = self._document
+        return settings
+
+    def chat_settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {}
+        if len(self._ends) > 1:
+            settings["ends"] = self._ends
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        return settings
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "BpeTokenizer":
+        """Build the tokenizer that `to_json` wrote; ValueError or KeyError for damaged data."""
+        ranks = {
+            base64.b64decode(token, validate=True): rank for token, rank in data["ranks"].items()
+        }
+        return create_bpe_tokenizer(
+            data["kind"],
+            data["pattern"],
+            ranks,
+            data["special_tokens"],
+            data.get("document", END_OF_TEXT),
+            data.get("ends", []),
+            data.get("chat_template"),
+        )
+
+
+def create_bpe_tokenizer(
+    name: str,
+    pattern: str,
+    mergeable_ranks: dict[bytes, int],
+    special_tokens: dict[str, int],
+    document: str = END_OF_TEXT,
+    ends: Sequence[str] = (),
+    chat_template: str | None = None,
+) -> BpeTokenizer:
+    """Check the ranks and special tokens (ValueError), then build the tokenizer.
+
+    Only an imported vocabulary may lack bytes, and only those that are in none of its tokens.
+    """
+    numbers = [*mergeable_ranks.values(), *special_tokens.values()]
+    if not all(type(number) is int and 0 <= number < MAX_TOKEN_NUMBER for number in numbers):
+        raise ValueError(f"a rank is not a number below {MAX_TOKEN_NUMBER:,}")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("two tokens have the same rank")
+    used_bytes = b"".join(mergeable_ranks)
+    for byte in _find_missing_bytes(mergeable_ranks):
+        if name != IMPORTED_KIND or byte in used_bytes:
+            raise ValueError(f"byte {byte} has no rank")
+    for special in (document, *ends):
+        if special not in special_tokens:
+            raise ValueError(f"{special!r} is not a special token")
+    if not isinstance(chat_template, str | None):
+        raise ValueError("chat_template is not a text")
+    encoding = tiktoken.Encoding(
+        name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
+    )
+    return BpeTokenizer(encoding, document, ends, chat_template)
+
+
+def list_published_encodings() -> list[str]:
+    """List the names of the encodings that tiktoken can download."""
+    return tiktoken.list_encoding_names()
+
+
+def load_published_encoding(name: str) -> BpeTokenizer:
+    """Load an encoding of tiktoken from its cache or the network; DataError if that fails."""
+    try:
+        return BpeTokenizer(tiktoken.get_encoding(name))
+    except Exception as error:  # whatever the download raises
+        raise DataError(
+            f"tokenizer {name}: download failed ({type(error).__name__}); use byte, char or bpe, "
+            f"or set TIKTOKEN_CACHE_DIR to a folder that has its files"
+        ) from error
+
+
+def _find_missing_bytes(mergeable_ranks: dict[bytes, int]) -> bytes:
+    return bytes(byte for byte in range(256) if bytes([byte]) not in mergeable_ranks)

@@ -1,0 +1,40 @@
+"""Cut a long text into chunks that encode to the same tokens as the whole text."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+TEXT_BLOCK_SIZE = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
+
+
+class TextChunk(NamedTuple):
+    """A stretch of text; a long document comes in several."""
+
+    text: str
+    starts_document: bool
+
+
+def split_text(text: str) -> Iterator[str]:
+    """Split a text into stretches of at most TEXT_BLOCK_SIZE characters."""
+    start = 0
+    while len(text) - start > TEXT_BLOCK_SIZE:
+        end = start + find_boundary(text[start : start + TEXT_BLOCK_SIZE], TEXT_BLOCK_SIZE)
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def find_boundary(text: str, limit: int, reach: int = 4096) -> int:
+    """Find where to cut a text, at `limit` at most, so that both halves encode as the whole does.
+
+    Cut between a letter or digit and the space after it: no word of a known pattern spans that. If
+    there is no such place within `reach` characters, cut at a line end, or else at the limit.
+    """
+    lowest = max(1, limit - reach)
+    space = text.rfind(" ", lowest, limit)
+    while space > 0 and not text[space - 1].isalnum():
+        space = text.rfind(" ", lowest, space)
+    if space > 0:
+        return space
+    after_line_end = text.rfind("\n", lowest - 1, limit) + 1
+    return after_line_end or limit

@@ -1,0 +1,93 @@
+"""Make a tokenizer from its name or a text, or load a saved one."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gptmini import files
+from gptmini.errors import DataError, describe_os_error
+from gptmini.tokenizer.bpe import WORD_PATTERN, learn_bpe
+from gptmini.tokenizer.bpe_tokenizer import (
+    IMPORTED_KIND,
+    BpeTokenizer,
+    create_bpe_tokenizer,
+    list_published_encodings,
+    load_published_encoding,
+)
+from gptmini.tokenizer.tokenizers import (
+    END_OF_TEXT,
+    TOKENIZER_FORMAT_VERSION,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+)
+
+
+def create_tokenizer(
+    kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()
+) -> Tokenizer:
+    """Create a tokenizer of a kind; only `char` and `bpe` read `texts`.
+
+    Raises DataError for an unknown kind, and for files that are missing and cannot be downloaded.
+    """
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "char":
+        characters = set[str]()
+        for text in texts:
+            characters.update(text)
+        return CharTokenizer("".join(characters))
+    if kind == "bpe":
+        ranks = learn_bpe(texts, (vocab_size or 0) - 1)  # the document token is the last
+        return create_bpe_tokenizer("bpe", WORD_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
+    if kind.endswith(".json"):
+        return load_tokenizer(Path(kind))
+    if kind == IMPORTED_KIND:
+        raise DataError(
+            "tokenizer.kind: imported belongs to a pretrained model; fine-tune that with gptmini "
+            "train --from RUN --data PATH"
+        )
+    published = list_published_encodings()
+    if kind not in published:
+        known = ", ".join(["auto", "byte", "char", "bpe", *published])
+        raise DataError(f"{kind}: no such tokenizer; choose one of {known}, or a .json file")
+    return load_published_encoding(kind)
+
+
+def find_tokenizer(name: str) -> Tokenizer:
+    """Find the tokenizer of a run, in a file, or of a kind that learns nothing."""
+    if Path(name).is_dir():
+        return load_tokenizer(Path(name) / "tokenizer.json")
+    if name in ("auto", "char", "bpe"):
+        raise DataError(
+            f"{name}: learned from a text; give a run, or a file made by gptmini tokenizer train"
+        )
+    return create_tokenizer(name)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load a saved tokenizer; DataError if the file is missing, damaged or something else."""
+    try:
+        data = files.read_json(path)
+        if data["format"] != TOKENIZER_FORMAT_VERSION:
+            raise ValueError(f"format {data['format']}, not {TOKENIZER_FORMAT_VERSION}")
+        return _from_dict(data)
+    except OSError as error:
+        raise DataError(
+            f"{path}: {describe_os_error(error)}; give a run or a tokenizer file"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: not a complete gptmini tokenizer ({error}); restore it, or make one with "
+            f"gptmini tokenizer train"
+        ) from None
+
+
+def _from_dict(data: dict[str, Any]) -> Tokenizer:
+    if data["kind"] == "byte":
+        return ByteTokenizer()
+    if data["kind"] == "char":
+        return CharTokenizer(data["characters"])
+    if not isinstance(data["kind"], str):
+        raise ValueError("kind is not a string")
+    return BpeTokenizer.from_dict(data)

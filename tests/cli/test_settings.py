@@ -1,0 +1,20 @@
+"""`gptmini settings` lists every setting."""
+
+import re
+
+from gptmini.config.load import iter_settings
+from gptmini.config.settings import Config
+
+
+def test_settings_lists_every_key_with_its_choices_default_and_meaning(gptmini):
+    code, out, _ = gptmini("settings")
+    assert code == 0
+    for key, _ in iter_settings(Config().model_dump()):
+        assert re.search(rf"^{key.replace('.', '[.]')}: .+ \(default: .+\)\n    \w", out, re.M), key
+    assert "model.norm: layernorm, rmsnorm (default: layernorm)" in out
+    one = gptmini("settings", "train.lr")
+    assert one[1].startswith("train.lr: number (default: 0.002)\n    Peak learning rate")
+    assert gptmini("settings", "lr") == gptmini("settings", "learning_rate") == one
+    keys = [line for line in gptmini("settings", "data")[1].splitlines() if line[0] != " "]
+    assert all(line.startswith("data.") for line in keys)
+    assert len(keys) > 5

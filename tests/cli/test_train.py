@@ -1,0 +1,244 @@
+"""`gptmini train`: runs, resumed runs, texts from anywhere; what is refused, and when."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptmini.train import trainer
+from tests.support import SMALL, WORDS
+
+
+def test_train_then_generate(gptmini, text_file: Path):
+    code, out, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 0, err
+    assert out  # the sample
+    assert "runs/text" in err
+    assert re.search(r"(?s)step 4/4 100%  loss \d.*step 4/4 100%  val \d.*bits/byte", err)
+    assert "\r" not in err  # no progress bar where nobody looks
+    code, out, err = gptmini("generate", "--prompt", "The ", "--max-new-tokens", "5")
+    assert code == 0, err
+    assert out.startswith("The ")
+    assert err == "runs/text, step 4\n"
+    words = ["generate", "runs/text", "--prompt", "The ", "--max-new-tokens", "5"]
+    assert gptmini(*words) == (0, out, "")
+    greedy = ["generate", "--prompt", "a", "--temperature", "0", "--max-new-tokens", "40"]
+    assert gptmini(*greedy)[1] == gptmini(*greedy, "--no-cache")[1]
+
+
+@pytest.mark.parametrize("attention", ["mha", "gqa:2", "mqa"])
+def test_the_attention_switch(gptmini, text_file: Path, attention: str):
+    assert gptmini("train", "--data", str(text_file), "--attention", attention, *SMALL)[0] == 0
+    run = f"runs/text-{attention.replace(':', '')}"
+    assert gptmini("generate", run, "--prompt", "x", "--max-new-tokens", "3")[0] == 0
+    config = Path(run, "config.yaml").read_text()
+    assert f"variant: {attention[:3]}" in config
+
+
+def test_a_run_needs_nothing_else(gptmini, text_file: Path, tmp_path: Path):
+    assert (
+        gptmini("train", "--data", str(text_file), "--set", "tokenizer.kind=char", *SMALL)[0] == 0
+    )
+    text_file.unlink()
+    for file in (tmp_path / "cache").iterdir():
+        if file.is_file():
+            file.unlink()
+    Path("runs/text").rename("elsewhere")
+    assert gptmini("generate", "elsewhere", "--prompt", "the ")[0] == 0
+    code, out, _ = gptmini("generate", "elsewhere", "--prompt", "é")  # unseen in training
+    assert (code, out[0]) == (0, "é")
+
+
+def test_a_text_may_stand_in_the_place_of_a_configuration(gptmini, text_file: Path):
+    assert gptmini("train", "text.txt", *SMALL)[0] == 0
+    assert gptmini("train", "--data", "text.txt", "--out", "other", *SMALL)[0] == 0
+    names = ("config.yaml", "checkpoints/step-00000004/model.safetensors")
+    for name in names:
+        assert Path("runs/text", name).read_bytes() == Path("other", name).read_bytes()
+    code, _, err = gptmini("train", "--data", "text.txt", "text.txt")
+    assert (code, "repeat --data before each text, or quote a pattern" in err) == (2, True)
+
+
+def test_the_name_of_a_run_resumes_it(gptmini, text_file: Path):
+    words = ["train", "text.txt", *SMALL, "--set", "train.patience=null"]
+    assert gptmini(*words, "--steps", "8", "--set", "train.warmup_steps=1")[0] == 0
+    assert gptmini(*words, "--set", "train.warmup_steps=1", "--out", "mine")[0] == 0
+    for name in ("mine", "mine/config.yaml"):
+        code, _, err = gptmini("train", name, "--steps", "8")
+        assert code == 0, err
+        assert sorted(path.name for path in Path("runs").iterdir()) == ["text"]
+        for file in ("config.yaml", "tokenizer.json"):
+            assert Path("runs/text", file).read_bytes() == Path("mine", file).read_bytes()
+        assert Path("mine/checkpoints/step-00000008").is_dir()
+
+
+def test_a_mistyped_run_or_configuration_is_answered_with_the_nearest(gptmini):
+    for name in ("mine", "gpt2-mine"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").touch()
+    for name, meant in [
+        ("runs/mien", "runs/mine?"),
+        ("mien", "runs/mine?"),
+        ("gpt2-124", "gpt2-124m?"),
+        ("nothing-like-it", "choose one of "),
+    ]:
+        code, _, err = gptmini("train", name)
+        assert (code, f"{name}: no " in err, meant in err) == (2, True, True), err
+
+
+def test_other_settings_are_refused_before_the_text_is_prepared(
+    gptmini, text_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = ["train", "--data", str(text_file), *SMALL]
+    code, _, err = gptmini(*words)
+    assert (code, "sample from the best checkpoint" in err) == (0, True)
+    assert "0:00" not in next(line for line in err.splitlines() if line.startswith("  run "))
+    code, _, err = gptmini(*words)
+    assert (code, "already finished" in err) == (0, True)
+    assert "sample from" not in err
+    monkeypatch.setattr("gptmini.plan.decide.prepare_corpus", lambda *_: pytest.fail("prepared"))
+    code, _, err = gptmini(*words, "--set", "train.lr=1e-4", "--set", "model.n_layer=2")
+    assert code == 2
+    assert "model.n_layer: 1 in runs/text, now 2" in err
+    assert "train.lr: 0.002 in runs/text, now 0.0001" in err
+
+
+def test_a_missing_tracker_is_named_before_the_text_is_prepared(
+    gptmini, text_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = ["train", "--data", str(text_file), *SMALL, "--set", "train.log_to=wandb"]
+    code, _, err = gptmini(*words)
+    assert code == 5
+    assert err == (
+        "gptmini: train.log_to: wandb is not installed; run pip install wandb, or remove it from "
+        "train.log_to\n"
+    )
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_standard_input_is_a_text(gptmini, tmp_path: Path, monkeypatch):
+    for _ in range(2):  # the second time the run is there, and the text the same
+        typed(monkeypatch, (WORDS * 40).encode())
+        code, _, err = gptmini("train", "--data", "-", *SMALL)
+        assert code == 0, err
+    assert "runs/text: already finished" in err
+    typed(monkeypatch, b"\xff")
+    code, _, err = gptmini("train", "--data", "-", *SMALL)
+    assert (code, err.startswith("gptmini: standard input: not UTF-8 at byte 0")) == (3, True)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are UTF-8")
+def test_file_names_need_not_be_utf8(gptmini):
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path(name).write_text(WORDS * 40)
+    code, _, err = gptmini("train", "--data", name, *SMALL)
+    assert code == 0, err
+    assert "  data      caf\\udce9.txt: " in err
+    code, _, err = gptmini("train", "--data", name, *SMALL, "--set", "train.steps=5")
+    assert code == 0, err
+    code, _, err = gptmini("evaluate")
+    assert code == 0, err
+    Path(name).write_bytes(b"\xff")
+    code, _, err = gptmini("train", "--data", name, *SMALL, "--out", "again")
+    assert code == 3
+    assert err.startswith("gptmini: caf\\udce9.txt: not UTF-8")
+
+
+def test_several_texts_and_documents(gptmini, tmp_path: Path):
+    lines = [json.dumps({"body": f"{n} {WORDS}"}) for n in range(60)]
+    Path("a.jsonl").write_text("\n".join(lines))
+    Path("b.txt").write_text(WORDS * 40)
+    words = ["train", "--data", "a.jsonl", "--data", "b.txt", "--set", "data.text_key=body"]
+    code, _, err = gptmini(*words, "--set", "data.weights=[1, 3]", *SMALL, "--out", "w")
+    assert code == 0, err
+    assert "data      a.jsonl, b.txt: " in err
+    code, _, err = gptmini(*words, "--set", "data.split=documents", *SMALL, "--out", "d")
+    assert code == 0, err
+
+
+def test_token_files_truncated_while_training_are_one_error(gptmini, text_file: Path, monkeypatch):
+
+    update = trainer.train_step
+
+    def cut(training: trainer.Training) -> dict[str, object]:
+        if training.step == 3:
+            path = training.corpus.training[0].path
+            with path.open("r+b") as file:
+                file.truncate(200)
+        return update(training)
+
+    monkeypatch.setattr(trainer, "train_step", cut)
+    code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 3
+    assert ".tokens: truncated while in use (" in err
+    monkeypatch.setattr(trainer, "train_step", update)
+    code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 0, err
+    assert "resuming after step 2" in err
+
+
+def test_out_must_not_be_a_file(gptmini, text_file: Path):
+    code, _, err = gptmini("train", "--data", "text.txt", "--out", "text.txt")
+    assert (code, "--out text.txt: a file, not a directory" in err) == (2, True)
+
+
+def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
+    words = ["train", "--data", str(text_file), *SMALL]
+    assert gptmini(*words)[0] == 0
+    code, _, err = gptmini(*words, "--set", "sample.bias={e: -2}", "--set", "sample.stop=[x]")
+    assert code == 0, err
+    other = [*words, "--out", "other", "--set", "sample.bias={e: -2}"]
+    assert gptmini(*other)[0] == 0
+    assert gptmini(*words, "--out", "other")[0] == 0
+
+
+def test_a_killed_run_resumes_to_the_same_weights(gptmini, text_file: Path, tmp_path: Path):
+    """A real process, killed by -9 after its first checkpoint, ends like an undisturbed one."""
+    words = [
+        "train",
+        "--data",
+        str(text_file),
+        *SMALL,
+        "--steps",
+        "300",
+        "--set",
+        "train.save_every=20",
+        "--set",
+        "train.patience=null",
+        "--out",
+    ]
+    assert gptmini(*words, "whole")[0] == 0
+    environment = os.environ | {"GPTMINI_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gptmini", *words, "killed"],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+    )
+    while process.poll() is None and not list(
+        Path("killed/checkpoints").glob("step-*/manifest.json")
+    ):
+        pass
+    process.kill()
+    assert process.wait() != 0
+    assert gptmini(*words, "killed")[0] == 0
+    name = "checkpoints/step-00000300/model.safetensors"
+    assert Path("whole", name).read_bytes() == Path("killed", name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_real_training_learns(gptmini):
+    """The documentation of Python, by characters; 3.25 nats is guessing by frequency alone."""
+    words = ["train", "shakespeare-char-small", "--data", "builtin:python-docs", "--steps", "150"]
+    assert gptmini(*words)[0] == 0
+    best = json.loads(Path("runs/shakespeare-char-small/best.json").read_text())
+    assert best["val_loss"] < 1.6

@@ -1,0 +1,40 @@
+import pytest
+import regex
+import tiktoken
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiktoken_ext import openai_public
+
+from gptmini.tokenizer import bpe, chunks
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.chunks import find_boundary
+from tests.support import WORDS
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS | st.text("ab1 \n\t.,'é東\u00a0\u2003!s/", max_size=200))
+@pytest.mark.parametrize("kind", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "bpe"])
+def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind, text):
+    if kind == "bpe":
+        pattern = bpe.WORD_PATTERN
+    else:  # the pattern is all that matters here, and needs no download
+        monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *a, **k: {})
+        monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *a, **k: {})
+        pattern = getattr(openai_public, kind)()["pat_str"]
+    whole = regex.findall(pattern, text)
+    for limit in range(1, len(text)):
+        cut = find_boundary(text, limit)
+        assert 0 < cut <= limit
+        if text[cut] == " " and text[cut - 1].isalnum():
+            assert regex.findall(pattern, text[:cut]) + regex.findall(pattern, text[cut:]) == whole
+
+
+def test_long_texts_are_encoded_in_parts(tiny_encoding: tiktoken.Encoding, monkeypatch):
+    tokenizer = BpeTokenizer(tiny_encoding)
+    text = WORDS * 20
+    whole = tokenizer.encode(text).tolist()
+    monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", 50)
+    assert tokenizer.encode(text).tolist() == whole
+    assert tokenizer.encode("").tolist() == []
