@@ -97,10 +97,10 @@ def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
     together = threading.Barrier(8)
 
     def draw(number: int) -> str:
-        pieces = run.stream(prompts[number], seed=number, **settings)
-        first = next(pieces)
+        stream = run.stream(prompts[number], seed=number, **settings)
+        first = next(stream)
         together.wait(60)
-        return first + "".join(pieces)
+        return first + "".join(stream)
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(draw, range(16))) == alone
