@@ -102,7 +102,7 @@ class Text:
         if token in self._tokenizer.end_tokens:
             self.finish_reason = "document"
             spelling = b""
-        # The decoder holds back the bytes of an incomplete character, U+FFFD if the text ends there.
+        # The decoder holds back an incomplete character, which becomes U+FFFD if the text ends.
         characters = self._decoder.decode(spelling, final=self.finish_reason is not None)
         if characters and self._drop_space:
             characters = characters.removeprefix(" ")

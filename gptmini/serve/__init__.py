@@ -1,6 +1,6 @@
-"""A trained model over HTTP, in the format of OpenAI's completions.
+"""Serve a trained model over HTTP, in the format of OpenAI's completions.
 
-Read `completions` (the JSON of a request to texts, and back), then `server` (routes, limits,
-signals); `page.html` is what a browser shows. The texts are drawn by `serve/scheduler.py`; the room
-knows nothing but `generate/`.
+Read `scheduler` (one thread that generates the texts of all callers), `completions` (the JSON of a
+request to texts, and back), then `server` (routes, limits, signals). `page.html` is the page that a
+browser shows. Of the rest of gptmini, this room needs only `generate/`.
 """

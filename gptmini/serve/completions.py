@@ -1,9 +1,15 @@
-"""OpenAI's completions format: the JSON of a request to texts, and their tokens to a response."""
+"""OpenAI's completions format: turn the JSON of a request into texts, and events into a response.
+
+The fields are checked by hand rather than by a pydantic model. Most of them need a message of their
+own ("best_of: not supported; use n"), so a model would be the same checks as validators; and the
+settings of `sample` have a model already, which checks theirs.
+"""
 
 import asyncio
 import codecs
 import secrets
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,16 +19,26 @@ from gptmini.errors import ConfigError
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
-from gptmini.serve.scheduler import Request, TokenEvents
+from gptmini.serve.scheduler import Callback, Request, TokenEvents
 
-# Fields beside the settings of `sample`; null stands for the default.
+# Fields besides the settings of `sample`; null stands for the default.
 DEFAULT_FIELDS: dict[str, Any] = {
-    **{"model": None, "prompt": "", "n": 1, "best_of": None, "suffix": None, "user": ""},
-    **{"max_tokens": 16, "logprobs": None, "logit_bias": {}, "echo": False},
-    **{"stream": False, "stream_options": {}},
+    "model": None,
+    "prompt": "",
+    "n": 1,
+    "best_of": None,
+    "suffix": None,
+    "user": "",
+    "max_tokens": 16,
+    "logprobs": None,
+    "logit_bias": {},
+    "echo": False,
+    "stream": False,
+    "stream_options": {},
 }
 SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
-NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}  # null turns these off
+NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
+MAX_LOGPROBS = 20
 FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "document": "stop"}
 
 
@@ -30,118 +46,157 @@ class TooLongError(ConfigError):
     """A prompt that does not fit the model's context."""
 
 
+def _create_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+@dataclass
+class _Choice:
+    """One text of the response, and what was sent of it."""
+
+    request: Request
+    unsent_echo: str  # the prompt, until the first events bring it
+    text_offset: int  # where the next token begins
+    # Counts the characters of tokens; a character may come in several of them.
+    decoder: codecs.IncrementalDecoder = field(default_factory=_create_decoder)
+
+
 class Completion:
-    """A request, checked, and its response as it grows."""
+    """A request that was checked, and its response as it grows."""
 
     def __init__(self, run: Run, name: str, max_texts: int, data: dict[str, Any]) -> None:
-        """`data` is the JSON of the request; ConfigError or DataError names a wrong field."""
-        for key in data.keys() - DEFAULT_FIELDS.keys() - SAMPLE_SETTINGS:
-            raise ConfigError(f"{key}: no such field; leave it out")
-        fields = DEFAULT_FIELDS | {key: value for key, value in data.items() if value is not None}
-        n, top, options = fields["n"], fields["logprobs"], fields["stream_options"]
-        _require(type(n) is int and n > 0, "n: must be a whole number from 1 on")
-        _require(fields["best_of"] in (None, n), "best_of: not supported; use n")
-        _require(not fields["suffix"], "suffix: not supported; this model only continues a prompt")
-        _require(top is None or (type(top) is int and 0 <= top <= 20), "logprobs: must be 0 to 20")
-        for key in ("echo", "stream"):
-            _require(isinstance(fields[key], bool), f"{key}: must be true or false")
-        known = isinstance(options, dict) and options.keys() <= {"include_usage"}
-        _require(known, "stream_options: has only include_usage")
-        # Without new tokens a prompt is only scored: one is drawn for it, and not shown.
-        self._n_hidden = int(fields["echo"] and fields["max_tokens"] == 0)
+        """Check `data`, the JSON of the request; ConfigError or DataError names a wrong field."""
+        fields = _check_fields(data)
+        n = fields["n"]
+        n_logprobs = fields["logprobs"]
+        echo = fields["echo"]
+        # Without new tokens a prompt is only scored. One token is drawn all the same, as only a
+        # draw makes the scheduler run the prompt; it is not shown.
+        self._n_hidden = 1 if echo and fields["max_tokens"] == 0 else 0
+        self.sample = self._build_sample_config(run, fields, data)
+        self.stream = fields["stream"]
+        self.include_usage = bool(fields["stream_options"].get("include_usage"))
+        prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
+        _require(len(prompts) * n <= max_texts, f"n: at most {max_texts} texts per request")
+        texts = []
+        for prompt in prompts:
+            texts += [self._create_text(run, number, prompt) for number in range(n)]
+        self._first_of_each_prompt = texts[::n]
+        self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._first_of_each_prompt)
+
+        bias = _build_bias(run, self.sample, fields["logit_bias"])
+        logits_processor = LogitsProcessor(self.sample, bias)
+        score_prompt = echo and n_logprobs is not None
+        # Filled by the callbacks, in the event loop: the index of a text and its events.
+        self.events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
+        self._choices = []
+        for index, text in enumerate(texts):
+            callback = self._create_callback(index)
+            request = Request(
+                text, self.sample, logits_processor, n_logprobs, score_prompt, callback
+            )
+            # If the first token brings the prompt's last space, its text begins there.
+            text_offset = len(text.prompt) - (text.allowed_first is not None)
+            if score_prompt:
+                text_offset -= len(run.tokenizer.decode(text.prompt_tokens))
+            self._choices.append(_Choice(request, text.prompt if echo else "", text_offset))
+        self.requests = [choice.request for choice in self._choices]
+
+        self._tokenizer = run.tokenizer
+        self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
+        self._common_fields = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "model": name,
+            "created": int(time.time()),
+        }
+
+    def _build_sample_config(
+        self, run: Run, fields: dict[str, Any], data: dict[str, Any]
+    ) -> SampleConfig:
         settings: dict[str, Any] = {
             "seed": secrets.randbits(63),
             "max_new_tokens": fields["max_tokens"] or self._n_hidden,
         }
-        settings |= {key: value for key, value in fields.items() if key in SAMPLE_SETTINGS}
-        settings |= {key: None for key in NULL_TURNS_OFF & data.keys() if data[key] is None}
-        self.sample = run.build_sample_config(settings)
-        self.stream, self.include_usage = fields["stream"], bool(options.get("include_usage"))
-        prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
-        _require(len(prompts) * n <= max_texts, f"n: at most {max_texts} texts per request")
-        texts = [
-            self._create_text(run, number, prompt) for prompt in prompts for number in range(n)
-        ]
-        self._one_of_each_prompt = texts[::n]  # one of each prompt
-        self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._one_of_each_prompt)
-        scores = fields["echo"] and top is not None
-        logits_processor = LogitsProcessor(
-            self.sample, _build_bias(run, self.sample, fields["logit_bias"])
-        )
-        self.events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
-        tell = lambda index: lambda pieces: self.events.put_nowait((index, pieces))
-        self.requests = [
-            Request(text, self.sample, logits_processor, top, scores, tell(index))
-            for index, text in enumerate(texts)
-        ]
-        self._tokenizer = run.tokenizer
-        self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
-        self._unsent_echo = [text.prompt if fields["echo"] else "" for text in texts]  # until said
-        # Where the next tokens begin; a space that belongs to the first one is part of the prompt.
-        self._text_offsets = [len(text.prompt) - (text.allowed_first is not None) for text in texts]
-        if scores:
-            for index, text in enumerate(texts):
-                self._text_offsets[index] -= len(run.tokenizer.decode(text.prompt_tokens))
-        # As a character may come in several tokens.
-        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
-        kind, made = {"object": "text_completion", "model": name}, {"created": int(time.time())}
-        self._common_fields = {"id": f"cmpl-{secrets.token_hex(12)}"} | kind | made
+        for key in SAMPLE_SETTINGS:
+            if key in fields:
+                settings[key] = fields[key]
+            elif key in data and key in NULL_TURNS_OFF:
+                settings[key] = None
+        return run.build_sample_config(settings)
 
     def _create_text(self, run: Run, number: int, prompt: str | list[int]) -> Text:
         text = run.create_text(number, prompt, self.sample)
         if text.context_start:
-            n_tokens, limit = len(text.prompt_tokens), len(text.context)
+            n_tokens = len(text.prompt_tokens)
+            context_length = len(text.context)
             raise TooLongError(
-                f"prompt: {n_tokens:,} tokens, but the model's context has {limit:,}"
+                f"prompt: {n_tokens:,} tokens, but the model's context has {context_length:,}"
             )
         return text
 
+    def _create_callback(self, index: int) -> Callback:
+        return lambda events: self.events.put_nowait((index, events))
+
     def build_response(self, choices: list[dict[str, Any]], usage: bool = True) -> dict[str, Any]:
-        """The response, or one chunk of its stream."""
+        """Build the response, or one chunk of its stream."""
+        response = self._common_fields | {"choices": choices}
         if not usage:
-            return self._common_fields | {"choices": choices}
-        n_tokens = sum(len(job.text.tokens) - self._n_hidden for job in self.requests)
-        counts = {
+            return response
+        n_generated = sum(len(request.text.tokens) - self._n_hidden for request in self.requests)
+        n_reused = sum(text.n_reused for text in self._first_of_each_prompt)
+        response["usage"] = {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": n_tokens,
-            "total_tokens": self.prompt_tokens + n_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(text.n_reused for text in self._one_of_each_prompt)
-            },
+            "completion_tokens": n_generated,
+            "total_tokens": self.prompt_tokens + n_generated,
+            "prompt_tokens_details": {"cached_tokens": n_reused},
         }
-        return self._common_fields | {"choices": choices, "usage": counts}
+        return response
 
     def build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
-        """What these pieces add to a text."""
-        before, self._unsent_echo[index] = self._unsent_echo[index], ""
-        reason = "length" if self._n_hidden else FINISH_REASONS.get(events[-1].finish_reason or "")
-        events = events[: len(events) - self._n_hidden]
+        """Build what these events add to a text."""
+        choice = self._choices[index]
+        echo = choice.unsent_echo
+        choice.unsent_echo = ""
+        finish_reason = FINISH_REASONS.get(events[-1].finish_reason or "")
+        if self._n_hidden:
+            finish_reason = "length"
+            events = events[: -self._n_hidden]
         return {
             "index": index,
-            "text": before + "".join(event.characters for event in events),
-            "logprobs": self._build_logprobs(index, events),
-            "finish_reason": reason,
+            "text": echo + "".join(event.characters for event in events),
+            "logprobs": self._build_logprobs(choice, events),
+            "finish_reason": finish_reason,
         }
 
-    def _build_logprobs(self, index: int, events: TokenEvents) -> dict[str, Any] | None:
-        if self.requests[index].n_logprobs is None:
+    def _build_logprobs(self, choice: _Choice, events: TokenEvents) -> dict[str, Any] | None:
+        if choice.request.n_logprobs is None:
             return None
-        entries: dict[str, list[Any]]
-        entries = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        text_offsets: list[int] = []
         for event in events:
-            name, top = self._spell_token(event.token), None
+            name = self._spell_token(event.token)
+            top = None
             if event.logprob is not None:
                 top = {self._spell_token(token): value for token, value in event.top_logprobs}
                 top[name] = event.logprob
-            row = (name, event.logprob, top, self._text_offsets[index])
-            for column, value in zip(entries.values(), row, strict=True):
-                column.append(value)
+            tokens.append(name)
+            token_logprobs.append(event.logprob)
+            top_logprobs.append(top)
+            text_offsets.append(choice.text_offset)
             spelling = self._tokenizer.decode_token(event.token)
-            self._text_offsets[index] += len(self._decoders[index].decode(spelling))
-        return entries
+            choice.text_offset += len(choice.decoder.decode(spelling))
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offsets,
+        }
 
     def _spell_token(self, token: int) -> str:
-        """A token as text; part of a character as OpenAI writes it: bytes:\\xe2\\x80."""
+        """Spell a token; part of a character as OpenAI writes it: bytes:\\xe2\\x80."""
         if token in self._special:
             return self._special[token]
         spelling = self._tokenizer.decode_token(token)
@@ -151,32 +206,67 @@ class Completion:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
 
-def _require(is_right: bool, problem: str) -> None:
-    if not is_right:
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
         raise ConfigError(problem)
 
 
+def _check_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """Check the fields besides the settings of `sample`; fill in their defaults."""
+    for key in data.keys() - DEFAULT_FIELDS.keys() - SAMPLE_SETTINGS:
+        raise ConfigError(f"{key}: no such field; leave it out")
+    fields = DEFAULT_FIELDS | {key: value for key, value in data.items() if value is not None}
+    n = fields["n"]
+    n_logprobs = fields["logprobs"]
+    stream_options = fields["stream_options"]
+    # `type(...) is int`, as a bool is an int to isinstance.
+    _require(type(n) is int and n > 0, "n: must be a whole number from 1 on")
+    _require(fields["best_of"] in (None, n), "best_of: not supported; use n")
+    _require(not fields["suffix"], "suffix: not supported; this model only continues a prompt")
+    _require(
+        n_logprobs is None or (type(n_logprobs) is int and 0 <= n_logprobs <= MAX_LOGPROBS),
+        f"logprobs: must be 0 to {MAX_LOGPROBS}",
+    )
+    for key in ("echo", "stream"):
+        _require(isinstance(fields[key], bool), f"{key}: must be true or false")
+    _require(
+        isinstance(stream_options, dict) and stream_options.keys() <= {"include_usage"},
+        "stream_options: has only include_usage",
+    )
+    return fields
+
+
 def _parse_prompts(prompt: Any, vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a request, each a text or a list of tokens."""
-    many = isinstance(prompt, list) and not (prompt and type(prompt[0]) is int)
-    prompts = prompt if many else [prompt]
+    """Return the prompts of a request, each a text or a list of tokens."""
+    is_one = not isinstance(prompt, list) or (len(prompt) > 0 and type(prompt[0]) is int)
+    prompts = [prompt] if is_one else prompt
     _require(bool(prompts), "prompt: must not be an empty list")
     for each in prompts:
-        _require(isinstance(each, str | list), "prompt: must be text, tokens, or a list of these")
-        right = isinstance(each, str) or all(type(n) is int and 0 <= n < vocab_size for n in each)
-        _require(right, f"prompt: tokens must be whole numbers from 0 to {vocab_size - 1}")
+        if isinstance(each, str):
+            continue
+        _require(isinstance(each, list), "prompt: must be text, tokens, or a list of these")
+        _require(
+            all(type(token) is int and 0 <= token < vocab_size for token in each),
+            f"prompt: tokens must be whole numbers from 0 to {vocab_size - 1}",
+        )
     return prompts
 
 
-def _build_bias(run: Run, sample: SampleConfig, by_token: Any) -> torch.Tensor | None:
-    """`bias`, `ban` and `logit_bias` as one tensor (V,)."""
-    bias, size = run.build_bias(sample), run.tokenizer.vocab_size
-    _require(isinstance(by_token, dict), "logit_bias: must map tokens to numbers")
-    for token, value in by_token.items():
-        right = token.isdecimal() and len(token) < 8 and int(token) < size
-        _require(right, f"logit_bias: {token[:20]!r} is not a token; use numbers below {size}")
-        right = type(value) in (int, float) and -100 <= value <= 100
-        _require(right, f"logit_bias: must be from -100 to 100, not {str(value)[:20]}")
-        bias = torch.zeros(size) if bias is None else bias
+def _build_bias(run: Run, sample: SampleConfig, logit_bias: Any) -> torch.Tensor | None:
+    """Combine `bias`, `ban` and `logit_bias` into one tensor (V,)."""
+    bias = run.build_bias(sample)
+    vocab_size = run.tokenizer.vocab_size
+    _require(isinstance(logit_bias, dict), "logit_bias: must map tokens to numbers")
+    for token, value in logit_bias.items():
+        _require(
+            token.isdecimal() and len(token) < 8 and int(token) < vocab_size,
+            f"logit_bias: {token[:20]!r} is not a token; use numbers below {vocab_size}",
+        )
+        _require(
+            type(value) in (int, float) and -100 <= value <= 100,
+            f"logit_bias: must be from -100 to 100, not {str(value)[:20]}",
+        )
+        if bias is None:
+            bias = torch.zeros(vocab_size)
         bias[int(token)] += value
     return bias

@@ -1,15 +1,20 @@
-"""Continuous batching: texts of many callers share an engine, and come and go between its steps.
+"""Continuous batching: the texts of many callers share an engine and join and leave between steps.
 
-One thread owns the engine. Prompts are prefilled one after another, first come, first served, and
-the other texts get tokens in between. Neither may change a bit of the result: the compiled step
-reads a prompt in short slices; where PyTorch reads it (float32), whose bits depend on the slice,
-chunks are long and interrupted between the layers.
+One thread owns the engine. It prefills prompts one after another, first come, first served. So that
+a long prompt does not hold up everyone else, texts that are already generating get their tokens
+between parts of a prefill. How a prompt is cut must not change a bit of any text:
+
+- the compiled step gives the same bits for slices of any length, so it reads short slices;
+- PyTorch, which reads prompts with float32 weights, gives other bits for other lengths. So it
+  always reads whole chunks, and a hook interrupts the forward pass between two layers.
+
+Letters: T tokens of a prompt, V vocabulary.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,16 +29,17 @@ from gptmini.generate.run import Run
 from gptmini.generate.sampler import draw_token
 from gptmini.generate.texts import Text
 
-# Work is counted in tokens. Whatever passes through the model, many tokens of a prompt or one of
-# each text, also waits for the weights to come from memory, about as long as READ tokens take.
+# The cost of a forward pass is counted in tokens. Besides the arithmetic for each token, every pass
+# reads all weights from memory, which takes about as long as the arithmetic for so many tokens.
 WEIGHTS_COST_IN_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """What one token adds to a text; log-probabilities (nats) only on request.
+    """A token, the characters that it adds, and log-probabilities (nats) if requested.
 
-    A token of the prompt adds none. The first one has no log-probability, as nothing precedes it.
+    A token of the prompt adds no characters. The first one has no log-probability, as nothing
+    precedes it.
     """
 
     characters: str
@@ -44,23 +50,25 @@ class TokenEvent:
 
 
 TokenEvents = list[TokenEvent]
-Deliveries = list[tuple[Callable[[TokenEvents | Exception], None], TokenEvents | Exception]]
+Callback = Callable[[TokenEvents | Exception], None]
+Deliveries = list[tuple[Callback, TokenEvents | Exception]]
 
 
 @dataclass(eq=False)
 class Request:
-    """A text on its way; `tell` gets its pieces as they come, or the error that ended it.
+    """A text to generate.
 
-    With `score_prompt`, those of the prompt come before the first. To take it off the engine, set
+    `callback` gets the events of each step, or the error that ended the text. With `score_prompt`,
+    the events of the prompt's tokens precede that of the first new one. To cancel a request, set
     the `finish_reason` of its text.
     """
 
     text: Text
     sample: SampleConfig
     logits_processor: LogitsProcessor
-    n_logprobs: int | None  # how many likely tokens each piece lists; None: no log-probabilities
+    n_logprobs: int | None  # how many likely tokens each event lists; None: no log-probabilities
     score_prompt: bool
-    callback: Callable[[TokenEvents | Exception], None]
+    callback: Callback
 
     @property
     def scores_prompt_next(self) -> bool:
@@ -69,23 +77,34 @@ class Request:
 
 
 class Scheduler(threading.Thread):
-    """The thread that draws; its texts are those that `Run.start` gives alone."""
+    """The thread that generates; each text is the one that `Run.start` gives alone.
+
+    Other threads call `submit` and `stop`. They may read `waiting` and `running`, which only this
+    thread and `submit` change.
+    """
 
     def __init__(
         self, run: Run, max_rows: int, max_waiting: int, deliver: Callable[[Deliveries], object]
     ) -> None:
-        """`deliver` is called in this thread with the news of each turn, for the jobs' `tell`."""
-        super().__init__(name="batch", daemon=True)
-        self.max_rows, self.max_waiting = max_rows, max_waiting
+        """`deliver` gets the events of each step, with the callbacks that they are for.
+
+        It is called in this thread and decides in which one the callbacks run.
+        """
+        super().__init__(name="scheduler", daemon=True)
+        self.max_rows = max_rows
+        self.max_waiting = max_waiting
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._run, self._deliver = run, deliver
-        self._changed = threading.Condition()
+        self._run = run
+        self._deliver = deliver
+        self._changed = threading.Condition()  # guards `waiting` and `_stopped`
         self._stopped = False
-        self._work_since_step = 0.0  # on prompts since the last step
+        # Work on prompts, in tokens, since other texts last got a token.
+        self._work_since_step = 0.0
+        self._was_interrupted = False  # whether the present prefill has recorded its own work
 
     def submit(self, requests: Sequence[Request]) -> bool:
-        """Queue the texts of a request, all or none; False if the queue is too full."""
+        """Queue the texts of a caller, all or none; return False if the queue is too full."""
         with self._changed:
             if len(self.waiting) + len(requests) > self.max_waiting:
                 return False
@@ -94,7 +113,7 @@ class Scheduler(threading.Thread):
         return True
 
     def stop(self) -> None:
-        """End the thread after its present turn."""
+        """End the thread after the step it is in."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -102,20 +121,14 @@ class Scheduler(threading.Thread):
 
     @torch.inference_mode()
     def run(self) -> None:
+        """Admit, prefill and step until `stop` is called."""
         with (
             self._run.borrow_engine(self.max_rows) as engine,
             self._interrupt_between_layers(engine),
         ):
             while self._admit():
-                next_request = next(
-                    (request for request in self.running if not self._is_ready(request, engine)),
-                    None,
-                )
                 try:
-                    if next_request is None:
-                        self._step(engine, self.running)
-                    else:
-                        self._prefill(engine, next_request)
+                    self._advance(engine)
                 except Exception as error:  # later texts still need this thread
                     logging.getLogger(__name__).exception("internal error")
                     self._deliver(
@@ -123,15 +136,14 @@ class Scheduler(threading.Thread):
                     )
 
     def _admit(self) -> bool:
-        """Drop texts that have ended and fill their rows; wait for work. False when stopped."""
+        """Drop ended texts and give their rows to waiting ones; wait for work.
+
+        Returns False when stopped.
+        """
         with self._changed:
             while not self._stopped:
-                self.waiting = deque(
-                    request for request in self.waiting if not request.text.finish_reason
-                )
-                self.running = [
-                    request for request in self.running if not request.text.finish_reason
-                ]
+                self.waiting = deque(_drop_ended(self.waiting))
+                self.running = _drop_ended(self.running)
                 while self.waiting and len(self.running) < self.max_rows:
                     self.running.append(self.waiting.popleft())
                 if self.running:
@@ -139,36 +151,51 @@ class Scheduler(threading.Thread):
                 self._changed.wait()
         return False
 
-    def _is_ready(self, request: Request, engine: Engine) -> bool:
-        """Whether a step can give the text a token, as little of it is still to be prefilled.
+    def _advance(self, engine: Engine) -> None:
+        """Work on the first prompt that needs a prefill, or give every text a token."""
+        for request in self.running:
+            if not self._is_ready(request, engine):
+                self._prefill(engine, request)
+                return
+        self._step(engine, self.running)
 
-        A text that is just being given one, from logits that took other prefills, is not ready.
+    def _is_ready(self, request: Request, engine: Engine) -> bool:
+        """Check whether a step can give the text a token, as little is left to prefill.
+
+        A text with nothing left is in a call of the engine right now: its token is drawn when the
+        call returns. The prefill of another text in the same call may be interrupted before.
         """
-        return (
-            not engine.ragged
-            or 0 < len(request.text.context) - request.text.n_cached <= SPARE_POSITIONS
-        )
+        unseen = len(request.text.context) - request.text.n_cached
+        return not engine.ragged or 0 < unseen <= SPARE_POSITIONS
 
     def _prefill(self, engine: Engine, request: Request) -> None:
         """Prefill a chunk of a prompt, or the rest of it and draw its first token."""
-        self._interrupted, start = False, request.text.n_cached
-        ready = sum(self._is_ready(job, engine) for job in self.running)
-        max_tokens = 2 * (WEIGHTS_COST_IN_TOKENS + ready) if ready else PREFILL_CHUNK
+        self._was_interrupted = False
+        start = request.text.n_cached
+        n_ready = sum(self._is_ready(other, engine) for other in self.running)
+        # While others wait for their next token, a slice costs two to three times as much as that.
+        max_tokens = 2 * (WEIGHTS_COST_IN_TOKENS + n_ready) if n_ready else PREFILL_CHUNK
         if request.scores_prompt_next or not engine.prefill_chunk(request.text, max_tokens):
             self._step(engine, [request])
-        if not self._interrupted:  # by layers, as the engine has its own
+        if not self._was_interrupted:  # the interruptions record the work of each layer
             self._record_work(engine, WEIGHTS_COST_IN_TOKENS + request.text.n_cached - start)
 
     @contextmanager
     def _interrupt_between_layers(self, engine: Engine) -> Iterator[None]:
-        """Interrupt the prefill of a prompt after each layer of the model."""
+        """Let other texts get tokens after each layer while torch prefills a prompt.
+
+        The compiled step calls no module of the model, so the hooks run in torch's prefill only.
+        """
+        blocks = list(self._run.model.blocks) if engine.ragged else []
 
         def interrupt(block: object, inputs: object, hidden: Tensor) -> None:
-            if threading.current_thread() is self:  # as a run may be used by several threads
-                self._interrupted = True
-                self._record_work(engine, (WEIGHTS_COST_IN_TOKENS + hidden.shape[1]) / len(blocks))
+            # Other threads may use the same model; their prefills are not ours to interrupt.
+            if threading.current_thread() is not self:
+                return
+            self._was_interrupted = True
+            work = WEIGHTS_COST_IN_TOKENS + hidden.shape[1]  # hidden: (1, T, D)
+            self._record_work(engine, work / len(blocks))
 
-        blocks = list(self._run.model.blocks) if engine.ragged else []
         hooks = [block.register_forward_hook(interrupt) for block in blocks]
         try:
             yield
@@ -177,7 +204,7 @@ class Scheduler(threading.Thread):
                 hook.remove()
 
     def _record_work(self, engine: Engine, work: float) -> None:
-        """Note work on a prompt; the other texts get a token when it was as much as theirs is."""
+        """Add up work on prompts; once it equals that of a step, give the other texts a token."""
         self._work_since_step += work
         ready = [request for request in self.running if self._is_ready(request, engine)]
         if ready and self._work_since_step >= WEIGHTS_COST_IN_TOKENS + len(ready):
@@ -185,19 +212,20 @@ class Scheduler(threading.Thread):
             self._step(engine, ready)
 
     def _step(self, engine: Engine, requests: list[Request]) -> None:
-        """Draw one token for each of the texts, and tell it."""
-        live = [request for request in requests if not request.text.finish_reason]
+        """Draw one token for each text and deliver it."""
+        live = _drop_ended(requests)
         for request in live:
             request.text.n_logits = len(request.text.context) if request.scores_prompt_next else 1
-        logits = engine([request.text for request in live]) if live else []
-        events = [self._draw_token(*each) for each in zip(live, logits, strict=True)]
-        self._deliver(
-            [(request.callback, event) for request, event in zip(live, events, strict=True)]
-        )
+        all_logits = engine([request.text for request in live]) if live else []
+        deliveries: Deliveries = []
+        for request, logits in zip(live, all_logits, strict=True):
+            deliveries.append((request.callback, self._draw_token(request, logits)))
+        self._deliver(deliveries)
 
     def _draw_token(self, request: Request, logits: Tensor) -> TokenEvents | Exception:
-        """The next pieces, from logits (wanted, V)."""
-        text, context_length = request.text, self._run.model.config.context_length
+        """Draw the next token from logits (n_logits, V); return its event, or the error."""
+        text = request.text
+        context_length = self._run.model.config.context_length
         events = self._score_prompt(request, logits) if request.scores_prompt_next else []
         logits = logits[-1]  # (V,)
         try:
@@ -206,20 +234,19 @@ class Scheduler(threading.Thread):
             )
         except GptminiError as error:  # such as a ban of every token
             return self._fail(request, error)
-        logprob, top = _find_top_logprobs(logits, token, request.n_logprobs)
-        return [
-            *events,
-            TokenEvent(text.decode_token(token), token, logprob, top, text.finish_reason),
-        ]
+        logprob, top_logprobs = _find_top_logprobs(logits, token, request.n_logprobs)
+        characters = text.decode_token(token)
+        events.append(TokenEvent(characters, token, logprob, top_logprobs, text.finish_reason))
+        return events
 
     def _score_prompt(self, request: Request, logits: Tensor) -> TokenEvents:
-        """The pieces of a prompt of T tokens, from logits (T, V)."""
+        """Build the events of a prompt's T tokens from logits (T, V)."""
         tokens = request.text.prompt_tokens
         events = [TokenEvent("", tokens[0], None, [], None)]
+        # The logits behind a token predict the next one; the last row predicts a new token.
         for token, row in zip(tokens[1:], logits[-len(tokens) :], strict=False):
-            events.append(
-                TokenEvent("", token, *_find_top_logprobs(row, token, request.n_logprobs), None)
-            )
+            logprob, top_logprobs = _find_top_logprobs(row, token, request.n_logprobs)
+            events.append(TokenEvent("", token, logprob, top_logprobs, None))
         return events
 
     def _fail(self, request: Request, error: Exception) -> Exception:
@@ -227,10 +254,14 @@ class Scheduler(threading.Thread):
         return error
 
 
+def _drop_ended(requests: Iterable[Request]) -> list[Request]:
+    return [request for request in requests if not request.text.finish_reason]
+
+
 def _find_top_logprobs(
     logits: Tensor, token: int, n_logprobs: int | None
 ) -> tuple[float, list[tuple[int, float]]]:
-    """The log-probability of a token, and the likeliest ones with theirs, from logits (V,)."""
+    """Return a token's log-probability, and the likeliest tokens with theirs, from logits (V,)."""
     if n_logprobs is None:
         return 0.0, []
     logprobs = logits.log_softmax(0)  # (V,)

@@ -80,7 +80,8 @@ def test_prompts_together_are_what_they_are_alone(run: Run):
 
 
 def test_two_generations_may_take_turns(run: Run):
-    prompts, settings = ["the ", "a dog"], {"max_new_tokens": 30, "temperature": 1.5}
+    prompts = ["the ", "a dog"]
+    settings = {"max_new_tokens": 30, "temperature": 1.5}
     expected = facts(run.start(prompts, **settings).finish())
     one, other = (run.start(prompts, guess="lookup", **settings) for _ in range(2))
     for _ in itertools.zip_longest(one, other):
@@ -96,17 +97,18 @@ def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
     together = threading.Barrier(8)
 
     def draw(number: int) -> str:
-        pieces = run.stream(prompts[number], seed=number, **settings)
-        first = next(pieces)
+        stream = run.stream(prompts[number], seed=number, **settings)
+        first = next(stream)
         together.wait(60)
-        return first + "".join(pieces)
+        return first + "".join(stream)
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(draw, range(16))) == alone
 
 
 def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
-    opened, open_engine = [], native.open_engine
+    opened = []
+    open_engine = native.open_engine
 
     def counted(*arguments):
         opened.append(open_engine(*arguments))

@@ -120,17 +120,18 @@ def test_a_completion_is_what_generate_gives(run: Run, client: openai.OpenAI):
 
 def test_choices_prompts_and_tokens(run: Run, client: openai.OpenAI):
     settings = {"max_tokens": 12, "seed": 9, "temperature": 1.5}
-    given = {"max_new_tokens": 12, "seed": 9, "temperature": 1.5}
+    same_settings = {"max_new_tokens": 12, "seed": 9, "temperature": 1.5}
     answer = client.completions.create(model="small", prompt=["the ", "a"], n=3, **settings)
-    expected = [alone(run, prompt, n, **given) for prompt in ("the ", "a") for n in range(3)]
+    prompts = ("the ", "a")
+    expected = [alone(run, prompt, n, **same_settings) for prompt in prompts for n in range(3)]
     assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == list(range(6))
     tokens = [run.encode("the dog"), run.encode("a")]
     answer = client.completions.create(model="small", prompt=tokens, echo=True, **settings)
-    expected = [prompt + alone(run, prompt, **given) for prompt in ("the dog", "a")]
+    expected = [prompt + alone(run, prompt, **same_settings) for prompt in ("the dog", "a")]
     assert [choice.text for choice in answer.choices] == expected
     answer = client.completions.create(model="small", prompt=tokens[0], **settings)
-    assert answer.choices[0].text == alone(run, "the dog", **given)
+    assert answer.choices[0].text == alone(run, "the dog", **same_settings)
 
 
 def test_a_stream_is_the_same_in_pieces(run: Run, client: openai.OpenAI):
@@ -148,10 +149,11 @@ def test_a_stream_is_the_same_in_pieces(run: Run, client: openai.OpenAI):
             )
         )
         for index in range(2):
-            own = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
+            choices = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
             text = alone(run, "the quick", index, max_new_tokens=40, seed=1)
-            assert "".join(choice.text for choice in own) == "the quick" * echo + text
-            assert [choice.finish_reason for choice in own].count(None) == len(own) - 1
+            expected = "the quick" + text if echo else text
+            assert "".join(choice.text for choice in choices) == expected
+            assert [choice.finish_reason for choice in choices].count(None) == len(choices) - 1
         assert chunks[-1].usage.completion_tokens > 2
         assert len(chunks) > 10
 
@@ -275,19 +277,24 @@ def test_a_long_prompt_yields_to_running_texts_between_layers():
     order: list[str] = []
     done = threading.Event()
 
-    def deliver(news: Deliveries) -> None:
-        for tell, pieces in news:
-            tell(pieces)
+    def deliver(deliveries: Deliveries) -> None:
+        for callback, events in deliveries:
+            callback(events)
         if all(text.finish_reason for text in texts.values()):
             done.set()
 
-    batch = Scheduler(run, max_rows=2, max_waiting=2, deliver=deliver)
-    adjust = LogitsProcessor(sample, None)
-    tell = lambda name: lambda _: order.append(name)
-    batch.submit([Request(text, sample, adjust, None, False, tell(n)) for n, text in texts.items()])
-    batch.start()
+    scheduler = Scheduler(run, max_rows=2, max_waiting=2, deliver=deliver)
+    processor = LogitsProcessor(sample, None)
+    record = lambda name: lambda _: order.append(name)
+    scheduler.submit(
+        [
+            Request(text, sample, processor, None, False, record(name))
+            for name, text in texts.items()
+        ]
+    )
+    scheduler.start()
     assert done.wait(60)
-    batch.stop()
+    scheduler.stop()
     # A token after each layer of a whole chunk, and after two of the rest, which is shorter.
     assert order.index("long") == 4 + 4 + 2
     for name, prompt in prompts.items():
@@ -391,8 +398,8 @@ def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
             tab.fill(f"#{name}", str(value))
         tab.get_by_role("button", name="Continue").click()
         tab.get_by_text("20 tokens").wait_for()
-        given = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_new_tokens": 20}
-        assert tab.locator("#out").text_content() == prompt + alone(run, prompt, **given)
+        same_settings = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_new_tokens": 20}
+        assert tab.locator("#out").text_content() == prompt + alone(run, prompt, **same_settings)
         titles = tab.eval_on_selector_all("#out span", "tokens => tokens.map(each => each.title)")
         assert len(titles) == 20
         assert all("%, instead of:\n" in title for title in titles)
@@ -424,9 +431,8 @@ def test_texts_under_load_are_those_alone(run: Run):
     jobs = []
     for seed in range(60):
         words = "".join(dice.choice("the dog ") for _ in range(dice.choice((3, 40, 200))))
-        jobs.append(
-            (prefix * (seed % 3 == 0) + words, dice.randint(1, 60), seed, dice.random() < 0.3)
-        )
+        prompt = prefix + words if seed % 3 == 0 else words
+        jobs.append((prompt, dice.randint(1, 60), seed, dice.random() < 0.3))
 
     def ask(job: tuple[str, int, int, bool]) -> str | None:
         prompt, length, seed, leaves = job
@@ -467,7 +473,10 @@ def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
 @needs_compiler
 def test_a_prefix_is_prefilled_once(run: Run):
     shared = "the quick brown fox " * 15  # 300 tokens: two chunks, and a rest
-    with serving(run, max_rows=2) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+    with (
+        serving(run, max_rows=2) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
+    ):
         for prompt, cached in ((shared, 0), (shared, 256), (shared[:200], 128), ("a" + shared, 0)):
             answer = client.completions.create(model="small", prompt=prompt, seed=4)
             assert answer.usage.prompt_tokens_details.cached_tokens == cached

@@ -33,9 +33,11 @@ Request = tuple[str, dict]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("load")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    data = {"path": str(folder / "text.txt")}
-    shape, short = {"context_length": 400, "n_layer": 2}, {"steps": 3, "seq_len": 16}
-    config = tiny(model=shape, data=data, train=short)
+    config = tiny(
+        model={"context_length": 400, "n_layer": 2},
+        data={"path": str(folder / "text.txt")},
+        train={"steps": 3, "seq_len": 16},
+    )
     train(config, folder / "small", folder / "cache")
     return load_run(folder / "small")
 

@@ -1,5 +1,6 @@
-"""Generating on a CPU with a C++ compiler: the forward pass in C++.
+"""Generate faster on a CPU: the forward pass in C++, where a compiler is installed.
 
-`engine` decides what is computed, `step` hands it to the compiled library, `build` compiles that
-from `decode.cpp` and its headers, and `precision` stores weights in bfloat16 or int8.
+Read `engine` (which tokens of which texts pass through the model), `step` (the call into the
+compiled library), `precision` (how weights and keys are stored) and `decode.cpp` with its headers
+`product.h` and `attention.h`. `build` compiles them; `check` compares the result with the model.
 """

@@ -1,15 +1,15 @@
-// Attention for bfloat16 and int8 weights: up to four queries at a time over the same keys. A
-// prompt's tokens share keys, and so do the heads of a group. All arithmetic is float32.
+// Attention for bfloat16 and int8 weights: up to four queries at a time over the same keys, as the
+// tokens of a prompt share keys, and so do the heads of a group. All arithmetic is float32.
 //
-// The cache holds bfloat16, half the memory to read, and is laid out for vectors: 16 positions are a
-// block, whose keys lie column by column, so that a vector takes 16 keys at once and no score is a
-// sum across a vector. (float32 has `attend_float32` in decode.cpp, which reads the plain layout
-// that torch's prefill writes.)
+// The cache holds bfloat16, which halves the memory to read, and is laid out for vectors: 16
+// positions form a block, whose keys lie column by column. So a vector takes one column of 16 keys,
+// and no score is a sum across the lanes of a vector. (float32 weights use `attend_float32` in
+// decode.cpp, which reads the plain layout that torch's prefill writes.)
 
 #include <algorithm>
 
-// e^x of 16 numbers, within a few units of the last place: 2^n e^r with Taylor's polynomial. An x
-// outside -87 to 88 counts as that limit.
+// Computes e^x of 16 numbers to a few units in the last place, as 2^n e^r with Taylor's polynomial
+// for e^r. Clamps x to -87 .. 88, where the result is a normal float32.
 inline Lanes exponential(Lanes x) {
   const Lanes lowest = Lanes{} - 87, highest = Lanes{} + 88;
   x = x < lowest ? lowest : x > highest ? highest : x;
@@ -31,25 +31,28 @@ struct Query {
 
 struct Cache {  // of one slot and KV head
   const uint16_t *keys, *values;  // (size / 16, K, 16) and (size, K)
-  int size, K;  // positions in the ring, a multiple of 16; the head size, padded to one
+  int size;  // positions in the ring, a multiple of 16
+  int K;     // the head size, padded to a multiple of 16
 };
 
-inline Lanes load(const uint16_t* from) {  // bfloat16 is the upper half of a float32
+// Loads 16 bfloat16 numbers; bfloat16 is the upper half of a float32.
+inline Lanes load(const uint16_t* from) {
   Shorts halves;
   memcpy(&halves, from, sizeof halves);
   return (Lanes)(__builtin_convertvector(halves, Words) << 16);
 }
 
-// What N queries of one slot and KV head see between them, and their scores on it.
+// N queries of one slot and KV head, the positions that they see, and their scores.
 template <int N>
 struct Group {
   const Query* queries;
   Cache cache;
   int head_dim;
   float* scores;  // (N, to - from)
-  // The positions from the first that one of them sees to the last, the same in whole blocks, and
-  // those that all of them see.
-  int first = queries[0].start, last = queries[0].position, from, to;
+  // The first and last position that any of them sees, the same range in whole blocks, and the
+  // first and last position that all of them see.
+  int first = queries[0].start, last = queries[0].position;
+  int from, to;
   int common_first = first, common_last = last;
 
   Group(const Query* queries, Cache cache, int head_dim, float* scores)
@@ -60,10 +63,11 @@ struct Group {
       common_first = std::max(common_first, queries[n].start);
       common_last = std::min(common_last, queries[n].position);
     }
-    from = first / LANES * LANES, to = last / LANES * LANES + LANES;
+    from = first / LANES * LANES;
+    to = last / LANES * LANES + LANES;
   }
 
-  // Scores of all queries, -infinity for the keys that a query does not see.
+  // Computes the scores of all queries, -infinity for keys that a query does not see.
   void score() const {
     const float factor = 1 / std::sqrt((float)head_dim);
     const Lanes nothing = Lanes{} - INFINITY;
@@ -82,7 +86,7 @@ struct Group {
     }
   }
 
-  // out = weights . values / sum, for C vectors of columns.
+  // Computes out = weights . values / sum, for C vectors of columns.
   template <int C>
   void mix(const float* sums, int column) const {
     Lanes mixed[N][C] = {};
@@ -92,7 +96,8 @@ struct Group {
       const bool by_all = p >= common_first && p <= common_last;
       for (int c = 0; c < C; c++) {
         Lanes values = load(value + c * LANES);
-        for (int n = 0; n < N; n++)  // a weight of 0 is not enough: the value may be NaN
+        for (int n = 0; n < N; n++)
+          // A weight of 0 would not be enough to leave a value out: it may be NaN.
           if (by_all || (p >= queries[n].start && p <= queries[n].position))
             mixed[n][c] += weights[n * (to - from)] * values;
       }
@@ -107,9 +112,9 @@ struct Group {
   }
 };
 
-// n scores to exp(score - the highest), in place; returns their sum. A NaN makes the sum NaN, and
+// Replaces n scores by exp(score - the highest) and returns their sum. A NaN makes the sum NaN, and
 // with it the output, so that damaged weights are noticed.
-inline float weigh(float* scores, int n) {
+inline float exponentiate(float* scores, int n) {
   Lanes highest = load(scores), sums = {};
   for (int s = LANES; s < n; s += LANES) {
     Lanes next = load(scores + s);
@@ -119,21 +124,21 @@ inline float weigh(float* scores, int n) {
   for (int i = 1; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
   for (int s = 0; s < n; s += LANES) {
     Lanes next = load(scores + s), weights = exponential(next - most);
-    weights = next == -INFINITY ? Lanes{} : weights;  // what is unseen changes no bit
+    weights = next == -INFINITY ? Lanes{} : weights;  // keys that are not seen change no bit
     memcpy(scores + s, &weights, sizeof weights);
     sums += weights;
   }
-  return total(sums);
+  return sum_lanes(sums);
 }
 
-// N queries of one slot and KV head: out = softmax(q . keys / sqrt K) values.
+// Computes out = softmax(q . keys / sqrt K) values for N queries of one slot and KV head.
 template <int N>
 inline void attend(const Query* queries, Cache cache, int head_dim, float* scores) {
   Group<N> group(queries, cache, head_dim, scores);
   group.score();
   int column = 0, n_keys = group.to - group.from;
   float sums[N];
-  for (int n = 0; n < N; n++) sums[n] = weigh(scores + n * n_keys, n_keys);
+  for (int n = 0; n < N; n++) sums[n] = exponentiate(scores + n * n_keys, n_keys);
   for (; column + 4 * LANES <= cache.K; column += 4 * LANES) group.template mix<4>(sums, column);
   for (; column < cache.K; column += LANES) group.template mix<1>(sums, column);
 }

@@ -1,4 +1,4 @@
-"""decode.cpp as a library: compiled once, in a second, into the cache."""
+"""Compile decode.cpp into a shared library, once, and keep it in the cache."""
 
 import ctypes
 import hashlib
@@ -21,23 +21,28 @@ NATIVE_TARGET = ("-march=native",)
 
 @lru_cache
 def build_library(cache: Path, target: tuple[str, ...] = NATIVE_TARGET) -> ctypes.CDLL | None:
-    """The compiled step, from the cache or compiled now; None if there is no compiler.
+    """Return the compiled step, from the cache or compiled now; None if there is no compiler.
 
-    None and a warning if it fails, once per process. `target` chooses the instructions.
+    If compiling fails, warns and returns None; as the result is remembered, once per process.
+    `target` chooses the processor's instructions.
     """
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
         return None
-    words = " ".join([compiler, *COMPILER_FLAGS, *target, _read_processor()])
-    name = hashlib.sha256(
-        b"".join(map(Path.read_bytes, SOURCE_FILES)) + words.encode()
-    ).hexdigest()[:16]
-    library = cache / "native" / f"{name}.so"
+    # The name of the library covers all that its bytes depend on, so a change compiles another.
+    digest = hashlib.sha256()
+    for source in SOURCE_FILES:
+        digest.update(source.read_bytes())
+    command = [compiler, *COMPILER_FLAGS, *target]
+    digest.update(" ".join([*command, _read_processor()]).encode())
+    library = cache / "native" / f"{digest.hexdigest()[:16]}.so"
     try:
         if not library.exists():
-            _compile([compiler, *COMPILER_FLAGS, *target], library)
-        if library.stat().st_uid != os.getuid() or library.stat().st_mode & 0o022:
-            return None  # never load code that another user could have written
+            _compile(command, library)
+        # Never load code that another user could have written.
+        status = library.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            return None
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as error:
         warn(f"g++: {_describe_failure(error)}; generating with PyTorch, which is slower")
@@ -45,16 +50,20 @@ def build_library(cache: Path, target: tuple[str, ...] = NATIVE_TARGET) -> ctype
 
 
 def _describe_failure(error: OSError | subprocess.CalledProcessError) -> str:
-    """Why there is no library, in one line: the compiler's first error, if it named one."""
+    """Say in one line why there is no library: the compiler's first error, if it reports one."""
     if isinstance(error, OSError):
         return f"cannot use the compiled code ({error})"
     lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines()]
-    named = [line for line in lines if "error" in line.lower()] or list(filter(None, lines))
-    return f"cannot compile the decoder ({named[0] if named else f'exit {error.returncode}'})"
+    errors = [line for line in lines if "error" in line.lower()]
+    reasons = errors or [line for line in lines if line] or [f"exit {error.returncode}"]
+    return f"cannot compile the decoder ({reasons[0]})"
 
 
 def _read_processor() -> str:
-    """The processor's instructions: -march=native, and machines may share a home directory."""
+    """Name the processor and its instructions.
+
+    -march=native compiles for this processor only, but machines may share a home directory.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))
@@ -65,11 +74,13 @@ def _read_processor() -> str:
 
 def _compile(compiler: list[str], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Compile under a name of this thread's own and rename at the end, so that nobody loads half a
+    # library; if several compile at once, the last one wins.
     partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     command = [*compiler, str(SOURCE_FILES[0]), "-o", str(partial)]
-    try:  # share torch's OpenMP threads; Macs mostly lack the library, so fall back to one thread
+    try:  # with OpenMP, whose threads torch has started already
         subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
-    except subprocess.CalledProcessError:
+    except subprocess.CalledProcessError:  # most Macs lack OpenMP: use one thread
         subprocess.run(command, capture_output=True, check=True)  # noqa: S603
     partial.chmod(0o700)
     os.replace(partial, library)

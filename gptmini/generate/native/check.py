@@ -1,11 +1,11 @@
-"""Whether the compiled step computes the model as it is: both read a few tokens.
+"""Check that the compiled step computes the same as the model in torch, on a few tokens.
 
-decode.cpp repeats what model/ says, and cannot follow someone who changes model/. So each model is
-compared once before the compiled step generates with it, in float32 whatever the precision of its
-weights: rounding inputs to 16 bits would hide a small change, and those two paths differ from the
-float32 one in nothing else.
+decode.cpp repeats what model/ says; when someone changes model/, it does not follow. So each model
+is compared once, before the compiled step generates with it. The comparison is in float32, whatever
+the precision of the weights: rounding inputs to 16 bits would hide small changes, and the paths of
+bfloat16 and int8 differ from that of float32 in nothing but this rounding.
 
-Letters: T tokens of a row, V vocabulary.
+Letters: T tokens of a row, D width, V vocabulary.
 """
 
 import ctypes
@@ -21,68 +21,78 @@ from gptmini.generate.native.step import NativeStep
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
 
-TOKENS = 2  # of each of the two rows
-FARTHEST = 512  # positions that are looked at: attention to more would take most of the time
-# Of the largest logit. In 600 random models, with weights up to 150 times as large as initial ones,
-# rounding made at most 2e-5 of it; bfloat16 inputs would make 0.27, int8 ones 0.54.
+TOKENS_PER_ROW = 2
+# How long a context is compared. Attention to more positions would take most of the time.
+MAX_POSITIONS = 512
+# A share of the largest logit. In 600 random models, with weights up to 150 times as large as
+# initial ones, rounding made at most 2e-5 of it; bfloat16 inputs would make 0.27, int8 ones 0.54.
 TOLERANCE = 2e-4
 
-_verdicts: WeakKeyDictionary[GPT, bool] = WeakKeyDictionary()
-_lock = threading.Lock()
+# What was found, for as long as the model lives: a weak reference keeps no model in memory.
+_matches: WeakKeyDictionary[GPT, bool] = WeakKeyDictionary()
+_lock = threading.Lock()  # threads may share a model, and one comparison is enough
 
 
-def computes(library: ctypes.CDLL, model: GPT) -> bool:
-    """Whether the compiled step computes this model; a warning if not. Compared once per model."""
-    with _lock:  # threads may share a run
-        if model not in _verdicts:
-            off = difference(library, model)
-            _verdicts[model] = off <= TOLERANCE
-            if off > TOLERANCE:
+def matches_torch(library: ctypes.CDLL, model: GPT) -> bool:
+    """Compare the compiled step with this model, once per model; warn if they differ."""
+    with _lock:
+        if model not in _matches:
+            difference = measure_difference(library, model)
+            _matches[model] = difference <= TOLERANCE
+            if difference > TOLERANCE:
                 warn(
-                    f"compiled engine: does not compute this model (logits differ by {off:.2g} of "
-                    "the largest), as after a change in gptmini/model; generating with PyTorch, "
-                    "which is slower"
+                    f"compiled engine: does not compute this model (logits differ by "
+                    f"{difference:.2g} of the largest), as after a change in gptmini/model; "
+                    "generating with PyTorch, which is slower"
                 )
-        return _verdicts[model]
+        return _matches[model]
 
 
 @torch.inference_mode()
-def difference(library: ctypes.CDLL, model: GPT) -> float:
-    """The largest difference of the compiled step's logits from torch's, as a share of the largest.
+def measure_difference(library: ctypes.CDLL, model: GPT) -> float:
+    """Return how far the compiled logits are from torch's, as a share of the largest logit.
 
-    One row of tokens begins the context. The other ends it, behind keys and values of zero, so that
-    windows and long distances count too. torch takes both as one batch, the first padded.
+    The first row of tokens begins the context. The second ends it, behind keys and values of zero,
+    so that windows and long distances count too. torch takes both as one batch: to it, the first
+    row is padded on the left.
     """
-    end = min(model.config.context_length, FARTHEST)
-    T = min(TOKENS, end)
+    end = min(model.config.context_length, MAX_POSITIONS)
+    T = min(TOKENS_PER_ROW, end)
     start = end - T
+    # Multiples of a large prime are spread over the vocabulary.
     tokens = torch.arange(2 * T).view(2, T) * 7919 % model.embed.num_embeddings  # (2, T)
-    cache = _zeros(model, end)
+    cache = _create_zero_cache(model, end)
     step = NativeStep(library, model, "float32", cache)
     rows = [0] * T + [1] * T
     positions = [*range(T), *range(start, end)]
     found = step(tokens.flatten().tolist(), rows, positions, [T - 1, 2 * T - 1])  # (2, V)
 
-    cache = _zeros(model, end)
+    cache = _create_zero_cache(model, end)
     cache.truncate(start)
     hidden = model.forward_hidden(tokens, cache, torch.tensor([start, 0]))  # (2, T, D)
     expected = model.compute_logits(hidden[:, -1]).float()  # (2, V)
-    return _distance(found, expected)
+    return _compute_relative_difference(found, expected)
 
 
-def _zeros(model: GPT, length: int) -> KVCache:
-    """A cache of two rows for this many positions, all zero."""
+def _create_zero_cache(model: GPT, length: int) -> KVCache:
+    """Create a cache of two rows and `length` positions, filled with zeros."""
     config = model.config.model_copy(update={"context_length": length})
-    cache = create_cache(config, "float32", 2, TOKENS)
+    cache = create_cache(config, "float32", 2, TOKENS_PER_ROW)
     for layer in cache.layers:
-        # Fresh memory is zero already, and takes no time until it is used.
-        layer.keys, layer.values = torch.zeros_like(layer.keys), torch.zeros_like(layer.values)
+        # torch.zeros gets pages from the system that are zero already, and costs nothing until
+        # they are used; filling the present tensors would touch every page.
+        layer.keys = torch.zeros_like(layer.keys)
+        layer.values = torch.zeros_like(layer.values)
     return cache
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a share of the largest; 0 where the model itself overflows."""
+def _compute_relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest logit.
+
+    Logits that overflow in torch too do not count: they are reported elsewhere.
+    """
     finite = expected.isfinite()
     if not finite.any():
         return 0.0
-    return float((found - expected)[finite].abs().max() / expected[finite].abs().max())
+    largest_difference = (found - expected)[finite].abs().max()
+    return float(largest_difference / expected[finite].abs().max())

@@ -1,11 +1,11 @@
-// The forward pass of a GPT for the next tokens of several texts, or for a piece of a prompt: the
-// weights are read from memory once per call, whatever the number of tokens.
+// The forward pass of a GPT, for the next tokens of several texts or for a part of a prompt. A call
+// reads the weights from memory once, whatever the number of its tokens.
 //
-// Computes what model/gpt.py computes. Weights may be stored as float32, bfloat16 or int8 with one
-// scale per row; product.h says what they are multiplied with. Everything else is float32. The
-// order of every sum depends only on its own length, so a token's logits have the same bits
+// This computes what model/gpt.py computes. Weights are stored as float32, bfloat16, or int8 with
+// one scale per row; product.h says what they are multiplied with. All other arithmetic is float32.
+// The order of every sum depends only on its own length. So a token's logits have the same bits
 // whichever tokens share the call, in a prompt or behind it, and however many threads run it.
-// native.py fills Model and calls gptmini_step.
+// step.py fills Model and calls gptmini_step.
 //
 // Letters: M tokens of a call, D width, F width of the MLP, H query heads, G KV heads, K head
 // size, S positions, V vocabulary.
@@ -27,28 +27,29 @@ struct Norm { const float *weight, *bias; };  // null if absent
 struct Layer {
   Norm attn_norm, mlp_norm, q_norm, k_norm;  // the last two are null without QK-norm
   Matrix qkv, o, gate, up, down;  // qkv: rows of q, then k, then v; gate: only with SwiGLU
-  // The KV cache, (slots, G, size, K): a ring, position p lies at index p % size. With a window it
-  // is only a little longer than the window, and new keys overwrite those nobody sees any more.
-  // Of floats if weights are float32, else of bfloat16, padded and laid out as in attention.h.
+  // The KV cache (slots, G, size, K), a ring: position p lies at index p % size. With a window it
+  // is a little longer than the window, and new keys overwrite those that no query sees any more.
+  // It holds floats if weights are float32, else bfloat16, padded and laid out as in attention.h.
   void *keys, *values;
   int size, window;  // window 0: no window
 };
 
 struct Model {
   int n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, context_length;
-  int rms, activation, precision, n_threads;  // choices are numbered as in native.py
+  int rms, activation, precision, n_threads;  // numbered as in step.py and precision.py
   float norm_eps;
   const float *embed, *positions, *cosines, *sines;  // (V, D), (S, D), (S, K/2); or null
   Norm final_norm;
   Matrix head;
   Layer* layers;
-  // Buffers: x is the residual stream. All are (M, padded width) but scores (threads, S).
+  // Buffers, (M, padded width) but for scores: x is the residual stream, mixed the output of the
+  // heads, inner that of the MLP's first products. scores has room for 4 queries of each thread.
   float *x, *normed, *qkv, *mixed, *inner, *scores;
   uint32_t* words;  // (M, padded width / 2): inputs rounded to 16 bits; null for float32
-  float* scales;    // (M,), theirs for int8
+  float* scales;    // (M,): their scales, for int8
 };
 
-// RMSNorm or LayerNorm of n numbers.
+// Computes y = RMSNorm or LayerNorm of the n numbers x.
 void normalize(const float* x, float* y, int n, bool rms, float eps, Norm norm) {
   float mean = 0, square = 0;
   if (!rms) {
@@ -76,7 +77,7 @@ T activate(T x, int kind) {
   return x / (1 + exponential(-x));  // silu
 }
 
-// x = activate(x) for n numbers, times those of `factors` if there are any.
+// Computes x = activate(x) for n numbers, in place, times `factors` unless they are null.
 template <typename T>
 void activate_all(float* x, const float* factors, int n, int kind) {
   for (int i = 0; i < n; i += sizeof(T) / sizeof(float)) {
@@ -91,9 +92,9 @@ void activate_all(float* x, const float* factors, int n, int kind) {
   }
 }
 
-// QK-norm and RoPE, in place, for a query or key of one head (K,). RoPE rotates the pairs (i,
-// i + K/2) by the angles of the position.
-void place(const Model& g, float* head, Norm norm, int position) {
+// Applies QK-norm and RoPE, in place, to a query or key of one head (K,). RoPE rotates the pairs
+// (i, i + K/2) by the angles of the position.
+void normalize_and_rotate(const Model& g, float* head, Norm norm, int position) {
   int K = g.head_dim, half = K / 2;
   if (norm.weight) normalize(head, head, K, true, g.norm_eps, norm);
   if (!g.cosines) return;
@@ -105,9 +106,10 @@ void place(const Model& g, float* head, Norm norm, int position) {
   }
 }
 
-// For float32: one query over the positions that it sees, out = softmax(q . keys / sqrt K) values.
-// `cache` is where the keys and values of its slot and KV head begin; `at` runs around the ring. A
-// NaN score makes the output NaN, as in torch, so that damaged weights are noticed.
+// For float32 weights: computes out = softmax(q . keys / sqrt K) values for one query over the
+// positions that it sees. `cache` is where the keys and values of its slot and KV head begin; `at`
+// runs around the ring. A NaN score makes the output NaN, as in torch, so that damaged weights are
+// noticed.
 void attend_float32(const Model& g, const Layer& layer, Query query, int64_t cache, float* scores) {
   int K = g.head_dim, S = query.position - query.start + 1, first = query.start % layer.size;
   const float *q = query.q, *keys = (float*)layer.keys + cache;
@@ -131,11 +133,11 @@ void attend_float32(const Model& g, const Layer& layer, Query query, int64_t cac
   }
 }
 
-// One call as a single thread runs it; all threads run the same code.
+// A call as one thread sees it; all threads run the same code.
 //
-// The rows of each matrix are split among the threads: each reads only its part of the weights and
-// writes only its own outputs. Barriers stand where a thread needs what others have written.
-// `omp for` ends with one.
+// The threads share out the rows of each matrix: each reads its part of the weights and writes its
+// part of the outputs. A barrier stands wherever a thread needs what others have written; `omp for`
+// ends with one.
 struct Call {
   const Model& g;
   int M;
@@ -143,57 +145,64 @@ struct Call {
   int thread, threads;
   int heads = g.n_head + 2 * g.n_kv_head;  // of queries, keys and values
   // Distances between tokens in x and normed, qkv, mixed, inner.
-  int D = padded(g.d_model);
-  int Q = padded(heads * g.head_dim), O = padded(g.n_head * g.head_dim);
-  int F = padded(g.d_ff) * (g.activation == SWIGLU ? 2 : 1);
-  int cached_K = g.precision == FLOAT32 ? g.head_dim : (g.head_dim + LANES - 1) / LANES * LANES;
-
-  int W = std::max({D, O, padded(g.d_ff)}) / 2;  // in words, which hold two columns
+  int D = round_up(g.d_model);
+  int Q = round_up(heads * g.head_dim), O = round_up(g.n_head * g.head_dim);
+  int F = round_up(g.d_ff) * (g.activation == SWIGLU ? 2 : 1);
+  // The distance between tokens in words, which hold two columns each.
+  int W = std::max({D, O, round_up(g.d_ff)}) / 2;
+  // The head size in the cache.
+  int cached_K = g.precision == FLOAT32 ? g.head_dim : round_up(g.head_dim, LANES);
 
   struct Share { int from, to; };
-  // This thread's part of n rows, in whole tiles.
+  // Returns this thread's part of n rows, in whole blocks.
   Share share(int n) const {
-    int units = (n + TILE - 1) / TILE;
-    int from = units * thread / threads * TILE, to = units * (thread + 1) / threads * TILE;
+    int blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK;
+    int from = blocks * thread / threads * ROW_BLOCK;
+    int to = blocks * (thread + 1) / threads * ROW_BLOCK;
     return {from, to < n ? to : n};
   }
 
+  // Computes x = token embedding + position embedding, if there is one.
   void embed() const {
 #pragma omp for schedule(static)
     for (int m = 0; m < M; m++) {
       const float* token = g.embed + (int64_t)tokens[m] * g.d_model;
-      const float* place = g.positions ? g.positions + (int64_t)positions[m] * g.d_model : nullptr;
-      for (int i = 0; i < g.d_model; i++) g.x[m * D + i] = token[i] + (place ? place[i] : 0);
+      const float* position =
+          g.positions ? g.positions + (int64_t)positions[m] * g.d_model : nullptr;
+      for (int i = 0; i < g.d_model; i++) g.x[m * D + i] = token[i] + (position ? position[i] : 0);
     }
   }
 
-  // Makes row m of a product's inputs ready for `multiply`; float32 needs nothing.
+  // Rounds row m of a product's inputs as `multiply` takes them; float32 needs nothing.
   void round(int m, const float* x, int columns) const {
     uint32_t* words = g.words + (int64_t)m * W;
     if (g.precision == BFLOAT16) round_bfloat16(x, words, columns);
     if (g.precision == INT8) g.scales[m] = round_int16(x, words, columns);
   }
 
-  // Rows `mine` of y = w x for n tokens, whose x every thread finds ready.
+  // Computes the rows `mine` of y = w x for n tokens. Every thread needs all of x, so a barrier
+  // must stand between the computation of x and this.
   void multiply(const Matrix& w, Share mine, int n, const float* x, int xs, float* y,
                 int ys) const {
     Inputs inputs{g.words, g.scales, W};
-    if (g.precision == FLOAT32) product(w, mine.from, mine.to, n, x, xs, y, ys);
-    if (g.precision == BFLOAT16) product<BFloat16>(w, mine.from, mine.to, n, inputs, y, ys);
-    if (g.precision == INT8) product<Int8>(w, mine.from, mine.to, n, inputs, y, ys);
+    if (g.precision == FLOAT32) multiply_rows(w, mine.from, mine.to, n, x, xs, y, ys);
+    if (g.precision == BFLOAT16) multiply_rows<BFloat16>(w, mine.from, mine.to, n, inputs, y, ys);
+    if (g.precision == INT8) multiply_rows<Int8>(w, mine.from, mine.to, n, inputs, y, ys);
   }
 
-  // normed = norm of n tokens, the first ones or those that `which` names.
-  void norm(Norm weights, int n, const int* which = nullptr) const {
+  // Computes normed = norm of x for n tokens, the first ones or those that `indices` names.
+  void norm(Norm weights, int n, const int* indices = nullptr) const {
 #pragma omp for schedule(static)
     for (int m = 0; m < n; m++) {
-      float *from = g.x + (which ? which[m] : m) * D, *to = g.normed + m * D;
+      float* from = g.x + (indices ? indices[m] : m) * D;
+      float* to = g.normed + m * D;
       normalize(from, to, g.d_model, g.rms, g.norm_eps, weights);
       round(m, to, D);
     }
   }
 
-  // x += w inputs, the end of both branches; `normed` is free by then and holds the product.
+  // Computes x += w inputs, the end of both branches. `normed` is no longer needed by then and
+  // takes the product. Each thread adds the rows that it computed, so no barrier stands in between.
   void add_product(const Matrix& w, const float* inputs, int distance) const {
     if (g.precision != FLOAT32) {
 #pragma omp for schedule(static)
@@ -206,28 +215,29 @@ struct Call {
 #pragma omp barrier
   }
 
-  // Where the keys and values of a slot and KV head begin in the cache.
-  int64_t start_of(const Layer& layer, int row, int kv_head) const {
+  // Returns where the keys and values of a slot and KV head begin in the cache.
+  int64_t find_start(const Layer& layer, int row, int kv_head) const {
     return ((int64_t)row * g.n_kv_head + kv_head) * layer.size * cached_K;
   }
 
-  // Caches a key or value (K,) of token m.
-  void keep(const Layer& layer, int m, int kv_head, bool is_key, const float* head) const {
+  // Stores a key or value (K,) of token m in the cache.
+  void store_head(const Layer& layer, int m, int kv_head, bool is_key, const float* head) const {
     int at = positions[m] % layer.size, K = g.head_dim;
     void* cache = is_key ? layer.keys : layer.values;
-    int64_t start = start_of(layer, rows[m], kv_head), there = start + (int64_t)at * cached_K;
+    int64_t start = find_start(layer, rows[m], kv_head);
+    int64_t there = start + (int64_t)at * cached_K;
     if (g.precision == FLOAT32) {
       memcpy((float*)cache + there, head, K * sizeof(float));
-    } else if (is_key) {
+    } else if (is_key) {  // one column of a block of 16 positions, as in attention.h
       there = start + (int64_t)(at / LANES * LANES) * cached_K + at % LANES;
-      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i * LANES] = bfloat16(head[i]);
+      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i * LANES] = to_bfloat16(head[i]);
     } else {
-      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i] = bfloat16(head[i]);
+      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i] = to_bfloat16(head[i]);
     }
   }
 
-  // Query i of those that read a KV head: the tokens in order, of each the heads of the group.
-  Query query(const Layer& layer, int kv_head, int i) const {
+  // Returns query i of those that read a KV head: token by token, the query heads of its group.
+  Query get_query(const Layer& layer, int kv_head, int i) const {
     const int group = g.n_head / g.n_kv_head, m = i / group, K = g.head_dim;
     int h = kv_head * group + i % group, position = positions[m];
     int start = layer.window && position >= layer.window ? position - layer.window + 1 : 0;
@@ -235,15 +245,16 @@ struct Call {
     return {g.qkv + (int64_t)m * Q + h * K, out, rows[m], start, position};
   }
 
-  // Four queries of a KV head, or those that are left, together where they are of one slot.
-  void attend_some(const Layer& layer, int kv_head, int from, float* scores) const {
+  // Attends with four queries of a KV head, or those that are left. Queries of the same slot share
+  // the reading of its keys.
+  void attend_four(const Layer& layer, int kv_head, int from, float* scores) const {
     Query queries[4];
     int n = std::min(4, M * (g.n_head / g.n_kv_head) - from);
-    for (int i = 0; i < n; i++) queries[i] = query(layer, kv_head, from + i);
+    for (int i = 0; i < n; i++) queries[i] = get_query(layer, kv_head, from + i);
     for (int i = 0; i < n;) {
       int same = 1;
       while (i + same < n && queries[i + same].row == queries[i].row) same++;
-      int64_t at = start_of(layer, queries[i].row, kv_head);
+      int64_t at = find_start(layer, queries[i].row, kv_head);
       if (g.precision == FLOAT32) {
         attend_float32(g, layer, queries[i], at, scores);
         i++;
@@ -258,7 +269,8 @@ struct Call {
     }
   }
 
-  void attention(const Layer& layer) const {
+  // Computes x += attention(norm(x)).
+  void run_attention(const Layer& layer) const {
     const int H = g.n_head, G = g.n_kv_head, K = g.head_dim;
     norm(layer.attn_norm, M);
     multiply(layer.qkv, share(layer.qkv.rows), M, g.normed, D, g.qkv, Q);
@@ -267,22 +279,25 @@ struct Call {
     for (int task = 0; task < M * heads; task++) {
       int m = task / heads, h = task % heads;
       float* head = g.qkv + (int64_t)m * Q + h * K;
-      if (h < H + G) place(g, head, h < H ? layer.q_norm : layer.k_norm, positions[m]);
-      if (h >= H) keep(layer, m, (h - H) % G, h < H + G, head);
+      bool is_query = h < H, is_key = h >= H && h < H + G;
+      if (is_query) normalize_and_rotate(g, head, layer.q_norm, positions[m]);
+      if (is_key) normalize_and_rotate(g, head, layer.k_norm, positions[m]);
+      if (!is_query) store_head(layer, m, (h - H) % G, is_key, head);
     }
     // All keys of the call are cached now, those of later tokens too: a query stops at its own
-    // position. Later queries see more keys, so the threads take turns.
+    // position. Later queries see more keys, so the threads take tasks in turn, not in halves.
     int tasks = (M * (H / G) + 3) / 4;  // of each KV head
-    float* scores = g.scores + thread * (int64_t)padded(4 * (g.context_length + LANES));
+    float* scores = g.scores + thread * (int64_t)round_up(4 * (g.context_length + LANES));
 #pragma omp for schedule(static, 1)
     for (int task = 0; task < G * tasks; task++)
-      attend_some(layer, task / tasks, task % tasks * 4, scores);
+      attend_four(layer, task / tasks, task % tasks * 4, scores);
     add_product(layer.o, g.mixed, O);
   }
 
-  void mlp(const Layer& layer) const {
+  // Computes x += mlp(norm(x)).
+  void run_mlp(const Layer& layer) const {
     const bool gated = g.activation == SWIGLU;
-    const int behind = gated ? padded(g.d_ff) : 0;  // the up projection lies behind the gate
+    const int behind = gated ? round_up(g.d_ff) : 0;  // the up projection lies behind the gate
     norm(layer.mlp_norm, M);
     Share mine = share(layer.up.rows);
     if (gated) multiply(layer.gate, mine, M, g.normed, D, g.inner, F);
@@ -301,9 +316,9 @@ struct Call {
 
 // Passes M tokens through the model, each with its slot of the cache (`rows`) and its position. The
 // tokens of a slot are in order, and the cache holds all positions before them. Writes the logits
-// of the n tokens that `wanted` names, (n, padded V): of a prompt only the last are of use.
+// (n, padded V) of the n tokens that `indices` names: a prompt needs only those of its last token.
 extern "C" void gptmini_step(const Model* model, int M, const int* tokens, const int* rows,
-                             const int* positions, int n, const int* wanted, float* logits) {
+                             const int* positions, int n, const int* indices, float* logits) {
   const Model& g = *model;
 #pragma omp parallel num_threads(g.n_threads)
   {
@@ -314,11 +329,11 @@ extern "C" void gptmini_step(const Model* model, int M, const int* tokens, const
 #endif
     call.embed();
     for (int l = 0; l < g.n_layer; l++) {
-      call.attention(g.layers[l]);
-      call.mlp(g.layers[l]);
+      call.run_attention(g.layers[l]);
+      call.run_mlp(g.layers[l]);
     }
-    call.norm(g.final_norm, n, wanted);
-    int V = padded(g.head.rows);
+    call.norm(g.final_norm, n, indices);
+    int V = round_up(g.head.rows);
     call.multiply(g.head, call.share(g.head.rows), n, g.normed, call.D, logits, V);
   }
 }

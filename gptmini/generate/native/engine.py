@@ -1,11 +1,20 @@
-"""Faster decoding on a CPU that has g++: a compiled step.
+"""Compute next-token logits on a CPU with the compiled step: slots, prefill and shared prefixes.
 
-Decoding reads every weight for every token, so memory bandwidth sets the pace, and on small models
-the overhead of torch's calls. Prompts and batches are bound by arithmetic, which decode.cpp does
-with the processor's instructions for narrow numbers. build.py compiles it, step.py calls it.
+Decoding reads every weight for every token, so it is bound by memory bandwidth, and on small models
+by the overhead of torch's calls. Prompts and batches are bound by arithmetic, which decode.cpp does
+with the processor's instructions for narrow numbers.
 
-With weights in bfloat16 or int8, inputs (product.h), keys and values are rounded too, by the same
-rules in prompts and behind them: a text is the same in any company, but not always that of torch.
+With weights in bfloat16 or int8, the inputs of products (product.h), keys and values are rounded
+too, by the same rules in a prompt and behind it. So a text is the same whatever else is in the
+batch, but not always the text that torch gives.
+
+Two ideas make it faster still:
+
+- Prefix cache: the slots remember which whole chunks of tokens were prefilled at their beginning.
+  A prompt that begins with the same chunks copies their keys and values from that slot.
+- Rings: a windowed layer caches little more than its window. Position p lies at index p % size, so
+  a new key overwrites one that nobody sees any more. What was prefilled can be shared only while
+  the ring has not overwritten its beginning.
 """
 
 import ctypes
@@ -16,21 +25,22 @@ from torch import Tensor
 
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine, TorchEngine, prefill
 from gptmini.generate.native.build import build_library
-from gptmini.generate.native.check import computes
+from gptmini.generate.native.check import matches_torch
 from gptmini.generate.native.precision import PackedMatrices, create_cache
 from gptmini.generate.native.step import MAX_CALL_TOKENS, NativeStep
 from gptmini.generate.texts import Text
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
 
-# A token, its slot and position, and whether its logits are wanted.
+# One token of a call: its number, slot and position, and whether it needs logits.
 BatchEntry = tuple[int, int, int, bool]
 
 
 class NativeEngine:
-    """Texts of any lengths, each with a row of the cache (a slot) of its own."""
+    """Runs texts of any lengths together; each has a row of the KV cache, its slot."""
 
-    name, ragged = "compiled", True
+    name = "compiled"
+    ragged = True
 
     def __init__(
         self,
@@ -40,64 +50,69 @@ class NativeEngine:
         n_slots: int,
         packed: PackedMatrices | None = None,
     ) -> None:
-        self._model, self.n_slots = model, n_slots
+        self.n_slots = n_slots
+        self._model = model
         # float32 prompts go through torch, whose products in float32 are as fast.
         self._torch_prefill = weights == "float32"
-        # A call's first queries must still find the keys of their window when its last ones have
-        # been cached, so the rings of windowed layers have room for a whole call.
-        spare = SPARE_POSITIONS if self._torch_prefill else MAX_CALL_TOKENS
-        self._cache = create_cache(model.config, weights, n_slots, spare)
+        # A call caches all its keys before its queries look at them. The first queries must still
+        # find the keys of their window, so the rings of windowed layers have room for a whole call.
+        spare_positions = SPARE_POSITIONS if self._torch_prefill else MAX_CALL_TOKENS
+        self._cache = create_cache(model.config, weights, n_slots, spare_positions)
         self._step = NativeStep(library, model, weights, self._cache, packed)
+        # For each slot: the text that has it, and when it was assigned.
         self._slots: list[Text | None] = [None] * n_slots
-        # Of each slot: when it was last taken, and the tokens at its beginning that were prefilled
-        # in whole chunks and still are there, whichever text has the slot now. A prompt that begins
-        # with them starts from them.
         self._assigned_at = [0] * n_slots
+        # For each slot: the tokens at its beginning that were prefilled in whole chunks and whose
+        # keys are still there, whichever text has the slot now. This is the prefix cache.
         self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]
         self._ring_size = min(layer.size for layer in self._cache.layers)
 
     def __call__(self, texts: list[Text]) -> list[Tensor]:
         slots = [self._assign_slot(text, texts) for text in texts]
         logits: dict[int, Tensor] = {}
-        batch_slots: list[int] = []  # the slots of one or a few calls, and their tokens
+        # Texts with few unseen tokens share a batch of the compiled step, which reads the weights
+        # once for all of them. Longer prompts are prefilled one by one:
+        # - in float32 by torch, as more than SPARE_POSITIONS tokens of a text in one call would
+        #   overwrite keys of a windowed ring that the first of them still sees;
+        # - otherwise by the compiled step too, but alone, so that texts behind them in this call
+        #   can reuse their prefix.
+        longest_in_batch = SPARE_POSITIONS if self._torch_prefill else PREFILL_CHUNK
+        batch_slots: list[int] = []
+        batch_n_logits: list[int] = []
         entries: list[BatchEntry] = []
         for slot, text in zip(slots, texts, strict=True):
             if text.n_cached == 0 and text.n_logits == 1:
                 self._reuse_prefix(slot, text)
             self._forget(slot, text, len(text.context))
             unseen = len(text.context) - text.n_cached
-            # With torch, a few tokens wait for the weights to come from memory, which the compiled
-            # step reads once; and above SPARE tokens a windowed ring would lose keys that the first
-            # one sees. Without, it is the texts behind that may share a long prompt.
-            if unseen > (SPARE_POSITIONS if self._torch_prefill else PREFILL_CHUNK):
+            if unseen > longest_in_batch:
                 logits[slot] = self._prefill(slot, text)
             else:
                 batch_slots.append(slot)
+                batch_n_logits.append(text.n_logits)
                 entries += self._build_entries(slot, text, len(text.context))
             text.n_cached = len(text.context)
         if batch_slots:
-            wanted = [
-                text.n_logits
-                for slot, text in zip(slots, texts, strict=True)
-                if slot in batch_slots
-            ]
-            logits |= dict(zip(batch_slots, self._run_batch(entries).split(wanted), strict=True))
+            batch_logits = self._run_batch(entries).split(batch_n_logits)
+            logits |= dict(zip(batch_slots, batch_logits, strict=True))
         return [logits[slot] for slot in slots]
 
     def _build_entries(self, slot: int, text: Text, end: int) -> list[BatchEntry]:
-        """The tokens of a text up to `end` that its slot does not hold yet."""
-        wanted = len(text.context) - text.n_logits
-        return [(text.context[n], slot, n, n >= wanted) for n in range(text.n_cached, end)]
+        """List the tokens of a text up to `end` that its slot does not hold yet."""
+        first_with_logits = len(text.context) - text.n_logits
+        return [
+            (text.context[position], slot, position, position >= first_with_logits)
+            for position in range(text.n_cached, end)
+        ]
 
     def _run_batch(self, entries: list[BatchEntry]) -> Tensor:
-        """Logits of the wanted tokens, (N, V), by calls of at most CALL tokens."""
+        """Compute the logits (N, V) that the entries need, MAX_CALL_TOKENS entries at a time."""
         outputs = []
         for start in range(0, len(entries), MAX_CALL_TOKENS):
-            tokens, rows, positions, flags = zip(
-                *entries[start : start + MAX_CALL_TOKENS], strict=True
-            )
-            wanted = [place for place, flag in enumerate(flags) if flag]
-            output = self._step(tokens, rows, positions, wanted)
+            call = entries[start : start + MAX_CALL_TOKENS]
+            tokens, slots, positions, needs_logits = zip(*call, strict=True)
+            logit_indices = [index for index, needed in enumerate(needs_logits) if needed]
+            output = self._step(tokens, slots, positions, logit_indices)
             # The caller may use this engine for other texts before it has read all of these.
             outputs.append(output.clone() if len(entries) > 1 else output)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -106,15 +121,15 @@ class NativeEngine:
         slot = self._assign_slot(text, [])
         if text.n_cached == 0:
             self._reuse_prefix(slot, text)
-        # The compiled step gives the same bits by slices of any length, torch by whole chunks.
-        end = text.n_cached + (
-            PREFILL_CHUNK if self._torch_prefill else min(max_tokens, PREFILL_CHUNK)
-        )
+        # The compiled step gives the same bits for slices of any length. torch's bits depend on
+        # the length, so it always gets whole chunks.
+        length = PREFILL_CHUNK if self._torch_prefill else min(max_tokens, PREFILL_CHUNK)
+        end = text.n_cached + length
         if len(text.context) - end <= SPARE_POSITIONS:
             return False
         self._forget(slot, text, end)
         if self._torch_prefill:
-            tokens = torch.tensor([text.context[text.n_cached : end]])
+            tokens = torch.tensor([text.context[text.n_cached : end]])  # (1, T)
             self._model.forward_hidden(tokens, self._select_cache_row(slot, text))
         else:
             self._run_batch(self._build_entries(slot, text, end))
@@ -123,26 +138,32 @@ class NativeEngine:
         return True
 
     def _assign_slot(self, text: Text, texts: list[Text]) -> int:
-        """The slot of a text; a new one takes that of another which is not in this call.
+        """Return the slot of a text; a new text takes one that no text of this call has.
 
-        Empty ones first, then those of ended texts, the one first that was taken longest ago.
+        Empty slots go first, then those of ended texts, then the one assigned longest ago.
         """
         if text in self._slots:
             return self._slots.index(text)
-        others = [(n, other) for n, other in enumerate(self._slots) if other not in texts]
-        _, _, slot = min(
-            (0 if other is None else 1 if other.finish_reason else 2, self._assigned_at[n], n)
-            for n, other in others
-        )
+
+        def rank(slot: int) -> tuple[bool, bool, int]:
+            other = self._slots[slot]
+            is_live = other is not None and other.finish_reason is None
+            return other is not None, is_live, self._assigned_at[slot]
+
+        free = [slot for slot, other in enumerate(self._slots) if other not in texts]
+        slot = min(free, key=rank)
         self._assigned_at[slot] = max(self._assigned_at) + 1
-        self._slots[slot], text.n_cached = text, 0  # whoever lost the slot is prefilled again
+        self._slots[slot] = text
+        # Nothing is cached yet. A text that has just lost its slot finds itself in none when it is
+        # called again, and starts here too.
+        text.n_cached = 0
         return slot
 
     def _reuse_prefix(self, slot: int, text: Text) -> None:
-        """Start a text from the longest beginning that any slot has in common with it.
+        """Start a text from the longest prefix that any slot holds of it.
 
-        The keys have the bits of a prefill of its own: they were made by chunks at the same places,
-        and more than SPARE tokens remain, which will be prefilled too.
+        The keys have the bits that a prefill of this text would give: they come from chunks at the
+        same positions, and more than SPARE_POSITIONS tokens remain, so the rest is prefilled too.
         """
         donor = max(range(self.n_slots), key=lambda n: self._count_common_prefix(n, text))
         length = self._count_common_prefix(donor, text)
@@ -152,55 +173,61 @@ class NativeEngine:
                 layer.values[slot, :, :length] = layer.values[donor, :, :length]
         self._prefilled[slot] = text.context[:length]
         text.n_cached = length
-        if not text.tokens:  # a text that slid has told what its prompt reused
+        if not text.tokens:  # do not count what a text reuses when it slides later
             text.n_reused = length
 
     def _count_common_prefix(self, slot: int, text: Text) -> int:
-        """How many tokens, in whole chunks, a slot has in common with a text's beginning."""
-        known, tokens, length = self._prefilled[slot], text.context, 0
-        for end in range(
-            PREFILL_CHUNK, min(len(known), len(tokens) - SPARE_POSITIONS - 1) + 1, PREFILL_CHUNK
-        ):
-            if known[length:end] != tokens[length:end]:
+        """Count the tokens, in whole chunks, that a slot holds of a text's beginning."""
+        prefilled = self._prefilled[slot]
+        longest = min(len(prefilled), len(text.context) - SPARE_POSITIONS - 1)
+        length = 0
+        for end in range(PREFILL_CHUNK, longest + 1, PREFILL_CHUNK):
+            if prefilled[length:end] != text.context[length:end]:
                 break
             length = end
         return length
 
     def _prefill(self, slot: int, text: Text) -> Tensor:
+        """Pass the unseen tokens of a text through the model alone; logits (n_logits, V)."""
         if self._torch_prefill:
             unseen = [text.context[text.n_cached :]]
-            logits = prefill(
-                self._model, unseen, self._select_cache_row(slot, text), text.n_logits
-            )[0]
+            cache = self._select_cache_row(slot, text)
+            logits = prefill(self._model, unseen, cache, text.n_logits)[0]
         else:
             logits = self._run_batch(self._build_entries(slot, text, len(text.context)))
         self._record_prefilled(slot, text, len(text.context))
         return logits
 
     def _select_cache_row(self, slot: int, text: Text) -> KVCache:
-        """The row of a slot, which ends behind what it holds of the text."""
+        """Return a slot's row of the cache for torch, truncated to what it holds of the text."""
         cache = self._cache.view_row(slot)
         cache.truncate(text.n_cached)
         return cache
 
     def _forget(self, slot: int, text: Text, end: int) -> None:
-        """Share no key that the next tokens of a text, up to `end`, overwrite."""
-        # Past its end, a windowed ring overwrites the first keys.
-        kept = text.n_cached // PREFILL_CHUNK * PREFILL_CHUNK if end <= self._ring_size else 0
+        """Stop sharing the keys that the next tokens of a text, up to `end`, overwrite."""
+        whole_chunks = text.n_cached // PREFILL_CHUNK * PREFILL_CHUNK
+        # Beyond its size, the smallest ring wraps around and overwrites the first keys.
+        kept = whole_chunks if end <= self._ring_size else 0
         del self._prefilled[slot][kept:]
 
     def _record_prefilled(self, slot: int, text: Text, end: int) -> None:
-        """Note the whole chunks of a text that has now been prefilled up to `end`."""
-        # torch gives a chunk behind tokens of the compiled step other bits than behind a prefill.
-        alike = not self._torch_prefill or len(self._prefilled[slot]) == text.n_cached
-        if alike and end <= self._ring_size:
+        """Record the whole chunks of a text that is now prefilled up to `end`."""
+        # Behind tokens that the compiled step computed, torch gives a chunk other bits than behind
+        # chunks of its own. Such chunks are not shared.
+        same_bits = not self._torch_prefill or len(self._prefilled[slot]) == text.n_cached
+        if same_bits and end <= self._ring_size:
             self._prefilled[slot] = text.context[: end // PREFILL_CHUNK * PREFILL_CHUNK]
 
 
 def load_library(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
-    """The compiled step, if there is one here and it computes this model."""
-    library = build_library(cache) if use_cache and model.device.type == "cpu" else None
-    return library if library is not None and computes(library, model) else None
+    """Return the compiled step if this machine can build one and it computes this model."""
+    if not use_cache or model.device.type != "cpu":
+        return None
+    library = build_library(cache)
+    if library is None or not matches_torch(library, model):
+        return None
+    return library
 
 
 def open_engine(
@@ -211,7 +238,7 @@ def open_engine(
     use_cache: bool = True,
     packed: PackedMatrices | None = None,
 ) -> Engine:
-    """The fastest engine on this machine for up to `n_texts` texts at a time."""
+    """Open the fastest engine on this machine for up to `n_texts` texts at a time."""
     library = load_library(model, cache, use_cache)
     if library is None:
         return TorchEngine(model, use_cache)

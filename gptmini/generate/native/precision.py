@@ -1,6 +1,7 @@
-"""How weights and keys are stored: rounded to a precision, in the layouts of the compiled step."""
+"""Round weights to a precision, and lay weights and keys out as the compiled step reads them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +12,29 @@ from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT
 
 PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
-ROW_ALIGNMENT, LANES = 64, 16  # as in product.h
+# As in product.h: widths are padded to a multiple of ROW_ALIGNMENT, a vector has LANES floats.
+ROW_ALIGNMENT = 64
+LANES = 16
 
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (N, K) as int8 with one scale per row (N,), so that each row's largest is 127."""
-    integers, scales = [], []
-    for rows in weights.split(1024):  # all of a vocabulary's rows would take the most memory
-        scales.append(rows.abs().amax(dim=1).clamp(min=1e-30) / 127)
-        integers.append((rows / scales[-1][:, None]).round().to(torch.int8))
+    """Quantize weights (N, K) to int8 with one scale per row (N,); each row's largest is 127."""
+    integers = []
+    scales = []
+    # In slices, as the float copies of a whole vocabulary would set the peak of memory.
+    for rows in weights.split(1024):
+        scale = rows.abs().amax(dim=1).clamp(min=1e-30) / 127  # (rows,)
+        scales.append(scale)
+        integers.append((rows / scale[:, None]).round().to(torch.int8))
     return torch.cat(integers), torch.cat(scales)
 
 
 @torch.no_grad()
 def round_weights(model: GPT, precision: str) -> None:
-    """Round every matrix in place to that precision, stored as float32: torch computes the same."""
+    """Round every matrix in place to a precision.
+
+    The rounded values are stored as float32, so torch computes with the same weights.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear) or module is model.embed:
             if precision == "bfloat16":
@@ -36,55 +45,80 @@ def round_weights(model: GPT, precision: str) -> None:
 
 
 def round_up(width: int, multiple: int = ROW_ALIGNMENT) -> int:
+    """Round up to a multiple."""
     return -(-width // multiple) * multiple
 
 
-def pad_with_zeros(weights: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """Weights with zeros below and beside them; no copy of those that need none."""
-    return functional.pad(weights, (0, columns, 0, rows)) if rows or columns else weights
+def pad_with_zeros(weights: Tensor, rows: int, columns: int) -> Tensor:
+    """Append rows and columns of zeros; without any, return `weights` itself, not a copy."""
+    if not rows and not columns:
+        return weights
+    return functional.pad(weights, (0, columns, 0, rows))
 
 
-# The first module of each matrix: its words, scales and bias, and how many rows and columns.
-PackedMatrices = dict[nn.Module, tuple[list[Tensor | None], int, int]]
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A weight matrix in the layout that `Matrix` in product.h describes."""
+
+    data: Tensor
+    scales: Tensor | None  # (rows,), for int8
+    bias: Tensor | None  # (rows,)
+    rows: int
+    columns: int
 
 
-def pack(
-    modules: Sequence[nn.Linear | nn.Embedding], precision: str
-) -> tuple[list[Tensor | None], int, int]:
-    """Modules with the same input as one matrix, in the layout that product.h reads."""
-    parts = [dict(module.named_parameters()) for module in modules]
-    matrices = [part["weight"].detach() for part in parts]
+# Each matrix under the first of the modules that it consists of.
+PackedMatrices = dict[nn.Module, PackedMatrix]
+
+
+def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedMatrix:
+    """Pack modules with the same input into one matrix, their outputs one behind the other."""
+    parameters = [dict(module.named_parameters()) for module in modules]
+    matrices = [each["weight"].detach() for each in parameters]
     weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
-    bias = torch.cat([part["bias"].detach() for part in parts]) if "bias" in parts[0] else None
-    if precision == "float32":
-        weights = pad_with_zeros(weights, columns=-weights.shape[1] % ROW_ALIGNMENT)
-        return [weights, None, bias], *weights.shape
-    missing = -weights.shape[0] % ROW_ALIGNMENT
-    weights = pad_with_zeros(weights, missing, -weights.shape[1] % ROW_ALIGNMENT)
+    bias = None
+    if "bias" in parameters[0]:
+        bias = torch.cat([each["bias"].detach() for each in parameters])  # (rows,)
+    missing_rows = -weights.shape[0] % ROW_ALIGNMENT
+    missing_columns = -weights.shape[1] % ROW_ALIGNMENT
+    if precision == "float32":  # plain rows
+        weights = pad_with_zeros(weights, 0, missing_columns)
+        rows, columns = weights.shape
+        return PackedMatrix(weights, None, bias, rows, columns)
+    weights = pad_with_zeros(weights, missing_rows, missing_columns)
     rows, columns = weights.shape
-    bias = None if bias is None else functional.pad(bias, (0, missing))
-    scales = None
-    words = weights.bfloat16().view(rows, -1, 2)  # (rows, words, columns of a word)
-    if precision == "int8":
+    if bias is not None:
+        bias = functional.pad(bias, (0, missing_rows))
+    # A word of 32 bits holds 2 columns of a row in bfloat16, 4 in int8.
+    if precision == "bfloat16":
+        scales = None
+        words = weights.bfloat16().view(rows, -1, 2)  # (rows, words, columns of a word)
+    else:
         integers, scales = quantize(weights)
-        # product.h widens columns 0 and 1 of a word by one shift, then 2 and 3.
-        words = integers.view(rows, -1, 4)[:, :, [0, 2, 1, 3]]
-    # Panels of 16 rows: a vector of words holds the same columns of all of them.
+        words = integers.view(rows, -1, 4)  # (rows, words, columns of a word)
+        # product.h extracts bytes 0 and 2 of a word with one shift, then 1 and 3. Put columns 0
+        # and 1 into the first two, columns 2 and 3 into the others.
+        words = words[:, :, [0, 2, 1, 3]]
+    # Panels of LANES rows: the words of the same columns of all its rows lie side by side, so that
+    # a vector of words is one load.
     panels = words.view(rows // LANES, LANES, *words.shape[1:]).transpose(1, 2).contiguous()
-    return [panels, scales, bias], rows, columns
+    return PackedMatrix(panels, scales, bias, rows, columns)
 
 
 def create_cache(config: ModelConfig, precision: str, n_rows: int, spare_positions: int) -> KVCache:
-    """An empty cache for the compiled step, whose windowed layers store `spare_positions` positions more.
+    """Create an empty cache for the compiled step.
 
-    torch can fill it too if weights are float32. Else keys and values are bfloat16, positions and
-    head size padded to whole vectors, and keys lie in blocks, as attention.h says.
+    Windowed layers store `spare_positions` more than their window. With float32 weights, torch can
+    fill the cache too. Otherwise keys and values are bfloat16, positions and head size are padded
+    to whole vectors, and keys lie in blocks as attention.h describes.
     """
     cache = KVCache(config, n_rows, torch.device("cpu"), torch.float32, spare_positions)
-    if precision != "float32":
-        head_dim = round_up(config.head_dim, LANES)
-        for number, layer in enumerate(cache.layers):
-            shape = (n_rows, config.n_kv_head, round_up(layer.size, LANES), head_dim)
-            memory = torch.empty(2, *shape, dtype=torch.bfloat16)
-            cache.layers[number] = LayerCache(memory[0], memory[1])
+    if precision == "float32":
+        return cache
+    head_dim = round_up(config.head_dim, LANES)
+    for number, layer in enumerate(cache.layers):
+        shape = (n_rows, config.n_kv_head, round_up(layer.size, LANES), head_dim)
+        keys = torch.empty(shape, dtype=torch.bfloat16)
+        values = torch.empty(shape, dtype=torch.bfloat16)
+        cache.layers[number] = LayerCache(keys, values)
     return cache

@@ -1,13 +1,13 @@
-// Matrix products y = w x of weights w with the inputs x of M tokens: where the time goes.
+// Matrix products y = w x of weights w with the inputs x of M tokens. Almost all time goes here.
 //
-// One token uses each weight once, so memory sets the pace; with many tokens arithmetic does, and
-// each weight that was loaded must serve several. So a tile of rows x tokens is computed at a time,
-// its sums in registers. The order of a sum is that of the columns, whatever the tile, so a token's
-// outputs have the same bits whichever tokens share the call.
+// For one token each weight is used once, so memory bandwidth is the limit. For many tokens it is
+// arithmetic, and each loaded weight must serve several tokens. So a tile of rows x tokens is
+// computed at a time, with its sums in registers. Every sum adds the columns in order, whatever the
+// tile, so a token's outputs have the same bits whichever tokens share the call.
 //
-// float32 weights are multiplied in float32. The narrower ones meet inputs of 16 bits, for which
-// processors have instructions that multiply and add two columns at once: bfloat16 weights meet
-// inputs rounded to bfloat16, int8 weights inputs rounded to int16 with one scale per token.
+// float32 weights are multiplied in float32. For 16-bit inputs, processors have instructions that
+// multiply and add two columns at once: bfloat16 weights are multiplied with inputs rounded to
+// bfloat16, int8 weights with inputs rounded to int16 with one scale per token.
 
 #include <cmath>
 #include <cstdint>
@@ -16,8 +16,10 @@
 #include <immintrin.h>
 #endif
 
-constexpr int LANES = 16;    // floats per vector; the compiler splits it for narrower registers
-constexpr int PADDED = 64;   // widths are padded with zeros to a multiple; so are 16-bit rows
+// Floats in a vector. The compiler splits vectors for processors with narrower registers.
+constexpr int LANES = 16;
+// Widths are padded with zeros to a multiple of this, and so are the rows of bfloat16 and int8.
+constexpr int ROW_ALIGNMENT = 64;
 enum { FLOAT32, BFLOAT16, INT8 };
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Half __attribute__((vector_size(2 * LANES)));
@@ -25,17 +27,20 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 
-inline int padded(int n) { return (n + PADDED - 1) / PADDED * PADDED; }
+inline int round_up(int n, int multiple = ROW_ALIGNMENT) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
-struct Matrix {  // (rows, columns): rows are outputs, columns inputs, padded
-  const void* data;    // packed as precision.py says
+// Weights (rows, columns): rows are outputs, columns are inputs, padded.
+struct Matrix {
+  const void* data;    // in the layout that `pack` in precision.py makes
   const float* scale;  // (rows,) for int8, else null
   const float* bias;   // (rows,) or null
   int rows, columns;
 };
 
-// The sum of a vector, always in the same order.
-inline float total(Lanes v) {
+// Adds the lanes of a vector, always in the same order.
+inline float sum_lanes(Lanes v) {
   Half low, high;
   memcpy(&low, &v, sizeof low);
   memcpy(&high, (const char*)&v + sizeof low, sizeof high);
@@ -53,47 +58,50 @@ inline Lanes load(const float* from) {
 
 // -- float32 --------------------------------------------------------------------------------------
 
-// y[m][row + n] = w[row + n] . x[m] for N rows of weights and M tokens; xs and ys are the distances
-// between tokens in x and y. A vector holds 16 columns, so the sum of a row is 16 sums until its
-// end. N and M are template arguments so that the compiler unrolls the inner loops.
+// Computes y[m][row + n] = w[row + n] . x[m] for N rows of weights and M tokens. xs and ys are the
+// distances between tokens in x and y. A vector holds 16 columns, so a row has 16 sums, which are
+// added at its end. N and M are template arguments so that the compiler unrolls the inner loops.
 template <int N, int M>
-inline void tile(const Matrix& w, int row, const float* x, int64_t xs, float* y, int64_t ys) {
+inline void multiply_tile(const Matrix& w, int row, const float* x, int64_t xs, float* y,
+                          int64_t ys) {
   Lanes sums[N][M] = {};
   const float* data = (const float*)w.data + (int64_t)row * w.columns;
   for (int c = 0; c < w.columns; c += LANES, data += LANES) {
     for (int n = 0; n < N; n++) {
       Lanes weights = load(data + (int64_t)n * w.columns);
-      __builtin_prefetch(data + (int64_t)(n + N) * w.columns);  // the next tile's weights
+      // Fetch the next tile's weights from memory while this one is multiplied.
+      __builtin_prefetch(data + (int64_t)(n + N) * w.columns);
       for (int m = 0; m < M; m++) sums[n][m] += weights * load(x + m * xs + c);
     }
   }
   for (int n = 0; n < N; n++)
     for (int m = 0; m < M; m++)
-      y[m * ys + row + n] = total(sums[n][m]) + (w.bias ? w.bias[row + n] : 0);
+      y[m * ys + row + n] = sum_lanes(sums[n][m]) + (w.bias ? w.bias[row + n] : 0);
 }
 
-// N rows of weights for any number of tokens, in tiles of 4, 2 and 1. After the first tile the rows
-// come from the cache, so the memory is still read once.
+// Multiplies N rows of weights with any number of tokens, in tiles of 4, 2 and 1 tokens. After the
+// first tile the rows are in the processor's cache, so memory is still read once.
 template <int N>
-inline void tiles(const Matrix& w, int row, int M, const float* x, int64_t xs, float* y,
-                  int64_t ys) {
-  for (; M >= 4; M -= 4, x += 4 * xs, y += 4 * ys) tile<N, 4>(w, row, x, xs, y, ys);
-  for (; M >= 2; M -= 2, x += 2 * xs, y += 2 * ys) tile<N, 2>(w, row, x, xs, y, ys);
-  if (M) tile<N, 1>(w, row, x, xs, y, ys);
+inline void multiply_tiles(const Matrix& w, int row, int M, const float* x, int64_t xs, float* y,
+                           int64_t ys) {
+  for (; M >= 4; M -= 4, x += 4 * xs, y += 4 * ys) multiply_tile<N, 4>(w, row, x, xs, y, ys);
+  for (; M >= 2; M -= 2, x += 2 * xs, y += 2 * ys) multiply_tile<N, 2>(w, row, x, xs, y, ys);
+  if (M) multiply_tile<N, 1>(w, row, x, xs, y, ys);
 }
 
-// Rows `from` to `to` of y = w x for M tokens.
-inline void product(const Matrix& w, int from, int to, int M, const float* x, int xs, float* y,
-                    int ys) {
+// Computes the rows `from` to `to` of y = w x for M tokens.
+inline void multiply_rows(const Matrix& w, int from, int to, int M, const float* x, int xs,
+                          float* y, int ys) {
   int row = from;
-  for (; row + 4 <= to; row += 4) tiles<4>(w, row, M, x, xs, y, ys);
-  for (; row < to; row++) tiles<1>(w, row, M, x, xs, y, ys);
+  for (; row + 4 <= to; row += 4) multiply_tiles<4>(w, row, M, x, xs, y, ys);
+  for (; row < to; row++) multiply_tiles<1>(w, row, M, x, xs, y, ys);
 }
 
 // -- bfloat16 and int8 ----------------------------------------------------------------------------
 
-// The widest registers here, in 32-bit numbers, and how many tokens a tile of two of them takes so
-// that its sums stay in registers (32 with AVX-512, else mostly 16).
+// WIDTH: the widest registers of this processor, in 32-bit numbers. TOKENS: how many tokens a tile
+// of two registers of rows takes so that all sums stay in registers (AVX-512 has 32, others mostly
+// 16).
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int WIDTH = 16, TOKENS = 8;
 #elif defined(__AVX2__)
@@ -101,15 +109,17 @@ constexpr int WIDTH = 8, TOKENS = 6;
 #else
 constexpr int WIDTH = 4, TOKENS = 4;
 #endif
-constexpr int TILE = 32;  // rows that threads share out in one piece: whole tiles
+// Threads share out the rows of a matrix in blocks of this size, which are whole tiles everywhere.
+constexpr int ROW_BLOCK = 32;
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));  // of 16-bit numbers
 typedef int16_t Numbers __attribute__((vector_size(4 * WIDTH)));
 
-// Weights lie in panels of 16 rows: 32-bit words of the first columns of all 16 rows, then those of
-// the next columns. A word of the inputs holds two columns. `add` multiplies pairs of columns of
-// as many rows as a register has with the same pair of inputs, and adds to the rows' sums.
+// Weights lie in panels of 16 rows: the 32-bit words with the first columns of all 16 rows, then
+// the words with the next columns. A word of the inputs holds two columns. `pair` extracts a pair
+// of columns from words of weights. `add` multiplies the pairs of as many rows as a register holds
+// with the same pair of inputs and adds the products to the rows' sums.
 struct BFloat16 {
   static constexpr int PAIRS = 1;  // of columns in a word of weights
   typedef Floats Sums;
@@ -124,8 +134,8 @@ struct BFloat16 {
   }
 };
 
-// Bytes 0 and 2 of a word are its first pair, 1 and 3 the second: two shifts of 16-bit numbers
-// extend their signs. Sums are exact, and the same on every processor.
+// Bytes 0 and 2 of a word are its first pair of columns, bytes 1 and 3 the second. Shifts of 16-bit
+// numbers widen them with their signs. Sums of integers are exact, the same on every processor.
 struct Int8 {
   static constexpr int PAIRS = 2;
   typedef Integers Sums;
@@ -150,14 +160,14 @@ struct Int8 {
 };
 
 struct Inputs {
-  const uint32_t* words;  // pairs of columns of each token, `distance` words after each other
+  const uint32_t* words;  // pairs of columns; the tokens begin `distance` words apart
   const float* scales;    // (M,) for int16, else unused
   int64_t distance;
 };
 
-// Two registers of rows for M tokens.
+// Multiplies two registers of rows with M tokens.
 template <int M, typename Type>
-inline void panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
+inline void multiply_panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
   typename Type::Sums sums[2][M] = {};
   const int64_t size = w.columns / (2 * Type::PAIRS) * LANES;  // words in a panel
   const uint32_t* data[2];
@@ -169,7 +179,7 @@ inline void panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
     for (int n = 0; n < 2; n++, data[n - 1] += LANES) {
       Pairs words;
       memcpy(&words, data[n], sizeof words);
-      __builtin_prefetch(data[n] + 2 * WIDTH * size / LANES);  // the next tile's weights
+      __builtin_prefetch(data[n] + 2 * WIDTH * size / LANES);  // the next rows' weights
       for (int i = 0; i < Type::PAIRS; i++) {
         Pairs weights = Type::pair(words, i);
         for (int m = 0; m < M; m++)
@@ -188,36 +198,42 @@ inline void panel(const Matrix& w, int row, Inputs x, float* y, int64_t ys) {
     }
 }
 
+// Multiplies two registers of rows with the tokens from m on, M at a time; m ends behind the last.
 template <int M, typename Type>
-inline void panels(const Matrix& w, int row, int& m, int last, Inputs x, float* y, int64_t ys) {
-  for (; m + M <= last; m += M)
-    panel<M, Type>(w, row, {x.words + m * x.distance, x.scales + m, x.distance}, y + m * ys, ys);
-}
-
-// Rows `from` to `to` of y = w x for M tokens; whole tiles of 2 * WIDTH rows.
-template <typename Type>
-void product(const Matrix& w, int from, int to, int M, Inputs x, float* y, int ys) {
-  for (int row = from; row < to; row += 2 * WIDTH) {
-    int m = 0;
-    panels<TOKENS, Type>(w, row, m, M, x, y, ys);
-    panels<4, Type>(w, row, m, M, x, y, ys);
-    panels<2, Type>(w, row, m, M, x, y, ys);
-    panels<1, Type>(w, row, m, M, x, y, ys);
+inline void multiply_panels(const Matrix& w, int row, int& m, int end, Inputs x, float* y,
+                            int64_t ys) {
+  for (; m + M <= end; m += M) {
+    Inputs inputs{x.words + m * x.distance, x.scales + m, x.distance};
+    multiply_panel<M, Type>(w, row, inputs, y + m * ys, ys);
   }
 }
 
-inline void store(Words halves, uint32_t* to) {  // the lower halves of 16 words
+// Computes the rows `from` to `to` of y = w x for M tokens, 2 * WIDTH rows at a time.
+template <typename Type>
+void multiply_rows(const Matrix& w, int from, int to, int M, Inputs x, float* y, int ys) {
+  for (int row = from; row < to; row += 2 * WIDTH) {
+    int m = 0;
+    multiply_panels<TOKENS, Type>(w, row, m, M, x, y, ys);
+    multiply_panels<4, Type>(w, row, m, M, x, y, ys);
+    multiply_panels<2, Type>(w, row, m, M, x, y, ys);
+    multiply_panels<1, Type>(w, row, m, M, x, y, ys);
+  }
+}
+
+// Stores the lower halves of 16 words.
+inline void store(Words halves, uint32_t* to) {
   Shorts shorts = __builtin_convertvector(halves, Shorts);
   memcpy(to, &shorts, sizeof shorts);
 }
 
-inline uint16_t bfloat16(float x) {  // the nearest, ties to even
+// Rounds to the nearest bfloat16, ties to even.
+inline uint16_t to_bfloat16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// n inputs (a multiple of 16) rounded to the nearest bfloat16, ties to even.
+// Rounds n inputs (a multiple of 16) to the nearest bfloat16, ties to even.
 inline void round_bfloat16(const float* x, uint32_t* words, int n) {
   for (int i = 0; i < n; i += LANES) {
     Words bits = (Words)load(x + i);
@@ -225,9 +241,9 @@ inline void round_bfloat16(const float* x, uint32_t* words, int n) {
   }
 }
 
-// n inputs as int16; returns their scale. It is the smallest that keeps the largest in range, and
-// any sum of products with int8 weights within 32 bits. The error is below that of bfloat16 in up
-// to 15,000 columns: the largest is at most sqrt(n) times the root of the mean square.
+// Rounds n inputs to int16 and returns their scale: the smallest with which the largest input fits
+// and no sum of products with int8 weights exceeds 32 bits. Up to 15,000 columns the error is below
+// that of bfloat16, as the largest input is at most sqrt(n) times the root of the mean square.
 inline float round_int16(const float* x, uint32_t* words, int n) {
   Lanes largest = {}, sum = {};
   for (int i = 0; i < n; i += LANES) {
@@ -235,12 +251,14 @@ inline float round_int16(const float* x, uint32_t* words, int n) {
     largest = size > largest ? size : largest;
     sum += size;
   }
-  float most = 0, scale = total(sum) / 16e6f;  // 16e6 * 127 + rounding < 2^31
+  float scale = sum_lanes(sum) / 16e6f;  // 16e6 * 127 + rounding < 2^31
+  float most = 0;
   for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
   if (most / 32767 > scale) scale = most / 32767;
-  // NaN and infinity are in the sum, so the scale, and with it every output, is not finite either.
+  // With a NaN or an infinity the sum is not finite, and neither is the scale nor any output.
   float factor = scale > 1e-30f ? 1 / scale : 0;
-  for (int i = 0; i < n; i += LANES)  // 1.5 * 2^23: the sum's lowest bits are the nearest integer
+  for (int i = 0; i < n; i += LANES)
+    // Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits of the sum.
     store((Words)(load(x + i) * factor + 12582912.0f), words + i / 2);
   return scale;
 }

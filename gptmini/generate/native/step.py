@@ -1,6 +1,9 @@
-"""The compiled forward pass: decode.cpp called with pointers into a model and its cache.
+"""Call the compiled forward pass with pointers into a model and its KV cache.
 
-Letters: B rows of the cache, M tokens of one call, N of them that want logits, D width, F width of
+The structs repeat those of decode.cpp and product.h, field by field. C sees plain addresses, which
+keep nothing alive: `NativeStep` holds every tensor that they point to.
+
+Letters: B rows of the cache, M tokens of one call, N of them that need logits, D width, F width of
 the MLP, H query heads, K head size, V vocabulary.
 """
 
@@ -15,55 +18,81 @@ from gptmini.generate.native.precision import LANES, PRECISIONS, PackedMatrices,
 from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT, Block
 
-MAX_CALL_TOKENS = 128  # most tokens in one call, which sizes the buffers
+MAX_CALL_TOKENS = 128  # sizes the buffers
 ACTIVATION_CODES = {"gelu": 0, "relu2": 1, "swiglu": 2}
-SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "context_length")
-
-
-# The structs of decode.cpp, field by field.
 
 
 class _Matrix(Structure):
     _fields_ = [
-        *[(name, c_void_p) for name in ("data", "scale", "bias")],
-        *[(name, c_int) for name in ("rows", "columns")],
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("rows", c_int),
+        ("columns", c_int),
     ]
 
 
 class _Norm(Structure):
-    _fields_ = [(name, c_void_p) for name in ("weight", "bias")]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
 
 
 class _Layer(Structure):
     _fields_ = [
-        *[(name, _Norm) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")],
-        *[(name, _Matrix) for name in ("qkv", "o", "gate", "up", "down")],
-        *[(name, c_void_p) for name in ("keys", "values")],
-        *[(name, c_int) for name in ("size", "window")],
+        ("attn_norm", _Norm),
+        ("mlp_norm", _Norm),
+        ("q_norm", _Norm),
+        ("k_norm", _Norm),
+        ("qkv", _Matrix),
+        ("o", _Matrix),
+        ("gate", _Matrix),
+        ("up", _Matrix),
+        ("down", _Matrix),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("size", c_int),
+        ("window", c_int),
     ]
 
 
 class _Model(Structure):
     _fields_ = [
-        *[(name, c_int) for name in SIZE_FIELDS],
-        *[(name, c_int) for name in ("rms", "activation", "precision", "n_threads")],
+        ("n_layer", c_int),
+        ("n_head", c_int),
+        ("n_kv_head", c_int),
+        ("head_dim", c_int),
+        ("d_model", c_int),
+        ("d_ff", c_int),
+        ("context_length", c_int),
+        ("rms", c_int),
+        ("activation", c_int),
+        ("precision", c_int),
+        ("n_threads", c_int),
         ("norm_eps", c_float),
-        *[(name, c_void_p) for name in ("embed", "positions", "cosines", "sines")],
+        ("embed", c_void_p),
+        ("positions", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
         ("final_norm", _Norm),
         ("head", _Matrix),
         ("layers", POINTER(_Layer)),
-        *[(name, c_void_p) for name in ("x", "normed", "qkv", "mixed", "inner", "scores")],
-        *[(name, c_void_p) for name in ("words", "scales")],
+        ("x", c_void_p),
+        ("normed", c_void_p),
+        ("qkv", c_void_p),
+        ("mixed", c_void_p),
+        ("inner", c_void_p),
+        ("scores", c_void_p),
+        ("words", c_void_p),
+        ("scales", c_void_p),
     ]
 
 
 class NativeStep:
-    """The compiled forward pass of one model over one cache of B rows.
+    """The compiled forward pass of one model over one KV cache of B rows.
 
-    Weights are stored in the given precision; bfloat16 and int8 ones are multiplied with inputs of
-    16 bits, keys and values rounded to bfloat16, and the rest of the arithmetic is float32. A
-    token's logits have the same bits whatever else is in the call. C holds pointers into the model
-    and the cache, so neither may be moved or reallocated while this lives.
+    Weights are stored in the given precision. With bfloat16 and int8, the inputs of products have
+    16 bits, and keys and values are rounded to bfloat16; all other arithmetic is float32. A token's
+    logits have the same bits whatever else is in the call. C holds pointers into the model and the
+    cache, so neither may be moved or reallocated while this object lives.
     """
 
     def __init__(
@@ -74,20 +103,20 @@ class NativeStep:
         cache: KVCache,
         packed: PackedMatrices | None = None,
     ) -> None:
-        """`packed` shares the weights in C's layout between the steps of one model."""
-        config = model.config
+        """`packed` holds the weights in C's layout, for all steps of one model to share."""
         self._function = library.gptmini_step
         self._function.restype = None
         self._precision = precision
         self._packed = {} if packed is None else packed
         self._referenced: list[Tensor] = []  # keeps alive what C has pointers to
         self._model = self._build_model(model, cache)
-        # Fixed buffers, so that a call allocates nothing.
+        # Fixed buffers, so that a call allocates nothing: tokens, rows, positions and logit
+        # indices, then the logits. The array shares the memory whose addresses C gets.
         inputs = torch.zeros(4, MAX_CALL_TOKENS, dtype=torch.int32)
-        self._inputs = inputs.numpy()  # the same memory
-        self._logits = torch.zeros(MAX_CALL_TOKENS, round_up(config.vocab_size or 0))
-        self._vocab_size = config.vocab_size
-        self._pointers = [c_void_p(row.data_ptr()) for row in [*inputs, self._logits]]
+        self._inputs = inputs.numpy()
+        self._vocab_size = model.config.vocab_size
+        self._logits = torch.zeros(MAX_CALL_TOKENS, round_up(self._vocab_size or 0))
+        self._pointers = [c_void_p(buffer.data_ptr()) for buffer in [*inputs, self._logits]]
 
     def __call__(
         self,
@@ -96,32 +125,43 @@ class NativeStep:
         positions: Sequence[int],
         logit_indices: Sequence[int],
     ) -> Tensor:
-        """Logits (N, V) of the N out of M <= CALL tokens; `logit_indices` are their places in the call.
+        """Pass M <= MAX_CALL_TOKENS tokens through the model; return the logits (N, V) of some.
 
-        Each token has its row of the cache and its position; those of a row come in order, right
-        behind what its cache holds. The next call overwrites the logits.
+        Each token has its row of the cache and its position. Tokens of the same row come in order,
+        right behind what the cache holds. `logit_indices` are the indices of the N tokens among
+        the M. The next call overwrites the logits.
         """
-        M, N = len(tokens), len(logit_indices)
-        self._inputs[:3, :M] = tokens, rows, positions
+        M = len(tokens)
+        N = len(logit_indices)
+        self._inputs[0, :M] = tokens
+        self._inputs[1, :M] = rows
+        self._inputs[2, :M] = positions
         self._inputs[3, :N] = logit_indices
-        *inputs, outputs, logits = self._pointers
-        self._function(ctypes.byref(self._model), M, *inputs, N, outputs, logits)
-        return self._logits[:N, : self._vocab_size]
+        *inputs, indices, logits = self._pointers
+        self._function(ctypes.byref(self._model), M, *inputs, N, indices, logits)
+        return self._logits[:N, : self._vocab_size]  # (N, V)
 
     def _build_model(self, model: GPT, cache: KVCache) -> _Model:
-        config, threads = model.config, torch.get_num_threads()
+        config = model.config
+        n_threads = torch.get_num_threads()
         D, F, H, K = config.d_model, config.d_ff, config.n_head, config.head_dim
         layers = (_Layer * config.n_layer)()
         for number, block in enumerate(model.blocks):
             assert isinstance(block, Block)
             layers[number] = self._build_layer(block, cache.layers[number])
             layers[number].window = config.get_window(number) or 0
-        described = _Model(  # pointers left out are null
-            **{name: getattr(config, name) for name in SIZE_FIELDS},
+        described = _Model(  # fields left out are 0, pointers null
+            n_layer=config.n_layer,
+            n_head=H,
+            n_kv_head=config.n_kv_head,
+            head_dim=K,
+            d_model=D,
+            d_ff=F,
+            context_length=config.context_length,
             rms=config.norm == "rmsnorm",
             activation=ACTIVATION_CODES[config.activation],
             precision=PRECISIONS[self._precision],
-            n_threads=threads,
+            n_threads=n_threads,
             norm_eps=config.norm_eps,
             embed=self._pointer(model.embed.weight),
             final_norm=self._build_norm(model.final_norm),
@@ -132,12 +172,11 @@ class NativeStep:
             qkv=self._allocate_buffer(MAX_CALL_TOKENS, (H + 2 * config.n_kv_head) * K),
             mixed=self._allocate_buffer(MAX_CALL_TOKENS, H * K),
             inner=self._allocate_buffer(2 * MAX_CALL_TOKENS, F),
-            scores=self._allocate_buffer(threads, 4 * (config.context_length + LANES)),
+            scores=self._allocate_buffer(n_threads, 4 * (config.context_length + LANES)),
         )
-        if self._precision != "float32":  # inputs of 16 bits
-            described.words = self._pointer(
-                torch.zeros(MAX_CALL_TOKENS, round_up(max(D, F, H * K)) // 2)
-            )
+        if self._precision != "float32":  # inputs rounded to 16 bits, two in a word
+            words = torch.zeros(MAX_CALL_TOKENS, round_up(max(D, F, H * K)) // 2)
+            described.words = self._pointer(words)
             described.scales = self._allocate_buffer(1, MAX_CALL_TOKENS)
         if model.positions is not None:
             described.positions = self._pointer(model.positions.weight)
@@ -162,28 +201,36 @@ class NativeStep:
         if mlp.activation == "swiglu":
             layer.gate = self._build_matrix(mlp.gate_proj)
         if attn.qk_norm:
-            layer.q_norm, layer.k_norm = (
-                self._build_norm(attn.q_norm),
-                self._build_norm(attn.k_norm),
-            )
+            layer.q_norm = self._build_norm(attn.q_norm)
+            layer.k_norm = self._build_norm(attn.k_norm)
         return layer
 
     def _build_norm(self, module: nn.Module) -> _Norm:
-        parts = dict(module.named_parameters())
-        return _Norm(self._pointer(parts["weight"]), self._pointer(parts.get("bias")))
+        parameters = dict(module.named_parameters())
+        return _Norm(
+            weight=self._pointer(parameters["weight"]), bias=self._pointer(parameters.get("bias"))
+        )
 
     def _build_matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
-        """Modules with the same input as one matrix, in the layout that product.h reads."""
+        """Pack modules with the same input into one matrix, unless another step has done so."""
         if modules[0] not in self._packed:
             self._packed[modules[0]] = pack(modules, self._precision)
-        tensors, rows, columns = self._packed[modules[0]]
-        return _Matrix(*map(self._pointer, tensors), rows, columns)
+        packed = self._packed[modules[0]]
+        return _Matrix(
+            data=self._pointer(packed.data),
+            scale=self._pointer(packed.scales),
+            bias=self._pointer(packed.bias),
+            rows=packed.rows,
+            columns=packed.columns,
+        )
 
     def _allocate_buffer(self, rows: int, width: int) -> int:
         return self._pointer(torch.zeros(rows, round_up(width))) or 0
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
+        """Return the address of a tensor's values, and keep them in memory."""
         if tensor is None:
             return None
-        self._referenced.append(tensor.detach().contiguous())
-        return self._referenced[-1].data_ptr()
+        values = tensor.detach().contiguous()
+        self._referenced.append(values)
+        return values.data_ptr()

@@ -1,5 +1,6 @@
-"""A model that somebody changed: the compiled step notices, and everything else follows."""
+"""After a change to the model, the compiled step notices and every command follows the change."""
 
+import ctypes
 import shutil
 from pathlib import Path
 
@@ -59,7 +60,7 @@ MODELS = {
 def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
     library = build.build_library(files.DEFAULT_CACHE_DIR)
     for seed in range(5):
-        assert check.difference(library, noisy(seed, **settings)) < check.TOLERANCE / 5
+        assert check.measure_difference(library, noisy(seed, **settings)) < check.TOLERANCE / 5
     assert native.load_library(noisy(**settings), files.DEFAULT_CACHE_DIR) is not None
     assert capsys.readouterr().err == ""
 
@@ -92,7 +93,7 @@ def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch
     monkeypatch.setattr(*change)
     model = noisy(attention={"window": 7})
     library = build.build_library(files.DEFAULT_CACHE_DIR)
-    assert check.difference(library, model) > 2 * check.TOLERANCE
+    assert check.measure_difference(library, model) > 2 * check.TOLERANCE
     for _ in range(2):
         assert isinstance(
             native.open_engine(model, "bfloat16", 1, files.DEFAULT_CACHE_DIR), TorchEngine
@@ -109,22 +110,28 @@ def test_the_weakest_sign_of_alibi_is_seen_in_a_new_model(monkeypatch):
     torch.manual_seed(0)
     model = GPT(ModelConfig(vocab_size=300, n_layer=2, n_head=4, d_model=64)).eval()
     assert (
-        check.difference(build.build_library(files.DEFAULT_CACHE_DIR), model) > 2 * check.TOLERANCE
+        check.measure_difference(build.build_library(files.DEFAULT_CACHE_DIR), model)
+        > 2 * check.TOLERANCE
     )
 
 
 @needs_compiler
 def test_each_model_is_compared_once_and_random_numbers_stay(monkeypatch):
-    asked, difference = [], check.difference
-    monkeypatch.setattr(
-        check, "difference", lambda *arguments: asked.append(1) or difference(*arguments)
-    )
-    state, models = torch.get_rng_state(), [noisy(), noisy()]
+    compared = []
+    measure_difference = check.measure_difference
+
+    def counted(library: ctypes.CDLL, model: GPT) -> float:
+        compared.append(model)
+        return measure_difference(library, model)
+
+    monkeypatch.setattr(check, "measure_difference", counted)
+    state = torch.get_rng_state()
+    models = [noisy(), noisy()]
     torch.set_rng_state(state)
     for model in models * 3:
         for weights in ("float32", "int8"):
             native.open_engine(model, weights, 2, files.DEFAULT_CACHE_DIR)
-    assert len(asked) == 2
+    assert len(compared) == 2
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -40,8 +40,8 @@ def rounded_inputs(model: GPT, weights: str) -> GPT:
         return (x / scale).round() * scale
 
     def cached(heads: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
-        def narrow(*given: Any) -> tuple[torch.Tensor, ...]:
-            q, k, v = heads(*given)
+        def narrow(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            q, k, v = heads(*inputs)
             return q, k.bfloat16().float(), v.bfloat16().float()
 
         return narrow
@@ -62,10 +62,10 @@ def rounded_inputs(model: GPT, weights: str) -> GPT:
 @pytest.mark.parametrize("target", TARGETS, ids=" ".join)
 @settings(max_examples=30, deadline=None)
 @given(model=models(), weights=st.sampled_from(list(precision.PRECISIONS)), seed=st.integers(0, 99))
-def test_the_step_computes_the_model_and_the_same_bits_in_any_company_and_slices(
+def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call(
     target, model, weights, seed
 ):
-    pieces = random.Random(seed)
+    dice = random.Random(seed)
     precision.round_weights(model, weights)
     step = step_of(model, weights, 4, target)
     tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
@@ -80,12 +80,12 @@ def test_the_step_computes_the_model_and_the_same_bits_in_any_company_and_slices
     while any(end < LENGTH for end in done.values()):
         places = []
         for row, start in done.items():
-            end = min(LENGTH, start + pieces.choice([0, 1, 3, 9, LENGTH]))
+            end = min(LENGTH, start + dice.choice([0, 1, 3, 9, LENGTH]))
             places += [(row, place) for place in range(start, end)]
             done[row] = end
         if places:
             rows, positions = map(list, zip(*places, strict=True))
-            wanted = [n for n in range(len(places)) if pieces.random() < 0.7]
+            wanted = [n for n in range(len(places)) if dice.random() < 0.7]
             found = step([tokens[p] for p in positions], rows, positions, wanted)
             assert torch.equal(found, alone[[positions[n] for n in wanted]])
 

@@ -1,7 +1,7 @@
-"""Random use of the compiled engine: a text gets the logits that it gets alone.
+"""Random use of the compiled engine: a text gets the same logits alone and together with others.
 
 Hypothesis draws models, numbers of slots and sequences of what callers do: texts with common
-beginnings come, grow, are scored, guess ahead, take tokens back, slide, lose their slots and end;
+prefixes come, grow, are scored, draft ahead, take tokens back, slide, lose their slots and end;
 prompts are prefilled in chunks between the calls of others, and interrupted between two layers. The
 suite runs the same few sequences each time. For new ones, about ten minutes of them:
 
@@ -42,31 +42,25 @@ SOURCES = [random.Random(seed).choices(range(VOCABULARY), k=LIMIT) for seed in r
 
 # Lengths around whole chunks, and around what a single call takes without a prefill.
 LENGTHS = [
-    *(
-        1,
-        2,
-        SPARE_POSITIONS,
-        SPARE_POSITIONS + 1,
-        60,
-        PREFILL_CHUNK - 1,
-        PREFILL_CHUNK,
-        PREFILL_CHUNK + 1,
-    ),
-    *(
-        PREFILL_CHUNK + SPARE_POSITIONS,
-        PREFILL_CHUNK + SPARE_POSITIONS + 1,
-        PREFILL_CHUNK + SPARE_POSITIONS + 2,
-        200,
-    ),
-    *(
-        2 * PREFILL_CHUNK,
-        2 * PREFILL_CHUNK + SPARE_POSITIONS + 1,
-        300,
-        3 * PREFILL_CHUNK,
-        400,
-        LIMIT - 3,
-        LIMIT,
-    ),
+    1,
+    2,
+    SPARE_POSITIONS,
+    SPARE_POSITIONS + 1,
+    60,
+    PREFILL_CHUNK - 1,
+    PREFILL_CHUNK,
+    PREFILL_CHUNK + 1,
+    PREFILL_CHUNK + SPARE_POSITIONS,
+    PREFILL_CHUNK + SPARE_POSITIONS + 1,
+    PREFILL_CHUNK + SPARE_POSITIONS + 2,
+    200,
+    2 * PREFILL_CHUNK,
+    2 * PREFILL_CHUNK + SPARE_POSITIONS + 1,
+    300,
+    3 * PREFILL_CHUNK,
+    400,
+    LIMIT - 3,
+    LIMIT,
 ]
 BEGINNINGS = [
     1,
@@ -118,10 +112,11 @@ def engine_of(model: GPT, weights: str, n_slots: int) -> NativeEngine:
 
 
 class Known:
-    """A text in company, and the same text in an engine of its own."""
+    """A text in the shared engine, and the same text alone in another one."""
 
     def __init__(self, number: int, prompt: list[int], engine: NativeEngine) -> None:
-        self.text, self.alone = Text(number, prompt, LIMIT), Text(number, prompt, LIMIT)
+        self.text = Text(number, prompt, LIMIT)
+        self.alone = Text(number, prompt, LIMIT)
         self.engine = engine
         self.written = 0  # positions of its slot that have held a key of it
 
@@ -157,20 +152,21 @@ class Company(RuleBasedStateMachine):
         self.live.append(Known(self.n_texts, prompt, engine_of(self.model, self.weights, 1)))
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), n_guesses=st.sampled_from([0, 0, 1, 3]), source=sources)
-    def step(self, data: st.DataObject, n_guesses: int, source: int) -> None:
-        """Give each of several texts a token; some of the guesses at the next ones are right."""
+    @rule(data=st.data(), n_drafted=st.sampled_from([0, 0, 1, 3]), source=sources)
+    def step(self, data: st.DataObject, n_drafted: int, source: int) -> None:
+        """Give each of several texts a token; some of the tokens drafted behind it are right."""
         members = data.draw(st.lists(st.sampled_from(self.live), min_size=1, unique=True))
         members = members[: self.n_slots]
-        guesses = []
+        drafts = []
         for known in members:
             context = known.text.context
-            guesses.append(SOURCES[source][len(context) :][:n_guesses])
-            context += guesses[-1]
-            known.text.n_logits = 1 + len(guesses[-1])
+            draft = SOURCES[source][len(context) :][:n_drafted]
+            drafts.append(draft)
+            context += draft
+            known.text.n_logits = 1 + len(draft)
         self.call(members)
-        for known, guessed in zip(members, guesses, strict=True):
-            n_wrong = data.draw(st.integers(0, len(guessed)))
+        for known, draft in zip(members, drafts, strict=True):
+            n_wrong = data.draw(st.integers(0, len(draft)))
             del known.text.context[len(known.text.context) - n_wrong :]
             self.append(known, data.draw(sources))
 
@@ -217,7 +213,7 @@ class Company(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), length=lengths, source=sources)
     def take_back(self, data: st.DataObject, length: int, source: int) -> None:
-        """Replace the last tokens by another one; a window keeps keys for SPARE of them."""
+        """Replace the last tokens by another; a ring still has the keys of SPARE_POSITIONS."""
         known = data.draw(st.sampled_from(self.live))
         text = known.text
         if self.windowed:
@@ -255,7 +251,8 @@ class Company(RuleBasedStateMachine):
         """Add a token, as the sampler does: that of a source at this place, so that texts meet."""
         text = known.text
         if len(text.context) == LIMIT:
-            text.context, text.n_cached = text.context[LIMIT // 2 :], 0
+            text.context = text.context[LIMIT // 2 :]
+            text.n_cached = 0
         text.context.append(SOURCES[source][len(text.context)])
         text.n_cached = min(text.n_cached, len(text.context) - 1)
 
@@ -263,11 +260,11 @@ class Company(RuleBasedStateMachine):
         """Call the engine with some texts and compare their logits with those of each alone."""
         expected = [self.expected(known) for known in members]
         found = self.engine([known.text for known in members])
-        for known, theirs, own in zip(members, found, expected, strict=True):
+        for known, logits, logits_alone in zip(members, found, expected, strict=True):
             text = known.text
             assert text.n_cached == len(text.context)
-            assert theirs.shape == (text.n_logits, VOCABULARY)
-            assert torch.equal(theirs, own)
+            assert logits.shape == (text.n_logits, VOCABULARY)
+            assert torch.equal(logits, logits_alone)
             known.written = max(known.written, text.n_cached)
 
     def chunk(self, known: Known, most: int) -> None:
@@ -300,16 +297,16 @@ class Company(RuleBasedStateMachine):
             fresh = Text(0, text.context, LIMIT)
             fresh.n_logits = text.n_logits
             return engine_of(self.model, self.weights, 1)([fresh])[0]
-        (own,) = known.engine([known.alone])
+        (logits,) = known.engine([known.alone])
         plain = self.model(torch.tensor([text.context]))[0, -text.n_logits :]
-        torch.testing.assert_close(own, plain, atol=1e-4, rtol=1e-4)
-        return own
+        torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
+        return logits
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 @pytest.mark.parametrize("weights", PRECISIONS)
 @torch.inference_mode()
-def test_a_text_in_any_company_has_the_logits_it_has_alone(weights: str):
+def test_a_text_has_the_same_logits_alone_and_with_others(weights: str):
     machine = type("Company", (Company,), {"weights": weights})
     run_state_machine_as_test(
         machine,
