@@ -36,6 +36,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "native.precision",
     ],
     "plan": [
+        "decision",
         "decide",
         "finetune",
         "minutes",

@@ -229,10 +229,10 @@ def test_rows_of_a_pass_are_chosen_to_fit(measured):
     for gigabytes, rows in ((1.2, 1), (1.6, 1), (2.5, 3), (3.4, 4), (80, 24)):
         on = H100._replace(gigabytes=gigabytes)
         config = config_of(48, train={"reduce": "fast"})
-        plan = cluster.plan_rank(config, on, 2, shard=True, choose=True)
+        plan = cluster.plan_rank(config, on, 2, shard=True, choose_micro_batch=True)
         assert plan.config.train.micro_batch_size == rows
         assert (plan.memory.peak <= gigabytes * 1e9) == (gigabytes > 1.5)
-    exact = cluster.plan_rank(config_of(48), H100, 2, shard=True, choose=True)
+    exact = cluster.plan_rank(config_of(48), H100, 2, shard=True, choose_micro_batch=True)
     assert exact.config.train.micro_batch_size == 6  # as on 8 ranks
     given = cluster.plan_rank(config_of(48, train={"micro_batch_size": None}), H100, 8)
     assert given.config.train.micro_batch_size == 6  # all that a rank has

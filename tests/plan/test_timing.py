@@ -96,11 +96,11 @@ def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     known = timing.StepTime(0.1, 0.0)
     config = tiny(train={"steps": 100})
-    assert timing.choose_compile(config, CPU, known) == (False, known, "")
+    assert timing.try_compile(config, CPU, known) == (False, known, "")
 
 
 @pytest.mark.parametrize(
-    ("asked", "seconds", "compiled"),
+    ("requested", "seconds", "compiled"),
     [
         ("auto", [0.1], False),  # too short a run
         ("auto", [2.0, 1.0], True),
@@ -109,12 +109,12 @@ def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
         ("off", [], False),
     ],
 )
-def test_blocks_are_compiled_if_it_pays(monkeypatch, asked, seconds, compiled):
+def test_blocks_are_compiled_if_it_pays(monkeypatch, requested, seconds, compiled):
     times = iter(seconds)
     monkeypatch.setattr(timing, "time_step", lambda *_, **__: timing.StepTime(next(times), 0.0))
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
-    config = tiny(train={"compile": asked, "steps": 100}).with_tokenizer("byte", 257)
-    assert timing.choose_compile(config, CPU)[0] == compiled
+    config = tiny(train={"compile": requested, "steps": 100}).with_tokenizer("byte", 257)
+    assert timing.try_compile(config, CPU)[0] == compiled
     assert next(times, None) is None
 
 
@@ -126,12 +126,12 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
     monkeypatch.setattr(timing, "MIN_SECONDS_TO_COMPILE", 0)
-    compiled, timed, outcome = timing.choose_compile(config, CPU)
+    compiled, timed, outcome = timing.try_compile(config, CPU)
     assert not compiled
     assert timed is not None
     assert outcome == "compile failed (no C++ compiler)"
     with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
-        timing.choose_compile(config.with_train(compile="on"), CPU)
+        timing.try_compile(config.with_train(compile="on"), CPU)
 
 
 def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
