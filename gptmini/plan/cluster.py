@@ -274,7 +274,7 @@ def _simulate_replica(config: Config, world_size: int) -> MeasureRank:
 
 @dataclass(frozen=True)
 class PassFigures:
-    """What a few passes of a sharded rank take in bytes; each is linear in the number of blocks.
+    """Bytes that a few passes of a sharded rank take; each is linear in the number of blocks.
 
     The two peaks are those until the last block's gradients are there, and after. `gathered` is for
     one pass, `scattered` for one sum of gradients over the ranks.

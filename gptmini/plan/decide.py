@@ -122,7 +122,7 @@ def decide(
 
 
 def _is_paced(requested: Config) -> bool:
-    """Whether the number of steps follows the minutes, since none was requested."""
+    """Return whether the number of steps follows the minutes, since none was requested."""
     return requested.train.minutes is not None and "steps" not in requested.train.model_fields_set
 
 
@@ -410,7 +410,7 @@ def fit_micro_batch(config: Config, compute: Compute, world_size: int) -> Config
 
 
 def _is_compile_settled(config: Config, existing: Config | None, world_size: int) -> bool:
-    """Whether compiling needs no trial.
+    """Return whether compiling needs no trial.
 
     A run that is resumed had its trial when it began. A sharded model gets none, since the trial
     times the whole model, which may not fit.

@@ -46,7 +46,7 @@ class StepTime:
 
 
 class CompileTrial(NamedTuple):
-    """What came of trying torch.compile: whether to use it, a step's time that way, and why.
+    """The outcome of trying torch.compile: whether to use it, a step's time that way, and why.
 
     `step_time` is None if no step was timed; `outcome` is in words, empty if there is no news.
     """

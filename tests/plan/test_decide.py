@@ -63,7 +63,8 @@ def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
 def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    requested, run = tiny(data={"path": str(text_file)}), RunDirectory(tmp_path / "run")
+    requested = tiny(data={"path": str(text_file)})
+    run = RunDirectory(tmp_path / "run")
     decision = decide(requested, run, tmp_path / "cache")
     run.create(decision.config, decision.corpus.tokenizer)
     monkeypatch.setattr(deciding, "try_compile", lambda *_: pytest.fail("measured"))

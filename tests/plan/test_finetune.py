@@ -192,7 +192,8 @@ def test_a_killed_run_needs_no_base_to_end_in_the_same_bits(
     base, requested, tune, monkeypatch, function, call
 ):
     whole = result(tune(requested, "whole"))
-    original, calls = getattr(trainer, function), 0
+    original = getattr(trainer, function)
+    calls = 0
 
     def killed(*arguments: Any) -> Any:
         nonlocal calls
@@ -247,7 +248,8 @@ def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     def decided(**sections: dict[str, Any]) -> Config:
         return decide(on(base, other_text, **sections), None, tmp_path / "cache").config
 
-    config, trained = decided(), base.load_config()
+    config = decided()
+    trained = base.load_config()
     theirs = trained.model.model_dump(exclude={"dropout"})
     assert config.model.model_dump(exclude={"dropout"}) == theirs
     assert config.tokenizer == trained.tokenizer

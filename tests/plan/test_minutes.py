@@ -235,12 +235,9 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
-    update, evaluation, first = (
-        trainer.train_step,
-        trainer.evaluate_and_sample,
-        minutes.MODEL_LADDER[:1],
-    )
-    monkeypatch.setattr(minutes, "MODEL_LADDER", first)
+    update = trainer.train_step
+    evaluation = trainer.evaluate_and_sample
+    monkeypatch.setattr(minutes, "MODEL_LADDER", minutes.MODEL_LADDER[:1])
 
     def timed(training: Any) -> Any:
         clock.now += speeds[training.step > 100] / 2
@@ -273,7 +270,8 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     train(config, run, tmp_path / "cache", clock.now)
     assert clock.now - 1000 == pytest.approx(120 - minutes.FINAL_SAMPLE_SECONDS, rel=0.05)
     finished = RunDirectory(run)
-    final, checkpoint = finished.load_config(), finished.load_newest()
+    final = finished.load_config()
+    checkpoint = finished.load_newest()
     assert checkpoint is not None
     assert checkpoint.step == final.train.steps
     # The configuration that it ended with makes the same run.

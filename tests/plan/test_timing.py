@@ -43,9 +43,8 @@ def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected
     config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
     numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
     monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 40)
-    assert [timing.choose_micro_batch_size(config, CPU, n) for n in numbers] == [expected] * len(
-        numbers
-    )
+    for n in numbers:
+        assert timing.choose_micro_batch_size(config, CPU, n) == expected
     fast = config.with_train(reduce="fast")
     shares = [batch_size // n for n in numbers]
     assert [timing.choose_micro_batch_size(fast, CPU, n) for n in numbers] == shares
@@ -76,11 +75,13 @@ def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, voc
 @pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
 def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
     """By this clock a pass takes a second, an update none."""
-    now, made = 0.0, 0
+    now = 0.0
+    made = 0
 
     def slow(*given: Any) -> torch.Tensor:
         nonlocal now, made
-        now, made = now + 1, made + 1
+        now += 1
+        made += 1
         return loss(*given)
 
     loss = timing.compute_loss
@@ -169,6 +170,7 @@ def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
             run("stopped")
     again = run("stopped")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    plain, compiled = run("plain", "off", 0.0), run("compiled", "on", 0.0)
+    plain = run("plain", "off", 0.0)
+    compiled = run("compiled", "on", 0.0)
     for name, tensor in plain.items():
         torch.testing.assert_close(compiled[name], tensor, atol=2e-4, rtol=1e-3)
