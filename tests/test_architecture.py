@@ -44,6 +44,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "native.precision",
     ],
     "plan": [
+        "decision",
         "decide",
         "finetune",
         "minutes",

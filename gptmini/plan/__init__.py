@@ -1,7 +1,8 @@
-"""What a training will take on this machine, and the choices that follow, before step 0.
+"""Plan a training before step 0: what it costs, what fits the machine, what the run chooses.
 
-Read `cost` (arithmetic), `memory` (two steps on fake tensors), `fit` (timing a step), `minutes`
-(sizes for a given time), `base` (fine-tuning), `decide` (makes the configuration of a run),
-`together` (on several processes), `ranks` (many accelerators), `size` (the report). Does not know
-the training loop.
+Read `cost` (arithmetic), `memory` (two steps on fake tensors), `timing` (steps on the machine),
+`minutes` (sizes and steps for a given time), `finetune` (what a run takes from its base),
+`decision` and `decide` (make a run's configuration), `broadcast` (the same on several processes),
+`cluster` (many accelerators, planned without any), `report` (what `gptmini size` prints). Nothing
+here knows the training loop.
 """

@@ -1,4 +1,4 @@
-"""Training on many accelerators, planned without any: memory and communication of one rank, time.
+"""Estimate memory, traffic and step time of training on N accelerators without having them.
 
 A sharded rank is run dry: training's own shards on tensors without storage, and PyTorch's fake
 process group in place of the other ranks. Blocks are alike, so a few are run and the rest is
@@ -8,7 +8,7 @@ multiplied.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,11 @@ from gptmini.model.optim import Optimizer
 from gptmini.plan import cost
 from gptmini.plan.decide import split_batch
 from gptmini.plan.memory import Memory, StorageCounter, estimate_memory
-from gptmini.plan.timing import alike
+from gptmini.plan.timing import list_equivalent_world_sizes
 
 
 class Accelerator(NamedTuple):
-    """What the makers state, and what trainings reach of it."""
+    """An accelerator: what its maker states, and the share of it that trainings reach."""
 
     name: str
     teraflops: int  # dense bfloat16
@@ -56,23 +56,27 @@ ACCELERATORS = (
     Accelerator("b200", 2250, 180, 900, 400),
     Accelerator("mi300x", 1307, 192, 448, 400),
 )
-SIMULATED_COMPUTE = Compute(torch.device("cpu"), torch.bfloat16)  # of the dry run
-ACCELERATORS_PER_NODE = 8  # accelerators in one
-BANDWIDTH_EFFICIENCY = 0.8  # of a bandwidth
-# Times that each rank sends a tensor's bytes (less its own share): nccl-tests, PERFORMANCE.md.
+SIMULATED_COMPUTE = Compute(torch.device("cpu"), torch.bfloat16)
+ACCELERATORS_PER_NODE = 8
+# The share of a bandwidth that collectives reach.
+BANDWIDTH_EFFICIENCY = 0.8
+# How often each rank sends a tensor's bytes (less its own share): nccl-tests, PERFORMANCE.md.
 SENDS_PER_COLLECTIVE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+# The collective behind an operator, and which of the operator's arguments is the whole tensor.
 COLLECTIVE_OPERATORS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
 }
-SIMULATED_BLOCKS = 3  # blocks that are run; with three, FSDP has gathered, used and freed one
+# Blocks that are run; with three, FSDP has gathered, used and freed one.
+SIMULATED_BLOCKS = 3
 
+# Takes the training of one rank; returns its memory, and the bytes of a step's collectives by kind.
 MeasureRank = Callable[[Config], tuple[Memory, dict[str, int]]]
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds in bytes, what a step's collectives carry, and the seconds of a step.
+    """The bytes that one rank holds and that a step's collectives carry, and a step's seconds.
 
     `traffic` has the bytes of whole tensors by kind of collective. `bandwidth` is what one rank
     can send, in bytes per second.
@@ -80,7 +84,7 @@ class RankPlan:
 
     config: Config  # of the rank, with its rows of a step and of a pass
     memory: Memory
-    memory_otherwise: int  # the peak with gradient checkpointing turned round
+    memory_otherwise: int  # the peak with gradient checkpointing switched
     traffic: dict[str, int]
     bandwidth: float
     compute_seconds: float
@@ -93,7 +97,7 @@ class RankPlan:
 
 
 def _get_local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's rows of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -101,17 +105,20 @@ class RankCounter(StorageCounter):
     """Counts what one rank of a sharded model holds, and the bytes of its collectives.
 
     FSDP frees and refills the tensors that it gathers by resizing their storages. No operator
-    shows that, so what FSDP's own operators have touched is measured again before each operator.
+    shows that, so every storage that FSDP's operators have touched is measured again before each
+    operator.
     """
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self._resized: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._count(tensor)
+        for parameter in model.parameters():
+            self._count(parameter)
+        for buffer in model.buffers():
+            self._count(buffer)
 
     def restart(self) -> int:
-        """Begin to count peak and traffic; the bytes held now."""
+        """Start to count peak and traffic anew; returns the bytes held now."""
         self.traffic = dict.fromkeys(SENDS_PER_COLLECTIVE, 0)
         self.peak = 0
         self._refresh()
@@ -126,8 +133,8 @@ class RankCounter(StorageCounter):
         self._refresh()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func._opname in COLLECTIVE_OPERATORS:
-            kind, whole = COLLECTIVE_OPERATORS[func._opname]
-            self.traffic[kind] += args[whole].nbytes
+            kind, position = COLLECTIVE_OPERATORS[func._opname]
+            self.traffic[kind] += args[position].nbytes
         return result
 
     def _refresh(self) -> None:
@@ -139,7 +146,10 @@ class RankCounter(StorageCounter):
 
 
 def find_accelerator(name: str, utilization: float | None, network: float | None) -> Accelerator:
-    """The accelerator of this name, with what is known better; ConfigError for an unknown one."""
+    """Find an accelerator by name; `utilization` and `network` replace what is assumed of it.
+
+    Raises ConfigError for an unknown one.
+    """
     known = {each.name: each for each in ACCELERATORS}
     if name.lower() not in known:
         raise ConfigError(f"--accelerator {name}: unknown; use one of {', '.join(known)}")
@@ -155,40 +165,39 @@ def plan_rank(
     accelerator: Accelerator,
     world_size: int = 1,
     shard: bool = False,
-    choose: bool = False,
+    choose_micro_batch: bool = False,
 ) -> RankPlan:
-    """A step of `train.batch_size` rows on these ranks, which share out the rows.
+    """Plan a step of `train.batch_size` rows on these ranks, which share out the rows.
 
-    A pass takes `micro_batch_size` rows, or the rank's share of the batch if that is less; with
-    `choose` it takes what fits, and with exact sums what 1 to 8 ranks can take. ConfigError if the
-    ranks cannot share the batch equally.
+    A pass takes `micro_batch_size` rows, or the rank's share of the batch if that is less. With
+    `choose_micro_batch` it takes what fits, and with exact sums what 1 to 8 ranks can take. Raises
+    ConfigError if the ranks cannot share the batch equally.
     """
-    config = split_batch(config, world_size, None if choose else config.train.micro_batch_size)
-    train, rows = config.train, config.train.batch_size // world_size
-    shared = train.batch_size // max(alike(config, world_size))
-    other = not train.gradient_checkpointing
+    config = split_batch(config, world_size, is_micro_batch_stated=not choose_micro_batch)
+    train = config.train
+    rows = train.batch_size // world_size
+    otherwise = {"gradient_checkpointing": not train.gradient_checkpointing}
     with simulate_rank(config, world_size, shard) as measure:
-        config = _with_rows(config, rows, 1 if choose else train.micro_batch_size or rows)
+        if choose_micro_batch:
+            capacity = accelerator.gigabytes * 1e9
+            shared_rows = train.batch_size // max(list_equivalent_world_sizes(config, world_size))
+            size = _choose_rows_per_pass(
+                _with_rows(config, rows, 1), measure, capacity, shared_rows
+            )
+        else:
+            size = train.micro_batch_size or rows
+        config = _with_rows(config, rows, size)
         memory, traffic = measure(config)
-        free = accelerator.gigabytes * 1e9 - memory.peak
-        if choose and free > memory.activations and shared > 1:
-            most = min(shared, 1 + int(free / memory.activations))
-            size = max(n for n in range(1, most + 1) if shared % n == 0)
-            config = _with_rows(config, rows, size)
-            memory, traffic = measure(config)
-        otherwise, _ = measure(config.with_train(gradient_checkpointing=other))
+        memory_otherwise, _ = measure(config.with_train(**otherwise))
     flops = cost.count_training_flops(config.model, config.seq_len, train.gradient_checkpointing)
     peak = accelerator.teraflops * 1e12 * accelerator.utilization
     bandwidth = BANDWIDTH_EFFICIENCY * get_collective_bandwidth(accelerator, world_size)
-    sent = (
-        sum(SENDS_PER_COLLECTIVE[kind] * size for kind, size in traffic.items())
-        * (world_size - 1)
-        / world_size
-    )
+    carried = sum(SENDS_PER_COLLECTIVE[kind] * size for kind, size in traffic.items())
+    sent = carried * (world_size - 1) / world_size
     return RankPlan(
         config=config,
         memory=memory,
-        memory_otherwise=otherwise.peak,
+        memory_otherwise=memory_otherwise.peak,
         traffic=traffic,
         bandwidth=bandwidth,
         compute_seconds=flops * rows * config.seq_len / peak,
@@ -196,8 +205,22 @@ def plan_rank(
     )
 
 
+def _choose_rows_per_pass(
+    config: Config, measure: MeasureRank, capacity: float, shared_rows: int
+) -> int:
+    """Choose the largest divisor of `shared_rows` that fits, from the memory of a single row."""
+    if shared_rows == 1:
+        return 1
+    memory, _ = measure(config)
+    free = capacity - memory.peak
+    if free <= memory.activations:
+        return 1
+    most = min(shared_rows, 1 + int(free / memory.activations))
+    return max(size for size in range(1, most + 1) if shared_rows % size == 0)
+
+
 def _with_rows(config: Config, rows: int, most: int) -> Config:
-    """The training of one rank, whose passes take the largest divisor of its rows up to `most`."""
+    """Give one rank its rows, and its passes the largest divisor of them up to `most`."""
     size = max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
     return config.with_train(batch_size=rows, micro_batch_size=size)
 
@@ -207,34 +230,26 @@ def _with_model(config: Config, **settings: Any) -> Config:
 
 
 def get_collective_bandwidth(accelerator: Accelerator, world_size: int) -> float:
-    """Bytes per second that each rank can send in a collective of all, at best.
+    """Return the bytes per second that each rank can send in a collective of all, at best.
 
     A ring enters each machine once, over all its network adapters together.
     """
     link = accelerator.link_gb_per_second * 1e9
-    return (
-        link
-        if world_size <= ACCELERATORS_PER_NODE
-        else min(link, ACCELERATORS_PER_NODE * accelerator.network_gbit_per_second * 1e9 / 8)
-    )
+    if world_size <= ACCELERATORS_PER_NODE:
+        return link
+    network = ACCELERATORS_PER_NODE * accelerator.network_gbit_per_second * 1e9 / 8
+    return min(link, network)
 
 
 @contextmanager
 def simulate_rank(config: Config, world_size: int, shard: bool) -> Iterator[MeasureRank]:
-    """Measures one rank: its memory, and the bytes of a step's collectives by kind."""
+    """Simulate one rank, and yield a function that measures it."""
     attention = config.model.attention
     if attention.backend == "auto":  # on a CPU this may not be the fused kernel
         attention = attention.model_copy(update={"backend": "sdpa"})
     config = _with_model(config, attention=attention)
-
-    def measure(training: Config) -> tuple[Memory, dict[str, int]]:
-        training = training.model_copy(update={"model": config.model})
-        memory = estimate_memory(training, SIMULATED_COMPUTE)
-        whole = {"all_reduce": 4 * cost.count_parameters(config.model)} if world_size > 1 else {}
-        return replace(memory, saving=0), whole  # a GPU's memory is not what saving takes
-
     if not shard:
-        yield measure
+        yield _simulate_replica(config, world_size)
         return
     distributed.init_process_group("fake", rank=0, world_size=world_size)
     try:
@@ -243,83 +258,148 @@ def simulate_rank(config: Config, world_size: int, shard: bool) -> Iterator[Meas
         distributed.destroy_process_group()
 
 
+def _simulate_replica(config: Config, world_size: int) -> MeasureRank:
+    """Simulate a rank that holds the whole model and adds its gradients to those of the others."""
+    traffic = {}
+    if world_size > 1:
+        traffic["all_reduce"] = 4 * cost.count_parameters(config.model)
+
+    def measure(training: Config) -> tuple[Memory, dict[str, int]]:
+        training = training.model_copy(update={"model": config.model})
+        memory = estimate_memory(training, SIMULATED_COMPUTE)
+        return replace(memory, saving=0), traffic  # saving takes no memory of a GPU
+
+    return measure
+
+
+@dataclass(frozen=True)
+class PassFigures:
+    """Bytes that a few passes of a sharded rank take; each is linear in the number of blocks.
+
+    The two peaks are those until the last block's gradients are there, and after. `gathered` is for
+    one pass, `scattered` for one sum of gradients over the ranks.
+    """
+
+    weights: int
+    optimizer: int
+    peak_until_last_gradients: int
+    peak_after: int
+    gathered: int
+    scattered: int
+
+    def extrapolate(self, deeper: "PassFigures", times: int) -> "PassFigures":
+        """Add so many times the difference to a deeper model."""
+        pairs = zip(astuple(self), astuple(deeper), strict=True)
+        return PassFigures(*(few + (more - few) * times for few, more in pairs))
+
+
 def _simulate_sharded_rank(config: Config, mesh: DeviceMesh) -> MeasureRank:
-    """Measures a rank that has its share of every weight, gradient and moment."""
-    layers, period = config.model.n_layer, config.model.attention.full_every or 1
+    """Simulate a rank that holds its share of every weight, gradient and moment.
+
+    Blocks are alike, so two models of a few blocks give the figures of any depth. Both must have
+    the pattern of windows whole, of which `full_every` blocks make a period.
+    """
+    layers = config.model.n_layer
+    period = config.model.attention.full_every or 1
     few = SIMULATED_BLOCKS + (layers - SIMULATED_BLOCKS) % period
     depths = [layers] if layers <= few + period else [few, few + period]
     fake = FakeTensorMode()
+    models = []
     with fake:
-        models = [GPT(_with_model(config, n_layer=n).model).train() for n in depths]
-        for model in models:
+        for depth in depths:
+            model = GPT(_with_model(config, n_layer=depth).model).train()
             apply_fsdp(model, mesh, config.train.reduce, SIMULATED_COMPUTE.dtype)
+            models.append(model)
     counters = [RankCounter(model) for model in models]
 
     def measure(training: Config) -> tuple[Memory, dict[str, int]]:
+        train = training.train
         with fake:
-            pairs = zip(models, counters, strict=True)
             runs = [
-                _run_passes(model, held, training.train, config.seq_len) for model, held in pairs
+                _run_passes(model, counter, train, config.seq_len)
+                for model, counter in zip(models, counters, strict=True)
             ]
-        times = (layers - few) // period
-        weights, state, *peaks, gathered, scattered = (
-            run[0] + (run[-1] - run[0]) * times for run in zip(*runs, strict=True)
-        )
-        activations = max(0, max(peaks) - 2 * weights)
-        passes, groups = _count_passes(training.train)
+        whole = runs[0].extrapolate(runs[-1], times=(layers - few) // period)
+        peak = max(whole.peak_until_last_gradients, whole.peak_after)
+        activations = max(0, peak - 2 * whole.weights)
+        passes, groups = _count_passes(train)
         sums = 1  # that are kept; `Exact` has one for each level of its tree
-        if training.train.reduce == "exact":
+        if train.reduce == "exact":
             sums = max(1, groups.bit_length() - 1)
-        return Memory(weights, sums * weights, state, activations, 0), {
-            "all_gather": passes * gathered,
-            "reduce_scatter": groups * scattered,
+        memory = Memory(
+            weights=whole.weights,
+            gradients=sums * whole.weights,
+            optimizer=whole.optimizer,
+            activations=activations,
+            saving=0,
+        )
+        traffic = {
+            "all_gather": passes * whole.gathered,
+            "reduce_scatter": groups * whole.scattered,
         }
+        return memory, traffic
 
     return measure
 
 
 def _count_passes(train: TrainConfig) -> tuple[int, int]:
-    """The passes of a step, and how often their gradients are added over the ranks."""
-    n = train.batch_size // (train.micro_batch_size or train.batch_size)
-    return n, n // get_odd_part(n) if train.reduce == "exact" else n
+    """Count the passes of a step, and how often their gradients are added over the ranks."""
+    passes = train.batch_size // (train.micro_batch_size or train.batch_size)
+    groups = passes
+    if train.reduce == "exact":
+        groups = passes // get_odd_part(passes)
+    return passes, groups
 
 
-def _run_passes(model: GPT, held: RankCounter, train: TrainConfig, seq_len: int) -> tuple[int, ...]:
-    """Run a few passes and return figures that are each linear in the number of layers:
-
-    bytes of the weights and of the optimizer's state; the peaks until the last block's gradients
-    are there, and after; bytes gathered in one pass, and scattered at one sum over the ranks.
-    """
+def _run_passes(model: GPT, counter: RankCounter, train: TrainConfig, seq_len: int) -> PassFigures:
+    """Run the few passes that differ in what they find in memory, and count their bytes."""
     size = train.micro_batch_size or train.batch_size
     passes, groups = _count_passes(train)
-    # A pass may find the sum of a group before, and gradients of its own group.
-    synced = [True] * (groups > 1) + [False] * (groups < passes) + [True]
+    # Whether each pass adds gradients over the ranks. The last one does; it may find the sum of a
+    # group before its own, and gradients of its own group.
+    syncs = [True]
+    if groups < passes:
+        syncs.insert(0, False)
+    if groups > 1:
+        syncs.insert(0, True)
     sums: list[list[Tensor | None]] = []
     moments = Optimizer(model, train, SIMULATED_COMPUTE.dtype).expected_state_dict().values()
     state = sum(_get_local(tensor).nbytes for tensor in moments)
     model.gradient_checkpointing = train.gradient_checkpointing
-    weights, peaks = held.restart(), [0, 0]
+    weights = counter.restart()
+    peak_until_last_gradients = 0
+    peak_after = 0
 
-    def keep(part: int) -> None:
-        peaks[part], held.peak = max(peaks[part], held.peak), 0
+    def split_peak() -> None:
+        nonlocal peak_until_last_gradients
+        peak_until_last_gradients = max(peak_until_last_gradients, counter.peak)
+        counter.peak = 0
 
-    def at_gradient(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        output.register_hook(lambda _: keep(0))
+    def split_peak_at_gradient(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+        output.register_hook(lambda _: split_peak())
 
-    hook = model.blocks[max(0, len(model.blocks) - 2)].register_forward_hook(at_gradient)
-    with held:
-        for sync in synced:
+    # The output of the block before the last gets its gradient once the last block has its own.
+    block_before_last = model.blocks[max(0, len(model.blocks) - 2)]
+    hook = block_before_last.register_forward_hook(split_peak_at_gradient)
+    with counter:
+        for sync in syncs:
             model.set_requires_gradient_sync(sync)  # type: ignore[operator]
             tokens = torch.zeros(size, seq_len, dtype=torch.long)
             with SIMULATED_COMPUTE.autocast():
                 mean = compute_loss(model, tokens, tokens)
             mean.backward()
-            keep(1)
+            peak_after = max(peak_after, counter.peak)
+            counter.peak = 0
             if sync and train.reduce == "exact":
                 sums.append([parameter.grad for parameter in model.parameters()])
                 model.zero_grad()
     hook.remove()
     model.zero_grad()
-    moved = held.traffic
-    scattered = moved["reduce_scatter"] // sum(synced)
-    return weights, state, *peaks, moved["all_gather"] // len(synced), scattered
+    return PassFigures(
+        weights=weights,
+        optimizer=state,
+        peak_until_last_gradients=peak_until_last_gradients,
+        peak_after=peak_after,
+        gathered=counter.traffic["all_gather"] // len(syncs),
+        scattered=counter.traffic["reduce_scatter"] // sum(syncs),
+    )

@@ -1,7 +1,8 @@
-"""The one place where a run's configuration is made: from what was asked, what the run already
-chose, the text and the machine.
+"""Make a run's configuration, in the one place that does: `decide` and its stages.
 
-After `decide` only the number of steps may change, and only under `train.minutes`.
+Each stage takes the configuration and returns it with more settled, from what was requested, what
+the run chose before, the text and the machine. After `decide` only the number of steps may change,
+and only under `train.minutes`.
 """
 
 import time
@@ -17,10 +18,11 @@ from gptmini.console import say_header, warn
 from gptmini.data.corpus import learns_vocabulary, prepare_corpus
 from gptmini.data.token_file import Corpus
 from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
-from gptmini.distributed.group import SINGLE_PROCESS, Group
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
+from gptmini.plan import minutes
 from gptmini.plan.cost import count_parameters
+from gptmini.plan.decision import Decision
 from gptmini.plan.finetune import (
     FINETUNING_SETTINGS,
     inherit_model,
@@ -28,20 +30,13 @@ from gptmini.plan.finetune import (
     say_base,
     start_from_base,
 )
-from gptmini.plan.minutes import (
-    SHORT,
-    choose_batch,
-    choose_sizes,
-    choose_steps,
-    report_left,
-    states_all_sizes,
-)
-from gptmini.plan.timing import StepTime, choose_compile, choose_micro_batch_size
+from gptmini.plan.timing import CompileTrial, StepTime, choose_micro_batch_size, try_compile
 from gptmini.runs.directory import RunDirectory
 
-# From this many epochs on. Bits per byte of builtin:python-docs (vocabulary 1,024, width 128) after
-# 4.9 epochs: 1.700 without dropout and 1.755 with 0.1; after 9.3 epochs: 1.694 and 1.637. Of Tiny
-# Shakespeare by character (width 192) after 4.5 epochs: 2.383 and 2.449. One run each.
+# Dropout by the least number of epochs it is for. Bits per byte of builtin:python-docs (vocabulary
+# 1,024, width 128) after 4.9 epochs: 1.700 without dropout and 1.755 with 0.1; after 9.3 epochs:
+# 1.694 and 1.637. Of Tiny Shakespeare by character (width 192) after 4.5 epochs: 2.383 and 2.449.
+# One run each.
 DROPOUT_BY_EPOCHS = ((12, 0.2), (6, 0.1), (0, 0.0))
 
 # Document tokens read in training from which a model knows what follows them. Nats for the first 20
@@ -51,24 +46,21 @@ DROPOUT_BY_EPOCHS = ((12, 0.2), (6, 0.1), (0, 0.0))
 # after a newline   25.4  26.0  25.3  25.0  25.1  25.7  24.9
 MIN_DOCUMENT_TOKENS_READ = 100
 
+# Sizes that were chosen before the text was prepared are chosen again if less of the time is left.
+MIN_TIME_SHARE_LEFT = 0.8
+
 
 @dataclass(frozen=True)
-class Decision:
-    """What a training needs before its first step.
+class TimeBudget:
+    """The minutes that a run may take from `started` on, and where they are spent."""
 
-    `paced` says that the number of steps follows `train.minutes`, `seconds_per_step` what a step
-    was measured to take, `compiling` the outcome of trying torch.compile. `started` is the
-    time.perf_counter() from which the minutes count.
-    """
-
-    config: Config
-    corpus: Corpus
-    compute: Compute
+    minutes: float
     started: float
-    paced: bool
-    seconds_per_step: float | None = None
-    compile_outcome: str = ""
-    group: Group = SINGLE_PROCESS
+    compute: Compute
+    world_size: int
+
+    def get_seconds_left(self) -> float:
+        return 60 * self.minutes - (time.perf_counter() - self.started)
 
 
 def decide(
@@ -76,138 +68,330 @@ def decide(
     run: RunDirectory | None,
     cache: Path,
     started: float | None = None,
-    compute: Compute | None = None,
-    here: bool = True,
+    *,
+    dry_run: bool = False,
     world_size: int = 1,
 ) -> Decision:
     """Complete a configuration: tokenizer, sizes, steps, dropout, micro-batch, compilation.
 
-    `run` is where it is to be trained; a run that is there keeps what it chose. Without `here` the
-    run is not trained on this machine now: nothing is checked against its memory, the weights of
-    its base are not read, and whether to compile stays open. Each of `world_size` processes computes its
-    share of every batch.
+    `run` is where it is to be trained; a run that exists keeps what it chose. `dry_run`: plan only;
+    skip checks and timings that need this machine, and leave the base's weights unread. Each of
+    `world_size` processes computes its share of every batch.
 
     Raises ConfigError for settings that contradict the text or the base, DataError for a text that
     cannot be used, CheckpointError for a base that cannot, MachineError for a model that does not
     fit.
     """
     started = time.perf_counter() if started is None else started
-    compute = compute or machine.pick_compute(requested.train.device, requested.train.dtype)
+    compute = machine.pick_compute(requested.train.device, requested.train.dtype)
     machine.keep_freed_memory()
-    existing = run.load_config() if run is not None and run.exists else None
-    if run is not None and existing is not None:
+
+    config, existing = resume_or_start(requested, run)
+    if existing is None and not dry_run:
+        config = check_base_weights(config, compute)
+
+    # The minutes decide sizes and steps of a new run; one that is resumed keeps its own.
+    budget = None
+    if config.train.minutes is not None and existing is None:
+        budget = TimeBudget(config.train.minutes, started, compute, world_size)
+    config, corpus = prepare_text(config, requested, run, cache, budget)
+    step_time = None
+    if budget is not None:
+        config, step_time = choose_sizes(config, requested, corpus, budget)
+        config = choose_steps(config, corpus, budget, step_time)
+
+    config = split_batch(config, world_size, requested.train.micro_batch_size is not None)
+    config = choose_dropout(config, corpus)
+    config = choose_sample_start(config, corpus)
+    if not dry_run:
+        config = shard_if_needed(config, compute, world_size)
+    config = fit_micro_batch(config, compute, world_size)
+
+    trial = CompileTrial(config.train.compile == "on")  # not tried: nothing was timed
+    if not dry_run and not _is_compile_settled(config, existing, world_size):
+        config, trial = choose_compile(config, compute, world_size, step_time)
+    return Decision(
+        config=config,
+        corpus=corpus,
+        compute=compute,
+        started=started,
+        paced=_is_paced(requested),
+        seconds_per_step=trial.seconds_per_step,
+        compile_outcome=trial.outcome,
+    )
+
+
+def _is_paced(requested: Config) -> bool:
+    """Return whether the number of steps follows the minutes, since none was requested."""
+    return requested.train.minutes is not None and "steps" not in requested.train.model_fields_set
+
+
+# -- where the run comes from ----------------------------------------------------------------------
+
+
+def resume_or_start(requested: Config, run: RunDirectory | None) -> tuple[Config, Config | None]:
+    """Fill in what an existing run chose, or what the base of a new one has.
+
+    Also returns the configuration of the existing run; None for a new one.
+    """
+    if run is not None and run.exists:
+        existing = run.load_config()
         check_base(requested, existing, run)
-    config = requested if existing is None else reuse_choices(requested, existing)
-    timed: StepTime | None = None
-    planned = config.train.minutes is not None and existing is None
+        return reuse_choices(requested, existing), existing
     if requested.base.run is not None:
-        config, corpus = _prepare_finetuning(config, run, cache, compute if here else None)
-    elif planned and learns_vocabulary(config):
-        config, corpus = _choose_sizes_first(config, cache, started, compute, world_size)
+        return start_from_base(requested, RunDirectory(Path(requested.base.run))), None
+    return requested, None
+
+
+def check_base(requested: Config, existing: Config, run: RunDirectory) -> None:
+    """Refuse to resume a run from another base than its own, or to write to the base itself.
+
+    Raises ConfigError.
+    """
+    now = requested.base.run
+    before = existing.base.run
+    if now == before:
+        return
+    problem = f"base.run: {before or 'not set'} in {run.path}, now {now or 'not set'}"
+    if now is not None and Path(now).resolve() == run.path.resolve():
+        problem = f"{run.path}: is the base itself, which is never written to"
+    raise ConfigError(f"{problem}; choose another --out")
+
+
+def reuse_choices(requested: Config, earlier: Config, same_run: bool = True) -> Config:
+    """Fill the settings that a configuration leaves open with what an earlier run chose.
+
+    The same run, when it is resumed, keeps everything, except that other minutes change its steps.
+    Other runs, to be compared with the first, share how it computes and, under `train.minutes`, its
+    sizes.
+    """
+    is_finetuning = requested.base.run is not None
+    by_minutes = requested.train.minutes is not None and earlier.train.minutes is not None
+    if same_run and is_finetuning:
+        requested = inherit_model(requested, earlier)
+
+    model_keys = ["dropout"]
+    train_keys = ["compile"]
+    if by_minutes:
+        model_keys += ["n_layer", "d_model", "head_dim", "d_ff"]
+        train_keys += ["batch_size", "eval_tokens"]
+        if is_finetuning:
+            train_keys += ["seq_len"]
+    if same_run:
+        train_keys += ["micro_batch_size", "reduce"]
+    if same_run and by_minutes:
+        model_keys += ["n_head"]
+        train_keys += ["steps", "warmup_steps", "eval_every", "save_every", "log_every"]
+    if same_run and is_finetuning:
+        train_keys += FINETUNING_SETTINGS
+
+    is_kind_open = requested.tokenizer.kind in ("auto", earlier.tokenizer.kind)
+    if (same_run or by_minutes) and is_kind_open and requested.tokenizer.vocab_size is None:
+        requested = requested.model_copy(update={"tokenizer": earlier.tokenizer})
+
+    chosen = earlier.model_dump()
+    if requested.train.minutes is not None and earlier.train.minutes is not None:
+        steps = round(earlier.train.steps * requested.train.minutes / earlier.train.minutes)
+        chosen["train"]["steps"] = max(1, earlier.train.warmup_steps, steps)
+    defaults = {
+        "model": _pick(chosen["model"], model_keys),
+        "train": _pick(chosen["train"], train_keys),
+    }
+    if same_run and is_finetuning:
+        defaults["base"] = _pick(chosen["base"], ["step", "sha256"])
+    return fill_open_settings(requested, defaults)
+
+
+def _pick(section: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    return {key: section[key] for key in keys}
+
+
+def check_base_weights(config: Config, compute: Compute) -> Config:
+    """Read the weights that a new run begins from, and record which they are.
+
+    Raises MachineError for weights that do not fit, before they are read.
+    """
+    if config.base.run is None:
+        return config
+    machine.check_memory(count_parameters(config.model), compute.device)
+    return record_base(config, RunDirectory(Path(config.base.run)))
+
+
+# -- the text --------------------------------------------------------------------------------------
+
+
+def prepare_text(
+    config: Config,
+    requested: Config,
+    run: RunDirectory | None,
+    cache: Path,
+    budget: TimeBudget | None,
+) -> tuple[Config, Corpus]:
+    """Prepare the text in tokens and settle the tokenizer; also returns the corpus.
+
+    A vocabulary that is learned for a budget of minutes suits the sizes and steps they allow, so
+    these are chosen first.
+    """
+    requested_kind = requested.tokenizer.kind
+    if config.base.run is not None:
+        requested_kind = ""  # the base's, so none was chosen for this text
+        corpus = _prepare_for_finetuning(config, requested, run, cache, budget)
+    elif budget is not None and learns_vocabulary(config):
+        config, corpus = _choose_sizes_and_prepare(config, cache, budget)
     else:
         corpus = prepare_corpus(config, cache)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
-    say_header(corpus.format_summary("" if requested.base.run else requested.tokenizer.kind))
-    if requested.base.run is not None:
-        say_base(config, corpus)
-    paced = config.train.minutes is not None and "steps" not in requested.train.model_fields_set
-    if planned:
-        config, timed = _planned(config, requested, corpus, started, compute, world_size)
-    train = config.train
-    config = split_batch(config, world_size, requested.train.micro_batch_size)
-    if config.model.dropout is None:
-        weights = config.data.weights
-        epochs = corpus.count_epochs(config.seq_len, train.batch_size, train.steps, weights)
-        dropout = next(share for least, share in DROPOUT_BY_EPOCHS if epochs >= least)
-        config = fill_open_settings(config, {"model": {"dropout": dropout}})
-    if "start" not in requested.sample.model_fields_set:
-        config = fill_open_settings(config, {"sample": {"start": _choose_start(config, corpus)}})
-    if here:
-        config = _shard_if_needed(config, compute, world_size)
-    if config.train.micro_batch_size is None:
-        config = config.with_train(
-            micro_batch_size=choose_micro_batch_size(config, compute, world_size)
-        )
-    settled = existing is not None and config.train.compile == existing.train.compile
-    sharded = world_size > 1 and config.train.shard  # the whole model is not timed: it may not fit
-    if settled or sharded or not here:  # a run that is resumed measured it when it began
-        return Decision(config, corpus, compute, started, paced)
-    share = config.with_train(batch_size=train.batch_size // world_size)  # of one process
-    if timed is not None:
-        timed = StepTime(timed.passes / world_size, timed.update)
-    compiled, timed, outcome = choose_compile(share, compute, timed)
-    config = config.with_train(compile="on" if compiled else "off")
-    per_step = None if timed is None else timed.passes + timed.update
-    return Decision(config, corpus, compute, started, paced, per_step, outcome)
-
-
-def _choose_sizes_first(
-    config: Config, cache: Path, started: float, compute: Compute, world_size: int
-) -> tuple[Config, Corpus]:
-    """Sizes, and the text in a vocabulary that suits them and the steps; sizes may stay open."""
-    before = _get_seconds_left(config, started)
-    sized, steps = choose_sizes(config, before, compute, world_size)
-    corpus = prepare_corpus(sized.with_train(steps=steps), cache)
-    slow = (
-        _get_seconds_left(config, started) < 0.8 * before
-    )  # what is left may not suffice for these sizes
-    return config if slow else sized, corpus
-
-
-def _planned(
-    config: Config, asked: Config, corpus: Corpus, started: float, compute: Compute, ranks: int
-) -> tuple[Config, StepTime | None]:
-    """The sizes that are still open, or for fine-tuning the batch and its time; and the steps."""
-    left = _get_seconds_left(config, started)
-    report_left(config.train.minutes or 0, left)
-    timed = None
+    say_header(corpus.format_summary(requested_kind))
     if config.base.run is not None:
-        longest = min(len(file) for file in corpus.training + corpus.validation) - 1
-        config, timed = choose_batch(config, asked, left, compute, ranks, longest)
-    elif not states_all_sizes(config):
-        config, _ = choose_sizes(config, left, compute, ranks)
-    left = _get_seconds_left(config, started)
-    return choose_steps(config, left, compute, ranks, corpus.held_out, timed), timed
+        say_base(config, corpus)
+    return config, corpus
 
 
-def _get_seconds_left(config: Config, started: float) -> float:
-    """Seconds of the minutes that are left."""
-    return 60 * (config.train.minutes or 0) - (time.perf_counter() - started)
+def _prepare_for_finetuning(
+    config: Config,
+    requested: Config,
+    run: RunDirectory | None,
+    cache: Path,
+    budget: TimeBudget | None,
+) -> Corpus:
+    """Prepare the text in the tokens of the base.
+
+    A run that is resumed has a tokenizer of its own: its base may have been deleted.
+    """
+    owner = RunDirectory(Path(config.base.run or ""))
+    if run is not None and run.exists:
+        owner = run
+    tokenizer = TokenizerConfig(kind=str(owner.tokenizer_file))
+    config = config.model_copy(update={"tokenizer": tokenizer})
+    if budget is not None and requested.train.seq_len is None:
+        # The budget may choose rows as short as this, so a text need not be longer.
+        config = config.with_train(seq_len=min(minutes.MIN_ROW_LENGTH, config.seq_len))
+    return prepare_corpus(config, cache)
 
 
-def split_batch(config: Config, world_size: int, micro_batch: int | None) -> Config:
-    """The training in equal shares for several processes; `micro_batch` is what was asked for.
+def _choose_sizes_and_prepare(
+    config: Config, cache: Path, budget: TimeBudget
+) -> tuple[Config, Corpus]:
+    """Choose sizes, and prepare the text in a vocabulary that suits them and the steps.
 
-    Gradients are added exactly where that costs little; ConfigError for what does not divide.
+    The sizes stay open if the text took so long that the time left may not suffice for them.
+    """
+    before = budget.get_seconds_left()
+    sized, steps = minutes.choose_sizes(config, before, budget.compute, budget.world_size)
+    corpus = prepare_corpus(sized.with_train(steps=steps), cache)
+    took_long = budget.get_seconds_left() < MIN_TIME_SHARE_LEFT * before
+    return config if took_long else sized, corpus
+
+
+# -- sizes and steps for a number of minutes -------------------------------------------------------
+
+
+def choose_sizes(
+    config: Config, requested: Config, corpus: Corpus, budget: TimeBudget
+) -> tuple[Config, StepTime | None]:
+    """Choose the sizes that are still open; for fine-tuning only the batch.
+
+    Also returns the time of a step, where choosing the batch found it.
+    """
+    seconds = budget.get_seconds_left()
+    minutes.say_time_left(budget.minutes, seconds)
+    if config.base.run is not None:
+        longest_row = min(len(file) for file in corpus.training + corpus.validation) - 1
+        return minutes.choose_batch(
+            config, requested, seconds, budget.compute, budget.world_size, longest_row
+        )
+    if not minutes.states_all_sizes(config):
+        config, _ = minutes.choose_sizes(config, seconds, budget.compute, budget.world_size)
+    return config, None
+
+
+def choose_steps(
+    config: Config, corpus: Corpus, budget: TimeBudget, step_time: StepTime | None
+) -> Config:
+    """Choose the steps that the minutes left allow, and how often to evaluate, save and log."""
+    return minutes.choose_steps(
+        config,
+        budget.get_seconds_left(),
+        budget.compute,
+        budget.world_size,
+        corpus.held_out,
+        step_time,
+    )
+
+
+# -- settings that follow from the text and the steps ----------------------------------------------
+
+
+def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) -> Config:
+    """Check that processes can share every batch equally, and choose how they add gradients.
+
+    They add them exactly where that costs little. A micro-batch that does not divide a process's
+    rows is chosen again unless it was stated. Raises ConfigError for what does not divide.
     """
     train = config.train
     rows, rest = divmod(train.batch_size, world_size)
     if rest:
+        nearest = [count * world_size for count in (rows, rows + 1) if count > 0]
         raise ConfigError(
-            f"train.batch_size: {train.batch_size} rows do not divide among {world_size} processes; use "
-            + " or ".join(str(n * world_size) for n in (rows, rows + 1) if n)
+            f"train.batch_size: {train.batch_size} rows do not divide among {world_size} "
+            f"processes; use {' or '.join(map(str, nearest))}"
         )
     size = train.micro_batch_size
     if size is not None and rows % size:
         problem = f"{size} does not divide the {rows} rows of each of {world_size} processes"
-        if micro_batch is not None:
+        if is_micro_batch_stated:
             raise ConfigError(f"train.micro_batch_size: {problem}; use a divisor of {rows}")
         warn(f"train.micro_batch_size: {problem}; choosing another")
         config = config.with_train(micro_batch_size=None)
-    power = world_size & (world_size - 1) == 0
-    if train.reduce == "exact" and not power:
+    is_power_of_two = world_size & (world_size - 1) == 0
+    if train.reduce == "exact" and not is_power_of_two:
         raise ConfigError(
             f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {world_size}; use fast"
         )
     if train.reduce == "auto":
-        exact = power and 1 < world_size <= MAX_EXACT_WORLD_SIZE
-        config = config.with_train(reduce="exact" if exact else "fast")
+        is_exact = is_power_of_two and 1 < world_size <= MAX_EXACT_WORLD_SIZE
+        config = config.with_train(reduce="exact" if is_exact else "fast")
     return config
 
 
-def _shard_if_needed(config: Config, compute: Compute, world_size: int) -> Config:
-    """Shard a model that does not fit whole; MachineError if it does not fit at all."""
-    count, device = count_parameters(config.model), compute.device
+def choose_dropout(config: Config, corpus: Corpus) -> Config:
+    """Choose dropout by how often training reads the text."""
+    if config.model.dropout is not None:
+        return config
+    epochs = count_epochs(config, corpus)
+    dropout = next(share for least, share in DROPOUT_BY_EPOCHS if epochs >= least)
+    return fill_open_settings(config, {"model": {"dropout": dropout}})
+
+
+def choose_sample_start(config: Config, corpus: Corpus) -> Config:
+    """Choose what stands before a text without a prompt: the document token, if it was learned.
+
+    A model of a single document has hardly ever read that token, and continues it with garbage. It
+    knows what begins after a line break; a text without those has a character that is common.
+    """
+    if "start" in config.sample.model_fields_set:
+        return config
+    start = None  # the document token
+    document_tokens_read = count_epochs(config, corpus) * corpus.inner_document_count
+    if document_tokens_read < MIN_DOCUMENT_TOKENS_READ:
+        text = corpus.read_excerpt()
+        start = "\n" if "\n" in text else Counter(text).most_common(1)[0][0]
+    return fill_open_settings(config, {"sample": {"start": start}})
+
+
+def count_epochs(config: Config, corpus: Corpus) -> float:
+    """Count how often training reads its text."""
+    train = config.train
+    return corpus.count_epochs(config.seq_len, train.batch_size, train.steps, config.data.weights)
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def shard_if_needed(config: Config, compute: Compute, world_size: int) -> Config:
+    """Shard a model that does not fit whole; raises MachineError if it does not fit at all."""
+    count = count_parameters(config.model)
+    device = compute.device
     whole = machine.estimate_training_bytes(count, device, world_size, sharded=False)
     if world_size > 1 and whole > machine.get_total_memory(device):
         config = config.with_train(shard=True)
@@ -217,87 +401,34 @@ def _shard_if_needed(config: Config, compute: Compute, world_size: int) -> Confi
     return config
 
 
-def _choose_start(config: Config, corpus: Corpus) -> str | None:
-    """What stands before a text without a prompt: the document token, if the model will know it.
+def fit_micro_batch(config: Config, compute: Compute, world_size: int) -> Config:
+    """Choose as many rows per forward pass as fit."""
+    if config.train.micro_batch_size is not None:
+        return config
+    size = choose_micro_batch_size(config, compute, world_size)
+    return config.with_train(micro_batch_size=size)
 
-    A model of a single document has hardly ever read that token, and continues it with garbage. It
-    knows what begins after a line break; a text without those has a character that is common.
+
+def _is_compile_settled(config: Config, existing: Config | None, world_size: int) -> bool:
+    """Return whether compiling needs no trial.
+
+    A run that is resumed had its trial when it began. A sharded model gets none, since the trial
+    times the whole model, which may not fit.
     """
-    train = config.train
-    epochs = corpus.count_epochs(config.seq_len, train.batch_size, train.steps, config.data.weights)
-    if epochs * corpus.inner_document_count >= MIN_DOCUMENT_TOKENS_READ:
-        return None
-    text = corpus.read_excerpt()
-    return "\n" if "\n" in text else Counter(text).most_common(1)[0][0]
+    was_tried = existing is not None and config.train.compile == existing.train.compile
+    is_sharded = world_size > 1 and config.train.shard
+    return was_tried or is_sharded
 
 
-def check_base(requested: Config, existing: Config, run: RunDirectory) -> None:
-    """ConfigError if a run is resumed from another base than its own, or is the base itself."""
-    now, before = requested.base.run, existing.base.run
-    if now == before:
-        return
-    problem = f"base.run: {before or 'not set'} in {run.path}, now {now or 'not set'}"
-    if now is not None and Path(now).resolve() == run.path.resolve():
-        problem = f"{run.path}: is the base itself, which is never written to"
-    raise ConfigError(f"{problem}; choose another --out")
+def choose_compile(
+    config: Config, compute: Compute, world_size: int, step_time: StepTime | None
+) -> tuple[Config, CompileTrial]:
+    """Compile if that pays on the rows of one process; also returns what trying it brought.
 
-
-def _prepare_finetuning(
-    config: Config, run: RunDirectory | None, cache: Path, compute: Compute | None
-) -> tuple[Config, Corpus]:
-    """The configuration of a run that begins from another, and its text in the base's tokens.
-
-    A run that is resumed has all it needs: its base may have been deleted. Without `compute`
-    nothing is trained here, and the weights are not read.
+    `step_time` is that of the whole batch without compiling, if it is known.
     """
-    base = RunDirectory(Path(config.base.run or ""))
-    owner = run if run is not None and run.exists else base
-    stated_length = config.train.seq_len
-    if owner is base:
-        config = start_from_base(config, base)
-        if compute is not None:
-            machine.check_memory(count_parameters(config.model), compute.device)
-            config = record_base(config, base)
-    tokenizer = TokenizerConfig(kind=str(owner.tokenizer_file))
-    prepared = config.model_copy(update={"tokenizer": tokenizer})
-    if owner is base and config.train.minutes is not None and stated_length is None:
-        prepared = prepared.with_train(seq_len=min(SHORT, config.seq_len))  # else to be planned
-    return config, prepare_corpus(prepared, cache)
-
-
-def reuse_choices(requested: Config, earlier: Config, same_run: bool = True) -> Config:
-    """What a configuration leaves open, as an earlier run chose it.
-
-    The same run when it is resumed keeps everything, but other minutes change its steps; other
-    runs, to be compared with the first, share how it computes and, under `train.minutes`, its
-    sizes.
-    """
-    tuned = same_run and requested.base.run is not None
-    if tuned:
-        requested = inherit_model(requested, earlier)
-    planned = requested.train.minutes is not None and earlier.train.minutes is not None
-    keys = {"model": ["dropout"], "train": ["compile"]}
-    if planned:
-        keys["model"] += ["n_layer", "d_model", "head_dim", "d_ff"]
-        keys["train"] += ["batch_size", "eval_tokens"]
-        if requested.base.run is not None:
-            keys["train"] += ["seq_len"]
-    if same_run:
-        keys["train"] += ["micro_batch_size", "reduce"]
-    if same_run and planned:
-        keys["model"] += ["n_head"]
-        keys["train"] += ["steps", "warmup_steps", "eval_every", "save_every", "log_every"]
-    open_ = requested.tokenizer.kind in ("auto", earlier.tokenizer.kind)
-    if (same_run or planned) and open_ and requested.tokenizer.vocab_size is None:
-        requested = requested.model_copy(update={"tokenizer": earlier.tokenizer})
-    if tuned:
-        keys["train"] += FINETUNING_SETTINGS
-        keys["base"] = ["step", "sha256"]
-    chosen = earlier.model_dump()
-    if requested.train.minutes is not None and earlier.train.minutes is not None:
-        steps = round(earlier.train.steps * requested.train.minutes / earlier.train.minutes)
-        chosen["train"]["steps"] = max(1, earlier.train.warmup_steps, steps)
-    wanted: dict[str, dict[str, Any]] = {
-        section: {key: chosen[section][key] for key in names} for section, names in keys.items()
-    }
-    return fill_open_settings(requested, wanted)
+    share = config.with_train(batch_size=config.train.batch_size // world_size)
+    if step_time is not None:
+        step_time = StepTime(step_time.passes / world_size, step_time.update)
+    trial = try_compile(share, compute, step_time)
+    return config.with_train(compile="on" if trial.compiled else "off"), trial

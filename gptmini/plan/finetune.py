@@ -1,4 +1,4 @@
-"""Fine-tuning: what a run takes from the trained run that it begins from, its base."""
+"""Start a run from a trained one, its base: what fine-tuning inherits and what it changes."""
 
 from typing import Any
 
@@ -30,74 +30,82 @@ from gptmini.runs.directory import RunDirectory
 # weights 0.106, 2.261; without embeddings and two blocks of four 0.077, 2.525; three blocks 0.060,
 # 2.676. LoRA saves at most 0.032 s of a step: that much without gradients of any matrix.
 LR_SHARE_OF_BASE = 0.5
-# Taken as they are.
+
+# Settings of section train that are taken from the base as they are.
 SETTINGS_FROM_BASE = ("optimizer", "betas", "weight_decay", "batch_size", "seq_len")
-# The settings of section train that fine-tuning chooses.
+# Settings of section train that fine-tuning chooses.
 FINETUNING_SETTINGS = (*SETTINGS_FROM_BASE, "lr", "muon_lr")
 # Settings of the model that change none of its weights.
 FREE_MODEL_SETTINGS = {"model.dropout", "model.attention.weight_dropout", "model.attention.backend"}
+CONVERT_ADVICE = "gptmini convert makes a base that has it"
 ADVICE = {
     "model.context_length": "set train.seq_len for shorter rows",
-    **dict.fromkeys(
-        ("model.attention.variant", "model.attention.n_kv_head", "model.attention.window"),
-        "gptmini convert makes a base that has it",
-    ),
+    "model.attention.variant": CONVERT_ADVICE,
+    "model.attention.n_kv_head": CONVERT_ADVICE,
+    "model.attention.window": CONVERT_ADVICE,
 }
-SAMPLES, SAMPLED = 10, 1000  # places of a text, and tokens at each, that its tokenizer is judged by
+# What a tokenizer is judged by: places in each file of a text, and tokens at each place.
+SAMPLES_PER_FILE = 10
+TOKENS_PER_SAMPLE = 1000
 
 
 def start_from_base(requested: Config, base: RunDirectory) -> Config:
-    """The configuration with the base's model and tokenizer, and with rates for fine-tuning.
+    """Take the base's model, tokenizer and batch, and choose learning rates for fine-tuning.
 
-    ConfigError for stated settings that contradict the base.
+    Raises ConfigError for stated settings that contradict the base.
     """
     trained = base.load_config()
     train = {key: getattr(trained.train, key) for key in SETTINGS_FROM_BASE}
-    train |= {
-        "lr": LR_SHARE_OF_BASE * trained.train.lr,
-        "muon_lr": LR_SHARE_OF_BASE * trained.train.muon_lr,
-    }
+    train["lr"] = LR_SHARE_OF_BASE * trained.train.lr
+    train["muon_lr"] = LR_SHARE_OF_BASE * trained.train.muon_lr
     return fill_open_settings(inherit_model(requested, trained), {"train": train})
 
 
 def inherit_model(requested: Config, trained: Config) -> Config:
-    """The configuration with the model of a trained run, but for settings that are FREE."""
+    """Take the model and tokenizer of a trained run, but for settings that change no weights.
+
+    Raises ConfigError for stated settings that contradict it.
+    """
     stated = requested.model_dump(exclude_unset=True)
-    theirs = trained.model_dump(include={"model", "tokenizer"})
-    stated_values = dict(iter_settings({name: stated.get(name, {}) for name in theirs}))
-    has = dict(iter_settings(theirs))
+    inherited = trained.model_dump(include={"model", "tokenizer"})
+    stated_sections = {name: stated.get(name, {}) for name in inherited}
+    stated_values = dict(iter_settings(stated_sections))
+    trained_values = dict(iter_settings(inherited))
     lines = []
     for key, value in stated_values.items():
-        is_open = (value is None and key.endswith("vocab_size")) or value == "auto"
-        if key not in FREE_MODEL_SETTINGS and value != has[key] and not is_open:
-            advice = ADVICE.get(key, "leave it out")
-            lines.append(
-                f"{key}: {_format_yaml(value)}, but {requested.base.run} has {_format_yaml(has[key])}; {advice}"
-            )
+        is_open = value == "auto" or (value is None and key.endswith("vocab_size"))
+        if key in FREE_MODEL_SETTINGS or is_open or value == trained_values[key]:
+            continue
+        advice = ADVICE.get(key, "leave it out")
+        lines.append(
+            f"{key}: {_format_yaml(value)}, but {requested.base.run} has "
+            f"{_format_yaml(trained_values[key])}; {advice}"
+        )
     if lines:
         raise ConfigError(*lines)
-    model: dict[str, Any] = theirs["model"]
-    if (dropout := stated_values.get("model.dropout")) is None:
+    model: dict[str, Any] = inherited["model"]
+    model["dropout"] = stated_values.get("model.dropout")
+    if model["dropout"] is None:
         del model["dropout"]  # left open, to be chosen by the epochs
-    else:
-        model["dropout"] = dropout
     for name in ("weight_dropout", "backend"):
         key = f"model.attention.{name}"
-        model["attention"][name] = stated_values.get(key, has[key])
-    return validate({**stated, **theirs}, {})
+        model["attention"][name] = stated_values.get(key, trained_values[key])
+    return validate({**stated, **inherited}, {})
 
 
 def _format_yaml(value: Any) -> str:
-    """A value as in YAML."""
-    return (
-        str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-    )
+    """Format a value as YAML writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def record_base(config: Config, base: RunDirectory) -> Config:
-    """The configuration with the step and the hash of the weights it begins from.
+    """Record the step and the hash of the weights that a run begins from.
 
-    ConfigError if it states others, CheckpointError for a base that is damaged.
+    Raises ConfigError if the configuration states others, CheckpointError for a damaged base.
     """
     checkpoint = base.load_best()
     base.load_tokenizer(checkpoint)
@@ -121,7 +129,7 @@ def say_base(config: Config, corpus: Corpus) -> None:
     base = config.base
     step = "" if base.step is None else f", step {base.step:,}"
     say_header(f"  base      {base.run}{step}: its weights and tokenizer")
-    per_character = tokens_per_character(corpus)
+    per_character = count_tokens_per_character(corpus)
     if per_character > 1 and corpus.tokenizer.kind != "byte":
         warn(
             f"{corpus.name}: the tokenizer of {base.run} does not suit it, with "
@@ -129,13 +137,15 @@ def say_base(config: Config, corpus: Corpus) -> None:
         )
 
 
-def tokens_per_character(corpus: Corpus) -> float:
-    """How many tokens stand for a character of the training text, in samples of each file."""
-    tokenizer, tokens, characters = corpus.tokenizer, 0, 0
+def count_tokens_per_character(corpus: Corpus) -> float:
+    """Count the tokens that stand for a character of the training text, in samples of each file."""
+    tokenizer = corpus.tokenizer
+    tokens = 0
+    characters = 0
     for file in corpus.training:
-        count = min(SAMPLED, len(file))
-        for place in range(SAMPLES):
-            start = place * (len(file) - count) // SAMPLES
+        count = min(TOKENS_PER_SAMPLE, len(file))
+        for place in range(SAMPLES_PER_FILE):
+            start = place * (len(file) - count) // SAMPLES_PER_FILE
             sample = file.read(start, count)
             sample = sample[sample != tokenizer.document_token]
             tokens += len(sample)

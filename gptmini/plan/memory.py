@@ -1,4 +1,4 @@
-"""The memory of a training, found by a dry run: two steps on tensors without storage."""
+"""Estimate the memory of a training by a dry run: two steps on tensors without storage."""
 
 import weakref
 from dataclasses import astuple, dataclass
@@ -41,7 +41,8 @@ class StorageCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = self.peak = 0
+        self.bytes = 0
+        self.peak = 0
         self._live: dict[int, int] = {}  # bytes of each storage
 
     def __torch_dispatch__(
@@ -58,7 +59,8 @@ class StorageCounter(TorchDispatchMode):
         self._measure(tensor.untyped_storage())
 
     def _measure(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._live:
             weakref.finalize(storage, self._release, key)
         self.bytes += size - self._live.get(key, 0)
@@ -69,7 +71,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def estimate_memory(config: Config, compute: Compute) -> Memory:
-    """The memory of a training, without allocating it; `micro_batch_size` must be set.
+    """Estimate the memory of a training without allocating it; `micro_batch_size` must be set.
 
     The steps are real ones (our model, our optimizers), so nothing is estimated by formula.
     """
@@ -80,8 +82,9 @@ def estimate_memory(config: Config, compute: Compute) -> Memory:
         model.gradient_checkpointing = train.gradient_checkpointing
         weights = storages.bytes
         optimizer = Optimizer(model, train, compute.dtype)
+        passes = min(2, train.batch_size // size)
         for _ in range(2):  # the second step has the optimizer's state
-            for _ in range(min(2, train.batch_size // size)):  # the second pass has gradients
+            for _ in range(passes):  # the second pass has the first one's gradients
                 tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
                 with compute.autocast():
                     mean = compute_loss(model, tokens, tokens)

@@ -1,4 +1,4 @@
-"""Sizes and steps for a given number of minutes, and pacing to keep to them."""
+"""Choose sizes and steps for a given number of minutes, and pace a run to keep to them."""
 
 import math
 from typing import Any
@@ -21,29 +21,50 @@ from gptmini.plan.timing import (
 
 Pace = tuple[int, float]  # a step, and the seconds of all updates so far
 
-FINAL_SAMPLE_SECONDS = 2  # seconds kept for the sample from the best checkpoint
-MAX_EVALUATION_SHARE = 0.05  # of the time at most for evaluations, but for the one at the end
+# Seconds kept for the sample from the best checkpoint.
+FINAL_SAMPLE_SECONDS = 2
+# Evaluations, but for the one at the end, take at most this share of the time.
+MAX_EVALUATION_SHARE = 0.05
 MAX_EVALUATIONS = 10
-READING_AT_MOST = 2  # times what `evaluation_seconds` expects: ranking a large vocabulary's logits
-READ_AT_LEAST = 1024  # tokens at each evaluation; fewer say nothing
-SAVED_PER_SECOND = 200_000_000  # bytes of a checkpoint, synced to the disk
-SAVES = 4  # at least, where they take no more of the time than evaluations may
-TIMING = 0.05  # of the time at most, if a step is short; else a pass and an update
-TARGET_HEAD_DIM = 64  # width of a head, about
-ASSUMED_VOCAB_SIZE = 1024  # assumed until the text is read
+# An interval between evaluations that much longer: the machine may turn out to be that much faster.
+EVALUATION_INTERVAL_MARGIN = 1.25
+# An evaluation may take so many times what is estimated: ranking a large vocabulary's logits.
+MAX_EVALUATION_SLOWDOWN = 2
+# Tokens at each evaluation; fewer say nothing.
+MIN_EVAL_TOKENS = 1024
+# Writing a checkpoint, synced to the disk.
+CHECKPOINT_BYTES_PER_SECOND = 200_000_000
+# Weights and the optimizer's two moments, in float32.
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+# Checkpoints in a run, where they take no more of the time than evaluations may.
+TARGET_SAVES = 4
+# Timing a step takes at most this share of the time if a step is short; else a pass and an update.
+MAX_TIMING_SHARE = 0.05
+TARGET_HEAD_DIM = 64
+# Until the text is read.
+ASSUMED_VOCAB_SIZE = 1024
 
 # A fine-tuning should make so many updates. Where the base's own batch leaves time for fewer, rows
-# become shorter, down to SHORT, which also spares memory; then fewer. It ends where the optimizer's
-# update takes longer than the passes: smaller batches would hardly be faster.
-UPDATES = 60
-SHORT = 256
-PROBE = 64  # tokens timed to find out how large a batch may be
+# become shorter, down to MIN_ROW_LENGTH, which also spares memory; then fewer. It ends where the
+# optimizer's update takes longer than the passes: smaller batches would hardly be faster.
+TARGET_UPDATES = 60
+MIN_ROW_LENGTH = 256
+# Tokens timed to find out how large a batch may be.
+PROBE_TOKENS = 64
 
-# The ladder of models: layers, width, rows per batch.
+# The models to choose from, small to large: layers, width, rows per batch.
 MODEL_LADDER = (
-    *((2, 128, 8), (3, 128, 8), (4, 128, 8), (4, 192, 16), (4, 256, 16), (6, 256, 16)),
-    *((6, 384, 16), (8, 512, 32), (12, 768, 64)),
+    (2, 128, 8),
+    (3, 128, 8),
+    (4, 128, 8),
+    (4, 192, 16),
+    (4, 256, 16),
+    (6, 256, 16),
+    (6, 384, 16),
+    (8, 512, 32),
+    (12, 768, 64),
 )
+
 # How many tokens a model must see for each weight of its blocks to beat the rung below. Bits per
 # byte on Tiny Shakespeare by character after equal seconds of updates on one core, in brackets the
 # tokens per weight; one run each, seeds differ by 0.01 or so:
@@ -61,76 +82,85 @@ MIN_TOKENS_PER_WEIGHT = 0.9
 
 
 def states_all_sizes(config: Config) -> bool:
-    """Whether all is stated that `choose_sizes` chooses."""
-    sizes, train = {"n_layer", "n_head", "d_model"}, config.train
-    return sizes <= config.model.model_fields_set and "batch_size" in train.model_fields_set
+    """Return whether the configuration states all that `choose_sizes` chooses."""
+    states_model = {"n_layer", "n_head", "d_model"} <= config.model.model_fields_set
+    return states_model and "batch_size" in config.train.model_fields_set
 
 
 def choose_sizes(
     config: Config, seconds: float, compute: Compute, world_size: int = 1
 ) -> tuple[Config, int]:
-    """The sizes of the best model for the seconds left, on `world_size` processes, and about its steps.
+    """Choose the sizes of the best model for the seconds left on `world_size` processes.
 
     Whatever the configuration states is kept. Models are timed from small to large, up to the
-    largest that would still see enough tokens.
+    largest that would still see enough tokens. Also returns about how many steps the seconds allow.
     """
-    given = format_count(config.train.minutes or seconds / 60, "minute")
-    say(f"  timing models for the {given} given ...")
-    chosen, steps = config, 0  # none yet
+    stated_time = format_count(config.train.minutes or seconds / 60, "minute")
+    say(f"  timing models for the {stated_time} given ...")
+    chosen = config
+    steps = 0  # none yet
     unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    for layers, width, rows in MODEL_LADDER:
-        wanted = {"n_layer": layers, **_choose_width_and_heads(config.model, width)}
-        batch = {"batch_size": math.ceil(rows / unit) * unit}
-        candidate = fill_open_settings(config, {"model": wanted, "train": batch})
+    for n_layer, width, rows in MODEL_LADDER:
+        model = {"n_layer": n_layer, **_choose_width_and_heads(config.model, width)}
+        train = {"batch_size": math.ceil(rows / unit) * unit}
+        candidate = fill_open_settings(config, {"model": model, "train": train})
         if steps and candidate == chosen:  # the sizes in which the two rungs differ are stated
             continue
-        per_step = _estimate_seconds_per_step(candidate, seconds, compute, world_size)
+        per_step = _measure_seconds_per_step(candidate, seconds, compute, world_size)
         possible = _get_stated_steps(config) or max(1, int(seconds / per_step))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
         parts = count_parameters_by_part(candidate.model)
         enough = MIN_TOKENS_PER_WEIGHT * (parts["attention"] + parts["mlp"])
         fits = tokens >= enough and possible * per_step <= seconds
         if fits or not steps:
-            chosen, steps = candidate, possible
+            chosen = candidate
+            steps = possible
         if not fits:
             break
     return chosen, steps
 
 
 def choose_batch(
-    config: Config, asked: Config, seconds: float, compute: Compute, ranks: int, longest: int
+    config: Config,
+    requested: Config,
+    seconds: float,
+    compute: Compute,
+    world_size: int,
+    longest_row: int,
 ) -> tuple[Config, StepTime]:
-    """Rows and their length for fine-tuning a model in the seconds left, and the time of a step.
+    """Choose rows and their length for fine-tuning a model in the seconds left.
 
-    What `asked` states is kept. No row that it leaves open is longer than `longest`.
+    What `requested` states is kept. No row that it leaves open is longer than `longest_row`. Also
+    returns the time of a step, in which one process makes all passes.
     """
-    given = format_count(config.train.minutes or seconds / 60, "minute")
-    say(f"  timing the base for the {given} given ...")
-    probe = config.with_train(
-        batch_size=1, micro_batch_size=1, seq_len=min(PROBE, longest, config.seq_len)
-    )
-    timed = time_step(probe, compute, limit=TIMING * seconds)
-    per_token = timed.passes / probe.seq_len
-    is_open = {"batch_size", "seq_len"} - asked.train.model_fields_set
-    unit = ranks * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    if "seq_len" in is_open:
-        config = config.with_train(seq_len=min(config.seq_len, longest))
+    stated_time = format_count(config.train.minutes or seconds / 60, "minute")
+    say(f"  timing the base for the {stated_time} given ...")
+    probe_length = min(PROBE_TOKENS, longest_row, config.seq_len)
+    probe = config.with_train(batch_size=1, micro_batch_size=1, seq_len=probe_length)
+    timed = time_step(probe, compute, limit=MAX_TIMING_SHARE * seconds)
+    seconds_per_token = timed.passes / probe_length
+    probe_flops = count_training_flops(config.model, probe_length)
+    unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
+    is_batch_size_open = "batch_size" not in requested.train.model_fields_set
+    is_seq_len_open = "seq_len" not in requested.train.model_fields_set
+    if is_seq_len_open:
+        config = config.with_train(seq_len=min(config.seq_len, longest_row))
     while True:
-        length, rows = config.seq_len, config.train.batch_size
-        growth = count_training_flops(config.model, length) / count_training_flops(
-            config.model, probe.seq_len
-        )
-        step = StepTime(per_token * growth * length * rows, timed.update)
-        per_step = _in_all(step, config, seconds, ranks)
-        if UPDATES * per_step <= seconds or step.passes / ranks <= step.update:
-            return config, step
-        if "seq_len" in is_open and length >= 2 * SHORT:
+        length = config.seq_len
+        rows = config.train.batch_size
+        growth = count_training_flops(config.model, length) / probe_flops
+        step_time = StepTime(seconds_per_token * growth * length * rows, timed.update)
+        per_step = _combine_step_time(step_time, config, seconds, world_size)
+        makes_enough_updates = TARGET_UPDATES * per_step <= seconds
+        if makes_enough_updates or step_time.passes / world_size <= step_time.update:
+            return config, step_time
+        if is_seq_len_open and length >= 2 * MIN_ROW_LENGTH:
             config = config.with_train(seq_len=length // 2)
-        elif "batch_size" in is_open and rows > unit:
+        elif is_batch_size_open and rows > unit:
             fewer = max(1, rows // 2 // unit) * unit
             config = config.with_train(batch_size=fewer)
         else:
-            return config, step
+            return config, step_time
 
 
 def choose_steps(
@@ -139,113 +169,116 @@ def choose_steps(
     compute: Compute,
     world_size: int,
     held_out: int,
-    timed: StepTime | None = None,
+    step_time: StepTime | None = None,
 ) -> Config:
-    """The number of steps for the seconds left, and how often to evaluate on `held_out` tokens.
+    """Choose the steps that the seconds left allow, and how often to evaluate, save and log.
 
-    If these take too long, on a part of them. A step is timed unless its time is known.
+    An evaluation reads the `held_out` tokens, or a part of them if all take too long. A step is
+    timed unless its time is known.
     """
-    if timed is None:
-        per_step = _estimate_seconds_per_step(config, seconds, compute, world_size)
+    if step_time is None:
+        per_step = _measure_seconds_per_step(config, seconds, compute, world_size)
     else:
-        per_step = _in_all(timed, config, seconds, world_size)
-    config = _reading_a_part(config, seconds, per_step, held_out)
+        per_step = _combine_step_time(step_time, config, seconds, world_size)
+    config = _limit_eval_tokens(config, seconds, per_step, held_out)
     evaluation = estimate_evaluation_seconds(config, per_step, held_out)
     evaluations = min(MAX_EVALUATIONS, max(1, int(MAX_EVALUATION_SHARE * seconds / evaluation)))
     if "eval_every" in config.train.model_fields_set:
         per_step += evaluation / config.train.eval_every
         evaluations = 1  # the last one
     left = seconds - FINAL_SAMPLE_SECONDS - evaluations * evaluation
-    if left < per_step and not _get_stated_steps(config):
+    stated_steps = _get_stated_steps(config)
+    if left < per_step and not stated_steps:
         warn("train.minutes: too short for this machine; making a single step")
-    steps = _get_stated_steps(config) or max(1, int(left / per_step))
-    # A quarter fewer evaluations: the machine may turn out to be that much faster.
-    interval = math.ceil(1.25 * steps / evaluations)
-    saving = (
-        12 * count_parameters(config.model) / SAVED_PER_SECOND
-    )  # two moments beside the weights
-    saves = min(SAVES, max(1, int(MAX_EVALUATION_SHARE * seconds / saving)))
-    intervals = {
-        "eval_every": interval,
-        "save_every": min(interval, max(1, steps // saves)),  # what a kill may cost
+    steps = stated_steps or max(1, int(left / per_step))
+    eval_every = math.ceil(EVALUATION_INTERVAL_MARGIN * steps / evaluations)
+    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * count_parameters(config.model)
+    saving = checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND
+    saves = min(TARGET_SAVES, max(1, int(MAX_EVALUATION_SHARE * seconds / saving)))
+    chosen = {
+        "steps": steps,
+        "eval_every": eval_every,
+        "save_every": min(eval_every, max(1, steps // saves)),  # the most that a kill may cost
         "log_every": max(1, steps // 100),
     }
-    return fill_open_settings(config, {"train": {"steps": steps, **intervals}})
+    return fill_open_settings(config, {"train": chosen})
 
 
-def _reading_a_part(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
-    """The configuration with `eval_tokens`, if reading all would take more than may be evaluated.
+def _limit_eval_tokens(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
+    """Set `eval_tokens` if reading all held-out text takes too large a share of the time.
 
     A fine-tuning also evaluates its base.
     """
     evaluations = 1 if config.base.run is None else 2
     reading = estimate_evaluation_seconds(config, per_step, held_out) - SECONDS_AFTER_EVALUATION
-    needed = READING_AT_MOST * evaluations * reading
+    needed = MAX_EVALUATION_SLOWDOWN * evaluations * reading
     if needed <= MAX_EVALUATION_SHARE * seconds:
         return config
-    part = max(
-        READ_AT_LEAST, config.seq_len, int(MAX_EVALUATION_SHARE * seconds / needed * held_out)
-    )
-    if part >= held_out:
+    affordable = int(MAX_EVALUATION_SHARE * seconds / needed * held_out)
+    eval_tokens = max(MIN_EVAL_TOKENS, config.seq_len, affordable)
+    if eval_tokens >= held_out:
         return config
-    return fill_open_settings(config, {"train": {"eval_tokens": part}})
+    return fill_open_settings(config, {"train": {"eval_tokens": eval_tokens}})
 
 
 def _get_stated_steps(config: Config) -> int | None:
     return config.train.steps if "steps" in config.train.model_fields_set else None
 
 
-def _estimate_seconds_per_step(
+def _measure_seconds_per_step(
     config: Config, seconds: float, compute: Compute, world_size: int
 ) -> float:
-    """Measured, but for the gain of compiling where the seconds left are worth that."""
+    """Time a step, and count in the gain of compiling where the seconds left are worth that."""
     vocab_size = config.model.vocab_size or ASSUMED_VOCAB_SIZE
     model = config.model.model_copy(update={"vocab_size": vocab_size})
     sized = config.model_copy(update={"model": model})
-    timed = time_step(sized, compute, limit=TIMING * seconds)
-    return _in_all(timed, config, seconds, world_size)
+    step_time = time_step(sized, compute, limit=MAX_TIMING_SHARE * seconds)
+    return _combine_step_time(step_time, config, seconds, world_size)
 
 
-def _in_all(timed: StepTime, config: Config, seconds: float, ranks: int) -> float:
-    """The seconds of a step on all ranks, with the gain of compiling."""
-    compiled = (
-        config.train.compile != "off" and seconds > 2 * MIN_SECONDS_TO_COMPILE and has_compiler()
-    )
-    return timed.passes / ranks / (COMPILE_SPEEDUP if compiled else 1) + timed.update
+def _combine_step_time(
+    step_time: StepTime, config: Config, seconds: float, world_size: int
+) -> float:
+    """Compute the seconds of a step on all processes, with the gain of compiling if it is tried."""
+    tries_compile = config.train.compile != "off" and seconds > 2 * MIN_SECONDS_TO_COMPILE
+    speedup = COMPILE_SPEEDUP if tries_compile and has_compiler() else 1
+    return step_time.passes / world_size / speedup + step_time.update
 
 
-def report_left(minutes: float, left: float) -> None:
+def say_time_left(minutes: float, left: float) -> None:
     """Say how much of the minutes was spent before planning."""
     spent = format_duration(60 * minutes - left)
     rest = f"{format_duration(left)} left" if left > 0 else "none left"
-    say_header(
-        f"  time      {spent} of {format_count(minutes, 'minute')} spent on preparing, {rest}"
-    )
+    stated_time = format_count(minutes, "minute")
+    say_header(f"  time      {spent} of {stated_time} spent on preparing, {rest}")
 
 
 def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
-    """The nearest width to this one, or the stated one, and heads that fit it and the KV heads.
+    """Choose the width nearest to this one, and heads that fit it and the KV heads.
 
-    Heads are about HEAD wide, or as stated.
+    What the model states is kept. Heads are about TARGET_HEAD_DIM wide, or as stated.
     """
-    pairs = 2 if model.position == "rope" else 1  # rope rotates pairs of a head's numbers
+    pair = 2 if model.position == "rope" else 1  # rope rotates pairs of a head's numbers
     unit = model.attention.n_kv_head or 1
     if "d_model" in model.model_fields_set:
         width = model.d_model
-    stated = "head_dim" in model.model_fields_set
-    head = model.head_dim if stated else TARGET_HEAD_DIM
-    candidates = [heads for heads in range(unit, width + 1, unit) if width % (pairs * heads) == 0]
-    heads = min(
-        candidates,
-        key=lambda heads: abs(math.log(width / heads / head)),
-        default=unit * max(1, round(width / head / unit)),
-    )
+    states_head_dim = "head_dim" in model.model_fields_set
+    head_dim = model.head_dim if states_head_dim else TARGET_HEAD_DIM
+
+    def compute_distance(n_head: int) -> float:
+        return abs(math.log(width / n_head / head_dim))
+
+    fitting = [n_head for n_head in range(unit, width + 1, unit) if width % (pair * n_head) == 0]
     if "n_head" in model.model_fields_set:
-        heads = model.n_head
-    if stated:
-        return {"n_head": heads, "d_model": heads * head}
-    multiple = pairs * heads
-    return {"n_head": heads, "d_model": max(1, round(width / multiple)) * multiple}
+        n_head = model.n_head
+    elif fitting:
+        n_head = min(fitting, key=compute_distance)
+    else:
+        n_head = unit * max(1, round(width / head_dim / unit))
+    if states_head_dim:
+        return {"n_head": n_head, "d_model": n_head * head_dim}
+    multiple = pair * n_head
+    return {"n_head": n_head, "d_model": max(1, round(width / multiple)) * multiple}
 
 
 def compute_paced_steps(
@@ -257,21 +290,23 @@ def compute_paced_steps(
     evaluating: float = 0.0,
     saving: float = 0.0,
 ) -> int:
-    """The number of steps that ends with the minutes, evaluations on `held_out` tokens included.
+    """Compute the number of steps that ends with the minutes, at the speed from `since` to `now`.
 
-    At the speed between two points of the run, each its step and the seconds of all updates so far.
-    `evaluating` and `saving` are what the last evaluation and the last checkpoint took.
-    Never so low that the cool-down would have begun already; once it has, the number is fixed.
+    `elapsed` seconds are gone. `evaluating` and `saving` are the seconds of the last evaluation and
+    of the last checkpoint; an evaluation reads `held_out` tokens. The number is never so low that
+    the cool-down would have begun already; once it has, the number is fixed.
     """
-    train, step = config.train, now[0]
-    cooling = train.cooldown == 1 or get_cooldown_steps(train) >= train.steps - step
-    if train.minutes is None or cooling:
+    train = config.train
+    step, seconds = now
+    first_step, first_seconds = since
+    is_cooling = train.cooldown == 1 or get_cooldown_steps(train) >= train.steps - step
+    if train.minutes is None or is_cooling:
         return train.steps
-    per_step = (now[1] - since[1]) / (step - since[0])
+    per_step = (seconds - first_seconds) / (step - first_step)
     evaluation = max(evaluating, estimate_evaluation_seconds(config, per_step, held_out))
-    left = (
-        60 * train.minutes - FINAL_SAMPLE_SECONDS - elapsed - evaluation - saving
-    )  # the last ones
-    around = evaluation / train.eval_every + saving / train.save_every
-    steps = step + int(left / (per_step + around))
-    return max(steps, min(train.steps, math.ceil((step + 2) / (1 - train.cooldown))))
+    # The final sample, evaluation and checkpoint come after the last step.
+    left = 60 * train.minutes - FINAL_SAMPLE_SECONDS - elapsed - evaluation - saving
+    between_steps = evaluation / train.eval_every + saving / train.save_every
+    steps = step + int(left / (per_step + between_steps))
+    fewest_without_cooldown = math.ceil((step + 2) / (1 - train.cooldown))
+    return max(steps, min(train.steps, fewest_without_cooldown))

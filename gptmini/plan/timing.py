@@ -1,13 +1,14 @@
-"""What fits this machine: rows per forward pass, and torch.compile where it pays.
+"""Find what fits this machine: rows per forward pass, and torch.compile where it pays.
 
-`dry_run` finds the memory of a step and `time_step` its time, each on a model that is thrown away,
-so measuring never touches the training.
+`estimate_memory` finds the memory of a step and `time_step` its time, each on a model that is
+thrown away, so measuring never touches the training.
 """
 
 import math
 import shutil
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,12 +23,18 @@ from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.memory import estimate_memory
 
-MAX_CPU_TOKENS_PER_PASS = 8192  # per forward pass on a CPU; more leave its caches and are no faster
-COMPILE_SPEEDUP = 1.2  # how much faster passes become, where compiling pays: 1.05 to 1.45 times
-MIN_SECONDS_TO_COMPILE = 90  # seconds of training; compiling takes less than a quarter of that
-PROXY_LAYERS = 3  # of the model that is timed in place of a deeper one
-PASSES_UNTIL_STEADY = 6  # passes until their times settle to within a few percent
-SECONDS_AFTER_EVALUATION = 0.5  # seconds for a sample and a checkpoint
+# On a CPU, a forward pass of more tokens leaves the caches and is no faster.
+MAX_CPU_TOKENS_PER_PASS = 8192
+# How much faster passes become where compiling pays: 1.05 to 1.45 times.
+COMPILE_SPEEDUP = 1.2
+# Compiling takes less than a quarter of that.
+MIN_SECONDS_TO_COMPILE = 90
+# Layers of the model that is timed in place of a deeper one.
+PROXY_LAYERS = 3
+# Passes until their times settle to within a few percent.
+PASSES_UNTIL_STEADY = 6
+# For the sample and the checkpoint that follow an evaluation.
+SECONDS_AFTER_EVALUATION = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,39 +45,61 @@ class StepTime:
     update: float
 
 
-def choose_micro_batch_size(config: Config, compute: Compute, world_size: int = 1) -> int:
-    """The largest divisor of a process's rows that fits in half the memory and in a CPU's caches.
+class CompileTrial(NamedTuple):
+    """The outcome of trying torch.compile: whether to use it, a step's time that way, and why.
 
-    `world_size` processes share out the rows of the batch. With `train.reduce: exact` the same number is
-    chosen for 1 to 8 of them: it divides the rows of each, and fits on all numbers of processes on
-    which the model does.
+    `step_time` is None if no step was timed; `outcome` is in words, empty if there is no news.
     """
-    numbers = alike(config, world_size)
-    batch = rows = config.train.batch_size // max(numbers)
+
+    compiled: bool
+    step_time: StepTime | None = None
+    outcome: str = ""
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        if self.step_time is None:
+            return None
+        return self.step_time.passes + self.step_time.update
+
+
+def choose_micro_batch_size(config: Config, compute: Compute, world_size: int = 1) -> int:
+    """Choose the largest divisor of a process's rows that fits half the memory and a CPU's caches.
+
+    `world_size` processes share out the rows of the batch. With `train.reduce: exact` the same
+    number is chosen for 1 to 8 of them: it divides the rows of each, and fits on all numbers of
+    processes on which the model does.
+    """
+    world_sizes = list_equivalent_world_sizes(config, world_size)
+    shared_rows = config.train.batch_size // max(world_sizes)
+    rows = shared_rows
     if compute.device.type == "cpu":
         rows = min(rows, max(1, MAX_CPU_TOKENS_PER_PASS // config.seq_len))
-    count, sharded = count_parameters(config.model), config.train.shard
+    count = count_parameters(config.model)
     total = machine.get_total_memory(compute.device)
     left = [
-        total - machine.estimate_training_bytes(count, compute.device, n, sharded) for n in numbers
+        total - machine.estimate_training_bytes(count, compute.device, size, config.train.shard)
+        for size in world_sizes
     ]
     free = min((size for size in left if size > 0), default=0)
-    if rows > 1 and rows * _bound_row_bytes(config) > free // 2:  # else no need to weigh a row
+    # A dry run takes a second, and the bound spares it where all rows fit anyway.
+    if rows > 1 and rows * _bound_row_bytes(config) > free // 2:
         single = config.with_train(batch_size=1, micro_batch_size=1)
-        rows = min(rows, max(1, free // 2 // estimate_memory(single, compute).activations))
-    return max(n for n in range(1, rows + 1) if batch % n == 0)
+        row_bytes = estimate_memory(single, compute).activations
+        rows = min(rows, max(1, free // 2 // row_bytes))
+    return max(size for size in range(1, rows + 1) if shared_rows % size == 0)
 
 
-def alike(config: Config, ranks: int) -> list[int]:
-    """The numbers of processes that are to make the same bits as `ranks`."""
+def list_equivalent_world_sizes(config: Config, world_size: int) -> list[int]:
+    """List the numbers of processes that must make the same bits as `world_size` of them."""
     if config.train.reduce != "exact":
-        return [ranks]
+        return [world_size]
     powers = [2**k for k in range(MAX_EXACT_WORLD_SIZE.bit_length())]  # 1, 2, 4, 8
-    return sorted({ranks, *(n for n in powers if config.train.batch_size % n == 0)})
+    divisors = [size for size in powers if config.train.batch_size % size == 0]
+    return sorted({world_size, *divisors})
 
 
 def _bound_row_bytes(config: Config) -> int:
-    """Bytes that a row's activations never reach, twice the most seen; a dry run takes a second."""
+    """Bound the bytes of a row's activations from above: twice the most seen."""
     model = config.model
     heads = model.n_head * (2 * model.head_dim + config.seq_len)  # q, k, v, scores
     block = 20 * model.d_model + 6 * (model.d_ff + heads)
@@ -89,7 +118,7 @@ def time_step(
 
     After `limit` seconds nothing is repeated: the first pass and update may then be all there is.
     """
-    begun = time.perf_counter()
+    timing_started = time.perf_counter()
     train = config.train
     size = train.micro_batch_size or choose_micro_batch_size(config, compute)
     model = GPT(config.model).to(compute.device).train()
@@ -105,7 +134,7 @@ def time_step(
         mean.backward()
         compute.synchronize()
         passes.append(time.perf_counter() - started)
-        if time.perf_counter() - begun > limit:
+        if time.perf_counter() - timing_started > limit:
             break
     optimizer = Optimizer(model, train, compute.dtype)
     updates = []
@@ -116,56 +145,60 @@ def time_step(
         optimizer.step(train.lr)
         compute.synchronize()
         updates.append(time.perf_counter() - started)
-        if time.perf_counter() - begun > limit:
+        if time.perf_counter() - timing_started > limit:
             break
-    return StepTime(min(passes[1:] or passes) * train.batch_size / size, min(updates))
+    fastest_pass = min(passes[1:] or passes)
+    return StepTime(fastest_pass * train.batch_size / size, min(updates))
 
 
 def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:
-    """The time of an evaluation on `held_out` tokens, or on as many as it reads.
+    """Estimate the time of an evaluation on `held_out` tokens, or on `train.eval_tokens` of them.
 
     Reading without gradients takes about a quarter of the time of a step on as many tokens.
     """
-    read = min(held_out, config.train.eval_tokens or held_out)
-    return SECONDS_AFTER_EVALUATION + per_step / 4 * read / (
-        config.train.batch_size * config.seq_len
-    )
+    tokens_read = min(held_out, config.train.eval_tokens or held_out)
+    tokens_per_step = config.train.batch_size * config.seq_len
+    return SECONDS_AFTER_EVALUATION + per_step / 4 * tokens_read / tokens_per_step
 
 
 def make_proxy(config: Config) -> Config:
-    """A training of the same shape with few layers and one micro-batch, quick to measure."""
-    train, model = config.train, config.model
-    size = min(
-        train.micro_batch_size or train.batch_size,
-        max(1, MAX_CPU_TOKENS_PER_PASS // config.seq_len),
-    )
-    needed = max(PROXY_LAYERS, model.attention.full_every or 0)  # one layer of each kind at least
-    shallow = model.model_copy(update={"n_layer": min(model.n_layer, needed)})
-    small = config.model_copy(update={"model": shallow})
+    """Make a training of the same shape with few layers and one micro-batch, quick to measure."""
+    train = config.train
+    most_rows = max(1, MAX_CPU_TOKENS_PER_PASS // config.seq_len)
+    size = min(train.micro_batch_size or train.batch_size, most_rows)
+    # One layer of each kind at least.
+    layers = max(PROXY_LAYERS, config.model.attention.full_every or 0)
+    small = _with_layers(config, min(config.model.n_layer, layers))
     return small.with_train(batch_size=size, micro_batch_size=size)
 
 
+def _with_layers(config: Config, n_layer: int) -> Config:
+    model = config.model.model_copy(update={"n_layer": n_layer})
+    return config.model_copy(update={"model": model})
+
+
 def predict_step_time(config: Config, compute: Compute) -> StepTime:
-    """The time of a step without torch.compile, extrapolated from `proxy`.
+    """Predict the time of a step without torch.compile, extrapolated from that of the proxy.
 
     Layers take equal times, and so do micro-batches.
     """
     small = make_proxy(config)
     timed = time_step(small, compute, PASSES_UNTIL_STEADY)
-    passes, update = timed.passes, timed.update
+    passes = timed.passes
+    update = timed.update
     layers = small.model.n_layer
-    if extra := config.model.n_layer - layers:
-        single = small.model_copy(update={"model": small.model.model_copy(update={"n_layer": 1})})
-        first = time_step(single, compute, PASSES_UNTIL_STEADY)
-        passes += extra * (timed.passes - first.passes) / (layers - 1)
-        update += extra * (timed.update - first.update) / (layers - 1)
+    missing_layers = config.model.n_layer - layers
+    if missing_layers:
+        first = time_step(_with_layers(small, 1), compute, PASSES_UNTIL_STEADY)
+        passes += missing_layers * (timed.passes - first.passes) / (layers - 1)
+        update += missing_layers * (timed.update - first.update) / (layers - 1)
     return StepTime(passes * config.train.batch_size / small.train.batch_size, update)
 
 
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks; one kernel serves them all, so depth adds no time to compile.
 
-    MachineError if a CPU has no C++ compiler to call.
+    Raises MachineError if a CPU has no C++ compiler to call.
     """
     if model.device.type == "cpu" and not has_compiler():
         raise MachineError("train.compile: no C++ compiler found; use auto or off")
@@ -174,7 +207,7 @@ def compile_blocks(model: GPT) -> None:
 
 
 def is_worth_compiling(config: Config, seconds: float) -> bool:
-    """Whether to try torch.compile when all passes together take these seconds without it."""
+    """Decide whether to try torch.compile, if all passes take these seconds without it."""
     if config.train.compile == "auto":
         return seconds >= MIN_SECONDS_TO_COMPILE and has_compiler()
     return config.train.compile == "on"
@@ -184,20 +217,18 @@ def has_compiler() -> bool:
     return any(shutil.which(name) for name in ("g++", "clang++", "cl"))
 
 
-def choose_compile(
-    config: Config, compute: Compute, eager: StepTime | None = None
-) -> tuple[bool, StepTime | None, str]:
-    """Whether to compile, the time of a step that way if it was measured, and why, in words.
+def try_compile(config: Config, compute: Compute, eager: StepTime | None = None) -> CompileTrial:
+    """Try torch.compile if that may pay, and keep the faster way.
 
-    A step without compiling is timed unless its time is known, as `eager`. MachineError if
+    A step without compiling is timed unless its time is known, as `eager`. Raises MachineError if
     `train.compile` is on and compiling fails.
     """
     setting = config.train.compile
     if setting == "off" or (setting == "auto" and not has_compiler()):
-        return False, None, ""
+        return CompileTrial(compiled=False)
     eager = eager or time_step(config, compute)
     if not is_worth_compiling(config, eager.passes * config.train.steps):
-        return False, eager, ""
+        return CompileTrial(compiled=False, step_time=eager)
     say("  timing a compiled model; this can take half a minute ...")
     try:
         compiled = time_step(config, compute, compiled=True)
@@ -207,11 +238,9 @@ def choose_compile(
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         if setting == "on":
             raise MachineError(f"train.compile: {reason}; use auto or off") from None
-        return False, eager, f"compile failed ({reason})"
+        return CompileTrial(False, eager, f"compile failed ({reason})")
     if setting == "auto" and compiled.passes > eager.passes:
-        return (
-            False,
-            eager,
-            f"not compiled: {eager.passes:.3f} s/step, {compiled.passes:.3f} compiled",
-        )
-    return True, compiled, f"{compiled.passes:.3f} s/step instead of {eager.passes:.3f}"
+        outcome = f"not compiled: {eager.passes:.3f} s/step, {compiled.passes:.3f} compiled"
+        return CompileTrial(False, eager, outcome)
+    outcome = f"{compiled.passes:.3f} s/step instead of {eager.passes:.3f}"
+    return CompileTrial(True, compiled, outcome)

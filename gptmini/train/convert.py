@@ -52,7 +52,7 @@ def convert_run(
         with atomic_output(out) as partial:
             write_run(RunDirectory(partial), config, weights, run.tokenizer)
         return config
-    training = build_training(decide(config, None, cache, here=False), directory)
+    training = build_training(decide(config, None, cache, dry_run=True), directory)
     corpus = training.corpus
     same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
     if corpus.content != run.corpus or not same_tokenizer:

@@ -94,8 +94,12 @@ def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
             train={"optimizer": "adamw", "gradient_checkpointing": again, "reduce": reduce},
         )
         for reduce, passes, again in (
-            *(("fast", 1, True), ("fast", 3, False)),
-            *(("exact", 1, False), ("exact", 2, False), ("exact", 3, False), ("exact", 8, True)),
+            ("fast", 1, True),
+            ("fast", 3, False),
+            ("exact", 1, False),
+            ("exact", 2, False),
+            ("exact", 3, False),
+            ("exact", 8, True),
         )
     ]
     words = [sys.executable, "-c", WORKER, str(tmp_path)]
@@ -138,8 +142,10 @@ def test_collectives_carry_the_weights_twice_and_the_gradients_once(n, vocab_siz
     config = config_of(6, vocab_size, bias=True, position="learned", train=train)
     with cluster.simulate_rank(config, n, shard=True) as measure:
         _, traffic = measure(config)
-    passes, (matrices, others) = 3, padded(config, n)
-    width, sums = (4, 1) if reduce == "exact" else (2, passes)
+    passes = 3
+    matrices, others = padded(config, n)
+    width = 4 if reduce == "exact" else 2
+    sums = 1 if reduce == "exact" else passes
     assert traffic == {
         "all_gather": passes * 2 * (width * matrices + 4 * others),
         "reduce_scatter": sums * 4 * (matrices + others),
@@ -176,7 +182,8 @@ def test_a_few_blocks_stand_for_many(monkeypatch, settings):
 def test_operations_of_a_rank_are_those_of_the_formula():
     """The eager kernel multiplies all T x T scores, of which the formula counts those seen."""
     config = config_of(attention={"backend": "eager", "qk_norm": False})
-    T, model = config.seq_len, config.model
+    T = config.seq_len
+    model = config.model
     distributed.init_process_group("fake", rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (4,))
@@ -229,10 +236,10 @@ def test_rows_of_a_pass_are_chosen_to_fit(measured):
     for gigabytes, rows in ((1.2, 1), (1.6, 1), (2.5, 3), (3.4, 4), (80, 24)):
         on = H100._replace(gigabytes=gigabytes)
         config = config_of(48, train={"reduce": "fast"})
-        plan = cluster.plan_rank(config, on, 2, shard=True, choose=True)
+        plan = cluster.plan_rank(config, on, 2, shard=True, choose_micro_batch=True)
         assert plan.config.train.micro_batch_size == rows
         assert (plan.memory.peak <= gigabytes * 1e9) == (gigabytes > 1.5)
-    exact = cluster.plan_rank(config_of(48), H100, 2, shard=True, choose=True)
+    exact = cluster.plan_rank(config_of(48), H100, 2, shard=True, choose_micro_batch=True)
     assert exact.config.train.micro_batch_size == 6  # as on 8 ranks
     given = cluster.plan_rank(config_of(48, train={"micro_batch_size": None}), H100, 8)
     assert given.config.train.micro_batch_size == 6  # all that a rank has
@@ -257,7 +264,6 @@ def test_nothing_is_left_behind(monkeypatch):
 
 def test_norms_keep_no_more_than_fused_kernels_do():
     """RMSNorm keeps one number less per position than LayerNorm, the mean."""
-    rms, layer = (
-        cluster.plan_rank(config_of(norm=norm), H100) for norm in ("rmsnorm", "layernorm")
-    )
+    rms = cluster.plan_rank(config_of(norm="rmsnorm"), H100)
+    layer = cluster.plan_rank(config_of(norm="layernorm"), H100)
     assert 0.95 < rms.memory.activations / layer.memory.activations < 1

@@ -12,7 +12,7 @@ from gptmini.errors import MachineError
 from gptmini.plan import decide as deciding
 from gptmini.plan import minutes
 from gptmini.plan.decide import decide, reuse_choices
-from gptmini.plan.timing import StepTime
+from gptmini.plan.timing import CompileTrial, StepTime
 from gptmini.runs.directory import RunDirectory
 from tests.support import tiny
 
@@ -63,19 +63,20 @@ def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
 def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked, run = tiny(data={"path": str(text_file)}), RunDirectory(tmp_path / "run")
-    decision = decide(asked, run, tmp_path / "cache")
+    requested = tiny(data={"path": str(text_file)})
+    run = RunDirectory(tmp_path / "run")
+    decision = decide(requested, run, tmp_path / "cache")
     run.create(decision.config, decision.corpus.tokenizer)
-    monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(deciding, "try_compile", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(deciding, "choose_micro_batch_size", lambda *_: pytest.fail("measured"))
-    assert decide(asked, run, tmp_path / "cache").config == decision.config
+    assert decide(requested, run, tmp_path / "cache").config == decision.config
 
 
 def test_what_compiling_brought_is_in_the_decision(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    result = (True, StepTime(1.0, 0.5), "1.000 s/step instead of 2.000")
-    monkeypatch.setattr(deciding, "choose_compile", lambda *_: result)
+    trial = CompileTrial(True, StepTime(1.0, 0.5), "1.000 s/step instead of 2.000")
+    monkeypatch.setattr(deciding, "try_compile", lambda *_: trial)
     decision = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
     assert decision.config.train.compile == "on"
     assert decision.seconds_per_step == 1.5
@@ -86,7 +87,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_made(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("gptmini.machine.get_total_memory", lambda _: 1 << 10)
-    monkeypatch.setattr(deciding, "choose_compile", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(deciding, "try_compile", lambda *_: pytest.fail("measured"))
     with pytest.raises(MachineError, match="parameters needs"):
         decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
 
@@ -110,9 +111,9 @@ def test_compared_runs_share_how_they_compute_but_not_how_long():
 def test_other_runs_evaluate_on_the_part_that_the_first_chose():
     planned = {"minutes": 1.0, "steps": 60, "warmup_steps": 6, "eval_tokens": 5000}
     first = validate({"train": planned}, {})
-    asked = validate({"train": {"minutes": 3.0}}, {})
+    requested = validate({"train": {"minutes": 3.0}}, {})
     for same in (True, False):
-        assert reuse_choices(asked, first, same_run=same).train.eval_tokens == 5000
+        assert reuse_choices(requested, first, same_run=same).train.eval_tokens == 5000
     by_steps = validate({"train": {"steps": 60}}, {})
     assert reuse_choices(by_steps, first, same_run=False).train.eval_tokens is None
 
@@ -128,8 +129,8 @@ def test_more_minutes_prolong_a_resumed_run():
 
 def test_what_is_stated_stays_when_a_run_is_resumed():
     first = validate({"model": {"dropout": 0.1}, "train": {"micro_batch_size": 2}}, {})
-    asked = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})
-    kept = reuse_choices(asked, first)
+    requested = validate({"model": {"dropout": 0.3}, "train": {"micro_batch_size": 4}}, {})
+    kept = reuse_choices(requested, first)
     assert (kept.model.dropout, kept.train.micro_batch_size) == (0.3, 4)
 
 

@@ -59,7 +59,7 @@ def base(text_file: Path, tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def asked(base: RunDirectory, other_text: Path) -> Config:
+def requested(base: RunDirectory, other_text: Path) -> Config:
     return on(base, other_text)
 
 
@@ -100,9 +100,11 @@ def result(run: RunDirectory) -> tuple[Any, ...]:
     )
 
 
-def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(base, asked, tune):
+def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(
+    base, requested, tune
+):
     before = contents(base.path)
-    run = tune(asked)
+    run = tune(requested)
     assert contents(base.path) == before
     start = run.load_checkpoint(0, with_optimizer=True)
     best = base.load_best()
@@ -114,8 +116,8 @@ def test_it_begins_with_the_weights_and_tokenizer_of_a_base_that_stays_as_it_is(
     assert not torch.equal(run.load_newest().model["embed.weight"], best.model["embed.weight"])
 
 
-def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, asked, tune, tmp_path, capsys):
-    run = tune(on(base, Path(asked.data.path[0]), train={**STEPS, "dtype": "float32"}))
+def test_the_loss_of_the_base_on_the_new_text_is_step_0(base, requested, tune, tmp_path, capsys):
+    run = tune(on(base, Path(requested.data.path[0]), train={**STEPS, "dtype": "float32"}))
     first, *rest = (json.loads(line) for line in run.metrics_file.read_text().splitlines())
     text = load_held_out(
         load_run(run.path, "cpu", "float32", tmp_path / "cache"), tmp_path / "cache"
@@ -165,7 +167,7 @@ def test_a_rewind_to_the_base_begins_again_and_remembers_its_loss(
     assert sorted(run.list_steps()) == [0, 6]
     for each in (run, straight):
         best = json.loads((each.path / "best.json").read_text())
-        first = json.loads(each.metrics.read_text().splitlines()[0])
+        first = json.loads(each.metrics_file.read_text().splitlines()[0])
         assert (best["step"], best["val_loss"]) == (0, first["val_loss"])
     found = load_run(run.path, "cpu", "float32", tmp_path / "cache")
     assert torch.equal(found.model.embed.weight, base.load_best().model["embed.weight"])
@@ -187,10 +189,11 @@ class Killed(BaseException):
     ],
 )
 def test_a_killed_run_needs_no_base_to_end_in_the_same_bits(
-    base, asked, tune, monkeypatch, function, call
+    base, requested, tune, monkeypatch, function, call
 ):
-    whole = result(tune(asked, "whole"))
-    original, calls = getattr(trainer, function), 0
+    whole = result(tune(requested, "whole"))
+    original = getattr(trainer, function)
+    calls = 0
 
     def killed(*arguments: Any) -> Any:
         nonlocal calls
@@ -202,25 +205,25 @@ def test_a_killed_run_needs_no_base_to_end_in_the_same_bits(
     with monkeypatch.context() as patch:
         patch.setattr(trainer, function, killed)
         with pytest.raises(Killed):
-            tune(asked)
+            tune(requested)
     shutil.rmtree(base.path)
-    assert result(tune(asked)) == whole
+    assert result(tune(requested)) == whole
     assert whole[0] == 6
     assert [line["step"] for line in whole[2]] == list(range(7))
 
 
-def test_a_kill_before_the_run_is_there_is_a_fresh_start(base, asked, tune, monkeypatch):
-    whole = result(tune(asked, "whole"))
+def test_a_kill_before_the_run_is_there_is_a_fresh_start(base, requested, tune, monkeypatch):
+    whole = result(tune(requested, "whole"))
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "create", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
-            tune(asked)
-    assert result(tune(asked)) == whole
+            tune(requested)
+    assert result(tune(requested)) == whole
 
 
 @pytest.mark.usefixtures("default_signals")
-def test_a_signal_during_the_first_evaluation_saves(base, asked, tune, monkeypatch):
-    whole = result(tune(asked, "whole"))
+def test_a_signal_during_the_first_evaluation_saves(base, requested, tune, monkeypatch):
+    whole = result(tune(requested, "whole"))
     assess = trainer.evaluate_validation
 
     def interrupted(training: Any) -> Any:
@@ -230,22 +233,23 @@ def test_a_signal_during_the_first_evaluation_saves(base, asked, tune, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "evaluate_validation", interrupted)
         with pytest.raises(Stopped, match="after step 1, saved"):
-            tune(asked)
-    assert result(tune(asked)) == whole
+            tune(requested)
+    assert result(tune(requested)) == whole
 
 
-def test_without_a_checkpoint_it_never_begins_untrained(asked, tune):
-    run = tune(asked)
+def test_without_a_checkpoint_it_never_begins_untrained(requested, tune):
+    run = tune(requested)
     shutil.rmtree(run.checkpoints)
     with pytest.raises(CheckpointError, match="no checkpoint to resume from; delete"):
-        tune(asked)
+        tune(requested)
 
 
 def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     def decided(**sections: dict[str, Any]) -> Config:
         return decide(on(base, other_text, **sections), None, tmp_path / "cache").config
 
-    config, trained = decided(), base.load_config()
+    config = decided()
+    trained = base.load_config()
     theirs = trained.model.model_dump(exclude={"dropout"})
     assert config.model.model_dump(exclude={"dropout"}) == theirs
     assert config.tokenizer == trained.tokenizer
@@ -267,8 +271,8 @@ def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
 def test_a_base_that_adamw_trained_is_tuned_with_adamw(base, other_text, text_file, tmp_path):
     adamw = tiny(data={"path": str(text_file)}, train={"optimizer": "adamw"})
     begin_training(adamw, tmp_path / "adamw", tmp_path / "cache")
-    asked = on(RunDirectory(tmp_path / "adamw"), other_text)
-    assert decide(asked, None, tmp_path / "cache").config.train.optimizer == "adamw"
+    requested = on(RunDirectory(tmp_path / "adamw"), other_text)
+    assert decide(requested, None, tmp_path / "cache").config.train.optimizer == "adamw"
 
 
 @pytest.mark.parametrize(
@@ -296,8 +300,8 @@ def test_what_contradicts_the_base_is_refused_by_its_key(
     assert len(refused.value.lines) == 1
 
 
-def test_the_origin_is_recorded_and_can_be_repeated(base, asked, tune):
-    run = tune(asked)
+def test_the_origin_is_recorded_and_can_be_repeated(base, requested, tune):
+    run = tune(requested)
     origin = run.load_config().base
     assert origin.run == str(base.path)
     weights = base.checkpoints / f"step-{origin.step:08d}" / "model.safetensors"
@@ -305,27 +309,27 @@ def test_the_origin_is_recorded_and_can_be_repeated(base, asked, tune):
     assert result(tune(run.load_config(), "again")) == result(run)
 
 
-def test_the_same_command_resumes_and_another_base_is_refused(base, asked, tune, tmp_path):
-    run = tune(asked)
+def test_the_same_command_resumes_and_another_base_is_refused(base, requested, tune, tmp_path):
+    run = tune(requested)
     first = run.load_config()
-    assert decide(asked, run, tmp_path / "cache").config == first
-    assert tune(asked.with_train(steps=8)).list_steps()[0] == 8
+    assert decide(requested, run, tmp_path / "cache").config == first
+    assert tune(requested.with_train(steps=8)).list_steps()[0] == 8
     shutil.copytree(base.path, tmp_path / "copy")
     for other in (tmp_path / "copy", None):
-        elsewhere = asked.base.model_copy(update={"run": other and str(other)})
+        elsewhere = requested.base.model_copy(update={"run": other and str(other)})
         with pytest.raises(ConfigError, match=r"base\.run: .*base in .*tuned, now "):
-            tune(asked.model_copy(update={"base": elsewhere}))
+            tune(requested.model_copy(update={"base": elsewhere}))
 
 
-def test_a_base_that_cannot_be_used_is_named_and_nothing_is_left(base, asked, tune, tmp_path):
-    def refused(kind: type[GptminiError], match: str, config: Config = asked) -> None:
+def test_a_base_that_cannot_be_used_is_named_and_nothing_is_left(base, requested, tune, tmp_path):
+    def refused(kind: type[GptminiError], match: str, config: Config = requested) -> None:
         with pytest.raises(kind, match=match):
             tune(config)
         assert not (tmp_path / "tuned").exists()
 
     refused(CheckpointError, "no run here", on(RunDirectory(tmp_path / "x"), tmp_path))
     with pytest.raises(ConfigError, match=r"base: is the base itself, .*; choose another"):
-        tune(asked, "base")
+        tune(requested, "base")
     tokenizer = base.tokenizer_file.read_bytes()
     base.tokenizer_file.write_text(json.dumps({"format": 1, "kind": "byte"}))
     refused(DataError, "not the tokenizer of this run")
@@ -337,9 +341,9 @@ def test_a_base_that_cannot_be_used_is_named_and_nothing_is_left(base, asked, tu
     refused(CheckpointError, "no checkpoint yet")
 
 
-def test_a_base_that_changes_meanwhile_is_noticed(base, asked, tmp_path):
+def test_a_base_that_changes_meanwhile_is_noticed(base, requested, tmp_path):
     out = RunDirectory(tmp_path / "tuned")
-    decision = decide(asked, out, tmp_path / "cache")
+    decision = decide(requested, out, tmp_path / "cache")
     (base.path / "best.json").unlink()
     longer = base.load_config().with_train(steps=8)
     begin_training(longer, base.path, tmp_path / "cache")
@@ -399,32 +403,32 @@ def test_a_tokenizer_that_spells_the_text_out_is_noted(
 
 
 def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monkeypatch):
-    monkeypatch.setattr(minutes, "UPDATES", 1)  # on a busy machine too
-    asked = on(base, other_text)
+    monkeypatch.setattr(minutes, "TARGET_UPDATES", 1)  # on a busy machine too
+    requested = on(base, other_text)
     steps = {key: value for key, value in STEPS.items() if key in ("patience", "keep")}
-    asked = validate(
-        {**asked.model_dump(exclude_unset=True), "train": {**steps, "minutes": 0.05}}, {}
+    requested = validate(
+        {**requested.model_dump(exclude_unset=True), "train": {**steps, "minutes": 0.05}}, {}
     )
-    run = tune(asked)
+    run = tune(requested)
     config = run.load_config()
     assert config.model.model_copy(update={"dropout": 0}) == base.load_config().model.model_copy(
         update={"dropout": 0}
     )
     assert (config.train.batch_size, config.base.step) == (4, base.load_best().step)
     assert run.list_steps()[0] == config.train.steps
-    assert decide(asked, run, run.path.parent / "cache").config == config
+    assert decide(requested, run, run.path.parent / "cache").config == config
 
 
-def test_a_plan_needs_no_weights(base, asked, tmp_path):
+def test_a_plan_needs_no_weights(base, requested, tmp_path):
     for file in base.checkpoints.glob("*/model.safetensors"):
         file.unlink()
-    config = decide(asked, None, tmp_path / "cache", here=False).config
+    config = decide(requested, None, tmp_path / "cache", dry_run=True).config
     assert config.model.n_kv_head == 2
     assert config.base.sha256 is None
 
 
-def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, asked, tune, tmp_path):
-    run = load_run(tune(asked).path, "cpu", "float32", tmp_path / "cache")
+def test_a_tuned_run_is_converted_with_its_own_tokenizer(base, requested, tune, tmp_path):
+    run = load_run(tune(requested).path, "cpu", "float32", tmp_path / "cache")
     shutil.rmtree(base.path)
     mqa = {"variant": "mqa", "n_kv_head": None}
     out = tmp_path / "pooled"

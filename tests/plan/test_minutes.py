@@ -102,9 +102,9 @@ def tuned(
     grouped = {"variant": "gqa", "n_kv_head": 3}
     model = {"n_layer": 30, "n_head": 9, "d_model": 576, "d_ff": 1536, "activation": "swiglu"}
     model |= {"context_length": 2048, "attention": grouped, "vocab_size": 49_152}
-    asked = validate({"base": {"run": "base"}, "model": model, "train": train}, {})
-    config, step = minutes.choose_batch(asked, asked, seconds, CPU, 1, 10_000)
-    assert probed == [minutes.PROBE]  # nothing larger is timed
+    requested = validate({"base": {"run": "base"}, "model": model, "train": train}, {})
+    config, step = minutes.choose_batch(requested, requested, seconds, CPU, 1, 10_000)
+    assert probed == [minutes.PROBE_TOKENS]  # nothing larger is timed
     tokens = config.train.batch_size * config.seq_len
     flops = cost.count_training_flops(config.model, config.seq_len)
     assert step.passes == pytest.approx(flops * tokens / 1e11)
@@ -115,7 +115,7 @@ def test_fine_tuning_makes_dozens_of_updates_where_the_time_allows(monkeypatch):
     shapes = []
     for seconds in (300, 600, 6000, 60_000):
         plan = tuned(seconds, monkeypatch)
-        assert plan.train.steps > 0.7 * minutes.UPDATES
+        assert plan.train.steps > 0.7 * minutes.TARGET_UPDATES
         shapes.append((plan.train.batch_size, plan.seq_len))
     assert shapes == [(2, 256), (4, 256), (16, 512), (16, 2048)]
 
@@ -138,7 +138,7 @@ def test_a_fine_tuning_reads_so_little_that_two_evaluations_fit(monkeypatch):
     plan = tuned(120, monkeypatch)
     read = plan.train.eval_tokens or 100_000
     forward = cost.count_training_flops(plan.model, plan.seq_len) / 4 / 1e11
-    assert 2 * 2 * read * forward <= 120 / 20 or read == minutes.READ_AT_LEAST
+    assert 2 * 2 * read * forward <= 120 / 20 or read == minutes.MIN_EVAL_TOKENS
 
 
 def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
@@ -195,8 +195,8 @@ def test_minutes_that_are_too_short_are_said_to_be(monkeypatch, capsys):
 
 
 def test_a_plan_says_what_preparing_has_left(capsys):
-    minutes.report_left(2.0, 43.0)
-    minutes.report_left(1.0, -30.0)
+    minutes.say_time_left(2.0, 43.0)
+    minutes.say_time_left(1.0, -30.0)
     assert capsys.readouterr().err.splitlines() == [
         "  time      1:17 of 2 minutes spent on preparing, 0:43 left",
         "  time      1:30 of 1 minute spent on preparing, none left",
@@ -235,12 +235,9 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
-    update, evaluation, first = (
-        trainer.train_step,
-        trainer.evaluate_and_sample,
-        minutes.MODEL_LADDER[:1],
-    )
-    monkeypatch.setattr(minutes, "MODEL_LADDER", first)
+    update = trainer.train_step
+    evaluation = trainer.evaluate_and_sample
+    monkeypatch.setattr(minutes, "MODEL_LADDER", minutes.MODEL_LADDER[:1])
 
     def timed(training: Any) -> Any:
         clock.now += speeds[training.step > 100] / 2
@@ -273,7 +270,8 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     train(config, run, tmp_path / "cache", clock.now)
     assert clock.now - 1000 == pytest.approx(120 - minutes.FINAL_SAMPLE_SECONDS, rel=0.05)
     finished = RunDirectory(run)
-    final, checkpoint = finished.load_config(), finished.load_newest()
+    final = finished.load_config()
+    checkpoint = finished.load_newest()
     assert checkpoint is not None
     assert checkpoint.step == final.train.steps
     # The configuration that it ended with makes the same run.

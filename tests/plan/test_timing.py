@@ -43,9 +43,8 @@ def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected
     config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
     numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
     monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 40)
-    assert [timing.choose_micro_batch_size(config, CPU, n) for n in numbers] == [expected] * len(
-        numbers
-    )
+    for n in numbers:
+        assert timing.choose_micro_batch_size(config, CPU, n) == expected
     fast = config.with_train(reduce="fast")
     shares = [batch_size // n for n in numbers]
     assert [timing.choose_micro_batch_size(fast, CPU, n) for n in numbers] == shares
@@ -76,11 +75,13 @@ def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, voc
 @pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
 def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
     """By this clock a pass takes a second, an update none."""
-    now, made = 0.0, 0
+    now = 0.0
+    made = 0
 
     def slow(*given: Any) -> torch.Tensor:
         nonlocal now, made
-        now, made = now + 1, made + 1
+        now += 1
+        made += 1
         return loss(*given)
 
     loss = timing.compute_loss
@@ -96,11 +97,11 @@ def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     known = timing.StepTime(0.1, 0.0)
     config = tiny(train={"steps": 100})
-    assert timing.choose_compile(config, CPU, known) == (False, known, "")
+    assert timing.try_compile(config, CPU, known) == (False, known, "")
 
 
 @pytest.mark.parametrize(
-    ("asked", "seconds", "compiled"),
+    ("requested", "seconds", "compiled"),
     [
         ("auto", [0.1], False),  # too short a run
         ("auto", [2.0, 1.0], True),
@@ -109,12 +110,12 @@ def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
         ("off", [], False),
     ],
 )
-def test_blocks_are_compiled_if_it_pays(monkeypatch, asked, seconds, compiled):
+def test_blocks_are_compiled_if_it_pays(monkeypatch, requested, seconds, compiled):
     times = iter(seconds)
     monkeypatch.setattr(timing, "time_step", lambda *_, **__: timing.StepTime(next(times), 0.0))
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
-    config = tiny(train={"compile": asked, "steps": 100}).with_tokenizer("byte", 257)
-    assert timing.choose_compile(config, CPU)[0] == compiled
+    config = tiny(train={"compile": requested, "steps": 100}).with_tokenizer("byte", 257)
+    assert timing.try_compile(config, CPU)[0] == compiled
     assert next(times, None) is None
 
 
@@ -126,12 +127,12 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
     monkeypatch.setattr(timing, "MIN_SECONDS_TO_COMPILE", 0)
-    compiled, timed, outcome = timing.choose_compile(config, CPU)
+    compiled, timed, outcome = timing.try_compile(config, CPU)
     assert not compiled
     assert timed is not None
     assert outcome == "compile failed (no C++ compiler)"
     with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
-        timing.choose_compile(config.with_train(compile="on"), CPU)
+        timing.try_compile(config.with_train(compile="on"), CPU)
 
 
 def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
@@ -169,6 +170,7 @@ def test_a_compiled_run_learns_the_same_and_goes_on_to_the_same_bits(
             run("stopped")
     again = run("stopped")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    plain, compiled = run("plain", "off", 0.0), run("compiled", "on", 0.0)
+    plain = run("plain", "off", 0.0)
+    compiled = run("compiled", "on", 0.0)
     for name, tensor in plain.items():
         torch.testing.assert_close(compiled[name], tensor, atol=2e-4, rtol=1e-3)
