@@ -19,7 +19,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
     "data": ["formats", "sources", "fetch", "token_file", "shards", "corpus"],
     "model": ["attention", "layers", "gpt", "optim", "kernels", "mechanisms"],
     "runs": ["directory", "tensors", "log"],
-    "distributed": ["group", "gradients", "sharding", "rows"],
+    "distributed": ["group", "gradients", "placement", "sharding", "rows", "checkpoints"],
     "generate": [
         "sampler",
         "filters",
@@ -36,6 +36,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "native.precision",
     ],
     "plan": [
+        "decision",
         "decide",
         "finetune",
         "minutes",
@@ -46,7 +47,20 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "cluster",
         "broadcast",
     ],
-    "train": ["batches", "trainer", "evaluate", "state", "messages", "api", "convert"],
+    "train": [
+        "batches",
+        "step",
+        "trainer",
+        "evaluate",
+        "state",
+        "build",
+        "create",
+        "resume",
+        "checkpoint",
+        "messages",
+        "api",
+        "convert",
+    ],
     "analysis": [
         "evaluate",
         "measure",

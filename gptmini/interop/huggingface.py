@@ -23,7 +23,7 @@ from gptmini.interop.architectures import Tensors
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.state import write_run
+from gptmini.train.create import write_run
 
 MAX_SHARD_BYTES = 5_000_000_000  # bytes
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

@@ -15,7 +15,8 @@ from gptmini.data.corpus import prepare_corpus
 from gptmini.distributed.group import Group
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
-from gptmini.plan.decide import Decision, decide
+from gptmini.plan.decide import decide
+from gptmini.plan.decision import Decision
 from gptmini.runs.directory import RunDirectory
 
 
@@ -36,28 +37,32 @@ def decide_on_all_ranks(
     group.check_same(
         _describe_environment(compute) | dict(iter_settings(requested.model_dump())), remedy
     )
-    decisions = list[Decision]()
 
-    def choose() -> dict[str, Any]:
-        decisions.append(
-            decided := decide(requested, run, cache, started, compute, world_size=group.world_size)
-        )
-        return {
-            "config": decided.config.model_dump(),
-            "paced": decided.paced,
-            "tokenizer": decided.corpus.tokenizer.to_json(),
-        }
+    def decide_on_rank_zero() -> Decision | None:
+        if group.rank > 0:
+            return None
+        return decide(requested, run, cache, started, compute, world_size=group.world_size)
 
-    decision = group.on_rank_zero(choose)
-    config = validate(decision["config"], {})
+    decision = group.on_all_ranks(decide_on_rank_zero)
+    facts = group.broadcast_object(None if decision is None else _describe_decision(decision))
+    config = validate(facts["config"], {})
     corpus = group.on_local_rank_zero_first(
-        lambda: _prepare_with_tokenizer(config, decision["tokenizer"], cache)
+        lambda: _prepare_with_tokenizer(config, facts["tokenizer"], cache)
     )
     group.check_same({"the text": corpus.content[:12]}, remedy)
-    if decisions:
-        return replace(decisions[0], group=group)
+    if decision is not None:
+        return replace(decision, group=group)
     machine.keep_freed_memory()
-    return Decision(config, corpus, compute, started, decision["paced"], group=group)
+    return Decision(config, corpus, compute, started, facts["paced"], group=group)
+
+
+def _describe_decision(decision: Decision) -> dict[str, Any]:
+    """Return as JSON data what the other ranks need to make the same decision."""
+    return {
+        "config": decision.config.model_dump(),
+        "paced": decision.paced,
+        "tokenizer": decision.corpus.tokenizer.to_json(),
+    }
 
 
 def _prepare_with_tokenizer(config: Config, tokenizer: str, cache: Path) -> Any:

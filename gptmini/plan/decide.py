@@ -6,7 +6,6 @@ After `decide` only the number of steps may change, and only under `train.minute
 
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from gptmini.console import say_header, warn
 from gptmini.data.corpus import learns_vocabulary, prepare_corpus
 from gptmini.data.token_file import Corpus
 from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
-from gptmini.distributed.group import SINGLE_PROCESS, Group
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
 from gptmini.plan.cost import count_parameters
+from gptmini.plan.decision import Decision
 from gptmini.plan.finetune import (
     FINETUNING_SETTINGS,
     inherit_model,
@@ -50,25 +49,6 @@ DROPOUT_BY_EPOCHS = ((12, 0.2), (6, 0.1), (0, 0.0))
 # after that token  29.9  29.2  28.2  26.5  26.7  25.4  24.8
 # after a newline   25.4  26.0  25.3  25.0  25.1  25.7  24.9
 MIN_DOCUMENT_TOKENS_READ = 100
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a training needs before its first step.
-
-    `paced` says that the number of steps follows `train.minutes`, `seconds_per_step` what a step
-    was measured to take, `compiling` the outcome of trying torch.compile. `started` is the
-    time.perf_counter() from which the minutes count.
-    """
-
-    config: Config
-    corpus: Corpus
-    compute: Compute
-    started: float
-    paced: bool
-    seconds_per_step: float | None = None
-    compile_outcome: str = ""
-    group: Group = SINGLE_PROCESS
 
 
 def decide(

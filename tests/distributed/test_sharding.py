@@ -11,8 +11,8 @@ import pytest
 
 from gptmini import machine
 from gptmini.config.settings import Config
+from gptmini.distributed.gradients import get_odd_part, list_micro_batches
 from gptmini.distributed.group import Group
-from gptmini.distributed.sharding import micro_batches_of
 from gptmini.errors import MachineError
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.decide import decide
@@ -162,9 +162,10 @@ def test_commands_read_a_sharded_run_as_any_other(runs: Path, gptmini):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (6, 2), (3, 4), (8, 8)])
 def test_every_micro_batch_belongs_to_one_rank(n: int, size: int, sharded: bool):
-    own = [micro_batches_of(n, Group(rank, size), sharded) for rank in range(size)]
-    assert sorted(number for numbers in own for number in numbers) == list(range(n * size))
-    assert {len(numbers) for numbers in own} == {n}
+    run_length = get_odd_part(n) if sharded else n
+    dealt = [list_micro_batches(n, Group(rank, size), run_length) for rank in range(size)]
+    assert sorted(number for numbers in dealt for number in numbers) == list(range(n * size))
+    assert {len(numbers) for numbers in dealt} == {n}
 
 
 def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
 from gptmini.tokenizer.tokenizers import Tokenizer, create_bpe_tokenizer
-from gptmini.train.state import write_run
+from gptmini.train.create import write_run
 from tests.support import prose
 
 TEXT = prose()

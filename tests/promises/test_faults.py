@@ -22,6 +22,7 @@ from gptmini.config import load
 from gptmini.config.load import list_config_files
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
+from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import Optimizer
 from gptmini.runs import tensors
 from gptmini.runs.directory import Checkpoint, RunDirectory
@@ -155,7 +156,7 @@ def test_the_test_above_would_notice(train, config, tmp_path, monkeypatch, mutan
         monkeypatch.setattr(files, "atomic_write_bytes", lambda path, data: path.write_bytes(data))
     elif mutant == "no seed":
         seed = torch.manual_seed
-        monkeypatch.setattr(trainer.torch, "manual_seed", lambda n: seed(1) if n < 9 else None)
+        monkeypatch.setattr(torch, "manual_seed", lambda n: seed(1) if n < 9 else None)
     else:
         monkeypatch.setattr(Optimizer, "load_state_dict", lambda *_: None)
     try:
@@ -342,13 +343,11 @@ def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
 
 def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Let step 5 diverge unless the rate is at most `limit` times the planned one."""
-    loss = trainer.compute_loss
 
     def unstable(training: Any) -> Any:
         bad = training.step == 4 and training.progress.lr_scale > limit
-        monkeypatch.setattr(
-            trainer, "compute_loss", lambda *a: loss(*a) * (float("nan") if bad else 1.0)
-        )
+        factor = float("nan") if bad else 1.0
+        monkeypatch.setattr("gptmini.train.step.compute_loss", lambda *a: compute_loss(*a) * factor)
         return update(training)
 
     update = trainer.train_step

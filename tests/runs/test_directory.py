@@ -105,7 +105,7 @@ def save_sharded(run: RunDirectory, whole: Checkpoint, count: int = 2) -> None:
                     rows = part_of(number, count).slice_rows(len(tensor))
                     own[kind][name] = RowSlice(tensor[rows], rows.start, tuple(tensor.shape))
         manifest |= run.save_shard(whole.step, number + 1, count, own)
-    run.save(Checkpoint(whole.state, {}, {}), shards=manifest)
+    run.finish_save(whole.state, manifest)
 
 
 def part_of(number: int, count: int) -> ShardSpec:

@@ -16,6 +16,7 @@ from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
 from gptmini.generate.run import Run
 from gptmini.machine import catch_signals, pick_device
+from gptmini.model.gpt import compute_loss
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from tests.support import prepared, tiny
@@ -276,7 +277,7 @@ def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, confi
 def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
     def losses(**settings: int) -> tuple[list[float], str]:
         out = train(tiny(data={"path": str(text_file)}, train=settings), f"run-{len(settings)}")
-        lines = (json.loads(line) for line in out.metrics.read_text().splitlines())
+        lines = (json.loads(line) for line in out.metrics_file.read_text().splitlines())
         said = capsys.readouterr().err
         return [line["val_loss"] for line in lines if "val_loss" in line], said
 
@@ -366,8 +367,10 @@ def test_the_same_text_by_another_path_goes_on(train, config, text_file):
 
 def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monkeypatch):
     def poison() -> None:
-        loss = trainer.compute_loss
-        monkeypatch.setattr(trainer, "compute_loss", lambda *a: loss(*a) * float("nan"))
+        def broken(*arguments: Any) -> torch.Tensor:
+            return compute_loss(*arguments) * float("nan")
+
+        monkeypatch.setattr("gptmini.train.step.compute_loss", broken)
 
     stop_after(monkeypatch, 5, poison)
     expected = r"gradient norm nan after step 4, in the windows at tokens \d.*; nothing of it was"
@@ -407,10 +410,10 @@ def test_the_run_directory_holds_what_it_promises(train, config):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monkeypatch, dropout):
     """The same rows again and again, through the same weights: only noise can differ."""
-    loss, losses = trainer.compute_loss, []
+    losses = []
 
     def note(*arguments: Any) -> Any:
-        losses.append(loss(*arguments))
+        losses.append(compute_loss(*arguments))
         return losses[-1]
 
     def update(seed: int, step: int) -> list[float]:
@@ -431,7 +434,7 @@ def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monke
         trainer.train_step(training)
         return [value.item() for value in losses]
 
-    monkeypatch.setattr(trainer, "compute_loss", note)
+    monkeypatch.setattr("gptmini.train.step.compute_loss", note)
     found = [update(1, 0), update(1, 1), update(2, 0)]
     different = {value for values in found for value in values}
     assert len(different) == (12 if dropout else 1)
