@@ -139,7 +139,7 @@ class Group:
                         f"{remedy}"
                     )
         if lines:
-            raise RankError(*lines if self.rank == 0 else ())
+            raise RankError(*lines) if self.rank == 0 else RankError()
 
     def _wait_for_value(self, key: str, rank: int) -> Any:
         """Poll for a rank's value as long as its heart beats.

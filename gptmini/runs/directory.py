@@ -204,8 +204,8 @@ class RunDirectory:
         for name, data in contents.items():
             files.write_and_sync(self._temporary / name, data)
         files.sync_directory(self._temporary)
-        files.remove_tree(self._folder(step))  # if one is there, it is damaged
-        files.rename(self._temporary, self._folder(step))
+        files.remove_tree(self._get_folder(step))  # if one is there, it is damaged
+        files.rename(self._temporary, self._get_folder(step))
         self.write_best(state["best"])
         self.prune(state["best"], keep)
 
@@ -239,7 +239,7 @@ class RunDirectory:
             if intact < keep:
                 intact += self._is_intact(step)
             elif best is None or step != best["step"]:
-                files.remove_tree(self._folder(step))
+                files.remove_tree(self._get_folder(step))
 
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints after a step, which are damaged, so that `prune` ignores them."""
@@ -247,7 +247,7 @@ class RunDirectory:
             if newer > step:
                 damaged = self.checkpoints / f"step-{newer:08d}.damaged"
                 files.remove_tree(damaged)
-                files.rename(self._folder(newer), damaged)
+                files.rename(self._get_folder(newer), damaged)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class RunDirectory:
         return None
 
     def _is_intact(self, step: int) -> bool:
-        folder = self._folder(step)
+        folder = self._get_folder(step)
         try:
             manifest = read_checkpoint_json(folder / "manifest.json")
             names = ["state.json"]
@@ -321,7 +321,7 @@ class RunDirectory:
         self, step: int, with_optimizer: bool = False, spec: ShardSpec = UNSHARDED
     ) -> Checkpoint:
         """Load the checkpoint of a step, or the rows of `spec`; CheckpointError if damaged."""
-        folder = self._folder(step)
+        folder = self._get_folder(step)
         manifest = read_checkpoint_json(folder / "manifest.json")
         read_verified(folder / "state.json", manifest)
         state = read_checkpoint_json(folder / "state.json")
@@ -337,7 +337,7 @@ class RunDirectory:
         digest = tensors.compute_digest("model", folder, manifest)
         return Checkpoint(state, model, optimizer, digest)
 
-    def _folder(self, step: int) -> Path:
+    def _get_folder(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
 

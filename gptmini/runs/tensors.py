@@ -52,7 +52,7 @@ def _keep_rows(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What to read of a tensor: of n rows those in `slice_rows(n)`, made by `to_tensor`.
+    """Names the rows to read of each tensor: of n rows those in `slice_rows(n)`.
 
     `to_tensor(rows, shape)` gets the shape of the whole tensor. By default, all rows are read.
     """
