@@ -47,6 +47,7 @@ from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.train import trainer
+from gptmini.train.step import train_step
 
 TOTAL_SECONDS = 525  # seconds for all parts, so that starting and writing still fit in nine minutes
 SMALL_MODEL = {"n_layer": 2, "n_head": 4, "d_model": 64, "context_length": 64}
@@ -191,7 +192,7 @@ def resume(check: Check) -> Facts:
 
     Fused attention may add in any order; with `deterministic`, torch forbids that if it can.
     """
-    update = trainer.train_step
+    update = train_step
 
     def stopping(training: Any) -> dict[str, Any]:
         if training.step == 3:

@@ -18,7 +18,8 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import trainer
-from gptmini.train.state import Training, build_training
+from gptmini.train.build import build_training
+from gptmini.train.state import Training
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"

@@ -80,7 +80,7 @@ def train(
     from gptmini.plan.decide import check_base, reuse_choices
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
-    from gptmini.train import state, trainer
+    from gptmini.train import resume, trainer
 
     log.check_installed(settings.train.log_to)
     directory = RunDirectory(out)
@@ -88,7 +88,7 @@ def train(
         existing = directory.load_config()
         check_base(settings, existing, directory)
         kept = reuse_choices(settings, existing)
-        state.check_same_settings(kept, existing, directory, undecided=(None, "auto"))
+        resume.check_same_settings(kept, existing, directory, undecided=(None, "auto"))
     with join_group() as group:
         decision = decide_on_all_ranks(settings, directory, cache, started, group)
         trained = trainer.train(decision, out)

@@ -1,11 +1,11 @@
-"""How gradients are added: over the micro-batches of a rank, then over the ranks.
+"""Adds gradients: over the micro-batches of a rank, then over the ranks.
 
-`Exact` adds them in one binary tree over all micro-batches of a step. Each rank has a contiguous
-stretch of them, a subtree, so that 1, 2, 4 or 8 ranks make the same bits, given micro-batches of
-one size and as many threads for each rank. `Fast` adds them in the order in which they come, and
-sends them while the backward pass still runs.
+`ExactGradients` adds them in one binary tree over all micro-batches of a step. Each rank has a
+contiguous stretch of them, which is a subtree, so that 1, 2, 4 or 8 ranks make the same bits, given
+micro-batches of one size and as many threads for each rank. `FastGradients` adds them in the order
+in which they come, and sends them while the backward pass still runs.
 
-Letters: n micro-batches of a rank, W ranks.
+Letters: n micro-batches of a rank, W ranks; N matrices, R rows, C columns.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from gptmini.distributed.group import Group
 from gptmini.model.optim import orthogonalize
 
-MAX_EXACT_WORLD_SIZE = 8  # ranks, where train.reduce is auto
-BUCKET_BYTES = 25 << 20  # bytes of gradients sent together
+MAX_EXACT_WORLD_SIZE = 8  # up to which train.reduce=auto is exact
+BUCKET_BYTES = 25 << 20  # of gradients that are sent together, as in torch's DDP
+
+Orthogonalize = Callable[[Tensor], Tensor]  # (N, R, C) -> (N, R, C)
 
 
 class Gradients:
@@ -28,7 +30,7 @@ class Gradients:
         self.parameters = list(parameters)
 
     def after_backward(self) -> None:
-        """Called after the backward pass of each micro-batch."""
+        """Take note of the backward pass of a micro-batch."""
 
     def finish(self) -> None:
         """Make every parameter's gradient that of the whole step, on all ranks."""
@@ -42,7 +44,8 @@ class ExactGradients(Gradients):
     """A binary tree over the step's micro-batches, the same for every number of ranks.
 
     A tree over n leaves is the sum of two trees over n / 2 each; an odd number of leaves is added
-    from left to right, as autograd does.
+    from left to right, as autograd does. Floating-point sums depend on their order, so the order
+    must not depend on how many ranks share the work.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: Group, n: int) -> None:
@@ -62,19 +65,24 @@ class ExactGradients(Gradients):
             assert parameter.grad is not None
             tree.append(parameter.grad)
             parameter.grad = None
-        while groups % 2 == 0:  # as in counting: each carry joins two subtrees of one size
+        # As in binary counting: each carry joins two subtrees of one size.
+        while groups % 2 == 0:
             left = self.sums.pop()
             torch._foreach_add_(left, tree)
-            tree, groups = left, groups // 2
+            tree = left
+            groups //= 2
         self.sums.append(tree)
 
     def finish(self) -> None:
-        (tree,), self.sums, self.micro_batches_done = self.sums, [], 0
-        for parameter, gradient in zip(self.parameters, self.reduce_over_ranks(tree), strict=True):
+        (tree,) = self.sums  # n is the odd part times a power of two, so one tree is left
+        self.sums = []
+        self.micro_batches_done = 0
+        gradients = self.reduce_over_ranks(tree)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def reduce_over_ranks(self, tree: list[Tensor]) -> list[Tensor]:
-        """The sums of what all ranks have."""
+        """Return the sums of the gradients of all ranks."""
         if self.group.world_size == 1:
             return tree
         flat = torch.cat([gradient.flatten() for gradient in tree])
@@ -82,71 +90,93 @@ class ExactGradients(Gradients):
 
 
 def get_odd_part(number: int) -> int:
-    """The largest odd divisor."""
+    """Return the largest odd divisor."""
     return number // (number & -number)
 
 
-def all_reduce_tree(flat: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' vectors, added pairwise: ((0 + 1) + (2 + 3)) + ...; W a power of two.
+def list_micro_batches(n: int, group: Group, run_length: int) -> list[int]:
+    """Deal the n · W micro-batches of a step in runs; return this rank's, by number in the step."""
+    numbers = []
+    for number in range(n * group.world_size):
+        if number // run_length % group.world_size == group.rank:
+            numbers.append(number)
+    return numbers
 
-    Partners exchange halves, then quarters, and so on, and each adds what it keeps; then the parts
-    travel back. A rank sends 2 (W - 1) / W of the vector, no more than in a ring (Rabenseifner
-    2004).
+
+def all_reduce_tree(flat: Tensor, group: Group) -> Tensor:
+    """Add all ranks' vectors pairwise: ((0 + 1) + (2 + 3)) + ...; W is a power of two.
+
+    gloo's and NCCL's all-reduce add in an order that depends on W and on the size, so the sum is
+    made here. Partners exchange halves, then quarters, and so on, and each adds what it keeps; then
+    the parts travel back. A rank sends 2 (W - 1) / W of the vector, no more than in a ring
+    (Rabenseifner 2004).
     """
     padding = -len(flat) % group.world_size
-    whole = part = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+    whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+    part = whole
     splits = []
     bit = 1
     while bit < group.world_size:
+        partner = group.rank ^ bit
         low, high = part.chunk(2)
-        kept, given = (high, low) if group.rank & bit else (low, high)
+        kept, sent = (high, low) if group.rank & bit else (low, high)
         received = torch.empty_like(kept)
-        swap(given, received, group.rank ^ bit)
+        swap(sent, received, partner)
+        # In place, in a view of `whole`. A sum of two has the same bits in either order.
         part = kept.add_(received)
-        splits.append((kept, given, group.rank ^ bit))
+        splits.append((kept, sent, partner))
         bit *= 2
-    for kept, given, partner in reversed(splits):
-        swap(kept, given, partner)
+    for kept, sent, partner in reversed(splits):
+        swap(kept, sent, partner)
     return whole[: len(flat)]
 
 
 def swap(sent: Tensor, received: Tensor, partner: int) -> None:
+    """Send a tensor to a rank and receive one of its shape from it."""
+    # In one batch: two ranks that both send first would wait for each other.
     both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
 
 
 def _unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Cut a vector into tensors of the shapes of others."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
 
 
 class FastGradients(Gradients):
-    """An all-reduce of each bucket of gradients, begun as soon as the backward pass has them."""
+    """An all-reduce of each bucket of gradients, begun as soon as the backward pass has them.
+
+    The buckets of all ranks are alike, as autograd visits the parameters of one model in one order.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: Group, n: int) -> None:
         super().__init__(parameters)
-        self.n, self.micro_batches_done = n, 0
+        self.n = n
+        self.micro_batches_done = 0
         self.sent: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
-        self.ready: list[nn.Parameter] = []  # of the bucket that is being filled
+        self.bucket: list[nn.Parameter] = []  # with gradients that are not sent yet
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _collect(self, parameter: Tensor) -> None:
+        """Send a gradient, in its bucket, once the last micro-batch has been added to it."""
         if self.micro_batches_done < self.n - 1:
             return
         assert isinstance(parameter, nn.Parameter)
-        self.ready.append(parameter)
-        if sum(each.nbytes for each in self.ready) >= BUCKET_BYTES:
+        self.bucket.append(parameter)
+        if sum(each.nbytes for each in self.bucket) >= BUCKET_BYTES:
             self._send()
 
     def _send(self) -> None:
-        if self.ready:
-            flat = torch.cat([each.grad.flatten() for each in self.ready if each.grad is not None])
+        if self.bucket:
+            gradients = [each.grad.flatten() for each in self.bucket if each.grad is not None]
+            flat = torch.cat(gradients)
             work = dist.all_reduce(flat, async_op=True)
             assert work is not None
-            self.sent.append((work, flat, self.ready))
-            self.ready = []
+            self.sent.append((work, flat, self.bucket))
+            self.bucket = []
 
     def after_backward(self) -> None:
         self.micro_batches_done += 1
@@ -155,14 +185,15 @@ class FastGradients(Gradients):
         self._send()
         for work, flat, parameters in self.sent:
             work.wait()
-            parts = _unflatten(flat, parameters)  # type: ignore[arg-type]
-            for parameter, gradient in zip(parameters, parts, strict=True):
+            gradients = _unflatten(flat, parameters)  # type: ignore[arg-type]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-        self.sent, self.micro_batches_done = [], 0
+        self.sent = []
+        self.micro_batches_done = 0
 
 
-def one_by_one(matrices: Tensor) -> Tensor:
-    """`orthogonal`, with bits of each matrix (N, R, C) that do not depend on the others.
+def orthogonalize_one_by_one(matrices: Tensor) -> Tensor:
+    """Orthogonalize matrices (N, R, C), each with bits that do not depend on the others.
 
     In a batch they may: kernels are chosen by the size of the whole batch, and round otherwise for
     a matrix that does not begin at a multiple of 16 bytes, as those after one of an odd size.
@@ -170,24 +201,24 @@ def one_by_one(matrices: Tensor) -> Tensor:
     return torch.cat([orthogonalize(matrix) for matrix in matrices.contiguous().split(1)])
 
 
-def turning(reduce: str) -> Callable[[Tensor], Tensor]:
-    """How `train.reduce`, once decided, orthogonalizes the matrices that a rank has."""
-    return one_by_one if reduce == "exact" else orthogonalize
+def choose_orthogonalize(reduce: str) -> Orthogonalize:
+    """Return how `train.reduce`, once decided, orthogonalizes the matrices of one rank."""
+    return orthogonalize_one_by_one if reduce == "exact" else orthogonalize
 
 
-def make_orthogonalize(group: Group, reduce: str) -> Callable[[Tensor], Tensor]:
-    """`orthogonal` for matrices (N, R, C) that all ranks have: each turns its share of them."""
-    turn = turning(reduce)
+def make_orthogonalize(group: Group, reduce: str) -> Orthogonalize:
+    """Return `orthogonalize` for matrices that all ranks have: each computes its share of them."""
+    compute = choose_orthogonalize(reduce)
     if group.world_size == 1:
-        return turn
+        return compute
 
-    def shared(matrices: Tensor) -> Tensor:
+    def orthogonalize_share(matrices: Tensor) -> Tensor:
         count, *shape = matrices.shape
-        share = -(-count // group.world_size)
-        own = matrices[group.rank * share :][:share]
-        turned = matrices.new_zeros(share, *shape)
-        if len(own):
-            turned[: len(own)] = turn(own)
-        return group.all_gather(turned).flatten(0, 1)[:count]  # (N, R, C)
+        share_size = -(-count // group.world_size)
+        share = matrices[group.rank * share_size :][:share_size]  # the last ranks may have fewer
+        result = matrices.new_zeros(share_size, *shape)
+        if len(share):
+            result[: len(share)] = compute(share)
+        return group.all_gather(result).flatten(0, 1)[:count]  # (N, R, C)
 
-    return shared
+    return orthogonalize_share

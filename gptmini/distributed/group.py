@@ -1,8 +1,11 @@
-"""The processes of one training, its ranks: how they find each other, agree, and fail.
+"""Connects the processes of one training, which torchrun starts: rank 0 decides, all compute.
 
-torchrun starts them. Facts travel as JSON through torchrun's store, where a rank can wait for long
-and still answer signals; tensors travel through collectives. A plain command is one rank, for which
-all of this does nothing.
+Small facts travel as JSON through torchrun's key-value store. A rank that waits there polls, so it
+still answers signals, and it can name the rank that it waits for. Tensors travel through
+collectives. A plain command is a group of one, for which all of this does nothing.
+
+Every rank must call these methods in the same order. A rank that fails alone would leave the others
+waiting in a collective, so whatever may fail on one rank runs in `on_rank_zero` or `on_all_ranks`.
 """
 
 import functools
@@ -16,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,10 +38,12 @@ from gptmini.errors import (
 from gptmini.machine import ReceivedSignals, catch_signals
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-JOIN_TIMEOUT_SECONDS = 120  # seconds that ranks wait for each other at the start
-HEARTBEAT_TIMEOUT_SECONDS = 60  # seconds without a heartbeat, after which a rank counts as gone
-COLLECTIVE_TIMEOUT_SECONDS = 600  # seconds that a collective may take
-HEARTBEAT_INTERVAL_SECONDS = 1.0  # seconds between heartbeats
+JOIN_TIMEOUT_SECONDS = 120  # to wait for the other ranks at the start
+HEARTBEAT_INTERVAL_SECONDS = 1.0
+HEARTBEAT_TIMEOUT_SECONDS = 60  # without a heartbeat, after which a rank counts as lost
+COLLECTIVE_TIMEOUT_SECONDS = 600
+# gloo and NCCL raise plain RuntimeErrors when a connection breaks; only their text tells.
+CONNECTION_ERROR = re.compile("gloo|NCCL|[Cc]onnection|Socket|Broken pipe")
 
 T = TypeVar("T")
 _NO_ANSWER = "no longer answers; run the same command again to resume from the last checkpoint"
@@ -53,132 +58,168 @@ class RemoteFailure(GptminiError):  # noqa: N818 - the error is another's
 
 
 class Group:
-    """This process among those that train together; rank 0 decides, prints and writes."""
+    """This process and those it trains with; rank 0 decides, prints and writes."""
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, is_local_rank_zero: bool = True, store: Any = None
     ) -> None:
-        self.rank, self.world_size, self.store = rank, world_size, store
-        self.is_local_rank_zero = is_local_rank_zero  # of its machine
-        self._exchanges = 0
+        self.rank = rank
+        self.world_size = world_size
+        self.is_local_rank_zero = is_local_rank_zero  # the first rank of its machine
+        self.store = store
+        self._exchanges = 0  # made so far, for keys that are never used twice
 
     # -- facts, through the store ------------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The JSON value of every rank, by rank; waits for each as long as its heart beats."""
+        """Return the JSON value of every rank, by rank.
+
+        RankError for a rank whose heart stops beating before its value arrives.
+        """
         if self.world_size == 1:
             return [value]
         self._exchanges += 1
-        self.store.set(f"{self._exchanges}/{self.rank}", json.dumps(value))
-        return [
-            self._wait_for_value(f"{self._exchanges}/{rank}", rank)
-            for rank in range(self.world_size)
-        ]
+        prefix = str(self._exchanges)
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
+        return [self._wait_for_value(f"{prefix}/{rank}", rank) for rank in range(self.world_size)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's JSON value on every rank; what the others pass is ignored."""
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, as JSON carries it; if it fails there, all ranks end."""
-        return self.on_all_ranks(work if self.rank == 0 else None)[0]
+        """Run `work` on rank 0 alone and return its JSON result everywhere; if it fails, all do."""
+        result: T | None = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            result, failure = _attempt(work)
+        results = self._gather_or_fail(result, failure)
+        return results[0]
+
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return this rank's own result; if one fails, all do."""
+        result, failure = _attempt(work)
+        self._gather_or_fail(None, failure)
+        return cast(T, result)  # it has not failed
 
     def on_local_rank_zero_first(self, work: Callable[[], T]) -> T:
-        """Work that leaves files for the other ranks of a machine, so one of them goes first."""
-        done: list[T] = []
+        """Run `work` on one rank of each machine, then on the others, which find its files."""
+        if self.is_local_rank_zero:
+            result = self.on_all_ranks(work)
+            self.on_all_ranks(_do_nothing)  # while the others work
+        else:
+            self.on_all_ranks(_do_nothing)  # while the first one works
+            result = self.on_all_ranks(work)
+        return result
 
-        def keep() -> None:
-            done.append(work())
+    def _gather_or_fail(self, result: Any, failure: Exception | None) -> list[Any]:
+        """Return the JSON results of all ranks; raise if one has failed.
 
-        self.on_all_ranks(keep if self.is_local_rank_zero else None)
-        self.on_all_ranks(None if self.is_local_rank_zero else keep)
-        return done[0]
-
-    def on_all_ranks(self, work: Callable[[], Any] | None) -> list[Any]:
-        """The results of all ranks; a rank that fails makes all fail with its lines."""
-        failure: Exception | None = None
-        result = code = None
-        try:
-            result = None if work is None else work()
-        except (GptminiError, OSError) as error:
-            failure, code = error, getattr(error, "exit_code", MachineError.exit_code)
-        outcomes = self.all_gather_object([result, code])
+        The rank that failed raises its own error and prints it. The others end silently with its
+        exit code, so that the user reads each failure once.
+        """
+        exit_code = getattr(failure, "exit_code", MachineError.exit_code) if failure else None
+        outcomes = self.all_gather_object([result, exit_code])
         if failure is not None:
             raise failure
-        for _, theirs in outcomes:
-            if theirs is not None:
-                raise RemoteFailure(theirs)
-        return [result for result, _ in outcomes]
+        for _, remote_exit_code in outcomes:
+            if remote_exit_code is not None:
+                raise RemoteFailure(remote_exit_code)
+        return [remote_result for remote_result, _ in outcomes]
 
     def check_same(self, facts: Mapping[str, Any], remedy: str) -> None:
-        """RankError naming each rank and key that differ from rank 0's, and what to do."""
+        """Raise RankError naming each rank and key that differ from rank 0's, and the remedy."""
         first, *others = self.all_gather_object(dict(facts))
-        lines = [
-            f"rank {rank}: {key} is {theirs.get(key)}, on rank 0 {first.get(key)}; {remedy}"
-            for rank, theirs in enumerate(others, start=1)
-            for key in first | theirs
-            if theirs.get(key) != first.get(key)
-        ]
+        lines = []
+        for rank, remote in enumerate(others, start=1):
+            for key in first | remote:
+                if remote.get(key) != first.get(key):
+                    lines.append(
+                        f"rank {rank}: {key} is {remote.get(key)}, on rank 0 {first.get(key)}; "
+                        f"{remedy}"
+                    )
         if lines:
-            raise RankError(*lines if self.rank == 0 else ())
+            raise RankError(*lines) if self.rank == 0 else RankError()
 
     def _wait_for_value(self, key: str, rank: int) -> Any:
-        last, heard = b"", time.monotonic()
+        """Poll for a rank's value as long as its heart beats.
+
+        store.wait() would block in C++, where no signal is answered, and could not tell a slow rank
+        from a dead one.
+        """
+        last_beat = b""
+        last_heard = time.monotonic()
         while not self.store.check([key]):
             time.sleep(0.005)
             beat = self._read_heartbeat(rank)
-            if beat != last:
-                last, heard = beat, time.monotonic()
-            elif time.monotonic() - heard > HEARTBEAT_TIMEOUT_SECONDS:
+            if beat != last_beat:
+                last_beat = beat
+                last_heard = time.monotonic()
+            elif time.monotonic() - last_heard > HEARTBEAT_TIMEOUT_SECONDS:
                 raise self.lost_ranks_error([rank])
         return json.loads(self.store.get(key))
 
     def _read_heartbeat(self, rank: int) -> bytes:
+        """Return the counter that a rank increments; empty before its first heartbeat."""
         key = f"beat/{rank}"
         return bytes(self.store.get(key)) if self.store.check([key]) else b""
 
-    def lost_ranks_error(self, gone: list[int], reason: str = _NO_ANSWER) -> RankError:
-        """The failure that names the ranks that are gone; the first one left prints it."""
-        speaker = min(set(range(self.world_size)) - set(gone), default=self.rank)
-        names = [f"rank {rank} ({self.store.get(f'joined/{rank}').decode()})" for rank in gone]
-        line = f"{' and '.join(names)} {reason}" if names else f"the ranks: {reason}"
-        return RankError(*[line] * (self.rank == speaker))
+    def lost_ranks_error(self, lost: list[int], reason: str = _NO_ANSWER) -> RankError:
+        """Return the error that names the lost ranks; the first rank that is left prints it."""
+        left = set(range(self.world_size)) - set(lost)
+        speaker = min(left, default=self.rank)
+        if self.rank != speaker:
+            return RankError()
+        names = [f"rank {rank} ({self.store.get(f'joined/{rank}').decode()})" for rank in lost]
+        return RankError(f"{' and '.join(names)} {reason}" if names else f"the ranks: {reason}")
 
     def find_lost_ranks(self, reason: str) -> RankError:
-        """The failure of a connection: whose hearts have stopped, as the first to notice finds."""
+        """Return the error for a broken connection, naming the ranks whose hearts have stopped.
+
+        A broken connection does not say which rank is gone: gloo names a socket, and every rank
+        that has noticed leaves and breaks more connections.
+        """
         try:
             before = [self._read_heartbeat(rank) for rank in range(self.world_size)]
             time.sleep(3 * HEARTBEAT_INTERVAL_SECONDS)
-            gone = [
+            lost = [
                 rank
                 for rank in range(self.world_size)
                 if self._read_heartbeat(rank) == before[rank]
             ]
-            # Whoever notices later would also count those who noticed first, and left.
-            gone = json.loads(self.store.compare_set("lost", "", json.dumps(gone)))
-            return self.lost_ranks_error(gone, _NO_ANSWER if gone else reason)
+            # The first list counts: whoever notices later would also find those silent who noticed
+            # first, and left.
+            lost = json.loads(self.store.compare_set("lost", "", json.dumps(lost)))
+            return self.lost_ranks_error(lost, _NO_ANSWER if lost else reason)
         except dist.DistError:  # the store has gone with its machine
             return RankError(f"{os.environ['MASTER_ADDR']}, the machine of rank 0, {_NO_ANSWER}")
 
     # -- tensors, through collectives --------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, equal in shape: (...) -> (ranks, ...)."""
+        """Stack the tensors of all ranks, equal in shape: (...) -> (W, ...)."""
         if self.world_size == 1:
             return tensor[None]
-        everywhere = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(everywhere, tensor.contiguous())
-        return torch.stack(everywhere)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor.contiguous())
+        return torch.stack(gathered)  # (W, ...)
 
     def all_reduce_sum(self, numbers: list[float]) -> float:
-        """The sum of numbers that one rank has each, the others as 0, from the first number on."""
-        everywhere = self.all_gather(torch.tensor(numbers, dtype=torch.float64))
-        return functools.reduce(operator.add, everywhere.sum(0).tolist())
+        """Add numbers of which each rank has some, the others as 0, in the order of the list.
+
+        Adding zeros is exact, so the sum has the same bits on any number of ranks.
+        """
+        gathered = self.all_gather(torch.tensor(numbers, dtype=torch.float64))  # (W, N)
+        return functools.reduce(operator.add, gathered.sum(0).tolist())
 
     def agree_on_signals(self, received: ReceivedSignals) -> tuple[int | None, bool]:
-        """Whether a signal to stop, or to save, has reached any rank."""
-        flags = self.all_gather(torch.tensor([received.stop or 0, received.save]))  # (ranks, 2)
+        """Return whether a signal to stop, or to save, has reached any rank."""
+        flags = self.all_gather(torch.tensor([received.stop or 0, received.save]))  # (W, 2)
         stop, save = flags.amax(0).tolist()
         return stop or None, bool(save)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """RankError naming a rank whose weights are not those of rank 0, to the bit."""
+        """Raise RankError naming a rank whose weights differ from rank 0's in a bit."""
         if self.world_size > 1:
             sums = {
                 name: tensor.view(torch.int32).sum(dtype=torch.int64).item()
@@ -188,10 +229,10 @@ class Group:
 
     @contextmanager
     def enter_on_rank_zero(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """A context that rank 0 alone enters; if that fails, all ranks end."""
+        """Enter a context on rank 0 alone; if that fails, all ranks fail."""
         with ExitStack() as stack:
 
-            def enter() -> None:
+            def enter() -> None:  # without the context's own value, which may not be JSON
                 stack.enter_context(context)
 
             self.on_rank_zero(enter)
@@ -201,71 +242,80 @@ class Group:
 SINGLE_PROCESS = Group()
 
 
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `work` and no failure, or the failure; bugs raise as always."""
+    try:
+        return work(), None
+    except (GptminiError, OSError) as failure:
+        return None, failure
+
+
+def _do_nothing() -> None:
+    """Take part in an exchange in which other ranks work."""
+
+
 @contextmanager
 def join_group() -> Iterator[Group]:
-    """The ranks that torchrun's variables name; a plain command is alone.
+    """Join the ranks that torchrun's variables name; a plain command is alone.
 
-    ConfigError for variables that are set in part, RankError if a rank never comes or goes.
+    ConfigError for variables that are set in part, RankError if a rank never joins or is lost.
     """
-    given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
-    if not {"RANK", "WORLD_SIZE"} & set(given):
+    names = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    if not {"RANK", "WORLD_SIZE"} & set(names):
         yield SINGLE_PROCESS
         return
-    if missing := [name for name in TORCHRUN_VARIABLES if name not in given]:
+    missing = [name for name in TORCHRUN_VARIABLES if name not in names]
+    if missing:
         raise ConfigError(
-            f"{missing[0]}: not set, but {given[0]} is; start several processes with torchrun"
+            f"{missing[0]}: not set, but {names[0]} is; start several processes with torchrun"
         )
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    group = Group(
-        rank,
-        world_size,
-        os.environ["LOCAL_RANK"] == "0",
-        _create_store(rank) if world_size > 1 else None,
-    )
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    is_local_rank_zero = os.environ["LOCAL_RANK"] == "0"
     if world_size == 1:
-        yield group
+        yield Group(rank, world_size, is_local_rank_zero)
         return
+    group = Group(rank, world_size, is_local_rank_zero, _create_store(rank))
     if rank > 0:
         console.silence()
     ended = threading.Event()
     try:
         _connect_all_ranks(group, ended)
         yield group
-        group.all_gather_object(
-            None
-        )  # whoever leaves earlier would break the connections of the others
+        # Wait for all: a rank that leaves earlier would break the connections of the others.
+        group.all_gather_object(None)
         dist.destroy_process_group()
-    except (DivergedError, Stopped) as failure:  # every rank's, at the same step
-        failure.lines = failure.lines if rank == 0 else ()
+    except (DivergedError, Stopped) as failure:  # raised by every rank, at the same step
+        if rank > 0:
+            failure.lines = ()
         raise
     except GptminiError as failure:
         if rank > 0 and not isinstance(failure, RankError):
             failure.lines = tuple(f"rank {rank}: {line}" for line in failure.lines)
         raise
     except RuntimeError as failure:
-        if not isinstance(failure, dist.DistError) and not _CONNECTION_ERROR.search(str(failure)):
+        if not isinstance(failure, dist.DistError) and not CONNECTION_ERROR.search(str(failure)):
             raise
-        with catch_signals():  # torchrun sends SIGTERM as soon as one rank is gone
+        # torchrun sends SIGTERM as soon as one rank is gone, but the message must still be found.
+        with catch_signals():
             raise group.find_lost_ranks(str(failure).splitlines()[0]) from None
     finally:
         ended.set()
         _leave(group)
 
 
-_CONNECTION_ERROR = re.compile(
-    "gloo|NCCL|[Cc]onnection|Socket|Broken pipe"
-)  # gloo's errors have no type
-
-
 def _create_store(rank: int) -> Any:
-    """The store of torchrun, or one that rank 0 serves; a restart begins with an empty one."""
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Connect to torchrun's store, or to one that rank 0 serves.
+
+    Keys carry the number of torchrun's restart, so that a restart finds none of the old values.
+    """
+    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not served,
+        is_master=rank == 0 and not torchrun_serves,
         timeout=timedelta(seconds=JOIN_TIMEOUT_SECONDS),
-        wait_for_workers=False,
+        wait_for_workers=False,  # they are counted in _connect_all_ranks
         multi_tenant=True,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -273,22 +323,20 @@ def _create_store(rank: int) -> Any:
 
 
 def _connect_all_ranks(group: Group, ended: threading.Event) -> None:
-    """Wait for all ranks, connect them, and start the heart of this one."""
-    store, until = group.store, time.monotonic() + JOIN_TIMEOUT_SECONDS
+    """Wait for all ranks, connect them, and start the heartbeat of this one."""
+    store = group.store
+    deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
     store.set(f"joined/{group.rank}", f"process {os.getpid()} on {platform.node()}")
     names = [f"joined/{rank}" for rank in range(group.world_size)]
     while not store.check(names):
-        if time.monotonic() > until:
-            joined = [rank for rank, name in enumerate(names) if store.check([name])]
-            line = (
-                f"{len(joined)} of {group.world_size} ranks joined within {JOIN_TIMEOUT_SECONDS} seconds; find the "
-                f"failure of the others above, or on their machines"
-            )
-            raise RankError(*[line] * (group.rank == joined[0]))
+        if time.monotonic() > deadline:
+            raise _missing_ranks_error(group, names)
         time.sleep(0.05)
-    threading.Thread(
+    # A connection of its own: the main thread may hold the other one while it waits.
+    heartbeat = threading.Thread(
         target=_send_heartbeats, args=(group.rank, store.clone(), ended), daemon=True
-    ).start()
+    )
+    heartbeat.start()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -301,8 +349,23 @@ def _connect_all_ranks(group: Group, ended: threading.Event) -> None:
     )
 
 
+def _missing_ranks_error(group: Group, names: list[str]) -> RankError:
+    """Return the error that counts the ranks that joined; the first of them prints it."""
+    joined = [rank for rank, name in enumerate(names) if group.store.check([name])]
+    if group.rank != joined[0]:
+        return RankError()
+    return RankError(
+        f"{len(joined)} of {group.world_size} ranks joined within {JOIN_TIMEOUT_SECONDS} seconds; "
+        f"find the failure of the others above, or on their machines"
+    )
+
+
 def _send_heartbeats(rank: int, store: Any, ended: threading.Event) -> None:
-    """Show the others that this process lives, until it ends."""
+    """Count up in the store until the process ends, so that the others see it alive.
+
+    A thread of its own beats through long computations and blocked collectives, and stops only with
+    the process, also when that is stopped or its machine hangs.
+    """
     count = 0
     with suppress(dist.DistError):  # the store is gone, and with it whoever might look
         while not ended.wait(HEARTBEAT_INTERVAL_SECONDS):
@@ -312,9 +375,9 @@ def _send_heartbeats(rank: int, store: Any, ended: threading.Event) -> None:
 
 def _leave(group: Group) -> None:
     """Let the others read what is in the store before rank 0, which may serve it, ends."""
-    until = time.monotonic() + 3 * HEARTBEAT_INTERVAL_SECONDS
+    deadline = time.monotonic() + 3 * HEARTBEAT_INTERVAL_SECONDS
     with suppress(dist.DistError):
         group.store.set(f"left/{group.rank}", "")
         names = [f"left/{rank}" for rank in range(group.world_size)]
-        while group.rank == 0 and time.monotonic() < until and not group.store.check(names):
+        while group.rank == 0 and time.monotonic() < deadline and not group.store.check(names):
             time.sleep(0.01)

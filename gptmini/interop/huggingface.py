@@ -23,7 +23,7 @@ from gptmini.interop.architectures import Tensors
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.state import write_run
+from gptmini.train.create import write_run
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -164,7 +164,9 @@ def _list_weight_files(folder: Path) -> list[str]:
     index_file = folder / INDEX_FILE
     if index_file.exists():
         weight_map = _read_json(index_file, "restore it").get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+        names: list[Any] = [weight_map]
+        if isinstance(weight_map, dict):
+            names = list(weight_map.values())
         for name in names:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A run directory: everything about one run, with checkpoints that are complete or absent.
+"""Keeps everything about one run in a directory, with checkpoints that are whole or absent.
 
     config.yaml        every setting
     tokenizer.json     all that encoding needs
@@ -8,7 +8,7 @@
         model.safetensors  optimizer.safetensors  state.json
         manifest.json      size and SHA-256 of the three, written last
 
-Several processes that share the weights write one tensor file each (see tensors.py).
+Of a sharded model, each process writes tensor files of its own (see tensors.py).
 
 A checkpoint is written under a temporary name, synced, then renamed. Nothing in it is used before
 its bytes match the manifest, and loading it cannot run code.
@@ -46,7 +46,7 @@ from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 CHECKPOINT_FORMAT_VERSION = 3
-TENSOR_FILE_KINDS = ("model", "optimizer")  # of tensor files
+TENSOR_FILE_KINDS = ("model", "optimizer")
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
 
 
@@ -54,7 +54,8 @@ CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
 class Checkpoint:
     """A run after one of its steps; `state` is JSON data: step, best evaluation, counters.
 
-    `sha256` is that of the file the weights were read from, or of the SHA-256s of several.
+    `sha256` is the digest of the file that the weights were read from; of several files, the digest
+    of their digests.
     """
 
     state: dict[str, Any]
@@ -80,7 +81,7 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a run here: its configuration is the last file that `create` writes."""
+        """Return whether a run is here: its configuration is the last file that `create` writes."""
         return self.config_file.exists()
 
     def create(self, config: Config, text_tokenizer: Tokenizer) -> None:
@@ -94,7 +95,7 @@ class RunDirectory:
         files.atomic_write_bytes(self.config_file, yamlfile.dump(config.model_dump()).encode())
 
     def load_config(self) -> Config:
-        """The run's configuration; CheckpointError if there is no run."""
+        """Load the run's configuration; CheckpointError if there is no run."""
         if not self.exists:
             raise CheckpointError(f"{self.path}: no run here; create one with gptmini train")
         data, lines = yamlfile.read_file(self.config_file)
@@ -102,18 +103,22 @@ class RunDirectory:
         return load.validate(data, origins)
 
     def load_tokenizer(self, checkpoint: Checkpoint | None = None) -> Tokenizer:
-        """The run's tokenizer; DataError if it is not that of the checkpoint."""
-        own = load_tokenizer(self.tokenizer_file)
-        if checkpoint is not None and checkpoint.state["tokenizer"] != own.fingerprint:
+        """Load the run's tokenizer; DataError if it is not that of the checkpoint."""
+        tokenizer = load_tokenizer(self.tokenizer_file)
+        if checkpoint is not None and checkpoint.state["tokenizer"] != tokenizer.fingerprint:
             raise DataError(
-                f"{self.tokenizer_file}: not the tokenizer of this run, but a {own.kind} "
-                f"tokenizer with {own.vocab_size:,} tokens; restore the original file"
+                f"{self.tokenizer_file}: not the tokenizer of this run, but a {tokenizer.kind} "
+                f"tokenizer with {tokenizer.vocab_size:,} tokens; restore the original file"
             )
-        return own
+        return tokenizer
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, or raise MachineError. The lock ends with the process."""
+        """Be the only writer, or raise MachineError.
+
+        The system releases the lock when the process ends, however it ends, so that a killed one
+        locks nobody out.
+        """
         try:
             import fcntl  # noqa: PLC0415 - not on Windows
         except ImportError:
@@ -139,7 +144,7 @@ class RunDirectory:
     # -- saving ------------------------------------------------------------------------------------
 
     def check_space(self, needed: int) -> None:
-        """MachineError if a checkpoint of `needed` bytes does not fit on the disk."""
+        """Raise MachineError if a checkpoint of `needed` bytes does not fit on the disk."""
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise MachineError(
@@ -147,56 +152,66 @@ class RunDirectory:
                 f"or choose another directory with --out"
             )
 
-    def save(self, checkpoint: Checkpoint, keep: int = 2, shards: Manifest | None = None) -> None:
+    def save(self, checkpoint: Checkpoint, keep: int = 2) -> None:
         """Write a checkpoint, then delete all but the best and the newest `keep` intact ones.
 
-        `shards` are what every `save_shard` returned, and replace the tensors. MachineError if it
-        cannot be written; existing checkpoints stay intact.
+        MachineError if it cannot be written; existing checkpoints stay intact.
         """
-        contents = {
-            "state.json": json.dumps(
-                {"format": CHECKPOINT_FORMAT_VERSION, **checkpoint.state}, indent=1
-            ).encode()
+        tensor_files = {
+            "model.safetensors": tensors.serialize(checkpoint.model),
+            "optimizer.safetensors": tensors.serialize(checkpoint.optimizer),
         }
-        if shards is None:
-            own = {"model": checkpoint.model, "optimizer": checkpoint.optimizer}
-            written = {
-                f"{kind}.safetensors": tensors.serialize(own[kind]) for kind in TENSOR_FILE_KINDS
-            }
-            contents = written | contents
-        manifest = (shards or {}) | {
-            name: tensors.describe_file(data) for name, data in contents.items()
-        }
-        contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
-        with self._saving(checkpoint.step, sum(map(len, contents.values()))):
-            if shards is None:
-                self.begin_save()
-            for name, data in contents.items():
-                files.write_and_sync(self._temporary / name, data)
-            files.sync_directory(self._temporary)
-            files.remove_tree(self._folder(checkpoint.step))  # if one is there, it is damaged
-            files.rename(self._temporary, self._folder(checkpoint.step))
-            self.write_best(checkpoint.state["best"])
-            self.prune(checkpoint.state["best"], keep)
+        contents = _add_state_and_manifest(tensor_files, checkpoint.state)
+        with self._report_failed_save(checkpoint.step, sum(map(len, contents.values()))):
+            self.begin_save()
+            self._commit(checkpoint.state, contents, keep)
 
     def begin_save(self) -> None:
-        """Make an empty folder for the shards of a checkpoint."""
+        """Make an empty folder for the files of a checkpoint."""
         files.remove_tree(self._temporary)
         self._temporary.mkdir()  # without parents: if the run has been moved away, fail
 
     def save_shard(
         self, step: int, number: int, count: int, slices: dict[str, dict[str, RowSlice]]
     ) -> Manifest:
-        """Write the tensors of one of `count` processes, from 1, after `begin_save`."""
+        """Write the tensors of one of `count` processes, from 1, after `begin_save`.
+
+        Returns the entries of the manifest for its files.
+        """
         shard: Manifest = {}
-        needed = sum(piece.rows.nbytes for each in slices.values() for piece in each.values())
-        with self._saving(step, needed):
+        needed = 0
+        for by_name in slices.values():
+            needed += sum(row_slice.rows.nbytes for row_slice in by_name.values())
+        with self._report_failed_save(step, needed):
             for kind in TENSOR_FILE_KINDS:
                 shard |= tensors.write_shard(self._temporary, kind, number, count, slices[kind])
         return shard
 
+    def finish_save(self, state: dict[str, Any], shards: Manifest, keep: int = 2) -> None:
+        """Make a checkpoint of all shards; `shards` has the entries that `save_shard` returned."""
+        contents = _add_state_and_manifest({}, state, shards)
+        with self._report_failed_save(int(state["step"]), sum(map(len, contents.values()))):
+            self._commit(state, contents, keep)
+
+    def _commit(self, state: dict[str, Any], contents: dict[str, bytes], keep: int) -> None:
+        """Write the last files of a checkpoint, give it its name, and delete old ones.
+
+        The order is the promise: a folder has its name only once everything in it is synced, and an
+        old checkpoint is deleted only once the new one has its name. A kill in between leaves a
+        temporary folder, which the next save removes.
+        """
+        step = int(state["step"])
+        for name, data in contents.items():
+            files.write_and_sync(self._temporary / name, data)
+        files.sync_directory(self._temporary)
+        files.remove_tree(self._get_folder(step))  # if one is there, it is damaged
+        files.rename(self._temporary, self._get_folder(step))
+        self.write_best(state["best"])
+        self.prune(state["best"], keep)
+
     @contextmanager
-    def _saving(self, step: int, needed: int) -> Iterator[None]:
+    def _report_failed_save(self, step: int, needed: int) -> Iterator[None]:
+        """Raise MachineError, with the space needed and free, if a checkpoint cannot be written."""
         try:
             yield
         except OSError as error:
@@ -209,67 +224,70 @@ class RunDirectory:
             ) from None
 
     def write_best(self, best: dict[str, Any] | None) -> None:
+        """Write step and loss of the best evaluation, if there is one."""
         if best is not None:
             files.atomic_write_bytes(self.path / "best.json", json.dumps(best).encode())
 
     def prune(self, best: dict[str, Any] | None, keep: int) -> None:
         """Delete all checkpoints but the best and the newest `keep` intact ones.
 
-        The newest was just written or read, so it is not read again.
+        Damaged ones do not count, or they would push out the good ones before them. The newest was
+        just written or read, so it is not read again.
         """
         intact = 1
         for step in self.list_steps()[1:]:
             if intact < keep:
                 intact += self._is_intact(step)
             elif best is None or step != best["step"]:
-                files.remove_tree(self._folder(step))
+                files.remove_tree(self._get_folder(step))
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after a step, which are damaged, so that `keep` ignores them."""
+        """Rename the checkpoints after a step, which are damaged, so that `prune` ignores them."""
         for newer in self.list_steps():
             if newer > step:
                 damaged = self.checkpoints / f"step-{newer:08d}.damaged"
                 files.remove_tree(damaged)
-                files.rename(self._folder(newer), damaged)
+                files.rename(self._get_folder(newer), damaged)
 
     # -- loading -----------------------------------------------------------------------------------
 
     def list_steps(self) -> list[int]:
-        """The steps that have a checkpoint, newest first."""
+        """Return the steps that have a checkpoint, newest first."""
         names = (entry.name for entry in self.checkpoints.glob("step-*"))
         matches = (CHECKPOINT_NAME.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def load_newest(self, load: Callable[[int], Checkpoint] | None = None) -> Checkpoint | None:
-        """The newest intact checkpoint; None if there never was one.
+        """Load the newest intact checkpoint; None if there never was one.
 
         `load` reads that of a step. CheckpointError if there are checkpoints and all are damaged.
         """
-        return self._first_intact(
-            self.list_steps(), load or partial(self.load_checkpoint, with_optimizer=True)
-        )
+        load = load or partial(self.load_checkpoint, with_optimizer=True)
+        return self._load_first_intact(self.list_steps(), load)
 
     def load_best(self, spec: ShardSpec = UNSHARDED) -> Checkpoint:
-        """The best checkpoint, else the newest intact one, without the optimizer's state."""
+        """Load the best checkpoint, else the newest intact one, without the optimizer's state."""
         load = partial(self.load_checkpoint, spec=spec)
         try:
-            checkpoint = self._first_intact(self._best_first(), load)
+            checkpoint = self._load_first_intact(self._list_best_first(), load)
         except CheckpointError:  # a running training may have deleted it while it was read
-            checkpoint = self._first_intact(self._best_first(), load)
+            checkpoint = self._load_first_intact(self._list_best_first(), load)
         if checkpoint is None:
             raise CheckpointError(f"{self.path}: no checkpoint yet; continue with gptmini train")
         return checkpoint
 
-    def _best_first(self) -> list[int]:
+    def _list_best_first(self) -> list[int]:
+        """Return the steps that have a checkpoint: the best, then newest first."""
         try:
             best = read_checkpoint_json(self.path / "best.json").get("step")
         except CheckpointError:
             best = None
         return sorted(self.list_steps(), key=lambda step: step != best)
 
-    def _first_intact(
+    def _load_first_intact(
         self, steps: list[int], load: Callable[[int], Checkpoint]
     ) -> Checkpoint | None:
+        """Load the first checkpoint that is intact, and warn of the damage in those before it."""
         damages: list[str] = []
         for step in steps:
             try:
@@ -287,52 +305,66 @@ class RunDirectory:
         return None
 
     def _is_intact(self, step: int) -> bool:
-        folder = self._folder(step)
+        folder = self._get_folder(step)
         try:
             manifest = read_checkpoint_json(folder / "manifest.json")
-            files_of = [
-                name for kind in TENSOR_FILE_KINDS for name in list_files(kind, folder, manifest)
-            ]
-            return all(read_verified(folder / name, manifest) for name in [*files_of, "state.json"])
+            names = ["state.json"]
+            for kind in TENSOR_FILE_KINDS:
+                names += list_files(kind, folder, manifest)
+            for name in names:
+                read_verified(folder / name, manifest)
+            return True
         except CheckpointError:
             return False
 
     def load_checkpoint(
         self, step: int, with_optimizer: bool = False, spec: ShardSpec = UNSHARDED
     ) -> Checkpoint:
-        """The checkpoint of a step, or a part of its tensors; CheckpointError if it is damaged."""
-        folder = self._folder(step)
+        """Load the checkpoint of a step, or the rows of `spec`; CheckpointError if damaged."""
+        folder = self._get_folder(step)
         manifest = read_checkpoint_json(folder / "manifest.json")
         read_verified(folder / "state.json", manifest)
         state = read_checkpoint_json(folder / "state.json")
-        if (state.get("format"), state.get("step")) != (CHECKPOINT_FORMAT_VERSION, step):
+        if state.get("format") != CHECKPOINT_FORMAT_VERSION or state.get("step") != step:
             raise CheckpointError(
                 f"{folder}: state.json has format {state.get('format')} and step "
                 f"{state.get('step')} instead of format {CHECKPOINT_FORMAT_VERSION} and step {step}"
             )
-        return Checkpoint(
-            state,
-            tensors.read_tensors(folder, "model", manifest, spec),
-            tensors.read_tensors(folder, "optimizer", manifest, spec) if with_optimizer else {},
-            tensors.compute_digest("model", folder, manifest),
-        )
+        model = tensors.read_tensors(folder, "model", manifest, spec)
+        optimizer: Tensors = {}
+        if with_optimizer:
+            optimizer = tensors.read_tensors(folder, "optimizer", manifest, spec)
+        digest = tensors.compute_digest("model", folder, manifest)
+        return Checkpoint(state, model, optimizer, digest)
 
-    def _folder(self, step: int) -> Path:
+    def _get_folder(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
 
+def _add_state_and_manifest(
+    tensor_files: dict[str, bytes], state: dict[str, Any], shards: Manifest | None = None
+) -> dict[str, bytes]:
+    """Return the files of a checkpoint in the order in which they are written, manifest last."""
+    state_json = json.dumps({"format": CHECKPOINT_FORMAT_VERSION, **state}, indent=1)
+    contents = tensor_files | {"state.json": state_json.encode()}
+    manifest = dict(shards or {})
+    for name, data in contents.items():
+        manifest[name] = tensors.describe_file(data)
+    contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
+    return contents
+
+
 def find_newest_run(runs: Path) -> Path | None:
-    """The run in a folder that was trained last: the one with the newest checkpoint of a step.
+    """Return the run in a folder that was trained last: the one with the newest checkpoint.
 
     Runs that were only begun or converted come last.
     """
-    return max(
-        (file.parent for file in runs.glob("*/config.yaml")), key=_get_training_time, default=None
-    )
+    candidates = [file.parent for file in runs.glob("*/config.yaml")]
+    return max(candidates, key=_get_training_time, default=None)
 
 
 def _get_training_time(run: Path) -> tuple[float, float]:
-    """When a run was last trained, 0 if never, and when its configuration was written."""
+    """Return when a run was last trained, 0 if never, and when its configuration was written."""
     directory = RunDirectory(run)
     step = max(directory.list_steps(), default=0)
     manifest = directory.checkpoints / f"step-{step:08d}" / "manifest.json"

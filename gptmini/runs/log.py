@@ -1,6 +1,7 @@
-"""The metrics of a run: metrics.jsonl, and the trackers that `train.log_to` names.
+"""Writes the metrics of a run: metrics.jsonl, and the trackers that `train.log_to` names.
 
-Trackers are optional packages. Once training runs, one that fails is dropped with a warning.
+The file is the record; a resumed run cuts it back to the step that it continues from. Trackers are
+optional packages. Once training runs, one that fails is dropped with a warning.
 """
 
 import importlib.util
@@ -39,15 +40,18 @@ class RunLog:
         self._open_after(step)
 
     def _open_after(self, step: int) -> None:
-        """Open the file to append, without the lines of later steps and a line cut by a crash."""
+        """Open the file to append, without the lines of later steps and a line cut by a crash.
+
+        The steps after a checkpoint are made once more, and would be logged twice.
+        """
         if self._path.exists():
-            kept = [
-                json.dumps(line) + "\n" for line in read_metrics(self._path) if line["step"] <= step
-            ]
-            files.atomic_write_bytes(self._path, "".join(kept).encode())
+            kept = [line for line in read_metrics(self._path) if line["step"] <= step]
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            files.atomic_write_bytes(self._path, text.encode())
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, line: Metrics) -> None:
+        """Append a line, and pass it to the trackers."""
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
@@ -71,6 +75,7 @@ class RunLog:
         files.sync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file and the trackers."""
         self._file.close()
         for name, (_, close) in self._trackers.items():
             try:
@@ -99,7 +104,7 @@ class NoLog(RunLog):
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """The lines of a metrics file; warns of those that training did not write, and skips them.
+    """Read the lines of a metrics file; warns of those that training did not write, and skips them.
 
     The last one may be cut, by a crash or because it is being written.
     """
@@ -107,13 +112,14 @@ def read_metrics(path: Path) -> list[Metrics]:
         return []
     *texts, _ = files.read_regular(path).split(b"\n")
     lines = [line for line in map(_parse_line, texts) if line is not None]
-    if skipped := len(texts) - len(lines):
+    skipped = len(texts) - len(lines)
+    if skipped:
         warn(f"{path}: skipped {format_count(skipped, 'line')} not written by training")
     return lines
 
 
 def _parse_line(text: bytes) -> Metrics | None:
-    """A line if it is as `write` gets it, else None: finite numbers, and text for the sample."""
+    """Return a line if it is as `write` gets it: finite numbers, and a sample that is text."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -122,14 +128,16 @@ def _parse_line(text: bytes) -> Metrics | None:
         return None
     if any(0 < len(line.keys() & group) < len(group) for group in ALL_OR_NONE_KEYS):
         return None
-    sample = line.get("sample", "")
+    if not isinstance(line.get("sample", ""), str) or not isinstance(line["step"], int):
+        return None
     numbers = [value for key, value in line.items() if key != "sample"]
+    # By type: True is an int too. The limits also refuse NaN and infinity.
     plain = all(type(value) in (int, float) and 0 <= value < 1e300 for value in numbers)
-    return line if plain and isinstance(sample, str) and isinstance(line["step"], int) else None
+    return line if plain else None
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """MachineError for a tracker whose package is missing."""
+    """Raise MachineError for a tracker whose package is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise MachineError(
@@ -139,6 +147,7 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
+    """Open a tracker by its name; MachineError if it does not start."""
     try:
         return TRACKERS[name](run, config, step)
     except Exception as error:  # its own, such as not being logged in
@@ -148,7 +157,7 @@ def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
 
 
 def open_tensorboard(run: Path, config: Config, step: int) -> Tracker:
-    """Event files in `tensorboard/` of the run; events after `step` are purged."""
+    """Write event files to `tensorboard/` in the run; events after `step` are purged."""
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
     writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
@@ -165,7 +174,7 @@ def open_tensorboard(run: Path, config: Config, step: int) -> Tracker:
 
 
 def open_wandb(run: Path, config: Config, step: int) -> Tracker:
-    """A run in the project `gptmini`; resumed by the id stored in `wandb.id`."""
+    """Start a run in the project `gptmini`, or resume it by the id stored in `wandb.id`."""
     import wandb as package  # noqa: PLC0415 - an extra
 
     id_file = run / "wandb.id"
@@ -179,7 +188,11 @@ def open_wandb(run: Path, config: Config, step: int) -> Tracker:
         dir=str(run),
         config=config.model_dump(),
     )
-    return lambda line: tracked.log(line, step=line["step"]), tracked.finish
+
+    def write(line: Metrics) -> None:
+        tracked.log(line, step=line["step"])
+
+    return write, tracked.finish
 
 
 TRACKERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}

@@ -1,8 +1,13 @@
-"""The tensor files of a checkpoint, whole or in shards: written, verified, read.
+"""Writes, verifies and reads the tensor files of a checkpoint, whole or in shards.
 
 One process writes `model.safetensors`. Of several that share the weights, process 2 of 4 writes
 `model-00002-of-00004.safetensors` with its rows of every tensor, and the manifest tells where they
 belong. Any number of processes reads either, each the rows that it needs.
+
+The HuggingFaceStorageWriter of torch.distributed.checkpoint writes a safetensors file per rank too,
+but no manifest or checksum for them; its reader believes whatever files lie in the folder, and both
+plan with pickled messages between ranks. The promises of a run (no pickle, a manifest written last,
+the SHA-256 of every file, the old checkpoint whole wherever a save is killed) need this layout.
 """
 
 import hashlib
@@ -27,98 +32,131 @@ SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensor
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows of a tensor of some shape, the first of them at `start`; of a number, all of it."""
+    """Some rows of a tensor, the first of them at `start`; a scalar has no rows and is whole.
+
+    `shape` is that of the whole tensor.
+    """
 
     rows: Tensor
     start: int
     shape: tuple[int, ...]
 
 
+def _slice_all_rows(count: int) -> slice:
+    return slice(0, count)
+
+
+def _keep_rows(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return rows
+
+
 @dataclass(frozen=True)
 class ShardSpec:
-    """What to read of a tensor: of n rows those in `rows(n)`, as `tensor(rows, shape)` has them."""
+    """Names the rows to read of each tensor: of n rows those in `slice_rows(n)`.
 
-    slice_rows: Callable[[int], slice] = lambda count: slice(0, count)
-    to_tensor: Callable[[Tensor, tuple[int, ...]], Tensor] = lambda rows, shape: rows
+    `to_tensor(rows, shape)` gets the shape of the whole tensor. By default, all rows are read.
+    """
+
+    slice_rows: Callable[[int], slice] = _slice_all_rows
+    to_tensor: Callable[[Tensor, tuple[int, ...]], Tensor] = _keep_rows
 
 
 UNSHARDED = ShardSpec()
 
 
 def serialize(tensors: Tensors) -> bytes:
+    """Return the bytes of a safetensors file."""
     return safetensors.torch.save(tensors)
 
 
 def describe_file(data: bytes) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """Return the entry of a file in the manifest."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def write_shard(
     folder: Path, kind: str, number: int, count: int, slices: dict[str, RowSlice]
 ) -> Manifest:
-    """Write the file of one of `count` processes, from 1; returns what the manifest says of it."""
+    """Write the file of one of `count` processes, from 1; returns its entry in the manifest."""
     name = f"{kind}-{number:05d}-of-{count:05d}.safetensors"
-    data = serialize({key: piece.rows.contiguous() for key, piece in slices.items()})
+    rows = {}
+    layout = {}
+    for key, row_slice in slices.items():
+        rows[key] = row_slice.rows.contiguous()
+        layout[key] = {
+            "start": row_slice.start,
+            "rows": list(row_slice.rows.shape[:1]),  # empty for a scalar
+            "shape": row_slice.shape,
+        }
+    data = serialize(rows)
     files.write_and_sync(folder / name, data)
-    layout = {
-        key: {"start": piece.start, "rows": list(piece.rows.shape[:1]), "shape": piece.shape}
-        for key, piece in slices.items()
-    }
     return {name: describe_file(data) | {"tensors": layout}}
 
 
 def list_files(kind: str, folder: Path, manifest: Manifest) -> list[str]:
-    """The files of the model or the optimizer; CheckpointError if the manifest lacks any."""
-    if (whole := f"{kind}.safetensors") in manifest:
+    """Return the files of the model or the optimizer; CheckpointError if the manifest lacks any."""
+    whole = f"{kind}.safetensors"
+    if whole in manifest:
         return [whole]
     matches = [match for match in map(SHARD_NAME.fullmatch, manifest) if match and match[1] == kind]
     count = int(matches[0][3]) if matches else 1
     found = sorted(match[0] for match in matches)
-    if found != [f"{kind}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]:
+    expected = [f"{kind}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    if found != expected:
         raise CheckpointError(f"{folder}: damaged (manifest.json does not name all of the {kind})")
     return found
 
 
 def compute_digest(kind: str, folder: Path, manifest: Manifest) -> str:
-    """The SHA-256 of the file; of several, that of their SHA-256s."""
+    """Return the SHA-256 of the file; of several, that of their SHA-256s."""
     hashes = [str(manifest[name]["sha256"]) for name in list_files(kind, folder, manifest)]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def read_tensors(
     folder: Path, kind: str, manifest: Manifest, spec: ShardSpec = UNSHARDED
 ) -> Tensors:
-    """The tensors of the model or the optimizer; opens only the files with rows of the part.
+    """Read the tensors of the model or the optimizer; opens only the files with rows of `spec`.
 
     CheckpointError for a file that is damaged, and for rows that no file has.
     """
     found: dict[str, list[RowSlice]] = {}
     for name in list_files(kind, folder, manifest):
         try:
-            for key, piece in _read_slices(folder / name, manifest, spec).items():
-                found.setdefault(key, []).append(piece)
+            for key, row_slice in _read_slices(folder / name, manifest, spec).items():
+                found.setdefault(key, []).append(row_slice)
+        # The manifest itself has no checksum, so its layout may be anything.
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(f"{folder / name}: damaged ({error!r} in its layout)") from None
-    return {key: _join_slices(f"{folder}: {key}", pieces, spec) for key, pieces in found.items()}
+    return {key: _join_slices(f"{folder}: {key}", slices, spec) for key, slices in found.items()}
 
 
 def _read_slices(path: Path, manifest: Manifest, spec: ShardSpec) -> dict[str, RowSlice]:
-    """The rows that a file has of a part, perhaps none, by tensor."""
+    """Read the rows of `spec` that a file has, perhaps none, by tensor.
+
+    The manifest tells which rows of a shard are where, so a shard without any is never opened.
+    """
     layout = manifest[path.name].get("tensors")
     tensors = None if layout else _load_tensors(path, manifest)
     if tensors is not None:
-        shapes = {key: tensor.shape for key, tensor in tensors.items()}
-        layout = {key: {"start": 0, "rows": n[:1], "shape": n} for key, n in shapes.items()}
-    pieces = {}
+        layout = {}
+        for key, tensor in tensors.items():
+            layout[key] = {"start": 0, "rows": tensor.shape[:1], "shape": tensor.shape}
+    slices = {}
+    # Scalars last: every file has them, so they are read from those that are open anyway.
     for key, place in sorted(layout.items(), key=lambda item: not item[1]["shape"]):
-        start, shape = int(place["start"]), tuple(map(int, place["shape"]))
-        if not shape:  # a number, which every file has; none is opened for it
+        start = int(place["start"])
+        shape = tuple(map(int, place["shape"]))
+        if not shape:
             if tensors is not None:
-                pieces[key] = RowSlice(tensors[key].reshape(()), 0, shape)
+                slices[key] = RowSlice(tensors[key].reshape(()), 0, shape)
             continue
-        count, wanted = int(place["rows"][0]), spec.slice_rows(shape[0])
-        first, last = max(wanted.start, start), min(wanted.stop, start + count)
+        count = int(place["rows"][0])
+        wanted = spec.slice_rows(shape[0])
+        first = max(wanted.start, start)
+        last = min(wanted.stop, start + count)
         rows = torch.empty(0, *shape[1:])
         if first < last:
             tensors = _load_tensors(path, manifest) if tensors is None else tensors
@@ -127,29 +165,34 @@ def _read_slices(path: Path, manifest: Manifest, spec: ShardSpec) -> dict[str, R
                 raise ValueError(f"{key} has another shape")
             if last - first < count:  # a copy, as a view would keep the whole file in memory
                 rows = rows[first - start : last - start].clone()
-        pieces[key] = RowSlice(rows, first, shape)
-    return pieces
+        slices[key] = RowSlice(rows, first, shape)
+    return slices
 
 
 def _join_slices(where: str, slices: list[RowSlice], spec: ShardSpec) -> Tensor:
-    """The wanted rows of a tensor from its pieces."""
+    """Return the wanted rows of a tensor from the slices that the files have of it."""
     shape = slices[0].shape
     if not shape:
         return slices[0].rows
     wanted = spec.slice_rows(shape[0])
-    at, rows = wanted.start, []
-    for piece in sorted((each for each in slices if len(each.rows)), key=lambda each: each.start):
-        if piece.start != at or piece.shape != shape:
+    next_row = wanted.start
+    rows = []
+    filled = [row_slice for row_slice in slices if len(row_slice.rows)]
+    for row_slice in sorted(filled, key=lambda row_slice: row_slice.start):
+        if row_slice.start != next_row or row_slice.shape != shape:
             break
-        at += len(piece.rows)
-        rows.append(piece.rows)
-    if at != wanted.stop:
-        raise CheckpointError(f"{where}: damaged (row {at} is missing)")
-    whole = rows[0] if len(rows) == 1 else torch.cat([torch.empty(0, *shape[1:]), *rows])
-    return spec.to_tensor(whole, shape)
+        next_row += len(row_slice.rows)
+        rows.append(row_slice.rows)
+    if next_row != wanted.stop:
+        raise CheckpointError(f"{where}: damaged (row {next_row} is missing)")
+    if len(rows) == 1:
+        return spec.to_tensor(rows[0], shape)
+    no_rows = torch.empty(0, *shape[1:])  # torch.cat takes no empty list
+    return spec.to_tensor(torch.cat([no_rows, *rows]), shape)
 
 
 def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
+    """Read a file once and load the very bytes that were verified."""
     try:
         return safetensors.torch.load(read_verified(path, manifest))
     except safetensors.SafetensorError as error:
@@ -157,6 +200,7 @@ def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
 
 
 def read_checkpoint_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a checkpoint; CheckpointError if there is none."""
     try:
         return files.read_json(path)
     except (OSError, ValueError) as error:
@@ -164,7 +208,7 @@ def read_checkpoint_json(path: Path) -> dict[str, Any]:
 
 
 def read_verified(path: Path, manifest: Manifest) -> bytes:
-    """The bytes of a file; CheckpointError if they do not match the manifest."""
+    """Read the bytes of a file; CheckpointError if they do not match the manifest."""
     try:
         expected = manifest[path.name]
         if path.stat().st_size != expected["bytes"]:
@@ -178,7 +222,7 @@ def read_verified(path: Path, manifest: Manifest) -> bytes:
 
 
 def check_shapes(tensors: Tensors, expected: Tensors, where: Path) -> Tensors:
-    """The same tensors, if their names and shapes are those expected; else CheckpointError."""
+    """Return the tensors if their names and shapes are those expected; else CheckpointError."""
     lines = [
         f"{where}: tensor {name}: {_format_shape(tensors, name)} in the checkpoint, "
         f"{_format_shape(expected, name)} in the model; use the configuration it was trained with"

@@ -1,4 +1,4 @@
-"""Training from Python: what `gptmini train` does, as one function.
+"""Trains from Python: what `gptmini train` does, as one function.
 
 import gptmini
 run = gptmini.fit({"data": {"path": "my.txt"}, "train": {"minutes": 5}}, "runs/my")
@@ -25,12 +25,13 @@ def fit(
     """Train a run, or resume it, in the directory `out`; returns it with its best weights.
 
     `config` states what differs from the defaults, in sections as a YAML file does. Progress goes
-    to stderr. Raises what the command reports, as `gptmini.errors` has it; after a signal that is
-    Stopped, and the same call resumes. Under torchrun, all processes train one model.
+    to stderr. Raises the errors of `gptmini.errors` that the command reports; after a signal that
+    is Stopped, and the same call resumes. Under torchrun, all processes train one model.
     """
     started = time.perf_counter()
     requested = config if isinstance(config, Config) else validate(dict(config), {})
+    directory = RunDirectory(Path(out))
     with join_group() as group:
-        decision = decide_on_all_ranks(requested, RunDirectory(Path(out)), cache, started, group)
-        trainer.train(decision, Path(out))
+        decision = decide_on_all_ranks(requested, directory, cache, started, group)
+        trainer.train(decision, directory.path)
     return load_run(out, requested.train.device, cache=cache)

@@ -2,6 +2,8 @@
 
 Each new head is the mean of the heads it replaces, the best of the initializations that Ainslie et
 al. (2023) tried. Training for another twentieth to tenth of the steps recovers most of the loss.
+
+Letters: G KV heads before, G' after, K head_dim, D d_model.
 """
 
 from pathlib import Path
@@ -16,11 +18,13 @@ from gptmini.files import atomic_output
 from gptmini.generate.run import Run
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
-from gptmini.train.state import build_training, save_checkpoint, write_run
+from gptmini.train.build import build_training
+from gptmini.train.create import create_run_with_weights, write_run
 
 STEPS_SHARE = 0.1  # of the original steps
-# Tried on one model of 3M parameters (600 steps, four KV heads to two and to one): a quarter of the
-# learning rates is best for two heads and all of them for one; half is close to the best for both.
+# Of the original learning rates. Tried on one model of 3M parameters (600 steps, four KV heads to
+# two and to one): a quarter is best for two heads and all of them for one; half is close to the
+# best for both.
 LR_SCALE = 0.5
 
 
@@ -36,19 +40,9 @@ def convert_run(
     if directory.exists:
         raise ConfigError(f"--out {out}: already holds a run; choose another directory")
     config = _build_uptraining_config(run, attention, steps)
-    old, new = run.config.model.n_kv_head, config.model.n_kv_head
-    if old % new:
-        divisors = ", ".join(str(n) for n in range(1, old + 1) if old % n == 0)
-        raise ConfigError(
-            f"--attention: {run.path} has {old} KV heads, which do not pool into {new}; choose one "
-            f"of {divisors}"
-        )
-    if config.model == run.config.model:
-        raise ConfigError(
-            f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
-        )
+    _check_heads(run, config)
+    weights = pool_kv_heads(run.model.state_dict(), config.model)
     if not run.corpus:  # imported, so it has no text to train on
-        weights = pool_kv_heads(run.model.state_dict(), config.model)
         with atomic_output(out) as partial:
             write_run(RunDirectory(partial), config, weights, run.tokenizer)
         return config
@@ -60,17 +54,30 @@ def convert_run(
             f"{corpus.name}: not the text and tokenizer that {run.path} was trained with; restore "
             f"them"
         )
-    training.model.load_state_dict(pool_kv_heads(run.model.state_dict(), config.model))
+    training.model.load_state_dict(weights)
     with directory.lock():
-        directory.checkpoints.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(
-            training
-        )  # before `create`: a run without a checkpoint would start from scratch
-        directory.create(training.config, corpus.tokenizer)
+        create_run_with_weights(training)
     return training.config
 
 
+def _check_heads(run: Run, config: Config) -> None:
+    """Raise ConfigError unless the KV heads of a run pool into those of a configuration."""
+    before = run.config.model.n_kv_head
+    after = config.model.n_kv_head
+    if before % after:
+        divisors = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
+        raise ConfigError(
+            f"--attention: {run.path} has {before} KV heads, which do not pool into {after}; "
+            f"choose one of {divisors}"
+        )
+    if config.model == run.config.model:
+        raise ConfigError(
+            f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
+        )
+
+
 def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | None) -> Config:
+    """Return the configuration of the shorter training that follows the pooling."""
     train = run.config.train
     steps = steps or max(1, round(STEPS_SHARE * train.steps))
     tree = run.config.model_dump()
@@ -92,16 +99,18 @@ def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | N
 
 
 def pool_kv_heads(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Weights by name for a configuration with fewer KV heads: (G·K, D) -> (G'·K, D).
+    """Average KV heads down to those of a configuration: (G·K, D) -> (G'·K, D).
 
     Consecutive heads become one, since their query heads are consecutive too.
     """
-    groups, head_dim = config.n_kv_head, config.head_dim
-    return {
-        name: tensor.view(groups, -1, head_dim, *tensor.shape[1:])
-        .mean(dim=1)
-        .reshape(groups * head_dim, *tensor.shape[1:])
-        if name.split(".")[-2] in ("k_proj", "v_proj")
-        else tensor
-        for name, tensor in weights.items()
-    }
+    pooled = {}
+    for name, tensor in weights.items():
+        module_name = name.split(".")[-2]
+        if module_name in ("k_proj", "v_proj"):  # weights (G·K, D), and biases (G·K,)
+            rest = tensor.shape[1:]
+            heads = tensor.view(config.n_kv_head, -1, config.head_dim, *rest)  # (G', G / G', K, D)
+            mean = heads.mean(dim=1)  # (G', K, D)
+            pooled[name] = mean.reshape(config.n_kv_head * config.head_dim, *rest)  # (G'·K, D)
+        else:
+            pooled[name] = tensor
+    return pooled

@@ -1,53 +1,31 @@
-"""What a training says of itself: its header, and why it ends, stops or worries."""
+"""Words the messages of a training: its header, and why it ends, stops or worries."""
 
+import signal
 import statistics
-from typing import TYPE_CHECKING
 
+from gptmini.config.settings import Config
 from gptmini.console import format_count, format_duration, say_header, warn
 from gptmini.plan import cost
-from gptmini.train.state import Training, describe_windows
-
-if TYPE_CHECKING:  # plan.decide imports the text formats, which training must not depend on
-    from gptmini.plan.decide import Decision
+from gptmini.plan.decision import Decision
+from gptmini.runs.directory import RunDirectory
+from gptmini.train.state import Training
 
 MAX_USEFUL_EPOCHS = 20  # after which a small model learns little more about unseen text
+MIN_LOSSES_FOR_SPIKE = 20  # before which their spread says nothing
+SPIKE_DEVIATIONS = 6  # of the last losses, above their mean
+SPIKE_MARGIN = 0.1  # in nats, where the last losses hardly differ
+SHOWN_WINDOWS = 4
 
 
-def say_header_lines(training: Training, decision: "Decision") -> None:
+def say_header_lines(training: Training, decision: Decision) -> None:
     """Show the model, the machine and the length of the run."""
-    model, train, progress = training.config.model, training.config.train, training.progress
-    count, seq_len = cost.count_parameters(model), training.config.seq_len
-    size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
-    cache = cost.count_cache_bytes(model, model.context_length)
-    window = f", window {model.attention.window}" if model.attention.window else ""
-    say_header(
-        f"  model     {size} parameters: {format_count(model.n_layer, 'layer')}, "
-        f"width {model.d_model}, {format_count(model.n_head, 'head')} / "
-        f"{format_count(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
-        f"context {model.context_length}, dropout {model.dropout:g}; "
-        f"KV cache {cache / 2**20:,.1f} MiB"
-    )
-    line = (
-        f"  machine   {progress.device}, {format_count(progress.threads, 'thread')}, {progress.dtype}; "
-        f"{train.optimizer}; micro-batch {train.micro_batch_size}"
-    )
-    if training.shards is not None:
-        line += f"; sharded over {training.group.world_size} processes"
-    outcome = ["compile on" if train.compile == "on" else "", decision.compile_outcome]
-    say_header("; ".join(filter(None, [line, ": ".join(filter(None, outcome))])))
+    say_header(_describe_model(training))
+    say_header(_describe_machine(training, decision))
+    train = training.config.train
     epochs = training.corpus.count_epochs(
-        seq_len, train.batch_size, train.steps, training.config.data.weights
+        training.config.seq_len, train.batch_size, train.steps, training.config.data.weights
     )
-    line = (
-        f"  run       {training.run.path}: {format_count(train.steps, 'step')} x "
-        f"{train.batch_size * seq_len:,} tokens = {epochs:.1f} epochs"
-    )
-    if training.step:
-        line += f"; resuming after step {training.step:,}"
-    if decision.seconds_per_step is not None and training.step < train.steps:
-        left = (train.steps - training.step) * decision.seconds_per_step
-        line += f"; about {format_duration(left)} left" if left >= 1 else "; about a second left"
-    say_header(line)
+    say_header(_describe_length(training, decision, epochs))
     held_out = training.corpus.held_out
     if train.eval_tokens is not None and train.eval_tokens < held_out:
         say_header(
@@ -56,13 +34,66 @@ def say_header_lines(training: Training, decision: "Decision") -> None:
         )
     if epochs > MAX_USEFUL_EPOCHS:
         warn(
-            f"training reads the text {epochs:.0f} times and learns little after {MAX_USEFUL_EPOCHS}; "
-            f"use more text or fewer steps"
+            f"training reads the text {epochs:.0f} times and learns little after "
+            f"{MAX_USEFUL_EPOCHS}; use more text or fewer steps"
         )
 
 
+def _describe_model(training: Training) -> str:
+    model = training.config.model
+    count = cost.count_parameters(model)
+    size = f"{count / 1e6:,.1f} M" if count >= 999_950 else f"{count / 1e3:.1f} k"
+    cache = cost.count_cache_bytes(model, model.context_length)
+    window = f", window {model.attention.window}" if model.attention.window else ""
+    return (
+        f"  model     {size} parameters: {format_count(model.n_layer, 'layer')}, "
+        f"width {model.d_model}, {format_count(model.n_head, 'head')} / "
+        f"{format_count(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
+        f"context {model.context_length}, dropout {model.dropout:g}; "
+        f"KV cache {cache / 2**20:,.1f} MiB"
+    )
+
+
+def _describe_machine(training: Training, decision: Decision) -> str:
+    train = training.config.train
+    progress = training.progress
+    parts = [
+        f"  machine   {progress.device}, {format_count(progress.threads, 'thread')}, "
+        f"{progress.dtype}",
+        train.optimizer,
+        f"micro-batch {train.micro_batch_size}",
+    ]
+    if training.placement.is_sharded:
+        parts.append(f"sharded over {training.group.world_size} processes")
+    if train.compile == "on" and decision.compile_outcome:
+        parts.append(f"compile on: {decision.compile_outcome}")
+    elif train.compile == "on":
+        parts.append("compile on")
+    elif decision.compile_outcome:
+        parts.append(decision.compile_outcome)
+    return "; ".join(parts)
+
+
+def _describe_length(training: Training, decision: Decision, epochs: float) -> str:
+    train = training.config.train
+    step_tokens = train.batch_size * training.config.seq_len
+    line = (
+        f"  run       {training.run.path}: {format_count(train.steps, 'step')} x "
+        f"{step_tokens:,} tokens = {epochs:.1f} epochs"
+    )
+    if training.step:
+        line += f"; resuming after step {training.step:,}"
+    if decision.seconds_per_step is not None and training.step < train.steps:
+        seconds_left = (train.steps - training.step) * decision.seconds_per_step
+        if seconds_left >= 1:
+            line += f"; about {format_duration(seconds_left)} left"
+        else:
+            line += "; about a second left"
+    return line
+
+
 def describe_finished(training: Training) -> str:
-    """What to say of a run that has nothing left to do."""
+    """Return what to say of a run that has nothing left to do."""
     steps = training.config.train.steps
     if training.step > steps and not training.paced:
         return f"already has {training.step:,} steps, more than --steps {steps:,}"
@@ -70,7 +101,9 @@ def describe_finished(training: Training) -> str:
 
 
 def describe_how_to_continue(training: Training) -> str:
-    settings, best = training.config.train, training.progress.best
+    """Return how to train a run on that is finished or has stopped improving."""
+    settings = training.config.train
+    best = training.progress.best
     if training.step >= settings.steps or best is None:
         return f"pass a larger {'--minutes' if training.paced else '--steps'} to train longer"
     return (
@@ -79,12 +112,70 @@ def describe_how_to_continue(training: Training) -> str:
     )
 
 
+def describe_stopped(training: Training, signal_number: int) -> str:
+    """Return the message for a run that a signal has ended."""
+    name = "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
+    return (
+        f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
+        f"the same command to resume"
+    )
+
+
 def report_spike(training: Training, train_loss: float) -> None:
     """Warn when a loss is far above those of the last steps, naming its windows."""
     recent = training.recent_losses
-    if len(recent) >= 20:
+    if len(recent) >= MIN_LOSSES_FOR_SPIKE:
         usual = statistics.mean(recent)
-        if train_loss > usual + 6 * statistics.pstdev(recent) + 0.1:
+        if train_loss > usual + SPIKE_DEVIATIONS * statistics.pstdev(recent) + SPIKE_MARGIN:
             where = describe_windows(training, training.step - 1)
             warn(f"step {training.step}: loss {train_loss:.4g} after {usual:.4g}, in {where}")
     recent.append(train_loss)
+
+
+def describe_divergence(training: Training, problem: str) -> str:
+    """Return the message for a run whose numbers are no longer finite."""
+    where = describe_windows(training, training.step)
+    return (
+        f"{training.run.path}: {problem} after step {training.step}, in {where}; nothing "
+        f"of it was saved; lower train.lr and choose another --out, or set "
+        f"train.on_divergence=rewind"
+    )
+
+
+def describe_windows(training: Training, step: int) -> str:
+    """Return where the windows of a step begin, so that a user can find the text."""
+    starts = [str(start) for _, start in training.batches.locate_windows(step)]
+    if len(starts) > SHOWN_WINDOWS:
+        starts = [*starts[:SHOWN_WINDOWS], "..."]
+    return f"the windows at tokens {', '.join(starts)}"
+
+
+def describe_changed_text(config: Config, run: RunDirectory) -> str:
+    """Return the message for a run whose text, or whose tokenizer, is another now."""
+    return (
+        f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
+        f"choose another --out"
+    )
+
+
+def describe_difference(key: str, before: object, now: object, run: RunDirectory) -> str:
+    """Return the line for a setting in which a run differs from what was requested."""
+    return f"{key}: {_format_value(before)} in {run.path}, now {_format_value(now)}"
+
+
+def _format_value(value: object) -> str:
+    return "not set" if value is None else str(value)
+
+
+def warn_of_micro_batch_size(existing: Config, config: Config, run: RunDirectory) -> None:
+    """Warn if rows are computed in other groups than before.
+
+    Each group draws its own dropout, and the gradients of the groups are added.
+    """
+    before = existing.train.micro_batch_size
+    now = config.train.micro_batch_size
+    if before != now:
+        warn(
+            f"{run.path}: micro_batch_size was {before}, is {now}; results will no longer be "
+            f"bit-identical"
+        )

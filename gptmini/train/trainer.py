@@ -1,16 +1,13 @@
-"""The training loop: batch, loss, update, then log, evaluate, save.
+"""The training loop: update, then log, evaluate, save.
 
 Everything random is a function of (seed, step, micro-batch). A run that was stopped and resumed
 therefore makes the same weights as one that never stopped, and nothing random is saved.
 """
 
 import math
-import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from gptmini import machine
 from gptmini.console import TrainingProgressBar, iter_with_progress, say, warn
@@ -18,39 +15,34 @@ from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import decode
 from gptmini.generate.texts import Text, encode_start
-from gptmini.model.gpt import compute_loss
-from gptmini.model.optim import get_cooldown_steps, get_learning_rate
+from gptmini.model.optim import get_cooldown_steps
+from gptmini.plan.decision import Decision
 from gptmini.plan.minutes import compute_paced_steps
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import NoLog, RunLog
-from gptmini.train.batches import iter_validation_batches, seed_from
+from gptmini.train.batches import iter_validation_batches
+from gptmini.train.build import build_training
+from gptmini.train.checkpoint import restore_checkpoint, save_checkpoint
 from gptmini.train.evaluate import evaluate
 from gptmini.train.messages import (
+    describe_divergence,
     describe_finished,
     describe_how_to_continue,
+    describe_stopped,
     report_spike,
     say_header_lines,
 )
-from gptmini.train.state import (
-    Training,
-    build_training,
-    create_or_resume,
-    describe_divergence,
-    load_newest_checkpoint,
-    restore_checkpoint,
-    save_checkpoint,
-)
-
-if TYPE_CHECKING:  # plan.decide imports the text formats, which training must not depend on
-    from gptmini.plan.decide import Decision
+from gptmini.train.resume import create_or_resume
+from gptmini.train.state import Training
+from gptmini.train.step import train_step
 
 MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
-SAMPLING = 0.01  # of the minutes at most for each
+SAMPLE_SHARE_OF_MINUTES = 0.01  # at most, for each sample
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
-def train(decision: "Decision", out: Path) -> bool:
-    """Train the run in a directory to its last step, from wherever it stands; False if it is there.
+def train(decision: Decision, out: Path) -> bool:
+    """Train a run to its last step, resuming it if it exists. Returns False if nothing was left.
 
     Raises ConfigError if another run lives there, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
@@ -58,30 +50,35 @@ def train(decision: "Decision", out: Path) -> bool:
     """
     run = RunDirectory(out)
     training = build_training(decision, run)
-    with training.group.enter_on_rank_zero(run.lock()):
+    group = training.group
+    with group.enter_on_rank_zero(run.lock()):
         create_or_resume(training)
         if _is_finished(training):
             say(f"{out}: {describe_finished(training)}; {describe_how_to_continue(training)}")
             return False
         say_header_lines(training, decision)
-        weights = sum(p.nbytes for p in training.model.parameters())
-        training.group.on_rank_zero(
-            lambda: run.check_space(3 * weights)
-        )  # with the optimizer's moments
-        log = NoLog() if training.group.rank else RunLog(run.path, training.config, training.step)
+        weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
+        # A checkpoint holds the weights and up to two moments of each in the optimizer.
+        group.on_rank_zero(lambda: run.check_space(3 * weight_bytes))
+        log = RunLog(run.path, training.config, training.step) if group.rank == 0 else NoLog()
         bar = TrainingProgressBar(training.step, training.config.train.steps)
         try:
             with machine.catch_signals() as received:
                 if training.step == 0 and training.config.base.run is not None:
-                    log.rewind_to(-1)  # a kill may have come after this line
-                    first = _evaluate(training)
-                    log.write(training.progress.to_metrics() | first)
-                    bar.show(first)
+                    _log_base(training, log, bar)
                 _run_loop(training, log, bar, received)
         finally:
             bar.close()
             log.close()
     return True
+
+
+def _log_base(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
+    """Evaluate and log the weights that a run begins with."""
+    log.rewind_to(-1)  # a kill may have come after this line
+    first = _time_evaluation(training)
+    log.write(training.progress.to_metrics() | first)
+    bar.show(first)
 
 
 def _run_loop(
@@ -94,112 +91,89 @@ def _run_loop(
             _advance(training, log, bar)
             if training.paced:
                 _keep_pace(training, bar)
-            stop, save_requested = training.group.agree_on_signals(
-                received
-            )  # a later signal waits for its own step
+            # Once for each step: a signal that comes later waits for the end of the next one.
+            stop, save_requested = training.group.agree_on_signals(received)
             if _is_save_due(training) or stop is not None or save_requested:
                 received.save = False
-                log.sync()
+                log.sync()  # a checkpoint never knows of more steps than the log
                 started = time.perf_counter()
                 save_checkpoint(training)
-                training.saving = time.perf_counter() - started
+                training.saving_seconds = time.perf_counter() - started
         except DivergedError as error:
             if training.config.train.on_divergence == "stop":
                 raise
             _rewind(training, log, bar, error)
         if stop is not None:
-            name = "Ctrl-C" if stop == signal.SIGINT else signal.Signals(stop).name
-            raise Stopped(
-                stop,
-                f"{training.run.path}: stopped by {name} after step {training.step}, saved; run "
-                f"the same command to resume",
-            )
+            raise Stopped(stop, describe_stopped(training, stop))
     if training.step < training.config.train.steps:
         say(f"ended at step {training.step}: {describe_how_to_continue(training)}")
 
 
 def _advance(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
     """Make one step; log and evaluate when due."""
-    settings, progress = training.config.train, training.progress
+    settings = training.config.train
+    progress = training.progress
+    step_tokens = settings.batch_size * training.config.seq_len
     started = time.perf_counter()
     metrics = train_step(training)
     progress.step += 1
-    progress.tokens += settings.batch_size * training.config.seq_len
+    progress.tokens += step_tokens
     progress.seconds += time.perf_counter() - started
     bar.advance(metrics["train_loss"])
     report_spike(training, metrics["train_loss"])
-    last = training.step == settings.steps
+    is_last = training.step == settings.steps
     record: dict[str, Any] = {}
-    if training.step % settings.log_every == 0 or training.step == 1 or last:
-        steps, seconds = (
-            training.step - training.last_logged[0],
-            progress.seconds - training.last_logged[1],
-        )
-        tokens = steps * settings.batch_size * training.config.seq_len
+    if training.step % settings.log_every == 0 or training.step == 1 or is_last:
+        logged_step, logged_seconds = training.last_logged
+        tokens = (training.step - logged_step) * step_tokens
+        seconds = progress.seconds - logged_seconds
         record |= metrics | {"tokens_per_second": round(tokens / seconds, 1)}
         training.last_logged = (training.step, progress.seconds)
-    if training.step % settings.eval_every == 0 or last:
-        record |= _evaluate(training)
+    if training.step % settings.eval_every == 0 or is_last:
+        record |= _time_evaluation(training)
     if record:
         log.write(progress.to_metrics() | record)
         bar.show(record)
 
 
-def train_step(training: Training) -> dict[str, Any]:
-    """One optimizer update on the windows of the step; returns its metrics."""
-    settings, model, step = training.config.train, training.model, training.step
-    model.train()
-    tokens, targets = training.batches.get_batch(step)  # (B, T) each; of several ranks, (B / W, T)
-    size = settings.micro_batch_size or len(tokens)
-    losses = [0.0] * (settings.batch_size // size)
-    lr = get_learning_rate(settings, step) * training.progress.lr_scale
-    parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
-    for micro, x, y in parts:
-        torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
-        with training.compute.autocast():
-            # Weighted by its rows, so that the gradients add up to those of the whole batch.
-            mean = compute_loss(model, x.to(model.device), y.to(model.device))
-            share = mean * len(x) / settings.batch_size
-        share.backward()
-        training.gradients.after_backward()
-        losses[micro] = share.item()
-    training.gradients.finish()
-    total = training.group.all_reduce_sum(losses)
-    norm = training.gradients.clip(settings.grad_clip)
-    if not math.isfinite(total + norm):  # clipping by a NaN norm would make every gradient NaN
-        raise DivergedError(
-            describe_divergence(training, f"loss {total:.4g}, gradient norm {norm}")
-        )
-    training.optimizer.step(lr)
-    return {"train_loss": total, "lr": lr, "grad_norm": norm}
-
-
-def _evaluate(training: Training) -> dict[str, Any]:
-    """An evaluation, and how long it takes, for the pace."""
+def _time_evaluation(training: Training) -> dict[str, Any]:
+    """Evaluate and sample, and note for the pace how long it takes."""
     started = time.perf_counter()
     metrics = evaluate_and_sample(training)
-    training.evaluating = time.perf_counter() - started
+    training.evaluation_seconds = time.perf_counter() - started
     return metrics
 
 
 def evaluate_and_sample(training: Training) -> dict[str, Any]:
-    """What is logged at each evaluation."""
-    return evaluate_validation(training) | {
-        "sample": generate_sample(training) if training.group.rank == 0 or training.shards else "",
-        "peak_memory": machine.get_peak_memory(training.compute.device),
-    }
+    """Return what is logged at each evaluation."""
+    losses = evaluate_validation(training)
+    # Only rank 0 logs. A sharded model needs every rank for a forward pass, though.
+    samples_here = training.group.rank == 0 or training.placement.is_sharded
+    sample = generate_sample(training) if samples_here else ""
+    peak_memory = machine.get_peak_memory(training.compute.device)
+    return losses | {"sample": sample, "peak_memory": peak_memory}
 
 
 def evaluate_validation(training: Training) -> dict[str, Any]:
     """Evaluate on the validation split, or a fixed part of it, and remember the best step."""
-    settings, corpus, progress = training.config.train, training.corpus, training.progress
-    seq_len, rows = training.config.seq_len, settings.micro_batch_size or 1
+    settings = training.config.train
+    corpus = training.corpus
+    progress = training.progress
+    seq_len = training.config.seq_len
+    rows = settings.micro_batch_size or 1
+    n_tokens = min(corpus.held_out, settings.eval_tokens or corpus.held_out)
     batches = iter_validation_batches(corpus.validation, seq_len, rows, limit=settings.eval_tokens)
-    with training.without_compile():
-        lengths = corpus.tokenizer.compute_byte_lengths()
-        read = min(corpus.held_out, settings.eval_tokens or corpus.held_out)
-        seen = iter_with_progress(batches, "evaluating", math.ceil(read / (rows * seq_len)))
-        result = evaluate(training.model, seen, lengths, training.compute, training.group)
+    shown_batches = iter_with_progress(
+        batches, "evaluating", math.ceil(n_tokens / (rows * seq_len))
+    )
+    with training.enter_inference():
+        result = evaluate(
+            training.model,
+            shown_batches,
+            corpus.tokenizer.compute_byte_lengths(),
+            training.compute,
+            training.group,
+        )
     if not math.isfinite(result.loss):
         raise DivergedError(describe_divergence(training, f"validation loss {result.loss}"))
     losses = {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
@@ -209,29 +183,39 @@ def evaluate_validation(training: Training) -> dict[str, Any]:
 
 
 def generate_sample(training: Training) -> str:
-    """What the model would write now; drawing it does not touch the training."""
-    settings = training.config.sample
-    settings = settings.model_copy(
-        update={
-            "max_new_tokens": min(MAX_SAMPLE_TOKENS, settings.max_new_tokens),
-            "overflow": "stop",
-        }
-    )
-    model, tokenizer = training.model, training.corpus.tokenizer
-    limit = training.config.model.context_length
+    """Return what the model would write now; drawing it does not touch the training."""
+    limits = {
+        "max_new_tokens": min(MAX_SAMPLE_TOKENS, training.config.sample.max_new_tokens),
+        "overflow": "stop",
+    }
+    settings = training.config.sample.model_copy(update=limits)
+    model = training.model
+    tokenizer = training.corpus.tokenizer
+    context_length = training.config.model.context_length
     tokens = encode_start(tokenizer, settings)
-    text = Text(0, tokens, limit, tokenizer=tokenizer, stops=settings.stop)
+    text = Text(0, tokens, context_length, tokenizer=tokenizer, stops=settings.stop)
     model.eval()
     started = time.perf_counter()
-    minutes = training.config.train.minutes
-    alone = training.paced and training.group.world_size == 1  # ranks must draw equally many
-    seconds = SAMPLING * 60 * minutes if minutes is not None and alone else math.inf
-    with training.without_compile():
-        for _, token, _ in decode(TorchEngine(model), [text], settings, limit, training.bias):
+    seconds = _get_sample_seconds(training)
+    with training.enter_inference():
+        drawn = decode(TorchEngine(model), [text], settings, context_length, training.bias)
+        for _, token, _ in drawn:
             text.decode_token(token)
             if time.perf_counter() - started > seconds:
                 break
     return text.text
+
+
+def _get_sample_seconds(training: Training) -> float:
+    """Return how long a sample may take: a share of the minutes, where those limit the run.
+
+    On several processes there is no such limit. Their clocks differ, but they must draw equally
+    many tokens.
+    """
+    minutes = training.config.train.minutes
+    if minutes is None or not training.paced or training.group.world_size > 1:
+        return math.inf
+    return SAMPLE_SHARE_OF_MINUTES * 60 * minutes
 
 
 def _is_finished(training: Training) -> bool:
@@ -239,12 +223,13 @@ def _is_finished(training: Training) -> bool:
 
 
 def _has_stopped_improving(training: Training) -> bool:
-    """Whether the best validation loss is `train.patience` evaluations old.
+    """Return whether the best validation loss is `train.patience` evaluations old.
 
     Only evaluations in the cool-down count: on the plateau the loss goes up and down, and falls
     again later.
     """
-    settings, best = training.config.train, training.progress.best
+    settings = training.config.train
+    best = training.progress.best
     if settings.patience is None or best is None or training.step % settings.eval_every:
         return False
     since = max(best["step"], settings.steps - get_cooldown_steps(settings))
@@ -256,24 +241,37 @@ def _keep_pace(training: Training, bar: TrainingProgressBar) -> None:
 
     No step up to there depends on that number, so the final configuration describes the whole run.
     """
-    config, now = training.config, (training.step, training.progress.seconds)
-    if training.first_update is None:  # a command's first update allocates for all the others
+    config = training.config
+    now = (training.step, training.progress.seconds)
+    first_update = training.first_update
+    if first_update is None:
         training.first_update = now
-    elif training.step % config.train.log_every == 0:
-        pace = (training.first_update, now, training.elapsed, training.corpus.held_out)
-        around = (training.evaluating, training.saving)
-        steps = training.group.on_rank_zero(lambda: compute_paced_steps(config, *pace, *around))
-        if config.train.minutes and steps != config.train.steps:
-            training.config = config.with_train(steps=steps)
-            training.group.on_rank_zero(lambda: training.run.write_config(training.config))
-            bar.set_steps(steps, config.train.minutes)
+        return
+    if training.step % config.train.log_every:
+        return
+    steps = training.group.on_rank_zero(
+        lambda: compute_paced_steps(
+            config,
+            first_update,
+            now,
+            training.elapsed,
+            training.corpus.held_out,
+            training.evaluation_seconds,
+            training.saving_seconds,
+        )
+    )
+    if config.train.minutes and steps != config.train.steps:
+        training.config = config.with_train(steps=steps)
+        training.group.on_rank_zero(lambda: training.run.write_config(training.config))
+        bar.set_steps(steps, config.train.minutes)
 
 
 def _is_save_due(training: Training) -> bool:
-    step, best = training.step, training.progress.best
+    step = training.step
+    best = training.progress.best
     is_best = best is not None and best["step"] == step
-    due = step % training.config.train.save_every == 0
-    return due or is_best or _is_finished(training)
+    is_due = step % training.config.train.save_every == 0
+    return is_due or is_best or _is_finished(training)
 
 
 def _rewind(
@@ -284,7 +282,7 @@ def _rewind(
     A run that is killed after this and resumed reaches the same step, diverges and rewinds again.
     """
     scale = training.progress.lr_scale / 2
-    checkpoint = load_newest_checkpoint(training)
+    checkpoint = training.checkpoints.load_newest()
     if checkpoint is None or scale < MIN_LR_SCALE:
         raise error
     restore_checkpoint(training, checkpoint)

@@ -11,8 +11,8 @@ import pytest
 
 from gptmini import machine
 from gptmini.config.settings import Config
+from gptmini.distributed.gradients import get_odd_part, list_micro_batches
 from gptmini.distributed.group import Group
-from gptmini.distributed.sharding import micro_batches_of
 from gptmini.errors import MachineError
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.decide import decide
@@ -30,14 +30,21 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 
 cases, cache = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-with join_group() as ranks:
+with join_group() as group:
     for name, settings in cases.items():
         run, config, started = Path(name), validate(settings, {}), time.perf_counter()
-        trainer.train(decide_on_all_ranks(config, RunDirectory(run), cache, started, ranks), run)
+        trainer.train(decide_on_all_ranks(config, RunDirectory(run), cache, started, group), run)
 """
 TRAIN = {
-    **{"steps": 4, "eval_every": 2, "save_every": 2, "log_every": 1, "keep": 1},
-    **{"reduce": "exact", "compile": "off", "dtype": "bfloat16", "shard": True},
+    "steps": 4,
+    "eval_every": 2,
+    "save_every": 2,
+    "log_every": 1,
+    "keep": 1,
+    "reduce": "exact",
+    "compile": "off",
+    "dtype": "bfloat16",
+    "shard": True,
 }
 # Widths whose rows do not fill vectors, and fewer rows than ranks; micro-batches in a tree, or
 # added from left to right in groups of three.
@@ -75,15 +82,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return tiny(**settings | {"train": settings["train"] | changes})
 
     def launch(processes: int, chain_steps: int, *cases: str) -> None:
-        asked = {str(folder / f"{case}-{processes}"): config(case) for case in cases}
-        asked[str(folder / "chain")] = config("muon", **CHAIN | {"steps": chain_steps})
+        requested = {str(folder / f"{case}-{processes}"): config(case) for case in cases}
+        requested[str(folder / "chain")] = config("muon", **CHAIN | {"steps": chain_steps})
         (folder / "script.py").write_text(SCRIPT)
-        stated = {name: each.model_dump(exclude_unset=True) for name, each in asked.items()}
+        stated = {name: each.model_dump(exclude_unset=True) for name, each in requested.items()}
         (folder / "cases.json").write_text(json.dumps(stated))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        words = [folder / "script.py", folder / "cases.json", cache]
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={processes}"]
+        command += [str(path) for path in (folder / "script.py", folder / "cases.json", cache)]
         done = subprocess.run(
-            [sys.executable, *(torchrun if processes > 1 else []), *map(str, words)],
+            command,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
@@ -110,7 +120,8 @@ def last(run: Path) -> Checkpoint:
 
 def assert_same(run: Path, other: Path) -> None:
     """Equal weights, state of the optimizer and metrics, to the last bit."""
-    one, two = last(run), last(other)
+    one = last(run)
+    two = last(other)
     for left, right in ((one.model, two.model), (one.optimizer, two.optimizer)):
         assert left.keys() == right.keys()
         assert [name for name in left if not left[name].equal(right[name])] == []
@@ -162,9 +173,10 @@ def test_commands_read_a_sharded_run_as_any_other(runs: Path, gptmini):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (6, 2), (3, 4), (8, 8)])
 def test_every_micro_batch_belongs_to_one_rank(n: int, size: int, sharded: bool):
-    own = [micro_batches_of(n, Group(rank, size), sharded) for rank in range(size)]
-    assert sorted(number for numbers in own for number in numbers) == list(range(n * size))
-    assert {len(numbers) for numbers in own} == {n}
+    run_length = get_odd_part(n) if sharded else n
+    dealt = [list_micro_batches(n, Group(rank, size), run_length) for rank in range(size)]
+    assert sorted(number for numbers in dealt for number in numbers) == list(range(n * size))
+    assert {len(numbers) for numbers in dealt} == {n}
 
 
 def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.state import write_run
+from gptmini.train.create import write_run
 from tests.support import prose
 
 TEXT = prose()

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from gptmini.config.settings import ModelConfig, TrainConfig
-from gptmini.distributed.gradients import make_orthogonalize, one_by_one
+from gptmini.distributed.gradients import make_orthogonalize, orthogonalize_one_by_one
 from gptmini.distributed.group import Group
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Muon, Optimizer, get_learning_rate, orthogonalize
@@ -138,7 +138,7 @@ def test_fast_sums_leave_muon_its_batches():
 
 def test_a_rank_without_matrices_orthogonalizes_none():
     nothing = torch.empty(0, 3, 5)
-    assert one_by_one(nothing).shape == (0, 3, 5)
+    assert orthogonalize_one_by_one(nothing).shape == (0, 3, 5)
 
 
 def test_muon_computes_what_torchs_does():

@@ -40,7 +40,7 @@ import torch
 from torch import distributed
 from gptmini.config.settings import Config
 from gptmini.distributed.group import Group
-from gptmini.distributed.sharding import Shards, create_gradients
+from gptmini.distributed.sharding import Sharded
 from gptmini.model.gpt import compute_loss
 from gptmini.plan.cluster import SIMULATED_COMPUTE, RankCounter
 
@@ -49,16 +49,16 @@ distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=2
 )
 ranks = Group(int(rank), 2)
-shards = Shards(ranks, SIMULATED_COMPUTE.device)
 local = lambda tensors: sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
 
 def found(config):
     train = config.train
-    model = shards.create_model(config.model, train.reduce, SIMULATED_COMPUTE.dtype).train()
+    placement = Sharded(ranks, SIMULATED_COMPUTE, train.reduce)
+    model = placement.create_model(config.model).train()
     model.gradient_checkpointing = train.gradient_checkpointing
     passes = train.batch_size // 2 // train.micro_batch_size
-    adding = create_gradients(train.reduce, model, ranks, passes, sharded=True)
-    optimizer = shards.create_optimizer(model, train, SIMULATED_COMPUTE.dtype)
+    adding = placement.create_gradients(model, passes)
+    optimizer = placement.create_optimizer(model, train)
     held = RankCounter(model)
     held.restart()
     with held:

@@ -19,29 +19,32 @@ from gptmini import files
 from gptmini.cli import app
 from gptmini.distributed import group
 from gptmini.plan import broadcast
-from gptmini.train import state, trainer
+from gptmini.train import build, step, trainer
 
 
 def nan(rank: int) -> None:
     """Rank 1's third update has a loss that is not a number."""
-    loss, calls = trainer.compute_loss, []
+    loss = step.compute_loss
+    calls = []
 
     def broken(*inputs: object) -> object:
         calls.append(1)
-        return loss(*inputs) * (math.nan if rank == 1 and len(calls) == 3 else 1)
+        factor = math.nan if rank == 1 and len(calls) == 3 else 1
+        return loss(*inputs) * factor
 
-    trainer.compute_loss = broken
+    step.compute_loss = broken
 
 
 def seeded(rank: int) -> None:
     """Every rank draws its own initial weights."""
-    draw = state.seed_from
-    state.seed_from = lambda *words: draw(*words, rank)
+    seed_from = build.seed_from
+    build.seed_from = lambda *words: seed_from(*words, rank)
 
 
 def signalled(rank: int, number: int) -> None:
     """Rank 1 gets a signal in its third update."""
-    update, calls = trainer.train_step, []
+    update = trainer.train_step
+    calls = []
 
     def interrupted(training: object) -> object:
         calls.append(1)

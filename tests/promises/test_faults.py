@@ -1,4 +1,4 @@
-"""What can go wrong with a run: crashes, power cuts, full disks, signals, divergence, bad files."""
+"""Runs survive crashes, power cuts, full disks, signals, divergence and bad files."""
 
 import errno
 import json
@@ -22,6 +22,7 @@ from gptmini.config import load
 from gptmini.config.load import list_config_files
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, DivergedError, GptminiError, MachineError
+from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import Optimizer
 from gptmini.runs import tensors
 from gptmini.runs.directory import Checkpoint, RunDirectory
@@ -71,8 +72,11 @@ class Machine:
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, at: int, after: bool) -> None:
-        self.folder, self.at, self.after = folder, at, after
-        self.calls, self.dead = 0, False
+        self.folder = folder
+        self.at = at
+        self.after = after
+        self.calls = 0
+        self.dead = False
         self.synced = {file.stat().st_ino: file.stat().st_size for file in self._files()}
         for owner, name in [
             (os, "replace"),
@@ -122,7 +126,8 @@ class Machine:
 def lost(train: Callable[..., RunDirectory], config: Config, stride: int, tmp: Path) -> list[str]:
     """Crash at every stride-th call and resume; list the runs that end unlike one never stopped."""
     whole = result(train(config, "whole"))
-    bad, at = [], 0
+    bad = []
+    at = 0
     while True:
         at += stride
         for after in (False, True):
@@ -155,7 +160,7 @@ def test_the_test_above_would_notice(train, config, tmp_path, monkeypatch, mutan
         monkeypatch.setattr(files, "atomic_write_bytes", lambda path, data: path.write_bytes(data))
     elif mutant == "no seed":
         seed = torch.manual_seed
-        monkeypatch.setattr(trainer.torch, "manual_seed", lambda n: seed(1) if n < 9 else None)
+        monkeypatch.setattr(torch, "manual_seed", lambda n: seed(1) if n < 9 else None)
     else:
         monkeypatch.setattr(Optimizer, "load_state_dict", lambda *_: None)
     try:
@@ -265,7 +270,8 @@ def test_a_full_disk_is_reported_before_the_first_step(train, config, monkeypatc
 @pytest.mark.parametrize("where", ["train_step", "evaluate", "save_checkpoint"])
 def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeypatch, name, where):
     whole = result(train(config, "whole"))
-    number, said = getattr(signal, name), name.replace("SIGINT", "Ctrl-C")
+    number = getattr(signal, name)
+    shown_name = name.replace("SIGINT", "Ctrl-C")
     function = getattr(trainer, where)
     calls = 0
 
@@ -278,7 +284,8 @@ def test_after_a_signal_anywhere_the_same_command_resumes(train, config, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, where, interrupted)
-        with pytest.raises(GptminiError, match=f"stopped by {said} after step .*saved") as stopped:
+        expected = f"stopped by {shown_name} after step .*saved"
+        with pytest.raises(GptminiError, match=expected) as stopped:
             train(config)
     assert stopped.value.exit_code == 128 + number
     assert result(train(config)) == whole
@@ -302,7 +309,8 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(train, config, monkeypat
 
 def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkeypatch):
     whole = result(train(config, "whole"))
-    save, saved = trainer.save_checkpoint, []
+    save = trainer.save_checkpoint
+    saved = []
 
     def note(training: Any) -> None:
         saved.append(training.step)
@@ -325,7 +333,9 @@ def test_sigusr1_saves_a_checkpoint_and_training_continues(train, config, monkey
 
 def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
     config = config.with_train(save_every=6, eval_every=6)
-    save, update, saved = trainer.save_checkpoint, trainer.train_step, []
+    save = trainer.save_checkpoint
+    update = trainer.train_step
+    saved = []
 
     def ask(training: Any) -> Any:
         if training.step == 2:
@@ -342,13 +352,11 @@ def test_sigusr1_asks_for_one_checkpoint(train, config, monkeypatch):
 
 def diverging(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Let step 5 diverge unless the rate is at most `limit` times the planned one."""
-    loss = trainer.compute_loss
 
     def unstable(training: Any) -> Any:
         bad = training.step == 4 and training.progress.lr_scale > limit
-        monkeypatch.setattr(
-            trainer, "compute_loss", lambda *a: loss(*a) * (float("nan") if bad else 1.0)
-        )
+        factor = float("nan") if bad else 1.0
+        monkeypatch.setattr("gptmini.train.step.compute_loss", lambda *a: compute_loss(*a) * factor)
         return update(training)
 
     update = trainer.train_step
@@ -422,7 +430,8 @@ def test_in_any_history_the_newest_intact_and_the_best_are_there(tmp_path: Path,
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     run = RunDirectory(tmp_path / "run")
     run.create(tiny(), ByteTokenizer())
-    best, whole = 0, []
+    best = 0
+    whole = []
     for step, (is_best, damaged) in enumerate(history, 1):
         best = step if is_best or not best else best
         tensors = {"a": torch.full((2,), float(step))}
@@ -538,7 +547,8 @@ def test_a_run_can_be_read_while_it_is_written(train, config, tmp_path):
             train(busy)
         finally:
             os._exit(0)
-    run, read = RunDirectory(tmp_path / "run"), 0
+    run = RunDirectory(tmp_path / "run")
+    read = 0
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if run.exists and run.list_steps():
             assert run.load_best().model

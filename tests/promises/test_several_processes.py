@@ -21,9 +21,18 @@ SETTINGS = {
     "model": {"n_layer": 2, "d_model": 32, "n_head": 2, "context_length": 32, "dropout": 0.1},
     "tokenizer": {"kind": "byte"},
     "train": {
-        **{"batch_size": 8, "micro_batch_size": 1, "reduce": "exact", "compile": "off"},
-        **{"warmup_steps": 0, "cooldown": 0, "dtype": "bfloat16", "patience": "null"},
-        **{"steps": 4, "eval_every": 2, "save_every": 2, "log_every": 1},
+        "batch_size": 8,
+        "micro_batch_size": 1,
+        "reduce": "exact",
+        "compile": "off",
+        "warmup_steps": 0,
+        "cooldown": 0,
+        "dtype": "bfloat16",
+        "patience": "null",
+        "steps": 4,
+        "eval_every": 2,
+        "save_every": 2,
+        "log_every": 1,
     },
 }
 

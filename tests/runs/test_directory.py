@@ -97,15 +97,15 @@ def save_sharded(run: RunDirectory, whole: Checkpoint, count: int = 2) -> None:
     run.begin_save()
     manifest: Manifest = {}
     for number in range(count):
-        own = {"model": {}, "optimizer": {}}
+        slices = {"model": {}, "optimizer": {}}
         for kind, tensors in (("model", whole.model), ("optimizer", whole.optimizer)):
             for name, tensor in tensors.items():
-                own[kind][name] = RowSlice(tensor, 0, ())
+                slices[kind][name] = RowSlice(tensor, 0, ())
                 if tensor.ndim:
                     rows = part_of(number, count).slice_rows(len(tensor))
-                    own[kind][name] = RowSlice(tensor[rows], rows.start, tuple(tensor.shape))
-        manifest |= run.save_shard(whole.step, number + 1, count, own)
-    run.save(Checkpoint(whole.state, {}, {}), shards=manifest)
+                    slices[kind][name] = RowSlice(tensor[rows], rows.start, tuple(tensor.shape))
+        manifest |= run.save_shard(whole.step, number + 1, count, slices)
+    run.finish_save(whole.state, manifest)
 
 
 def part_of(number: int, count: int) -> ShardSpec:
@@ -127,7 +127,8 @@ def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, b
         save(run, checkpoint(step, best=1))
     template = run.path.with_name("template")
     shutil.copytree(run.path, template)
-    number, killed = 0, True
+    number = 0
+    killed = True
     while killed:
         number += 1
         shutil.rmtree(run.path)
@@ -149,7 +150,8 @@ def test_a_save_killed_anywhere_leaves_an_intact_checkpoint(run: RunDirectory, b
 
 def test_a_checkpoint_is_synced_before_its_name_appears(run: RunDirectory, monkeypatch):
     synced: set[int] = set()
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def note_sync(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)

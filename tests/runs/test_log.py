@@ -25,7 +25,8 @@ def test_tensorboard_has_every_number_and_resumes_with_the_run(text_file, tmp_pa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    cache, run = new_cache(tmp_path), tmp_path / "run"
+    cache = new_cache(tmp_path)
+    run = tmp_path / "run"
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["tensorboard"]})
     train(config, run, cache)
     train(config.with_train(steps=9), run, cache)
@@ -45,7 +46,8 @@ def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
-    logged, log_of_wandb = [], wandb.Run.log
+    logged = []
+    log_of_wandb = wandb.Run.log
     monkeypatch.setattr(
         wandb.Run,
         "log",
@@ -132,7 +134,8 @@ def test_a_log_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, capsys):
 )
 def test_a_line_that_training_did_not_write_is_skipped_with_a_warning(tmp_path, capsys, line):
     path = tmp_path / "metrics.jsonl"
-    first, last = json.dumps(stamp(1)), json.dumps(stamp(3) | EVALUATED)
+    first = json.dumps(stamp(1))
+    last = json.dumps(stamp(3) | EVALUATED)
     path.write_text("\n".join([first, line, line, last, ""]), encoding="latin-1")
     assert log.read_metrics(path) == [stamp(1), stamp(3) | EVALUATED]
     expected = f"warning: {path}: skipped 2 lines not written by training\n"

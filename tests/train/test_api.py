@@ -41,7 +41,8 @@ def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path)
     package.fit(command.load_config(), tmp_path / "again", tmp_path / "cache")
     again = RunDirectory(tmp_path / "again")
     assert again.load_config() == command.load_config()
-    ours, theirs = again.load_newest(), command.load_newest()
+    ours = again.load_newest()
+    theirs = command.load_newest()
     assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
 
 

@@ -20,12 +20,15 @@ TOKENS = torch.arange(24).view(2, 12)
 
 def model_of(n_kv_head: int, **settings) -> GPT:
     torch.manual_seed(0)
-    config = ModelConfig.model_validate(
-        {
-            **{"vocab_size": 30, "n_layer": 2, "n_head": 8, "d_model": 32, "context_length": 12},
-            **{"attention": {"variant": "gqa", "n_kv_head": n_kv_head}, **settings},
-        }
-    )
+    sizes = {
+        "vocab_size": 30,
+        "n_layer": 2,
+        "n_head": 8,
+        "d_model": 32,
+        "context_length": 12,
+        "attention": {"variant": "gqa", "n_kv_head": n_kv_head},
+    }
+    config = ModelConfig.model_validate(sizes | settings)
     return GPT(config).eval()
 
 
@@ -71,7 +74,8 @@ def trained(text_file: Path, tmp_path: Path) -> Run:
 
 
 def test_a_converted_run_generates_and_can_be_trained_further(trained, tmp_path):
-    out, cache = tmp_path / "pooled", tmp_path / "cache"
+    out = tmp_path / "pooled"
+    cache = tmp_path / "cache"
     mqa = {"variant": "mqa", "n_kv_head": None}
     config = convert.convert_run(trained, mqa, None, out, cache)
     assert config.train.steps == 2
@@ -89,7 +93,8 @@ def test_a_converted_run_generates_and_can_be_trained_further(trained, tmp_path)
 
 
 def test_interrupted_uptraining_ends_in_the_same_bits(trained, tmp_path, monkeypatch):
-    cache, ends = tmp_path / "cache", []
+    cache = tmp_path / "cache"
+    ends = []
     heads = {"variant": "gqa", "n_kv_head": 2}
     for name, stop in (("whole", None), ("halved", 2)):
         out = tmp_path / name
@@ -127,7 +132,8 @@ def test_an_interrupted_conversion_leaves_no_run_without_weights(trained, tmp_pa
     def full(*_) -> None:
         raise OSError(28, "no space left on device")
 
-    half, out = {"variant": "gqa", "n_kv_head": 2}, tmp_path / "half"
+    half = {"variant": "gqa", "n_kv_head": 2}
+    out = tmp_path / "half"
     monkeypatch.setattr(RunDirectory, "write_config", full)
     with pytest.raises(OSError, match="no space"):
         convert.convert_run(trained, half, None, out, tmp_path / "cache")

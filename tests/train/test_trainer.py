@@ -16,6 +16,7 @@ from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError, Stopped
 from gptmini.generate.run import Run
 from gptmini.machine import catch_signals, pick_device
+from gptmini.model.gpt import compute_loss
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from tests.support import prepared, tiny
@@ -55,7 +56,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, act) -> None:
     """Do something to the process in the middle of its n-th update."""
-    update, made = trainer.train_step, 0
+    update = trainer.train_step
+    made = 0
 
     def counting(training):
         nonlocal made
@@ -114,7 +116,8 @@ def test_a_second_ctrl_c_stops_at_once():
 
 
 def test_the_same_command_twice_gives_the_same_bits(train, config):
-    first, second = train(config, "a"), train(config, "b")
+    first = train(config, "a")
+    second = train(config, "b")
     assert same(weights(first, 6), weights(second, 6))
     other_seed = train(tiny(data={"path": config.data.path}, train={"seed": 1}), "c")
     assert not same(weights(first, 6), weights(other_seed, 6))
@@ -127,7 +130,9 @@ def test_an_update_is_that_of_the_large_batch(text_file, tmp_path, micro_batch_s
     settings = {"micro_batch_size": micro_batch_size, "grad_clip": grad_clip, "warmup_steps": 5}
     config = tiny(data={"path": str(text_file)}, train=settings | {"dtype": "float32"})
     training = prepared(config, tmp_path / "run", tmp_path / "cache")
-    model, optimizer, given = training.model, training.optimizer, []
+    model = training.model
+    optimizer = training.optimizer
+    rates: list[float] = []
     for step in (2, 5):
         training.progress.step = step
         tokens, targets = training.batches.get_batch(step)
@@ -136,10 +141,10 @@ def test_an_update_is_that_of_the_large_batch(text_file, tmp_path, micro_batch_s
         gradients = torch.autograd.grad(expected_loss, list(model.parameters()))
         norm = sum(gradient.square().sum() for gradient in gradients).sqrt().item()
         assert 0.01 < norm < 1e9
-        optimizer.step = given.append  # type: ignore[method-assign]
+        optimizer.step = rates.append  # type: ignore[method-assign]
         metrics = trainer.train_step(training)
         rate = config.train.lr * {2: 3 / 5, 5: 1}[step]
-        assert given.pop() == metrics["lr"] == pytest.approx(rate)
+        assert rates.pop() == metrics["lr"] == pytest.approx(rate)
         assert metrics["train_loss"] == pytest.approx(expected_loss.item(), rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -164,7 +169,8 @@ def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before
     train, text_file, monkeypatch
 ):
     """On a clock by which step n takes n seconds."""
-    update, now = trainer.train_step, 0.0
+    update = trainer.train_step
+    now = 0.0
 
     def timed(training: Any) -> Any:
         nonlocal now
@@ -233,7 +239,8 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
         training = prepared(config, tmp_path / f"run-{number}", tmp_path / "cache")
         trainer.train_step(training)
         samples.append(trainer.generate_sample(training))
-        tokenizer, model = training.corpus.tokenizer, training.model
+        tokenizer = training.corpus.tokenizer
+        model = training.model
         same_model = Run(tmp_path, training.config, tokenizer, model, cache=tmp_path / "cache")
         drawn = same_model.start([""], use_cache=False, overflow="stop").finish()
         assert samples[-1] == drawn[0].text
@@ -276,7 +283,7 @@ def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, confi
 def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
     def losses(**settings: int) -> tuple[list[float], str]:
         out = train(tiny(data={"path": str(text_file)}, train=settings), f"run-{len(settings)}")
-        lines = (json.loads(line) for line in out.metrics.read_text().splitlines())
+        lines = (json.loads(line) for line in out.metrics_file.read_text().splitlines())
         said = capsys.readouterr().err
         return [line["val_loss"] for line in lines if "val_loss" in line], said
 
@@ -366,8 +373,10 @@ def test_the_same_text_by_another_path_goes_on(train, config, text_file):
 
 def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monkeypatch):
     def poison() -> None:
-        loss = trainer.compute_loss
-        monkeypatch.setattr(trainer, "compute_loss", lambda *a: loss(*a) * float("nan"))
+        def broken(*arguments: Any) -> torch.Tensor:
+            return compute_loss(*arguments) * float("nan")
+
+        monkeypatch.setattr("gptmini.train.step.compute_loss", broken)
 
     stop_after(monkeypatch, 5, poison)
     expected = r"gradient norm nan after step 4, in the windows at tokens \d.*; nothing of it was"
@@ -407,10 +416,10 @@ def test_the_run_directory_holds_what_it_promises(train, config):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monkeypatch, dropout):
     """The same rows again and again, through the same weights: only noise can differ."""
-    loss, losses = trainer.compute_loss, []
+    losses = []
 
     def note(*arguments: Any) -> Any:
-        losses.append(loss(*arguments))
+        losses.append(compute_loss(*arguments))
         return losses[-1]
 
     def update(seed: int, step: int) -> list[float]:
@@ -431,7 +440,7 @@ def test_dropout_differs_by_seed_step_and_micro_batch(text_file, tmp_path, monke
         trainer.train_step(training)
         return [value.item() for value in losses]
 
-    monkeypatch.setattr(trainer, "compute_loss", note)
+    monkeypatch.setattr("gptmini.train.step.compute_loss", note)
     found = [update(1, 0), update(1, 1), update(2, 0)]
     different = {value for values in found for value in values}
     assert len(different) == (12 if dropout else 1)

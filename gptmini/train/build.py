@@ -1,0 +1,93 @@
+"""Builds a training at step 0: model, optimizer and batches, whole or sharded over the ranks."""
+
+import torch
+
+from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints, WholeCheckpoints
+from gptmini.distributed.placement import Placement, Replicated
+from gptmini.distributed.sharding import Sharded
+from gptmini.generate.texts import build_token_bias
+from gptmini.plan.decision import Decision
+from gptmini.plan.timing import compile_blocks
+from gptmini.runs.directory import RunDirectory
+from gptmini.train.batches import Batches, seed_from
+from gptmini.train.state import Progress, Training
+
+
+def build_training(decision: Decision, run: RunDirectory) -> Training:
+    """Build the training of a run at step 0; writes nothing.
+
+    ConfigError for a text of sample.bias or sample.ban that is not one token.
+    """
+    config = decision.config
+    corpus = decision.corpus
+    compute = decision.compute
+    group = decision.group
+    train = config.train
+    placement, checkpoints = _choose_placement(decision, run)
+
+    # Fixed here for all ranks: the same weights everywhere.
+    torch.manual_seed(seed_from(train.seed))
+    model = placement.create_model(config.model)
+    model.gradient_checkpointing = train.gradient_checkpointing
+    if train.compile == "on":
+        compile_blocks(model)
+
+    rank_rows = train.batch_size // group.world_size
+    micro_batch_size = train.micro_batch_size or rank_rows
+    n = rank_rows // micro_batch_size  # micro-batches of each rank
+    micro_batches = placement.list_micro_batches(n)
+    rows: list[int] = []
+    for number in micro_batches:
+        first = number * micro_batch_size
+        rows += range(first, first + micro_batch_size)
+    batches = Batches(
+        corpus.training,
+        config.data.weights,
+        config.seq_len,
+        train.batch_size,
+        train.seed,
+        rows=rows,
+    )
+    return Training(
+        config=config,
+        run=run,
+        corpus=corpus,
+        model=model,
+        optimizer=placement.create_optimizer(model, train),
+        batches=batches,
+        micro_batches=micro_batches,
+        gradients=placement.create_gradients(model, n),
+        placement=placement,
+        checkpoints=checkpoints,
+        group=group,
+        compute=compute,
+        progress=_start_progress(decision),
+        bias=build_token_bias(corpus.tokenizer, config.sample),
+        paced=decision.paced,
+        started=decision.started,
+    )
+
+
+def _choose_placement(decision: Decision, run: RunDirectory) -> tuple[Placement, CheckpointStore]:
+    """Return how the ranks hold the model and its checkpoints: the one place that asks."""
+    group = decision.group
+    train = decision.config.train
+    if train.shard and group.world_size > 1:
+        sharded = Sharded(group, decision.compute, train.reduce)
+        return sharded, ShardedCheckpoints(run, group, sharded)
+    return Replicated(group, decision.compute, train.reduce), WholeCheckpoints(run, group)
+
+
+def _start_progress(decision: Decision) -> Progress:
+    """Return the progress at step 0, with all that the last bit of a result depends on."""
+    corpus = decision.corpus
+    compute = decision.compute
+    return Progress(
+        corpus=corpus.content,
+        tokenizer=corpus.tokenizer.fingerprint,
+        torch=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        device=compute.device.type,
+        dtype=str(compute.dtype).removeprefix("torch."),
+        compile=decision.config.train.compile,
+    )

@@ -1,0 +1,51 @@
+"""One update: the loss and gradients of a batch, clipped, and a step of the optimizer.
+
+Letters: B rows of a batch, T positions, W processes.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from gptmini.errors import DivergedError
+from gptmini.model.gpt import compute_loss
+from gptmini.model.optim import get_learning_rate
+from gptmini.train.batches import seed_from
+from gptmini.train.messages import describe_divergence
+from gptmini.train.state import Training
+
+
+def train_step(training: Training) -> dict[str, Any]:
+    """Make one optimizer update on the windows of the step; returns its metrics.
+
+    The batch is computed in micro-batches, whose gradients add up to those of the whole.
+    """
+    settings = training.config.train
+    model = training.model
+    step = training.step
+    model.train()
+    tokens, targets = training.batches.get_batch(step)  # (B / W, T) each
+    size = settings.micro_batch_size or len(tokens)
+    # By micro-batch of the step: all ranks' losses are added in one order.
+    losses = [0.0] * (settings.batch_size // size)
+    parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
+    for micro, x, y in parts:
+        torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
+        with training.compute.autocast():
+            mean_loss = compute_loss(model, x.to(model.device), y.to(model.device))
+            # Weighted by its rows, so that the gradients add up to those of the whole batch.
+            share = mean_loss * len(x) / settings.batch_size
+        share.backward()
+        training.gradients.after_backward()
+        losses[micro] = share.item()
+    training.gradients.finish()
+    loss = training.group.all_reduce_sum(losses)
+    norm = training.gradients.clip(settings.grad_clip)
+    # Clipping by a norm that is NaN makes every gradient NaN: none of them may reach the weights.
+    if not math.isfinite(loss + norm):
+        problem = f"loss {loss:.4g}, gradient norm {norm}"
+        raise DivergedError(describe_divergence(training, problem))
+    lr = get_learning_rate(settings, step) * training.progress.lr_scale
+    training.optimizer.step(lr)
+    return {"train_loss": loss, "lr": lr, "grad_norm": norm}
