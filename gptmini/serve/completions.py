@@ -78,7 +78,7 @@ class Completion:
         self.include_usage = bool(fields["stream_options"].get("include_usage"))
         prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
         _require(len(prompts) * n <= max_texts, f"n: at most {max_texts} texts per request")
-        texts = []
+        texts: list[Text] = []
         for prompt in prompts:
             texts += [self._create_text(run, number, prompt) for number in range(n)]
         self._first_of_each_prompt = texts[::n]
@@ -89,7 +89,7 @@ class Completion:
         score_prompt = echo and n_logprobs is not None
         # Filled by the callbacks, in the event loop: the index of a text and its events.
         self.events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
-        self._choices = []
+        self._choices: list[_Choice] = []
         for index, text in enumerate(texts):
             callback = self._create_callback(index)
             request = Request(
