@@ -33,7 +33,7 @@ BYTES_PER_TOKEN = 200  # besides weights and expectations
 
 
 class LogitLens(NamedTuple):
-    """What a model expects after each token, judged after each stage (the "logit lens").
+    """The tokens that a model expects next, read off after each stage (the "logit lens").
 
     `tokens` and `probabilities` (S, T, N) are the likeliest next tokens. `target_ranks` (from 1)
     and `target_probabilities` (S, T) are those of the token that came next, 0 at the last position.

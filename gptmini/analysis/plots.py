@@ -21,7 +21,7 @@ MIN_PANEL_INCHES = 2.2
 MAX_FULL_SIZE_TOKENS = 40  # cells shrink beyond that many
 COLOR_MAP = "magma_r"
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
-MAX_NUMBERED_TOKENS = 12  # up to so many, weights are written into their cells
+MAX_NUMBERED_TOKENS = 12  # maps of up to this many show each weight as a number
 MONOSPACE_FONT = "DejaVu Sans Mono"  # comes with matplotlib
 
 

@@ -128,7 +128,7 @@ def _open_prepared(
     settings = config.data
     if settings.split == "documents":
         raise ConfigError(
-            "data.split: documents are not told apart in token files; leave it out, or name what "
+            "data.split: token files do not say where documents begin; leave it out, or name what "
             "to hold out in data.validation_path"
         )
     training: list[TokenFile] = []

@@ -83,7 +83,7 @@ class Text:
         self.context = prompt_tokens[-context_length:]
         self.context_start = len(prompt_tokens) - len(self.context)  # tokens that have slid out
         self.n_cached = 0  # the KV cache holds this many tokens at the start of `context`
-        self.n_logits = 1  # the last so many tokens of `context` need logits
+        self.n_logits = 1  # logits are needed for this many tokens at the end of `context`
         self.n_reused = 0  # prompt tokens whose keys were copied from another text
         # For `decode_token`.
         self._tokenizer = tokenizer

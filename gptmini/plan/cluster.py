@@ -288,7 +288,7 @@ class PassFigures:
     scattered: int
 
     def extrapolate(self, deeper: "PassFigures", times: int) -> "PassFigures":
-        """Add so many times the difference to a deeper model."""
+        """Add `times` the difference to a deeper model."""
         pairs = zip(astuple(self), astuple(deeper), strict=True)
         return PassFigures(*(few + (more - few) * times for few, more in pairs))
 

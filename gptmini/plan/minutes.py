@@ -26,9 +26,9 @@ FINAL_SAMPLE_SECONDS = 2
 # Evaluations, but for the one at the end, take at most this share of the time.
 MAX_EVALUATION_SHARE = 0.05
 MAX_EVALUATIONS = 10
-# An interval between evaluations that much longer: the machine may turn out to be that much faster.
+# Evaluate this much less often than there is time for: the machine may turn out to be faster.
 EVALUATION_INTERVAL_MARGIN = 1.25
-# An evaluation may take so many times what is estimated: ranking a large vocabulary's logits.
+# An evaluation may take this many times its estimate: a large vocabulary's logits are ranked.
 MAX_EVALUATION_SLOWDOWN = 2
 # Tokens at each evaluation; fewer say nothing.
 MIN_EVAL_TOKENS = 1024
@@ -44,7 +44,7 @@ TARGET_HEAD_DIM = 64
 # Until the text is read.
 ASSUMED_VOCAB_SIZE = 1024
 
-# A fine-tuning should make so many updates. Where the base's own batch leaves time for fewer, rows
+# Fine-tuning aims at this many updates. Where the base's own batch leaves time for fewer, rows
 # become shorter, down to MIN_ROW_LENGTH, which also spares memory; then fewer. It ends where the
 # optimizer's update takes longer than the passes: smaller batches would hardly be faster.
 TARGET_UPDATES = 60

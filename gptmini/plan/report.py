@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # importing it takes a second, which only accelerators need
 STARTUP_SECONDS = 5
 # On two cores.
 COMPILE_SECONDS = 12
-# KV caches are listed for so many positions, in context lengths.
+# The KV cache is listed at these multiples of the context length.
 CACHE_CONTEXTS = (1, 4, 16)
 INDENT = " " * 12
 
@@ -168,7 +168,7 @@ def _list_cache_sizes(model: ModelConfig) -> list[dict[str, Any]]:
 
 
 def _describe_cache(model: ModelConfig, n_kv_head: int) -> dict[str, Any]:
-    """Describe the KV cache of the model if it had so many KV heads."""
+    """Describe the KV cache that the model would need with `n_kv_head` KV heads."""
     attention = model.attention.model_copy(update={"variant": "gqa", "n_kv_head": n_kv_head})
     grouped = model.model_copy(update={"attention": attention})
     sizes = {}

@@ -30,7 +30,7 @@ from gptmini.generate.sampler import draw_token
 from gptmini.generate.texts import Text
 
 # The cost of a forward pass is counted in tokens. Besides the arithmetic for each token, every pass
-# reads all weights from memory, which takes about as long as the arithmetic for so many tokens.
+# reads all weights from memory, which takes about as long as the arithmetic of this many tokens.
 WEIGHTS_COST_IN_TOKENS = 16
 
 

@@ -167,7 +167,7 @@ class Bench:
 
 
 def list_planned_settings(name: str, text: BenchText) -> Iterator[str]:
-    """What the plan would choose, as a configuration has it."""
+    """List the settings that the plan would choose, with the values of a configuration."""
     config = load_config(DEFAULT_CONFIG_FILE if name == "default" else find_config_file(name), [])
     for section, keys in PLANNED.items():
         values = getattr(config, section)

@@ -82,7 +82,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], n_new: int, seed: in
 
 
 async def load(url: str, prompts: list[list[int]], n_clients: int, n_new: int) -> list[Times]:
-    """Send all prompts, from so many clients at a time."""
+    """Send all prompts, from `n_clients` clients at a time."""
     found: list[Times] = []
     waiting = iter(enumerate(prompts))
     limits = httpx.Limits(max_connections=None)
@@ -104,7 +104,7 @@ def format_percentiles(values: list[float]) -> str:
 
 
 def time_processes(run: str, n_clients: int, n_texts: int, n_new: int) -> float:
-    """Time one `gptmini generate` for each text, so many at a time, in seconds."""
+    """Time one `gptmini generate` per text, `n_clients` at a time, in seconds."""
     words = [sys.executable, "-m", "gptmini", "generate", run, "--max-new-tokens", str(n_new)]
     started = time.perf_counter()
     running: list[subprocess.Popen[bytes]] = []

@@ -212,7 +212,7 @@ def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
     metrics = runs.train("shakespeare-char-best", *(["train.steps=3"] if quick else []))
     minutes = (time.perf_counter() - started) / 60
     lowest = find_lowest_loss(metrics)
-    yield f"| lowest loss in {minutes:.1f} minutes, all told | | {lowest:.4f} | |"
+    yield f"| lowest loss in {minutes:.1f} minutes in all | | {lowest:.4f} | |"
 
 
 def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:

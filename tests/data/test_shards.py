@@ -219,7 +219,7 @@ def test_misuse_is_one_line_with_a_remedy(folder: Path, tmp_path: Path):
         prepared(whole, Path(text), kind="")
     with pytest.raises(DataError, match="prepared with byte, 257 tokens, not with char"):
         prepared(whole, kind="char")
-    with pytest.raises(ConfigError, match="documents are not told apart in token files"):
+    with pytest.raises(ConfigError, match="token files do not say where documents begin"):
         prepared(whole, kind="", split="documents")
     (folder / "8.txt").write_text("a file that came later")
     shards.prepare_part(asked(folder), 2, 2, whole)
