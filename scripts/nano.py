@@ -52,7 +52,7 @@ def main() -> None:
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     print(corpus.format_summary(config.tokenizer.kind).strip())
 
-    # 3. The model. Its weights are random, so it takes every token for about equally likely.
+    # 3. The model. Its weights are random, so every token is about equally likely.
     torch.manual_seed(options.seed)
     model = GPT(config.model)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters")
@@ -103,7 +103,7 @@ def generate(model: GPT, corpus: Corpus, config: Config, prompt: str, n_tokens: 
     """Draw one token after another. The cache keeps keys and values, so each is read once."""
     cache = KVCache(config.model, batch_size=1, device=model.device, dtype=torch.float32)
     tokenizer = corpus.tokenizer
-    unread = tokenizer.encode(prompt).tolist() or [tokenizer.document_token]  # begins a document
+    unread = tokenizer.encode(prompt).tolist() or [tokenizer.document_token]  # <|endoftext|>
     generated: list[int] = []
     model.eval()
     for position in range(min(n_tokens, config.model.context_length - len(unread))):

@@ -1,7 +1,7 @@
 """Adds gradients: over the micro-batches of a rank, then over the ranks.
 
 `ExactGradients` adds them in one binary tree over all micro-batches of a step. Each rank has a
-contiguous stretch of them, which is a subtree, so that 1, 2, 4 or 8 ranks make the same bits, given
+contiguous block of them, which is a subtree, so that 1, 2, 4 or 8 ranks make the same bits, given
 micro-batches of one size and as many threads for each rank. `FastGradients` adds them in the order
 in which they come, and sends them while the backward pass still runs.
 
@@ -30,7 +30,7 @@ class Gradients:
         self.parameters = list(parameters)
 
     def after_backward(self) -> None:
-        """Take note of the backward pass of a micro-batch."""
+        """Add the gradients of a micro-batch; called after its backward pass."""
 
     def finish(self) -> None:
         """Make every parameter's gradient that of the whole step, on all ranks."""
@@ -95,7 +95,7 @@ def get_odd_part(number: int) -> int:
 
 
 def list_micro_batches(n: int, group: Group, run_length: int) -> list[int]:
-    """Deal the n · W micro-batches of a step in runs; return this rank's, by number in the step."""
+    """Assign the n · W micro-batches of a step in contiguous blocks; return those of this rank."""
     numbers = []
     for number in range(n * group.world_size):
         if number // run_length % group.world_size == group.rank:

@@ -74,7 +74,7 @@ class Group:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the JSON value of every rank, by rank.
 
-        RankError for a rank whose heart stops beating before its value arrives.
+        RankError for a rank whose heartbeat stops before its value arrives.
         """
         if self.world_size == 1:
             return [value]
@@ -142,7 +142,7 @@ class Group:
             raise RankError(*lines) if self.rank == 0 else RankError()
 
     def _wait_for_value(self, key: str, rank: int) -> Any:
-        """Poll for a rank's value as long as its heart beats.
+        """Poll for a rank's value as long as its heartbeat goes on.
 
         store.wait() would block in C++, where no signal is answered, and could not tell a slow rank
         from a dead one.
@@ -174,7 +174,7 @@ class Group:
         return RankError(f"{' and '.join(names)} {reason}" if names else f"the ranks: {reason}")
 
     def find_lost_ranks(self, reason: str) -> RankError:
-        """Return the error for a broken connection, naming the ranks whose hearts have stopped.
+        """Return the error for a broken connection, naming the ranks whose heartbeats have stopped.
 
         A broken connection does not say which rank is gone: gloo names a socket, and every rank
         that has noticed leaves and breaks more connections.

@@ -1,8 +1,8 @@
-"""From logits to one token: bias and bans, penalties, temperature, top-k, top-p, min-p, the draw.
+"""From logits to one token: bias and bans, penalties, top-k, temperature, top-p, min-p, the draw.
 
 A draw is a pure function of the logits, the settings and one number in [0, 1), and that number
-depends only on the seed, the text and the position in it. So a text comes out the same in every
-batch, and a drafted token (speculative.py) is verified by drawing the real one.
+depends only on the seed, the number of the text and the position in it. So a text comes out the
+same in every batch, and a drafted token (speculative.py) is verified by drawing the real one.
 
 Letters: V vocabulary, N tokens that pass the filters.
 """
@@ -20,9 +20,9 @@ from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.ranking import TokenIds, TokenWeights, find_top_k, find_top_p, sample_index
 
 
-def draw_uniform(seed: int, number: int, position: int) -> float:
+def draw_uniform(seed: int, text_number: int, position: int) -> float:
     """Make a random number in [0, 1) for a draw, the same on every machine and in every batch."""
-    digest = hashlib.blake2b(f"{seed} {number} {position}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed} {text_number} {position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) * 2.0**-53  # 53 bits fill a float64
 
 
@@ -44,9 +44,10 @@ def filter_probabilities(
     """Choose the tokens (N,) that may be drawn from logits (V,); return them and their weights.
 
     The tokens are None for all V; after top-k or top-p they run from most to least likely. The
-    weights (N,) are probabilities that are not normalized. Top-p keeps the smallest set of most
+    weights (N,) are unnormalized probabilities. Top-p keeps the smallest set of most
     likely tokens with at least that probability (Holtzman et al. 2020), min-p the tokens at least
-    that fraction as likely as the most likely one (Nguyen et al. 2024).
+    that fraction as likely as the most likely one (Nguyen et al. 2024). Raises ConfigError if no
+    token is left.
     """
     tokens: TokenIds | None = None
     values = logits.numpy()  # (V,)

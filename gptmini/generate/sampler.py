@@ -1,10 +1,11 @@
 """The sampling loop: draw the next token of every text, until all have ended.
 
-Texts are drawn together, and each comes out as if it were alone. When a text fills the context of
-the model, `sample.overflow` decides: `error` refuses it before it begins, `stop` ends it, and
-`slide` keeps the newer half of the context and prefills it again from position 0. Sliding works for
-learned and rotary positions and for windowed layers alike, costs about one prefilled token for each
-token drawn, and shows the model the same tokens at the same positions with and without the cache.
+Texts are sampled as a batch; each gets exactly the tokens that it would get alone. When a text
+fills the context of the model, `sample.overflow` decides: `error` refuses it before it begins,
+`stop` ends it, and `slide` keeps the newer half of the context and prefills it again from position
+0. Sliding works for learned and rotary positions and for windowed layers alike, costs about one
+prefilled token for each token drawn, and shows the model the same tokens at the same positions with
+and without the cache.
 
 `speculative.py` draws the same tokens, several in one pass.
 
@@ -82,7 +83,8 @@ def append_token(text: Text, token: int, sample: SampleConfig, context_length: i
     elif len(text.context) > context_length:
         if sample.overflow == "stop":
             text.finish_reason = "context"
-        # Keep half: sliding by one would recompute the whole context for each token.
+        # Slide (`error` was refused by check_overflow), and keep half: sliding by one would
+        # recompute the whole context for each token.
         kept = max(1, context_length // 2)
         text.context_start += len(text.context) - kept
         text.context = text.context[-kept:]

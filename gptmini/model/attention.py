@@ -8,7 +8,8 @@ H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 20
 multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
 serves all three: query head h reads KV head h // (H / G), and keys and values are never repeated.
 
-Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size.
+Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size, V head size of
+the values (K in the model).
 """
 
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ class Attention(nn.Module):
         cache: "LayerCache | None" = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Let each position of x (B, T, D) read itself and the ones before: -> (B, T, D).
+        """Compute causal self-attention over x (B, T, D) -> (B, T, D).
 
         With a cache, x continues the positions already in it. `padding` (B,) is the number of
         padding tokens at the left of each row.
@@ -72,7 +73,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (B, T, D) to queries (B, H, T, K), keys and values (B, G, T, K).
 
-        Queries and keys are normed and rotated; values are not.
+        Queries and keys are normalized and rotated; values are not.
         """
         heads = (-1, self.head_dim)
         q = self.q_proj(x).unflatten(-1, heads)  # (B, T, H·K) -> (B, T, H, K)
@@ -99,16 +100,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Average, for each query, the values it sees: q (B, H, T, K) -> (B, H, T, K).
 
-        k and v are (B, G, T, K), those of the cache come before them. `cache` and `padding` are
+        k and v (B, G, T, K) are appended to the cache, if there is one. `cache` and `padding` are
         those of `forward`.
         """
         T = q.shape[2]
         start = cache.length if cache is not None else 0
-        queries = torch.arange(start, start + T, device=q.device)  # positions (T,)
-        keys = queries
+        query_positions = torch.arange(start, start + T, device=q.device)  # (T,)
+        key_positions = query_positions
         if cache is not None:
-            k, v, keys = cache.append(k, v)  # (B, G, S, K), (B, G, S, K), positions (S,)
-        mask = self.mask(queries, keys, padding)
+            k, v, key_positions = cache.append(k, v)  # (B, G, S, K), (B, G, S, K), (S,)
+        mask = self.mask(query_positions, key_positions, padding)
         dropout = self.dropout if self.training else 0.0
         return attend(q, k, v, mask, dropout, self.backend)
 
@@ -227,7 +228,9 @@ def _attend_eager(
     # Heads that share a KV head are stacked along the query axis, so that k and v are not repeated.
     stacked = (q * K**-0.5).reshape(B, G, H // G * T, K)
     scores = (stacked @ k.transpose(-1, -2)).view(B, H, T, S)
-    sees_nothing = None  # which queries a mask hides every key from; under a causal one, none
+    sees_nothing = (
+        None  # (..., T, 1): rows with no visible key; None if there are none by construction
+    )
     if causal:
         positions = torch.arange(T, device=q.device)
         scores = scores + _make_bias(make_mask(positions, positions), q.dtype)  # (B, H, T, S)
@@ -330,10 +333,10 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache per layer: 2 · G · K numbers per row and stored position.
+    """One LayerCache per layer: 2 · G · K elements per row and stored position.
 
-    Layers with a window store `spare` positions more than it, so that `truncate` can take back as
-    many tokens.
+    Layers with a window store `spare` extra positions, so that `truncate` can take back up to
+    `spare` tokens.
     """
 
     def __init__(

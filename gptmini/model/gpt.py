@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with the norm before each branch.
+    """A pre-norm decoder-only transformer.
 
     Raises ConfigError if the configuration lacks vocab_size.
     """
@@ -79,7 +79,7 @@ class GPT(nn.Module):
     def forward_hidden(
         self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
     ) -> Tensor:
-        """Tokens (B, T) -> the normed output of the last block (B, T, D).
+        """Tokens (B, T) -> the normalized output of the last block (B, T, D).
 
         With a cache, the tokens continue those already in it. `padding` (B,), as from
         `compute_left_padding`, is the number of padding tokens at the left of each row; every row
@@ -119,7 +119,7 @@ def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def init_weights(model: GPT) -> None:
-    """Draw the weights much as GPT-2 does (Radford et al. 2019; its positions have std 0.01).
+    """Draw the weights much as GPT-2 does (Radford et al. 2019, where positions have std 0.01).
 
     | role                                            | distribution              |
     |-------------------------------------------------|---------------------------|
@@ -127,7 +127,7 @@ def init_weights(model: GPT) -> None:
     | projections that read the residual stream       | normal, std 0.02          |
     | o_proj and down_proj, which add to it           | normal, std 0.02 / √(2 L) |
     | biases                                          | 0                         |
-    | norm weights                                    | 1                         |
+    | norm weights                                    | 1, as PyTorch makes them  |
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -22,7 +22,7 @@ class Dropout(nn.Module):
     """Zeroes each element with probability p, rounded to a multiple of 1/256; scales up the rest.
 
     A random byte per element decides. On a CPU this is four times as fast as torch's dropout, which
-    draws a whole number per element on one core (16 x 256 x 192 elements: 1.2 ms instead of 5.5).
+    draws a full-width number per element on one core (16 x 256 x 192 elements: 1.2 ms, not 5.5).
     """
 
     def __init__(self, p: float | None) -> None:
@@ -69,7 +69,7 @@ class MLP(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions: cosines and sines of position · theta^(-2i/K) (Su et al. 2021)."""
+    """Rotary position embedding (Su et al. 2021): cos and sin of position · theta^(-2i/K)."""
 
     cosines: Tensor
     sines: Tensor
@@ -85,7 +85,7 @@ class Rotary(nn.Module):
         self.register_buffer("sines", angles.sin().float(), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up positions (T,) -> twice (T, K/2), or positions (B, T) -> twice (B, 1, T, K/2)."""
+        """Look up positions (T,) -> a pair of (T, K/2), or (B, T) -> a pair of (B, 1, T, K/2)."""
         cosines = self.cosines[positions]
         sines = self.sines[positions]
         if positions.ndim == 2:  # rows with padding of their own, the same for all heads
@@ -94,15 +94,15 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: list[float]) -> Tensor:
-    """Slow down frequencies (K/2,) for a longer context, as in Llama 3.1.
+    """Scale RoPE frequencies (K/2,) for a longer context, as Llama 3.1 does.
 
-    `scaling` is (factor, low, high, context), where `context` is the original length. Frequencies
-    with at most `low` full turns in it are divided by `factor`; those with at least `high` are
-    kept; in between, interpolate.
+    `scaling` is (factor, low_freq_factor, high_freq_factor, original context length). Frequencies
+    with at most low_freq_factor periods in the original context are divided by factor; those with
+    at least high_freq_factor are kept; in between, interpolate.
     """
     factor, low, high, context = scaling
-    turns = context * frequencies / (2 * torch.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divide, 1: keep
+    periods = context * frequencies / (2 * torch.pi)
+    kept = ((periods - low) / (high - low)).clamp(0, 1)  # 0: divide, 1: keep
     return frequencies * (kept + (1 - kept) / factor)
 
 

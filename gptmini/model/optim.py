@@ -15,17 +15,20 @@ from gptmini.model.gpt import GPT
 
 
 def get_learning_rate(config: TrainConfig, step: int) -> float:
-    """Warm up linearly, stay at lr, then cool down towards min_lr."""
+    """Warm up linearly, stay at lr, then decay to min_lr: a warmup-stable-decay schedule.
+
+    The decay is linear or a cosine, over the last `cooldown` of the steps.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     cooldown = get_cooldown_steps(config)
     remaining = config.steps - step
     if remaining > cooldown:
         return config.lr
-    share = remaining / cooldown
+    fraction = remaining / cooldown
     if config.schedule == "cosine":
-        share = 0.5 - 0.5 * math.cos(math.pi * share)
-    return config.min_lr + (config.lr - config.min_lr) * share
+        fraction = 0.5 - 0.5 * math.cos(math.pi * fraction)
+    return config.min_lr + (config.lr - config.min_lr) * fraction
 
 
 def get_cooldown_steps(config: TrainConfig) -> int:
@@ -48,9 +51,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum: no direction of a matrix learns faster than another.
+    """Orthogonalized momentum (Jordan et al. 2024): no direction of a matrix learns faster.
 
-    Two things differ from torch.optim.Muon (Jordan et al. 2024). Matrices of one shape are
+    Two things matter beside torch.optim.Muon. Matrices of one shape are
     orthogonalized in one batch, which takes half the time for small ones (24 matrices of width 256:
     15 ms instead of 30 on two cores). And it computes in `dtype`, because not every processor is
     fast at bfloat16.

@@ -2,5 +2,5 @@
 
 Read `scheduler` (one thread that generates the texts of all callers), `completions` (the JSON of a
 request to texts, and back), then `server` (routes, limits, signals). `page.html` is the page that a
-browser shows. Of the rest of gptmini, this room needs only `generate/`.
+browser shows. Of the rest of gptmini, this package needs only `generate/`.
 """

@@ -1,10 +1,10 @@
 """Batches of windows of the corpus: which ones a step reads is a pure function of (seed, step).
 
 The training tokens are cut into windows of seq_len tokens, side by side. Each epoch visits every
-window once, in an order and from a first position drawn from (seed, epoch). The order is a
-permutation that needs no memory, a Feistel network over the numbers of the windows. So nothing
-about it is ever saved, and any number of processes can compute it. Weighted texts have epochs of
-their own and take turns in a fixed pattern, the mixture cycle.
+window once, in a shuffled order and from an offset, both functions of (seed, text, epoch). The
+order is a permutation that needs no memory, a Feistel network over the numbers of the windows. So
+nothing about it is ever saved, and any number of processes can compute it. Weighted texts have
+epochs of their own and take turns in a fixed pattern, the mixture cycle.
 
 Letters: B batch, T positions (seq_len).
 """
@@ -22,12 +22,12 @@ FEISTEL_ROUNDS = 4
 IGNORE_INDEX = -100  # a target that does not count, as in torch
 
 
-def seed_from(*words: int) -> int:
-    """Hash words to a number in [0, 2⁶³): the source of all randomness in training.
+def seed_from(*numbers: int) -> int:
+    """Hash integers to a seed in [0, 2⁶³): the source of all randomness in training.
 
     For example, `seed_from(seed, step, micro_batch)` seeds the dropout of a micro-batch.
     """
-    text = ",".join(map(str, words)).encode()
+    text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
@@ -52,8 +52,8 @@ class Batches:
         self.seed = seed
         self.rows = rows or range(batch_size)
         self.window_counts = [count_windows(text, seq_len) for text in texts]
-        # The mixture cycle. Of each text: how many places of a cycle it has. Of each place: which
-        # text has it, and how many places that text has before this one.
+        # The mixture cycle. cycle_shares[t]: places of text t in a cycle. owners[p]: the text at
+        # place p. before[p]: earlier places of that text.
         self.cycle_shares = apportion(weights or [1.0], MIXTURE_CYCLE_WINDOWS)
         key = seed_from(seed)
         order = sorted(
@@ -86,7 +86,7 @@ class Batches:
         visits = cycle * self.cycle_shares[which] + self.before[place]  # of this text so far
         epoch, index = divmod(visits, count)
         window = permute(index, count, seed_from(self.seed, which, epoch))
-        # Each epoch begins the first window elsewhere, as far as the last one still fits.
+        # Each epoch shifts all windows by a random offset; the last window must still fit.
         offsets = min(self.seq_len, len(text) - count * self.seq_len)
         offset = seed_from(self.seed, which, epoch, 1) % offsets
         return which, offset + window * self.seq_len
@@ -102,9 +102,9 @@ def iter_validation_batches(
     """Yield tokens and targets (B, T) in which each token of a text but its first is a target once.
 
     All other targets are IGNORE_INDEX. Windows of seq_len lie side by side or begin `stride` apart;
-    with a stride, each token after the first window has more than seq_len - stride before it. The
-    last window of a text may be shorter. With a `limit`, yield about as many targets: of each text
-    the same share of its windows, spread evenly and always the same.
+    with a stride, each token after the first window has more than seq_len - stride tokens of
+    context. The last window of a text may be shorter. With a `limit`, only about that many tokens
+    are targets: those of the same fraction of each text's windows, spread evenly, always the same.
     """
     total = sum(map(len, texts))
     stride = stride or seq_len

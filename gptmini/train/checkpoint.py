@@ -19,7 +19,7 @@ BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile")
 def save_checkpoint(training: Training) -> None:
     """Write a checkpoint of this step, unless there is one.
 
-    DivergedError for weights that are not finite: an update may spoil them after a finite loss.
+    DivergedError for weights that are not finite: an update may corrupt them after a finite loss.
     """
     if training.saved_step == training.step:
         return

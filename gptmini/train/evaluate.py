@@ -1,6 +1,6 @@
-"""The loss on held-out text: every token but the first is predicted once, without randomness.
+"""The loss on held-out text, without randomness.
 
-Letters: B batch, T positions, D width, V vocabulary, W windows.
+Letters: B batch, T positions, D width, V vocabulary, N windows.
 """
 
 import math
@@ -24,9 +24,9 @@ MAX_ERROR_BLOCKS = 100  # blocks of text whose losses are treated as independent
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The sums over each of W windows, and the figures that follow from them.
+    """The sums over each of N windows, and the figures that follow from them.
 
-    `nats`, `tokens` and `bytes` of text are (W,). `correct` counts the tokens of all windows that
+    `nats`, `tokens` and `bytes` of text are (N,). `correct` counts the tokens of all windows that
     the model found the most likely.
     """
 
@@ -80,7 +80,7 @@ class Evaluation:
 
 
 def _compute_standard_error(sums: FloatArray, sizes: FloatArray) -> float | None:
-    """Compute the standard error of Σ sums / Σ sizes by batch means; None for a single window.
+    """Compute the standard error of Σ sums / Σ sizes by block means; None for a single window.
 
     Losses of neighboring tokens are correlated, those of large blocks hardly. So the spread of the
     blocks' means says how far off the total may be.
@@ -90,12 +90,12 @@ def _compute_standard_error(sums: FloatArray, sizes: FloatArray) -> float | None
         return None
     total = _sum_blocks(sums, count)
     size = _sum_blocks(sizes, count)
-    rest = total - sums.sum() / sizes.sum() * size  # what each block has above the mean
-    return float(np.sqrt(count / (count - 1) * (rest @ rest)) / sizes.sum())
+    residuals = total - sums.sum() / sizes.sum() * size  # of each block
+    return float(np.sqrt(count / (count - 1) * (residuals @ residuals)) / sizes.sum())
 
 
 def _sum_blocks(values: FloatArray, count: int) -> FloatArray:
-    """Sum each of `count` blocks of values (W,): -> (count,)."""
+    """Sum each of `count` blocks of values (N,): -> (count,)."""
     return np.array([block.sum() for block in np.array_split(values, count)])
 
 
@@ -122,10 +122,10 @@ def evaluate(
         else:  # another rank's batch: its sums are added to zeros
             parts.append(torch.zeros(4, len(targets), dtype=torch.float64))
     if number % group.world_size < group.rank:
-        # The others have made one pass more. Ranks that share the weights must make equally many.
+        # With sharded weights, every rank must make equally many passes, or all-gathers hang.
         compute_token_losses(model, inputs, inputs)
     model.train(was_training)
-    sums = group.all_gather(torch.cat(parts, 1)).sum(0)  # (ranks, 4, W) -> (4, W)
+    sums = group.all_gather(torch.cat(parts, 1)).sum(0)  # (ranks, 4, N) -> (4, N)
     nats, tokens, text_bytes, correct = sums.numpy()
     return Evaluation(nats, tokens, text_bytes, int(correct.sum()))
 
@@ -138,13 +138,13 @@ def _sum_over_windows(
     compute: Compute,
 ) -> Tensor:
     """Sum the nats, tokens, bytes and correct predictions of each row of targets (B, T): (4, B)."""
-    counts = targets != IGNORE_INDEX  # (B, T)
-    known = targets.where(counts, 0)  # (B, T)
+    is_target = targets != IGNORE_INDEX  # (B, T)
+    safe_targets = targets.where(is_target, 0)  # (B, T)
     with compute.autocast():
-        losses, target_ranks = compute_token_losses(model, inputs, known)  # (B, T) each
-    n_bytes = torch.from_numpy(byte_lengths[known.numpy()])  # (B, T)
-    kinds = [losses, torch.ones_like(losses), n_bytes, target_ranks == 1]
-    sums = [(values * counts).double().sum(1) for values in kinds]  # (B,) each
+        losses, target_ranks = compute_token_losses(model, inputs, safe_targets)  # (B, T) each
+    n_bytes = torch.from_numpy(byte_lengths[safe_targets.numpy()])  # (B, T)
+    columns = [losses, torch.ones_like(losses), n_bytes, target_ranks == 1]
+    sums = [(values * is_target).double().sum(1) for values in columns]  # (B,) each
     return torch.stack(sums)
 
 

@@ -1,4 +1,4 @@
-"""Words the messages of a training: its header, and why it ends, stops or worries."""
+"""The messages of a training: its header, and why it ends, stops or warns."""
 
 import signal
 import statistics

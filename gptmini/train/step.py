@@ -17,7 +17,7 @@ from gptmini.train.state import Training
 
 
 def train_step(training: Training) -> dict[str, Any]:
-    """Make one optimizer update on the windows of the step; returns its metrics.
+    """Make one optimizer update on the windows of the step, and return its metrics.
 
     The batch is computed in micro-batches, whose gradients add up to those of the whole.
     """
@@ -27,7 +27,8 @@ def train_step(training: Training) -> dict[str, Any]:
     model.train()
     tokens, targets = training.batches.get_batch(step)  # (B / W, T) each
     size = settings.micro_batch_size or len(tokens)
-    # By micro-batch of the step: all ranks' losses are added in one order.
+    # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the
+    # same numbers in the same order.
     losses = [0.0] * (settings.batch_size // size)
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
@@ -35,17 +36,17 @@ def train_step(training: Training) -> dict[str, Any]:
         with training.compute.autocast():
             mean_loss = compute_loss(model, x.to(model.device), y.to(model.device))
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
-            share = mean_loss * len(x) / settings.batch_size
-        share.backward()
+            loss = mean_loss * len(x) / settings.batch_size
+        loss.backward()
         training.gradients.after_backward()
-        losses[micro] = share.item()
+        losses[micro] = loss.item()
     training.gradients.finish()
-    loss = training.group.all_reduce_sum(losses)
+    total_loss = training.group.all_reduce_sum(losses)
     norm = training.gradients.clip(settings.grad_clip)
     # Clipping by a norm that is NaN makes every gradient NaN: none of them may reach the weights.
-    if not math.isfinite(loss + norm):
-        problem = f"loss {loss:.4g}, gradient norm {norm}"
+    if not math.isfinite(total_loss + norm):
+        problem = f"loss {total_loss:.4g}, gradient norm {norm}"
         raise DivergedError(describe_divergence(training, problem))
     lr = get_learning_rate(settings, step) * training.progress.lr_scale
     training.optimizer.step(lr)
-    return {"train_loss": loss, "lr": lr, "grad_norm": norm}
+    return {"train_loss": total_loss, "lr": lr, "grad_norm": norm}

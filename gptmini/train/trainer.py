@@ -1,7 +1,8 @@
 """The training loop: update, then log, evaluate, save.
 
-Everything random is a function of (seed, step, micro-batch). A run that was stopped and resumed
-therefore makes the same weights as one that never stopped, and nothing random is saved.
+Every random number is a hash of the seed and of where it is used: step and micro-batch, text and
+epoch. So a run that was stopped and resumed makes the same weights as one that never stopped, and
+nothing random is saved.
 """
 
 import math
@@ -37,14 +38,14 @@ from gptmini.train.state import Training
 from gptmini.train.step import train_step
 
 MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
-SAMPLE_SHARE_OF_MINUTES = 0.01  # at most, for each sample
+MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
 def train(decision: Decision, out: Path) -> bool:
-    """Train a run to its last step, resuming it if it exists. Returns False if nothing was left.
+    """Train a run to its last step, resuming it if it exists; False if it was finished already.
 
-    Raises ConfigError if another run lives there, DataError if the text has changed,
+    Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
     CheckpointError if no checkpoint is whole, DivergedError for a loss that is not finite, and
     Stopped after a signal, once everything is saved.
     """
@@ -95,7 +96,7 @@ def _run_loop(
             stop, save_requested = training.group.agree_on_signals(received)
             if _is_save_due(training) or stop is not None or save_requested:
                 received.save = False
-                log.sync()  # a checkpoint never knows of more steps than the log
+                log.sync()  # so that the log never lags behind a checkpoint
                 started = time.perf_counter()
                 save_checkpoint(training)
                 training.saving_seconds = time.perf_counter() - started
@@ -215,7 +216,7 @@ def _get_sample_seconds(training: Training) -> float:
     minutes = training.config.train.minutes
     if minutes is None or not training.paced or training.group.world_size > 1:
         return math.inf
-    return SAMPLE_SHARE_OF_MINUTES * 60 * minutes
+    return MAX_SAMPLE_TIME * 60 * minutes
 
 
 def _is_finished(training: Training) -> bool:
@@ -239,7 +240,8 @@ def _has_stopped_improving(training: Training) -> bool:
 def _keep_pace(training: Training, bar: TrainingProgressBar) -> None:
     """Before the cool-down, fit the number of steps to the minutes at the speed so far.
 
-    No step up to there depends on that number, so the final configuration describes the whole run.
+    Steps before the cool-down do not depend on the total, so the final configuration describes the
+    whole run.
     """
     config = training.config
     now = (training.step, training.progress.seconds)
