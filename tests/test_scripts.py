@@ -200,7 +200,7 @@ def test_gpu_check_runs_every_part_on_a_cpu(tmp_path: Path):
 
 
 def test_gpu_check_goes_on_after_a_part_that_fails_or_hangs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS / "bench")
+    monkeypatch.syspath_prepend(SCRIPTS)
     import gpu_check
 
     def hangs(_: object) -> Iterator[tuple[str, int]]:

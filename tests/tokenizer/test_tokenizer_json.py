@@ -92,6 +92,7 @@ def trained(style: str = "GPT-2", **model: Any) -> Any:
     options = {"special_tokens": ["<|endoftext|>", "<pad>"], "initial_alphabet": alphabet}
     trainer = trainers.BpeTrainer(vocab_size=800, show_progress=False, **options)
     there.train_from_iterator([TEXT, LEFT * 9, RIGHT * 9, "a   1  \n" * 99], trainer)
+    there.encode_special_tokens = True  # a special token in a text is text, as it is here
     return there
 
 
@@ -107,8 +108,7 @@ def test_theirs_gives_the_same_ids_here(style):
     ours = imported(there)
     assert ours.document_token == there.token_to_id("<|endoftext|>")
     for text in texts():
-        if "<|" not in text:
-            assert ours.encode(text).tolist() == there.encode(text).ids, repr(text)
+        assert ours.encode(text).tolist() == there.encode(text).ids, repr(text)
 
 
 STYLES = {style: (trained(style), imported(trained(style))) for style in PRE}
