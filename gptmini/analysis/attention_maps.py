@@ -165,7 +165,7 @@ class HeadSummary(NamedTuple):
 def summarize_heads(weights: Tensor) -> list[HeadSummary]:
     """Summarize weights (L, H, T, T), without the first query, which can see only itself."""
     L, H, T, _ = weights.shape
-    start = 1 if T > 1 else 0  # the first query, if there is no other
+    start = 1 if T > 1 else 0  # skip the first query, unless it is the only one
     rows = weights[:, :, start:]
     previous = weights.diagonal(-1, 2, 3) if T > 1 else weights[..., 0]
     first = rows[..., 0]

@@ -165,7 +165,7 @@ def _parse_sampling(options: Settings, assignments: list[str] | None) -> Setting
 
 
 def _point_out_line_breaks(prompt: str | None, stop: list[str] | None) -> None:
-    """Say that a backslash and an n, typed in a shell, are no line break."""
+    """Warn that a backslash and an n typed in a shell are not a line break."""
     from gptmini.console import say
 
     labeled = [("--prompt", prompt or "")]
