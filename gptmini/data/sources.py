@@ -317,7 +317,7 @@ def _find_files(path: str, errors: str) -> list[File]:
 
 
 def _skip_binary_files(path: str, files: list[File]) -> list[File]:
-    """Leave out files that are not text, with a warning; DataError if there are no others."""
+    """Leave out files that are not text, with a warning; DataError if nothing is left."""
     binary = {file: kind for file in files if (kind := _detect_binary_file(file))}
     if not binary:
         return files
