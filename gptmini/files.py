@@ -13,12 +13,16 @@ import os
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gptmini.errors import ConfigError, DataError, describe_invalid_utf8
+
+IS_WINDOWS = sys.platform == "win32"
+RENAME_DELAYS_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 DEFAULT_CACHE_DIR = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
@@ -115,13 +119,20 @@ def _remove_output(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Rename a directory, then delete it, so that half of it never looks complete."""
+    """Rename a directory, then delete it, so that half of it never looks complete.
+
+    On Windows it stays, for the next call to remove, while another process reads a file in it.
+    """
     for leftover in path.parent.glob(".trash-*"):  # of a process that was killed
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=IS_WINDOWS)
     if path.exists():
         trash = path.with_name(f".trash-{path.name}")
-        os.replace(path, trash)
-        shutil.rmtree(trash)
+        try:
+            _replace(path, trash)
+        except PermissionError:
+            if not IS_WINDOWS:
+                raise
+        shutil.rmtree(trash, ignore_errors=IS_WINDOWS)
 
 
 # -- the steps of a durable write ------------------------------------------------------------------
@@ -137,13 +148,27 @@ def write_and_sync(path: Path, data: bytes) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Give a synced file or directory its final name, durably."""
-    os.replace(source, target)
+    _replace(source, target)
     sync_directory(target.parent)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename, replacing `target`; on Windows, wait for whoever has one of the two open.
+
+    A virus scanner opens new files, `generate` and `plot` those of a run.
+    """
+    for delay in RENAME_DELAYS_SECONDS if IS_WINDOWS else ():
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            time.sleep(delay)
+    os.replace(source, target)
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory survive a power cut."""
-    if sys.platform == "win32":  # cannot open directories
+    if IS_WINDOWS:  # cannot open directories
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -157,6 +182,9 @@ def sync(descriptor: int) -> None:
     if sys.platform == "darwin":  # fsync there leaves data in the drive's own cache
         import fcntl  # noqa: PLC0415 - not on Windows
 
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError:  # network drives, exFAT and FUSE refuse it
+            pass
+    os.fsync(descriptor)

@@ -142,6 +142,9 @@ def _prepare_output() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the end
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+            if sys.platform == "win32" and not stream.isatty():
+                # A pipe or a file gets what the other systems write, not the code page of Windows.
+                stream.reconfigure(encoding="utf-8", newline="\n")
 
 
 def _catch_stop_signals() -> None:
