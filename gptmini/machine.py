@@ -35,6 +35,12 @@ class Compute:
         enabled = self.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device, which goes on computing meanwhile if it is a GPU."""
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
     def synchronize(self) -> None:
         """Wait until the device has finished, so that the time read next is right."""
         if self.device.type != "cpu":
