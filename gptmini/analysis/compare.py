@@ -33,6 +33,7 @@ from gptmini.analysis.variants import (
     describe_table,
     drop_steep_start,
     format_comparison,
+    list_warnings,
     to_json,
 )
 from gptmini.config import load, yamlfile
@@ -246,7 +247,8 @@ def build_page(variants: list[Variant]) -> bytes:
         parts.append(_build_differences(variants))
     parts.append(_build_charts(variants))
     title = f"{', '.join(variant.name for variant in variants)} compared"
-    return page.render_page(title, "; ".join(describe_table(variants)), parts)
+    introduction = "; ".join([*describe_table(variants), *list_warnings(variants)])
+    return page.render_page(title, introduction, parts)
 
 
 def _build_differences(variants: list[Variant]) -> page.PageItem:

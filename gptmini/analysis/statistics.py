@@ -2,8 +2,8 @@
 
 Runs of equal seed read the same text in the same order, so they are compared pair by pair (Student
 1908). Runs of other seeds are compared by their means; their spreads may differ (Welch 1947).
-Several comparisons are corrected together (Holm 1979). All of it takes the figures of a variant for
-normally distributed over seeds, and of one run says nothing. Loads no torch.
+Several comparisons are corrected together (Holm 1979). All of it assumes that the figures of a
+variant are normally distributed over seeds. Loads no torch.
 """
 
 import math
@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy as np
 
-ERROR_RATE = 0.05  # how often at most, if nothing differs, any verdict says that something does
+ERROR_RATE = 0.05  # of all verdicts of a comparison together, if no variant differs
 POWER = 0.8  # how often the seeds needed for a difference show it
 MAX_SEEDS = 1000
 FRACTION_TERMS = 50  # for a relative error of 2e-11 at up to 10,000 degrees of freedom
@@ -23,10 +23,10 @@ BISECTIONS = 40
 
 @dataclass(frozen=True)
 class Estimate:
-    """A difference of two means, by `counts` figures of some `variances`.
+    """An estimated difference of two means.
 
-    Those are of the differences of pairs, one of each, or of the two sides, two of each. There are
-    no variances if a side has a single run.
+    `variances` and `counts` are those of the figures behind it: of the differences of pairs, or of
+    each of the two sides. `variances` is empty where a side has a single run.
     """
 
     difference: float
@@ -61,7 +61,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """An estimate among several, corrected for their number. None stands for the unknown.
+    """An estimate among several, corrected for their number. Unknown figures are None.
 
     The interval is `difference` ± `half_width`. On its own it covers the true difference with the
     probability `confidence`, at least 95 %, and it excludes 0 exactly if `p_corrected` is at most
@@ -128,8 +128,8 @@ def adjust(p_values: Sequence[float]) -> list[tuple[float, float]]:
     """Correct p-values for their number; returns each with the rate that its test is held to.
 
     By Holm's method, the smallest of n counts n times, the next n - 1 times, and so on, none for
-    less than the one before it. So of all verdicts on equal variants, some one is wrong at most at
-    ERROR_RATE, however they depend on each other.
+    less than the one before it. If no variant differs, the chance of any verdict at all is then at
+    most ERROR_RATE, however the estimates depend on each other.
     """
     n = len(p_values)
     adjusted = [(0.0, 0.0)] * n
@@ -171,12 +171,12 @@ def conclude(estimates: Sequence[Estimate], notable: float) -> list[Difference]:
 def count_seeds_needed(estimate: Estimate, notable: float, error_rate: float) -> int | None:
     """Count the seeds with which a true difference shows with POWER; None beyond MAX_SEEDS.
 
-    It takes the variances for those that more seeds would have. From a few seeds they are rough.
+    It assumes that more seeds have the same variances, which a few seeds estimate roughly.
     """
 
     def suffices(seeds: int) -> bool:
         planned = Estimate(notable, estimate.variances, (seeds,) * len(estimate.counts))
-        # For the power, Student's t stands for its noncentral kin; they agree within a seed.
+        # Student's t in place of the noncentral t, which gives the same number within a seed.
         power_quantile = find_t_quantile(2 * (1 - POWER), planned.freedom)
         margin = power_quantile * planned.standard_error
         return compute_half_width(planned, error_rate) + margin <= notable

@@ -247,11 +247,14 @@ def _format_seeds_needed(found: Difference) -> str:
 
 def describe_differences(variants: list[Variant]) -> list[str]:
     """Say, in short lines, what the figures of the differences are."""
-    comparisons = console.format_count(len(variants) - 1, "comparison")
-    lines = [
-        f"± 95 % and p: over seeds, corrected for {comparisons}; pairs: of equal seed",
-        f"seeds for {NOTABLE_DIFFERENCE}: each, to show a difference so large 4 times in 5",
-    ]
-    if min(len(variant.runs) for variant in variants) == 1:
+    lines = []
+    n_known = sum(found.p is not None for found in compare_with_first(variants))
+    if n_known:
+        corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
+        lines += [
+            f"± 95 % and p: over seeds{corrected}; pairs: of equal seed",
+            f"seeds for {NOTABLE_DIFFERENCE}: per variant, to show such a difference 4 times in 5",
+        ]
+    if n_known < len(variants) - 1:
         lines.append("one run says nothing about the spread over seeds; try --seeds 3")
     return lines
