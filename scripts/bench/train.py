@@ -252,7 +252,7 @@ def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
             timed = time_step(full, compute, 4, compiled)
             seconds = timed.passes + timed.update
             cells.append(f"{seconds:.3f} s, {work / seconds / reached:.0%}")
-        yield f"| {name}: share of {reached / 1e9:.0f} GFLOP/s | {' | '.join(cells)} | |"
+        yield f"| {name}: share of {reached / 1e9:.0f} GFLOP/s | {' | '.join(cells)} |"
 
 
 PARTS = {
