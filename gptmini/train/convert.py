@@ -37,8 +37,7 @@ def convert_run(
     ConfigError if the heads do not pool that way or `out` is taken, DataError if the text changed.
     """
     directory = RunDirectory(out)
-    if directory.exists:
-        raise ConfigError(f"--out {out}: already holds a run; choose another directory")
+    _check_no_run(directory)
     config = _build_uptraining_config(run, attention, steps)
     _check_heads(run, config)
     weights = pool_kv_heads(run.model.state_dict(), config.model)
@@ -56,8 +55,15 @@ def convert_run(
         )
     training.model.load_state_dict(weights)
     with directory.lock():
+        _check_no_run(directory)  # another process may have made one meanwhile
         create_run_with_weights(training)
     return training.config
+
+
+def _check_no_run(directory: RunDirectory) -> None:
+    """Raise ConfigError if there is a run already."""
+    if directory.exists:
+        raise ConfigError(f"--out {directory.path}: already holds a run; choose another directory")
 
 
 def _check_heads(run: Run, config: Config) -> None:
@@ -70,7 +76,13 @@ def _check_heads(run: Run, config: Config) -> None:
             f"--attention: {run.path} has {before} KV heads, which do not pool into {after}; "
             f"choose one of {divisors}"
         )
-    if config.model == run.config.model:
+    # Names may differ: gqa:2 of two heads is mha, and a window of the whole context is none.
+    layers = range(config.model.n_layer)
+    same_windows = all(
+        config.model.get_cache_length(layer) == run.config.model.get_cache_length(layer)
+        for layer in layers
+    )
+    if before == after and same_windows:
         raise ConfigError(
             f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
         )
