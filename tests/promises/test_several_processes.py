@@ -213,6 +213,15 @@ def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
     assert run.list_steps() == []
 
 
+def test_a_rank_that_cannot_read_the_checkpoint_ends_all_with_its_line(train):
+    train(2, train={"steps": 2})
+    _, codes, said = train(2, fault="unreadable")
+    assert codes == [4, 4]
+    (line,) = errors(said)
+    assert line.startswith("gptmini: rank 1: ")
+    assert line.endswith("step 2: damaged")
+
+
 def test_a_full_disk_on_rank_0_ends_all_with_its_line(train):
     _, codes, said = train(2, fault="full")
     assert codes == [5, 5]
