@@ -33,7 +33,7 @@ class CheckpointError(GptminiError):
 
 
 class MachineError(GptminiError):
-    """A limit of the machine: disk, permissions, memory, device."""
+    """A limit of the machine: disk, permissions, memory, device, packages."""
 
     exit_code = 5
 
@@ -56,6 +56,20 @@ class Stopped(GptminiError):  # noqa: N818 - not an error
     def __init__(self, signal_number: int, line: str) -> None:
         super().__init__(line)
         self.exit_code = 128 + signal_number
+
+
+def make_missing_package_error(feature: str, package: str, extra: str) -> MachineError:
+    """Return the error for an optional package that is not installed; `feature` needs it."""
+    return MachineError(
+        f"{feature}: {package} is not installed; run pip install -e '.[{extra}]' in gptmini's "
+        f"checkout"
+    )
+
+
+def shorten(value: object, length: int = 60) -> str:
+    """Cut a value for a message, which may come from a file or a user and be of any length."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def describe_os_error(error: Exception) -> str:

@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
-from gptmini.errors import DataError, describe_invalid_utf8, describe_os_error
+from gptmini.errors import (
+    DataError,
+    describe_invalid_utf8,
+    describe_os_error,
+    make_missing_package_error,
+)
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
 
 CONVERT_REMEDY = "convert it, or pass --errors replace"
@@ -121,14 +126,12 @@ def _decompress(file: File, raw: BinaryIO) -> BinaryIO:
 
 
 def _import_pyarrow(file: File) -> Any:
-    """Import pyarrow, which only some formats need; DataError if it is not installed."""
+    """Import pyarrow, which only some formats need; MachineError if it is not installed."""
     try:
         import pyarrow  # noqa: PLC0415 - optional, and slow to load
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError:
-        raise DataError(
-            f"{file.path}: zstd and Parquet need pyarrow; run pip install pyarrow"
-        ) from None
+        raise make_missing_package_error(str(file.path), "pyarrow", "data") from None
     return pyarrow
 
 

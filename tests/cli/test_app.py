@@ -207,6 +207,17 @@ def test_help_at_80_columns_is_whole(gptmini, monkeypatch):
     check(typer.main.get_command(app.app))
 
 
+def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypatch):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").touch()
+    monkeypatch.delitem(sys.modules, "gptmini.serve.server", raising=False)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, _, err = gptmini("serve", "runs/a")
+    assert code == 5
+    assert re.search(r"serve: \w+ is not installed; run pip install -e '\.\[serve\]' in", err)
+
+
 def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     command = f"'{sys.executable}' -m gptmini generate runs/text --max-new-tokens 4000 | head -c 5"

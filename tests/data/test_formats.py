@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gptmini.config.settings import DataConfig
 from gptmini.data import formats, sources
-from gptmini.errors import DataError
+from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
@@ -182,7 +182,7 @@ def test_without_pyarrow_its_formats_name_the_extra(tmp_path: Path, monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     for name in ("a.parquet", "a.txt.zst"):
         (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(DataError, match="run pip install pyarrow"):
+        with pytest.raises(MachineError, match=rf"{name}: pyarrow is not .*-e '.\[data\]'"):
             documents(tmp_path / name)
 
 
