@@ -126,6 +126,14 @@ def test_the_bits_do_not_depend_on_how_many_matrices_a_rank_has(train):
     assert same(weights(one), weights(four))
 
 
+def test_a_matrix_of_one_row_is_sharded_too(train):
+    changes = {"model": {"d_ff": 1}, "train": {"shard": True, "steps": 2}}
+    one, *_ = train(1, "one", **changes)
+    two, codes, _ = train(2, "two", **changes)
+    assert codes == [0, 0]
+    assert same(one.load_newest().model, two.load_newest().model)
+
+
 def test_an_odd_number_of_micro_batches_has_its_tree_too(train):
     settings = {"batch_size": 12, "micro_batch_size": 1, "optimizer": "adamw"}
     one, *_ = train(1, "one", train=settings)
