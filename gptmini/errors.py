@@ -78,6 +78,13 @@ def describe_os_error(error: Exception) -> str:
     return reason.lower()
 
 
+def describe_lookup_error(error: Exception) -> str:
+    """Describe data of an unexpected form, as an error of Python tells of it."""
+    if isinstance(error, KeyError):
+        return f"{shorten(repr(error.args[0]))} is missing"
+    return f"damaged ({shorten(error, 120)})"
+
+
 def describe_invalid_utf8(where: object, position: str, remedy: str = "convert it to UTF-8") -> str:
     """Describe bytes that are not UTF-8; `position` reads "at byte 11"."""
     return f"{where}: not UTF-8 {position}; {remedy}"
