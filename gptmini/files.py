@@ -103,9 +103,12 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 def atomic_output(out: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes `out` when the block ends.
 
-    Nothing of it stays if the block raises. ConfigError if `out` exists, MachineError if another
+    Nothing of it stays if the block raises. ConfigError if `out` exists or has a name that not all
+    programs could open, MachineError if another
     process is writing it or if it cannot be written.
     """
+    if not _is_utf8(out):
+        raise ConfigError(f"--out {str(out)!a}: not UTF-8; choose another name")
     folder = out.with_name(f".partial-{out.name}")
     partial = folder / out.name
     with _report_failed_output(out, partial):
@@ -123,6 +126,15 @@ def atomic_output(out: Path) -> Iterator[Path]:
                 rename(partial, out)
             finally:
                 shutil.rmtree(folder)
+
+
+def _is_utf8(path: Path) -> bool:
+    """Tell whether a path is UTF-8: bytes that are not stand in it as lone surrogates."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

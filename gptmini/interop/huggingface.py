@@ -279,7 +279,8 @@ def write_folder(
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
         files.write_and_sync(folder / name, text.encode())
-    files.write_and_sync(folder / "README.md", _build_model_card(run, model_type).encode())
+    card = _build_model_card(run, model_type).encode(errors="replace")  # its name may be any bytes
+    files.write_and_sync(folder / "README.md", card)
     _write_tensors(folder, architectures.to_hf(model_type, config, weights))
     files.sync_directory(folder)
 

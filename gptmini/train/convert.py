@@ -33,7 +33,8 @@ def convert_run(
 ) -> Config:
     """Create a run at step 0 with the weights of another and different attention settings.
 
-    It is configured to train at half the learning rates, by default for a tenth of the steps.
+    It is configured to train at half the learning rates, by default for a tenth of the steps. An
+    imported run keeps its rates: it is trained by `train --from`, which halves them.
     ConfigError if the heads do not pool that way or `out` is taken, DataError if the text changed.
     """
     directory = RunDirectory(out)
@@ -91,15 +92,16 @@ def _check_heads(run: Run, config: Config) -> None:
 def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | None) -> Config:
     """Return the configuration of the shorter training that follows the pooling."""
     train = run.config.train
+    lr_scale = LR_SCALE if run.corpus else 1.0
     steps = steps or max(1, round(STEPS_SHARE * train.steps))
     tree = run.config.model_dump()
     if tree.pop("base")["run"] is not None:  # its tokenizer cannot be learned from its text
         tree["tokenizer"] = {"kind": str(run.path / "tokenizer.json")}
     tree["model"]["attention"] |= attention
     tree["train"] |= {
-        "lr": LR_SCALE * train.lr,
-        "muon_lr": LR_SCALE * train.muon_lr,
-        "min_lr": LR_SCALE * train.min_lr,
+        "lr": lr_scale * train.lr,
+        "muon_lr": lr_scale * train.muon_lr,
+        "min_lr": lr_scale * train.min_lr,
         "minutes": None,
         "steps": steps,
         "warmup_steps": steps // 10,

@@ -130,6 +130,7 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     )
     converted = load_run(tmp_path / "mqa", "cpu", "float32", cache)
     assert converted.config.model.n_kv_head == 1
+    assert converted.config.train.lr == imported.config.train.lr  # `train --from` halves it
     assert converted.config.model.rope_scaling == [8.0, 1.0, 4.0, 32.0]
     assert export_run(converted, tmp_path / "out", cache=cache).architecture == "llama"
 
