@@ -4,7 +4,7 @@ A token file has three parts:
 
     header      version, bytes per token, number of tokens, bytes of text, number of documents, and
                 the SHA-256 of the tokenizer, of the content and of the table
-    tokens      little-endian, 16 or 32 bits each; a document token before each document
+    tokens      little-endian, 16 or 32 bits each; an end-of-text token before each document
     table       the SHA-256 of every HASH_BLOCK_BYTES of tokens
 
 A file gets its name only when complete. No token is used before its block has been checked.
@@ -56,7 +56,7 @@ def write_token_file(
         nonlocal text_bytes, documents
         for size, tokens in _encode_in_threads(tokenizer, text_chunks):
             text_bytes += size
-            documents += int((tokens == tokenizer.document_token).sum())
+            documents += int((tokens == tokenizer.eos_token_id).sum())
             advance(size)
             yield tokens.astype(dtype).tobytes()
 
@@ -129,7 +129,7 @@ def _group_chunks(text_chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]
 
 def _encode_chunks(tokenizer: Tokenizer, batch: list[TextChunk]) -> tuple[int, Tokens]:
     """Encode some chunks; returns their bytes of text and their tokens."""
-    document = np.array([tokenizer.document_token], np.uint32)
+    document = np.array([tokenizer.eos_token_id], np.uint32)
     text_bytes = 0
     parts: list[Tokens] = []
     for text, starts_document in batch:
@@ -281,7 +281,7 @@ class Corpus:
 
     @property
     def inner_document_count(self) -> int:
-        """Documents with text before them, whose document tokens each epoch reads.
+        """Documents with text before them, whose end-of-text tokens each epoch reads.
 
         The one at the start of a file is almost always outside the windows.
         """
