@@ -124,7 +124,11 @@ def main() -> None:
         # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
         code = app(_read_arguments(), prog_name="gptmini", standalone_mode=False)
         sys.stdout.flush()  # here, as Python would report a failure at exit in words of its own
-    except (SystemExit, BrokenPipeError):  # typer makes a SystemExit of it
+    except BrokenPipeError:
+        _end_after_closed_pipe()
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # of which typer makes a SystemExit
+            raise
         _end_after_closed_pipe()
     except Exception as error:
         if "--debug" in sys.argv:
