@@ -20,6 +20,8 @@ def import_model(
     from gptmini.console import say
     from gptmini.interop.huggingface import import_model
 
+    if (folder / "config.json").exists() and not out.exists():
+        say(f"{folder}: reading and checking the model")  # half a minute, if it is a large one
     run = import_model(folder, out, context_length, cache)
     n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     name = shlex.quote(str(out))
