@@ -164,7 +164,7 @@ def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[bool]:
     """Lock a folder as `try_lock` does a file, until the block ends."""
-    if sys.platform == "win32":  # cannot open directories
+    if IS_WINDOWS:  # cannot open directories
         yield True
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -204,18 +204,33 @@ def try_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed; False if another process has locked it.
 
     The system releases the lock when the process ends, however it ends, so that a killed one locks
-    nobody out. Where there are no locks, as on Windows and some file systems, returns True.
+    nobody out. Where the file system has no locks, returns True.
     """
-    try:
-        import fcntl  # noqa: PLC0415 - not on Windows
-    except ImportError:
-        return True
+    if IS_WINDOWS:
+        return _try_lock_on_windows(descriptor)
+    import fcntl  # noqa: PLC0415 - not on Windows
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
         return True  # this file system has no locks
+    return True
+
+
+def _try_lock_on_windows(descriptor: int) -> bool:
+    """Lock a byte far behind the end, as others cannot read what Windows has locked."""
+    import msvcrt  # noqa: PLC0415 - only there
+
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+    os.lseek(descriptor, 1 << 30, os.SEEK_SET)
+    try:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EDEADLK)
+    finally:
+        os.lseek(descriptor, position, os.SEEK_SET)
     return True
 
 

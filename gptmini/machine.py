@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from gptmini.errors import ConfigError, MachineError
+from gptmini.files import IS_WINDOWS
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
@@ -134,7 +135,7 @@ def get_peak_memory(device: torch.device) -> int:
 def _get_peak_resident_memory() -> int:
     """Get the peak of main memory, which psutil knows on Windows only."""
     info = psutil.Process().memory_info()
-    if sys.platform == "win32":
+    if IS_WINDOWS:
         return info.peak_wset
     if sys.platform == "linux":
         # Not ru_maxrss: a child process begins with the peak of its parent.

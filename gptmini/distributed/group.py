@@ -14,7 +14,6 @@ import operator
 import os
 import platform
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +35,7 @@ from gptmini.errors import (
     RankError,
     Stopped,
 )
+from gptmini.files import IS_WINDOWS
 from gptmini.machine import ReceivedSignals, catch_signals
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -333,7 +333,7 @@ def _create_store(rank: int) -> Any:
         timeout=timedelta(seconds=JOIN_TIMEOUT_SECONDS),
         wait_for_workers=False,  # they are counted in _connect_all_ranks
         multi_tenant=True,
-        use_libuv=sys.platform != "win32",  # whose wheels of torch lack it
+        use_libuv=not IS_WINDOWS,  # whose wheels of torch lack it
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return PrefixStore(f"gptmini/{attempt}", store)
