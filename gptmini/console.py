@@ -158,6 +158,15 @@ class TrainingProgressBar:
         return f"{line}  {format_duration(seconds_left)} left"
 
 
+def format_bytes(size: float) -> str:
+    """Format a number of bytes: 466 kB."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.2f} GB"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration: 1:35, or 12h31m from an hour on."""
     minutes, rest = divmod(round(seconds), 60)

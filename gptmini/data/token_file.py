@@ -26,6 +26,7 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 
 from gptmini import files
+from gptmini.console import format_bytes
 from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer import chunks
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
@@ -346,7 +347,7 @@ class Corpus:
         chosen = kind == "auto" and not any(file.prepared for file in token_files)
         reason = ", chosen for this text" if chosen else ""
         return (
-            f"  data      {self.name}: {_format_bytes(text_bytes)} -> {token_count:,} tokens "
+            f"  data      {self.name}: {format_bytes(text_bytes)} -> {token_count:,} tokens "
             f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{reason}); "
             f"{self.held_out:,} held out for validation"
         )
@@ -365,11 +366,3 @@ def apportion(weights: list[float], total: int) -> list[int]:
     for i in by_remainder[: total - sum(rounded)]:
         rounded[i] += 1
     return rounded
-
-
-def _format_bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.2f} GB"
