@@ -13,6 +13,7 @@ from gptmini.train.create import create_run, create_run_with_weights
 from gptmini.train.messages import (
     describe_changed_text,
     describe_difference,
+    say_if_rate_rises,
     warn_of_micro_batch_size,
 )
 from gptmini.train.state import Training
@@ -64,6 +65,7 @@ def _resume(training: Training) -> None:
     if checkpoint is not None:
         restore_checkpoint(training, checkpoint)
         warn_of_micro_batch_size(existing, config, run)
+        say_if_rate_rises(existing, config, training.step)
         # A kill may have come between writing a checkpoint and deleting the old ones.
         group.on_rank_zero(lambda: run.prune(training.progress.best, config.train.keep))
         training.started -= training.progress.elapsed
