@@ -199,6 +199,16 @@ def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: 
     assert texts.stdout.strip()
 
 
+def test_no_configuration_has_the_name_of_a_text():
+    """Both would name a run in runs/, and the second one would be refused."""
+    pages = "".join(page.read_text() for page in READMES)
+    configurations = set(re.findall(r"\btrain,? ([\w-]+)\.ya?ml", pages))
+    texts = set(re.findall(r"--data ([\w-]+)\.", pages))
+    assert "first" in configurations
+    assert "my" in texts
+    assert not configurations & texts
+
+
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (143, True), (2, False), (137, False)])
 def test_the_slurm_script_queues_a_job_again_only_if_it_was_stopped(tmp_path, code, requeued):
     """With stand-ins for Slurm's commands; one task of four ends with the code."""
