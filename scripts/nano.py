@@ -103,7 +103,7 @@ def generate(model: GPT, corpus: Corpus, config: Config, prompt: str, n_tokens: 
     """Draw one token after another. The cache keeps keys and values, so each is read once."""
     cache = KVCache(config.model, batch_size=1, device=model.device, dtype=torch.float32)
     tokenizer = corpus.tokenizer
-    unread = tokenizer.encode(prompt).tolist() or [tokenizer.document_token]  # <|endoftext|>
+    unread = tokenizer.encode(prompt).tolist() or [tokenizer.eos_token_id]  # <|endoftext|>
     generated: list[int] = []
     model.eval()
     for position in range(min(n_tokens, config.model.context_length - len(unread))):

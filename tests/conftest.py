@@ -70,7 +70,7 @@ def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
 
 @pytest.fixture
 def tiny_encoding() -> tiktoken.Encoding:
-    """A byte-level BPE of 256 bytes, three merges and a document token."""
+    """A byte-level BPE of 256 bytes, three merges and an end-of-text token."""
     ranks = {bytes([n]): n for n in range(256)} | {b"th": 256, b"the": 257, b" the": 258}
     pattern = r"\s?\w+|\s+|[^\w\s]+"
     special = {"<|endoftext|>": 259}

@@ -194,9 +194,9 @@ def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
     """Spell a token as text and symbols in turn, text first; [] for an empty one.
 
     Symbols make the rest visible: spaces, line ends and other control characters, bytes that are
-    only part of a character (in hex), and the document token.
+    only part of a character (in hex), and the end-of-text token.
     """
-    if token == tokenizer.document_token:
+    if token == tokenizer.eos_token_id:
         return ["", "<doc>"]
     if is_part_of_character(tokenizer, token):
         return ["", tokenizer.decode_token(token).hex()]

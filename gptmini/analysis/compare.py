@@ -135,7 +135,7 @@ def train_all(planned: list[TrainingRun], cache: Path) -> dict[str, list[Path]]:
 
 
 def _describe_length(config: Config) -> str:
-    """Say how long each training takes."""
+    """Say how long each run takes."""
     minutes = config.train.minutes
     if minutes is not None:
         return f"{format_count(minutes, 'minute')} per run"

@@ -113,10 +113,10 @@ def _measure_files(path: Path) -> tuple[int, float]:
     written = 0.0
     for root, _, names in os.walk(path):
         for name in names:
-            with suppress(OSError):  # deleted by a running training
+            with suppress(OSError):  # deleted by a training run
                 status = os.lstat(os.path.join(root, name))
                 size += status.st_size
-                if name != "lock":  # written when a training begins
+                if name != "lock":  # written when a training run begins
                     written = max(written, status.st_mtime)
     return size, written
 

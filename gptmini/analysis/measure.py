@@ -83,7 +83,7 @@ def _measure_run(
         evaluation = evaluate_run(run, text).to_dict()
     lines = list(read_metrics(RunDirectory(run.path).metrics_file))
     speeds = [speed for (speed,) in select_numbers(lines, "tokens_per_second")]
-    speeds = speeds[1:]  # the first includes the start of the training
+    speeds = speeds[1:]  # the first includes the start of the run
     seconds = [second for (second,) in select_numbers(lines, "seconds")]
     peaks = [peak for (peak,) in select_numbers(lines, "peak_memory")]
     return RunMeasurement(

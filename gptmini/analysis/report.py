@@ -82,7 +82,7 @@ def _build_heads(name: str, sample: str, cache: Path) -> page.PageItem:
     max_tokens = min(MAX_SAMPLE_TOKENS, first.config.model.context_length)
     tokens = first.encode(sample, "sample")[:max_tokens]
     if not tokens:
-        tokens = [first.tokenizer.document_token]
+        tokens = [first.tokenizer.eos_token_id]
     heading = f"{name}: the heads at each kept checkpoint"
     return page_data.build_reading(chain([first], runs), tokens, heading)
 

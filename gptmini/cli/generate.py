@@ -129,13 +129,13 @@ def generate(
     _point_out_line_breaks(prompt, stop)
     if not named and _has_piped_input():
         say("standard input is not read; to continue it, add --prompt-file -")
-    guess: Run | str | None = "lookup" if lookup else None
+    drafter: Run | str | None = "lookup" if lookup else None
     if draft_path is not None:
-        guess = load_run(draft_path, device, weights, cache)
+        drafter = load_run(draft_path, device, weights, cache)
     how: Settings = {
         "use_cache": not no_cache,
         "special": special,
-        "guess": guess,
+        "draft": drafter,
         "logprobs": as_json or prompts is not None,
     }
     if prompts is not None and out is not None:
@@ -224,7 +224,7 @@ def _describe_speed(generation: "Generation") -> str:
         f"{generation.time_to_first_token * 1000:.0f} ms ({generation.engine} engine)"
     )
     if generation.drafted:
-        line += f"; {generation.accepted:,} of {generation.drafted:,} guesses right"
+        line += f"; {generation.accepted:,} of {generation.drafted:,} drafted tokens accepted"
     return line
 
 
@@ -238,9 +238,9 @@ def _build_json(generations: "list[Generation]") -> dict[str, Any]:
         "time_to_first_token": round(generations[0].time_to_first_token, 4),
         "engine": generations[0].engine,
     }
-    if guessed := sum(generation.drafted for generation in generations):
-        facts["guessed"] = guessed
-        facts["guessed_right"] = sum(generation.accepted for generation in generations)
+    if drafted := sum(generation.drafted for generation in generations):
+        facts["drafted"] = drafted
+        facts["accepted"] = sum(generation.accepted for generation in generations)
     return facts
 
 

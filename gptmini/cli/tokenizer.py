@@ -72,7 +72,7 @@ def encode(
 
 
 @tokenizer_app.command()
-def decode(
+def sample_tokens(
     name: TokenizerName,
     tokens: list[str] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
 ) -> None:

@@ -316,7 +316,7 @@ class SampleConfig(Section):
     stop: Texts = []
     """Stop before any of these texts, which are left out."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """Stands in for an empty prompt; null: the document token. Default: what training knows."""
+    """Stands in for an empty prompt; null: the end-of-text token. Default: what training knows."""
     seed: Seed = 1337
     """Random seed for sampling."""
     overflow: Literal["slide", "stop", "error"] = "slide"

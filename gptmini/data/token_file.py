@@ -4,7 +4,7 @@ A token file has three parts:
 
     header      version, bytes per token, number of tokens, bytes of text, number of documents, and
                 the SHA-256 of the tokenizer, of the content and of the table
-    tokens      little-endian, 16 or 32 bits each; a document token before each document
+    tokens      little-endian, 16 or 32 bits each; an end-of-text token before each document
     table       the SHA-256 of every HASH_BLOCK_BYTES of tokens
 
 A file gets its name only when complete. No token is used before its block has been checked.
@@ -103,7 +103,7 @@ class _TokenWriter:
     def append(self, text_bytes: int, tokens: Tokens) -> None:
         """Write tokens that stand for so many bytes of text."""
         self._text_bytes += text_bytes
-        self._documents += int((tokens == self._tokenizer.document_token).sum())
+        self._documents += int((tokens == self._tokenizer.eos_token_id).sum())
         self._unwritten += tokens.astype(self._dtype).tobytes()
         while len(self._unwritten) >= HASH_BLOCK_BYTES:
             self._write_block()
@@ -175,7 +175,7 @@ def _encode_chunks(
     tokenizer: Tokenizer, batch: list[tuple[Label, TextChunk]]
 ) -> dict[Label, tuple[int, Tokens]]:
     """Encode some chunks; returns the bytes of text and the tokens for each label."""
-    document = np.array([tokenizer.document_token], np.uint32)
+    document = np.array([tokenizer.eos_token_id], np.uint32)
     text_bytes: defaultdict[Label, int] = defaultdict(int)
     parts: defaultdict[Label, list[Tokens]] = defaultdict(list)
     for label, (text, starts_document) in batch:
@@ -327,7 +327,7 @@ class Corpus:
 
     @property
     def inner_document_count(self) -> int:
-        """Documents with text before them, whose document tokens each epoch reads.
+        """Documents with text before them, whose end-of-text tokens each epoch reads.
 
         The one at the start of a file is almost always outside the windows.
         """

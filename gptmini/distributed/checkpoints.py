@@ -1,7 +1,7 @@
 """Saves and loads the checkpoints of a run on all of its ranks.
 
 There are two ways, for the two placements of a model: rank 0 writes a whole one, and of a sharded
-one each rank writes its rows. Both read either. A training picks one when it is built.
+one each rank writes its rows. Both read either. A run picks one when it is built.
 """
 
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""Connects the processes of one training, which torchrun starts: rank 0 decides, all compute.
+"""Connects the processes of one training run, which torchrun starts: rank 0 decides, all compute.
 
 Small facts travel as JSON through torchrun's key-value store. A rank that waits there polls, so it
 still answers signals, and it can name the rank that it waits for. Tensors travel through

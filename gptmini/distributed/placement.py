@@ -1,6 +1,6 @@
 """Places a model on the ranks: whole on each of them, or sharded over all.
 
-Both offer the same few methods, and a training picks one when it is built. On a single process the
+Both offer the same few methods, and a run picks one when it is built. On a single process the
 model is whole, and nothing here goes over a network.
 """
 

@@ -1,7 +1,7 @@
 """Shards weights, gradients and optimizer state: each rank holds some rows of every tensor.
 
 torch's FSDP gathers the weights of a block before it computes and drops them afterwards. What is
-here makes that the training of one process: initial weights, sums and norms of gradients to the
+here makes that the computation of one process: initial weights, sums and norms of gradients to the
 same bits, whole matrices for Muon, and row slices for checkpoints.
 
 Letters: N matrices, R rows, C columns; n micro-batches of a rank, W ranks.

@@ -28,8 +28,8 @@ from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
-from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.speculative import DraftModel, PromptLookup, decode_speculatively
+from gptmini.generate.sampler import check_overflow, sample_tokens
+from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.generate.texts import Generation, Text, build_token_bias, encode_start
 from gptmini.machine import pick_device
 from gptmini.model.gpt import GPT
@@ -49,7 +49,7 @@ class Run:
         text = run.tokenizer.decode(tokens[0].tolist())
 
     `path`, `config`, `tokenizer`, `model` and `weights` (the precision) are what was loaded;
-    `state` is the checkpoint's record of the training.
+    `state` is the checkpoint's record of the run.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Run:
         use_cache: bool = True,
         logprobs: bool = False,
         special: bool = False,
-        guess: "str | Run | None" = None,
+        draft: "str | Run | None" = None,
         **settings: Any,
     ) -> Generation:
         """Continue several prompts in one batch; each gets the text that it gets alone.
@@ -137,7 +137,7 @@ class Run:
         `numbers` (by default 0, 1, ...) select the random numbers of each text: the same prompt
         with another number gives another sample. `logprobs` records each token's log-probability.
         With `special`, the name of a special token in a prompt, such as "<|endoftext|>", is that
-        token. `guess` drafts tokens ahead, which changes no text and is faster where drafts are
+        token. `draft` proposes tokens ahead, which changes no text and is faster where drafts are
         often right: "lookup" copies from the text so far, a smaller run with the same tokenizer
         drafts with its model. `use_cache=False` recomputes the whole context for each token.
         """
@@ -158,12 +158,12 @@ class Run:
                 n_seen = len(text.context)
                 warn(f"prompt: {n_prompt:,} tokens; the model sees the last {n_seen:,}")
             texts.append(text)
-        if isinstance(guess, Run) and guess.tokenizer.fingerprint != self.tokenizer.fingerprint:
+        if isinstance(draft, Run) and draft.tokenizer.fingerprint != self.tokenizer.fingerprint:
             raise ConfigError(
-                f"draft {guess.path}: its tokenizer differs from that of {self.path}; "
+                f"draft {draft.path}: its tokenizer differs from that of {self.path}; "
                 "use a draft with the same tokenizer"
             )
-        tokens = self._generate_tokens(texts, sample, bias, guess, use_cache)
+        tokens = self._generate_tokens(texts, sample, bias, draft, use_cache)
         compiled = native.load_library(self.model, self._cache, use_cache)
         engine = native.NativeEngine.name if compiled else TorchEngine.name
         return Generation(tokens, texts, logprobs, engine)
@@ -190,25 +190,25 @@ class Run:
         texts: list[Text],
         sample: SampleConfig,
         bias: Tensor | None,
-        guess: "str | Run | None",
+        draft: "str | Run | None",
         use_cache: bool,
     ) -> Iterator[tuple[Text, int, Tensor]]:
-        """Yield what `sampler.decode` yields, on engines that nobody else uses meanwhile."""
+        """Yield what `sampler.sample_tokens` yields, on engines that nobody else uses meanwhile."""
         # A generator borrows its engines at its first step and gives them back when it is closed,
         # also if nobody iterates to the end.
         with ExitStack() as engines:
             engine = engines.enter_context(self.borrow_engine(len(texts), use_cache))
             drafter: PromptLookup | DraftModel | None = None
-            if isinstance(guess, Run):
-                draft_engine = engines.enter_context(guess.borrow_engine(len(texts)))
-                drafter = DraftModel(guess.model, draft_engine, sample)
-            elif guess:
+            if isinstance(draft, Run):
+                draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))
+                drafter = DraftModel(draft.model, draft_engine, sample)
+            elif draft:
                 drafter = PromptLookup()
             context_length = self.model.config.context_length
             if drafter is None:
-                yield from decode(engine, texts, sample, context_length, bias)
+                yield from sample_tokens(engine, texts, sample, context_length, bias)
             else:
-                yield from decode_speculatively(
+                yield from sample_speculatively(
                     engine, drafter, texts, sample, context_length, bias
                 )
 

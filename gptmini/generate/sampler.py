@@ -36,7 +36,7 @@ def check_overflow(n_prompt: int, sample: SampleConfig, context_length: int) -> 
 
 
 @torch.inference_mode()
-def decode(
+def sample_tokens(
     engine: Engine,
     texts: Sequence[Text],
     sample: SampleConfig,

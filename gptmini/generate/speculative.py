@@ -31,7 +31,7 @@ class Drafter(Protocol):
 
 
 @torch.inference_mode()
-def decode_speculatively(
+def sample_speculatively(
     engine: Engine,
     drafter: Drafter,
     texts: Sequence[Text],
@@ -39,7 +39,7 @@ def decode_speculatively(
     context_length: int,
     bias: Tensor | None = None,
 ) -> Iterator[tuple[Text, int, Tensor]]:
-    """Yield what `sampler.decode` yields, in fewer passes where the drafts are right."""
+    """Yield what `sampler.sample_tokens` yields, in fewer passes where the drafts are right."""
     logits_processor = LogitsProcessor(sample, bias)
     while live := [text for text in texts if text.finish_reason is None]:
         # Drafted tokens go through the model behind the known ones, so that one pass gives the

@@ -21,7 +21,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     """Return the tokens that stand in for an empty prompt."""
     if not sample.start:
-        return [tokenizer.document_token]
+        return [tokenizer.eos_token_id]
     return tokenizer.encode(sample.start).tolist()
 
 
@@ -155,7 +155,7 @@ class Generation:
         logprobs: bool,
         engine: str,
     ) -> None:
-        """`tokens` is what `sampler.decode` yields for the samples; `engine` names the engine."""
+        """`tokens` comes from `sampler.sample_tokens`; `engine` names the engine."""
         self.samples = samples
         self.engine = engine
         self.seconds = 0.0

@@ -218,7 +218,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
         types.setdefault(number, CONTROL_TOKEN)
     writer.add_token_list([texts[number] for number in range(tokenizer.vocab_size)])
     writer.add_token_types([types[number] for number in range(tokenizer.vocab_size)])
-    writer.add_bos_token_id(tokenizer.document_token)
+    writer.add_bos_token_id(tokenizer.eos_token_id)
     writer.add_eos_token_id(tokenizer.end_tokens[0])
     if len(tokenizer.end_tokens) > 1:
         writer.add_eot_token_id(tokenizer.end_tokens[1])

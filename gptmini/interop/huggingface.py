@@ -251,7 +251,7 @@ def write_folder(
     folder.mkdir()
     tokenizer = run.tokenizer
     hf_config = architectures.to_hf_config(config, model_type)
-    hf_config["bos_token_id"] = tokenizer.document_token
+    hf_config["bos_token_id"] = tokenizer.eos_token_id
     hf_config["eos_token_id"] = tokenizer.end_tokens[0]
     contents = {
         "config.json": hf_config,
@@ -306,9 +306,9 @@ def _build_generation_config(run: Run) -> dict[str, Any]:
     sample = run.config.sample
     end_tokens = tokenizer.end_tokens
     generation: dict[str, Any] = {
-        "bos_token_id": tokenizer.document_token,
+        "bos_token_id": tokenizer.eos_token_id,
         "eos_token_id": end_tokens if len(end_tokens) > 1 else end_tokens[0],
-        "pad_token_id": tokenizer.document_token,
+        "pad_token_id": tokenizer.eos_token_id,
         "max_new_tokens": sample.max_new_tokens,
         "do_sample": sample.temperature > 0,
         "repetition_penalty": sample.repetition_penalty,
@@ -340,12 +340,12 @@ def _build_tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[s
     template writes special tokens as text, so with one they are recognized.
     """
     names = {number: name for name, number in tokenizer.special_tokens.items()}
-    document = names[tokenizer.document_token]
+    eos_token = names[tokenizer.eos_token_id]
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": document,
+        "bos_token": eos_token,
         "eos_token": names[tokenizer.end_tokens[0]],
-        "pad_token": document,
+        "pad_token": eos_token,
         "padding_side": "left",  # so that a model continues the last token of a text
         "add_bos_token": False,
         "split_special_tokens": tokenizer.chat_template is None,

@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
         cache: "LayerCache | None" = None,
         padding: Tensor | None = None,
     ) -> Tensor:
@@ -64,12 +64,12 @@ class Attention(nn.Module):
         With a cache, x continues the positions already in it. `padding` (B,) is the number of
         padding tokens at the left of each row.
         """
-        q, k, v = self.project_qkv(x, rotation)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
+        q, k, v = self.project_qkv(x, cos_sin)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
         mixed = self.mix(q, k, v, cache, padding)  # (B, H, T, K)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # (B, T, H·K) -> (B, T, D)
 
     def project_qkv(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (B, T, D) to queries (B, H, T, K), keys and values (B, G, T, K).
 
@@ -85,9 +85,9 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)  # (B, H, T, K)
         k = k.transpose(1, 2)  # (B, G, T, K)
         v = v.transpose(1, 2)  # (B, G, T, K)
-        if rotation is not None:
-            q = apply_rotary(q, rotation)
-            k = apply_rotary(k, rotation)
+        if cos_sin is not None:
+            q = apply_rotary(q, cos_sin)
+            k = apply_rotary(k, cos_sin)
         return q.type_as(v), k.type_as(v), v
 
     def mix(

@@ -29,12 +29,12 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
         cache: LayerCache | None,
         padding: Tensor | None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); the arguments are those of `Attention.forward`."""
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotation, cache, padding))
+        x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache, padding))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -96,13 +96,13 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         x = self.dropout(x)
-        rotation = self.rotary(positions) if self.rotary is not None else None
+        cos_sin = self.rotary(positions) if self.rotary is not None else None
         for layer, block in enumerate(self.blocks):
             layer_cache = cache.layers[layer] if cache is not None else None
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, rotation, layer_cache, padding, use_reentrant=False)
+                x = checkpoint(block, x, cos_sin, layer_cache, padding, use_reentrant=False)
             else:
-                x = block(x, rotation, layer_cache, padding)
+                x = block(x, cos_sin, layer_cache, padding)
         return self.final_norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

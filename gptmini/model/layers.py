@@ -106,12 +106,12 @@ def scale_frequencies(frequencies: Tensor, scaling: list[float]) -> Tensor:
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate each pair (i, i + K/2) of x (B, H, T, K) by angle i of its position, in float32.
 
     The dot product of a rotated query and a rotated key depends on their distance alone.
     """
-    cosines, sines = rotation
+    cosines, sines = cos_sin
     first, second = x.float().chunk(2, dim=-1)  # (B, H, T, K/2) each
     rotated_first = first * cosines - second * sines
     rotated_second = second * cosines + first * sines

@@ -32,7 +32,7 @@ def get_learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def get_cooldown_steps(config: TrainConfig) -> int:
-    """Count the steps of the cool-down, which ends the training."""
+    """Count the steps of the cool-down, which ends the run."""
     return min(round(config.cooldown * config.steps), config.steps - config.warmup_steps)
 
 

@@ -1,4 +1,4 @@
-"""Plan a training before step 0: what it costs, what fits the machine, what the run chooses.
+"""Plan a training run before step 0: what it costs, what fits the machine, what the run chooses.
 
 Read `cost` (arithmetic), `memory` (two steps on fake tensors), `timing` (steps on the machine),
 `minutes` (sizes and steps for a given time), `finetune` (what a run takes from its base),

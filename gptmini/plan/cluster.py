@@ -32,7 +32,7 @@ from gptmini.plan.timing import list_equivalent_world_sizes
 
 
 class Accelerator(NamedTuple):
-    """An accelerator: what its maker states, and the share of it that trainings reach."""
+    """An accelerator: what its maker states, and the share of it that training runs reach."""
 
     name: str
     teraflops: int  # dense bfloat16
@@ -44,7 +44,7 @@ class Accelerator(NamedTuple):
 
 # Links are NVLink, Infinity Fabric, or PCIe 4 where there is neither. Networks are those of servers
 # with eight: DGX, AWS g6 and g6e, AMD's platform; 100 Gbit/s shared by eight for the rtx4090.
-# Utilization is near the median of the trainings in scripts/README.md for a100 and h100, and the
+# Utilization is near the median of the runs in scripts/README.md for a100 and h100, and the
 # same as the latter for those without a published one.
 ACCELERATORS = (
     Accelerator("l4", 121, 24, 32, 12.5),
@@ -70,7 +70,7 @@ COLLECTIVE_OPERATORS = {
 # Blocks that are run; with three, FSDP has gathered, used and freed one.
 SIMULATED_BLOCKS = 3
 
-# Takes the training of one rank; returns its memory, and the bytes of a step's collectives by kind.
+# Takes one rank of a run; returns its memory, and the bytes of a step's collectives by kind.
 MeasureRank = Callable[[Config], tuple[Memory, dict[str, int]]]
 
 

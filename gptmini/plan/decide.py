@@ -364,14 +364,14 @@ def choose_dropout(config: Config, corpus: Corpus) -> Config:
 
 
 def choose_sample_start(config: Config, corpus: Corpus) -> Config:
-    """Choose what stands before a text without a prompt: the document token, if it was learned.
+    """Choose what stands before a text without a prompt: the end-of-text token, if it was learned.
 
     A model of a single document has hardly ever read that token, and continues it with garbage. It
     knows what begins after a line break; a text without those has a character that is common.
     """
     if "start" in config.sample.model_fields_set:
         return config
-    start = None  # the document token
+    start = None  # the end-of-text token
     document_tokens_read = count_epochs(config, corpus) * corpus.inner_document_count
     if document_tokens_read < MIN_DOCUMENT_TOKENS_READ:
         text = corpus.read_excerpt()

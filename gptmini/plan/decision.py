@@ -1,4 +1,4 @@
-"""The decision: all that a training needs before its first step.
+"""The decision: all that a run needs before its first step.
 
 It stands alone, so that the training loop can name it without loading the text formats that making
 one needs.

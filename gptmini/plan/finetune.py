@@ -147,7 +147,7 @@ def count_tokens_per_character(corpus: Corpus) -> float:
         for place in range(SAMPLES_PER_FILE):
             start = place * (len(file) - count) // SAMPLES_PER_FILE
             sample = file.read(start, count)
-            sample = sample[sample != tokenizer.document_token]
+            sample = sample[sample != tokenizer.eos_token_id]
             tokens += len(sample)
             characters += len(tokenizer.decode(sample.tolist()))
     return tokens / max(1, characters)

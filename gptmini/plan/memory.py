@@ -1,4 +1,4 @@
-"""Estimate the memory of a training by a dry run: two steps on tensors without storage."""
+"""Estimate the memory of a training run by a dry run: two steps on tensors without storage."""
 
 import weakref
 from dataclasses import astuple, dataclass
@@ -71,7 +71,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def estimate_memory(config: Config, compute: Compute) -> Memory:
-    """Estimate the memory of a training without allocating it; `micro_batch_size` must be set.
+    """Estimate the memory of a training run without allocating it; `micro_batch_size` must be set.
 
     The steps are real ones (our model, our optimizers), so nothing is estimated by formula.
     """

@@ -1,4 +1,4 @@
-"""Estimate what a training will take before it starts, and print it, for `gptmini size`.
+"""Estimate what a training run will take before it starts, and print it, for `gptmini size`.
 
 Everything but the minutes on this machine is computed without making any weights. The estimates are
 JSON data, which `--json` prints as it is and `format_report` writes for people.
@@ -305,11 +305,11 @@ def _format_tokens(facts: dict[str, Any]) -> str:
 
 
 def _format_time(facts: dict[str, Any]) -> str:
-    """Write how long the training takes, or that it does not fit."""
+    """Write how long the run takes, or that it does not fit."""
     time = facts["time"]
     is_on_accelerators = "ranks" in time
     if not time.get("fits", True):
-        misfit = f"the training does not fit in {time['memory']};"
+        misfit = f"the run does not fit in {time['memory']};"
         return _join_lines([misfit, _suggest_savings(facts)])
     duration = f"{_format_long_duration(60 * time['minutes'])} on {time['on']}"
     if is_on_accelerators:
@@ -344,7 +344,7 @@ def _format_speed(time: dict[str, Any]) -> list[str]:
     """Write the speed of accelerators, and what it assumes."""
     speed = f"{time['seconds_per_step']:.3g} s per step, {time['tokens_per_second']:,.0f} tokens/s"
     compute = f"at {time['utilization']:.0%} of {time['teraflops']} TFLOP/s"
-    fits = f"the training fits in {time['memory']}"
+    fits = f"the run fits in {time['memory']}"
     if time["ranks"] == 1:
         return [fits, f"{speed}, {compute}"]
     collectives = [

@@ -1,7 +1,7 @@
 """Find what fits this machine: rows per forward pass, and torch.compile where it pays.
 
 `estimate_memory` finds the memory of a step and `time_step` its time, each on a model that is
-thrown away, so measuring never touches the training.
+thrown away, so measuring never touches the run.
 """
 
 import math
@@ -162,7 +162,7 @@ def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) 
 
 
 def make_proxy(config: Config) -> Config:
-    """Make a training of the same shape with few layers and one micro-batch, quick to measure."""
+    """Make a run of the same shape with few layers and one micro-batch, quick to measure."""
     train = config.train
     most_rows = max(1, MAX_CPU_TOKENS_PER_PASS // config.seq_len)
     size = min(train.micro_batch_size or train.batch_size, most_rows)

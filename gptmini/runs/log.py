@@ -66,7 +66,7 @@ class RunLog:
         for name, (write, _) in list(self._trackers.items()):
             try:
                 write(line)
-            except Exception as error:  # of any kind: a tracker must not stop the training
+            except Exception as error:  # of any kind: a tracker must not stop the run
                 warn(f"train.log_to: {name} failed ({error!r}); continuing without it")
                 del self._trackers[name]
 

@@ -22,19 +22,19 @@ class BpeTokenizer(Tokenizer):
     def __init__(
         self,
         encoding: tiktoken.Encoding,
-        document: str = END_OF_TEXT,
+        eos_token: str = END_OF_TEXT,
         ends: Sequence[str] = (),
         chat_template: str | None = None,
     ) -> None:
-        """`document` and `ends` name special tokens; the document token always ends a text."""
+        """`eos_token` and `ends` name the special tokens that end a text."""
         self.kind = encoding.name
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab
-        self.document_token = self.special_tokens[document]
+        self.eos_token_id = self.special_tokens[eos_token]
         self.missing_bytes = _find_missing_bytes(encoding._mergeable_ranks)
         self.chat_template = chat_template
-        self._document = document
-        self._ends = list(dict.fromkeys([*ends, document]))  # without repetition
+        self._eos_token = eos_token
+        self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
         self._end_tokens = [self.special_tokens[name] for name in self._ends]
 
     @property
@@ -80,7 +80,7 @@ class BpeTokenizer(Tokenizer):
         return np.array(tokens, np.uint32)
 
     def decode_token(self, token: int) -> bytes:
-        if token == self.document_token:
+        if token == self.eos_token_id:
             return b""
         try:
             return self.encoding.decode_single_token_bytes(token)
@@ -94,8 +94,8 @@ class BpeTokenizer(Tokenizer):
             "special_tokens": self.special_tokens,
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks.items()},
         }
-        if self._document != END_OF_TEXT:
-            settings["document"] = self._document
+        if self._eos_token != END_OF_TEXT:
+            settings["document"] = self._eos_token
         return settings
 
     def chat_settings(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def create_bpe_tokenizer(
     pattern: str,
     mergeable_ranks: dict[bytes, int],
     special_tokens: dict[str, int],
-    document: str = END_OF_TEXT,
+    eos_token: str = END_OF_TEXT,
     ends: Sequence[str] = (),
     chat_template: str | None = None,
 ) -> BpeTokenizer:
@@ -145,7 +145,7 @@ def create_bpe_tokenizer(
     for byte in _find_missing_bytes(mergeable_ranks):
         if name != IMPORTED_KIND or byte in used_bytes:
             raise ValueError(f"byte {byte} has no rank")
-    for special in (document, *ends):
+    for special in (eos_token, *ends):
         if special not in special_tokens:
             raise ValueError(f"{special!r} is not a special token")
     if not isinstance(chat_template, str | None):
@@ -153,7 +153,7 @@ def create_bpe_tokenizer(
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )
-    return BpeTokenizer(encoding, document, ends, chat_template)
+    return BpeTokenizer(encoding, eos_token, ends, chat_template)
 
 
 def list_published_encodings() -> list[str]:

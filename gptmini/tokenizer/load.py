@@ -38,7 +38,7 @@ def create_tokenizer(
             characters.update(text)
         return CharTokenizer("".join(characters))
     if kind == "bpe":
-        ranks = learn_bpe(texts, (vocab_size or 0) - 1)  # the document token is the last
+        ranks = learn_bpe(texts, (vocab_size or 0) - 1)  # the end-of-text token is the last
         return create_bpe_tokenizer("bpe", WORD_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
     if kind.endswith(".json"):
         return load_tokenizer(Path(kind))

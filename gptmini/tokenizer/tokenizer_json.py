@@ -99,7 +99,7 @@ def get_vocabulary(tokenizer: Tokenizer) -> tuple[str, dict[bytes, int], dict[st
     ConfigError for a pattern that other programs may not have.
     """
     if not isinstance(tokenizer, BpeTokenizer):
-        tokens = range(tokenizer.document_token)
+        tokens = range(tokenizer.eos_token_id)
         ranks = {tokenizer.decode_token(token): token for token in tokens}
         return ANY_CHARACTER_PATTERN, ranks, tokenizer.special_tokens
     pattern = tokenizer.encoding._pat_str
@@ -203,8 +203,8 @@ def from_tokenizer_json(
     """Build a tokenizer from tokenizer.json; DataError, which names `path`, for other kinds.
 
     Unused numbers up to `vocab_size` become special tokens. `end_tokens`, numbers or names, end a
-    text. The document token is `<|endoftext|>`, or without that `bos_token`, or else the first of
-    `end_tokens`. Both may name tokens that are not special; these are ignored.
+    text. The end-of-text token is `<|endoftext|>`, or without that `bos_token`, or else the first
+    of `end_tokens`. Both may name tokens that are not special; these are ignored.
     """
     _check_model(data["model"], path)
     pattern = _find_pattern(data.get("pre_tokenizer") or {}, path)

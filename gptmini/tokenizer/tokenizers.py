@@ -1,8 +1,8 @@
 """The interface of all tokenizers, and the two that need no vocabulary file: bytes and characters.
 
 Training and generation use the same tokenizer, saved as one JSON file in the run. Each has special
-tokens, which are never the encoding of text. One of them is the document token, which stands before
-every document. It ends a generated text, and so may others, such as <|im_end|>.
+tokens, which are never the encoding of text. One of them, the end-of-text token, separates
+documents: it stands before each. It ends a generated text, and so may others, such as <|im_end|>.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 TOKENIZER_FORMAT_VERSION = 1
-END_OF_TEXT = "<|endoftext|>"  # the name of the document token, but for some imported tokenizers
+END_OF_TEXT = "<|endoftext|>"  # its usual name; some imported tokenizers have another
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
@@ -24,19 +24,19 @@ class Tokenizer(ABC):
 
     kind: str
     vocab_size: int
-    document_token: int
+    eos_token_id: int
     missing_bytes = b""  # have no token; `encode` leaves them out
     chat_template: str | None = None  # Jinja, as Hugging Face has it; gptmini only keeps it
 
     @property
     def special_tokens(self) -> dict[str, int]:
         """The tokens that no text encodes to, by name."""
-        return {END_OF_TEXT: self.document_token}
+        return {END_OF_TEXT: self.eos_token_id}
 
     @property
     def end_tokens(self) -> list[int]:
         """The tokens that end a text; exports name the first as eos_token."""
-        return [self.document_token]
+        return [self.eos_token_id]
 
     @abstractmethod
     def encode(self, text: str) -> Tokens:
@@ -44,7 +44,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode_token(self, token: int) -> bytes:
-        """Return the bytes a token stands for; none for the document token."""
+        """Return the bytes a token stands for; none for the end-of-text token."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class ByteTokenizer(Tokenizer):
 
     kind = "byte"
     vocab_size = 257
-    document_token = 256
+    eos_token_id = 256
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
@@ -101,8 +101,8 @@ class CharTokenizer(Tokenizer):
 
     def __init__(self, characters: str) -> None:
         self.characters = "".join(sorted(c for c in set(characters) if ord(c) > 127))
-        self.document_token = 256 + len(self.characters)
-        self.vocab_size = self.document_token + 1
+        self.eos_token_id = 256 + len(self.characters)
+        self.vocab_size = self.eos_token_id + 1
         # A 0 at the end lets the place of a character beyond the last be looked up.
         self._code_points = np.append(_to_code_points(self.characters), [0])
 
@@ -124,7 +124,7 @@ class CharTokenizer(Tokenizer):
     def decode_token(self, token: int) -> bytes:
         if token < 256:
             return bytes([token])
-        if token < self.document_token:
+        if token < self.eos_token_id:
             return self.characters[token - 256].encode()
         return b""
 

@@ -1,4 +1,4 @@
-"""Builds a training at step 0: model, optimizer and batches, whole or sharded over the ranks."""
+"""Builds a run at step 0: model, optimizer and batches, whole or sharded over the ranks."""
 
 import torch
 
@@ -14,7 +14,7 @@ from gptmini.train.state import Progress, Training
 
 
 def build_training(decision: Decision, run: RunDirectory) -> Training:
-    """Build the training of a run at step 0; writes nothing.
+    """Build the training state of a run at step 0; writes nothing.
 
     ConfigError for a text of sample.bias or sample.ban that is not one token.
     """

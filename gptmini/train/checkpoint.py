@@ -1,4 +1,4 @@
-"""Saves a training as a checkpoint, and restores it from one.
+"""Saves a training run as a checkpoint, and restores it from one.
 
 How ranks share the work is the business of `training.checkpoints` (distributed/checkpoints.py).
 """

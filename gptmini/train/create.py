@@ -17,14 +17,14 @@ from gptmini.train.state import Progress, Training
 
 
 def create_run(training: Training) -> None:
-    """Write the run of a training whose weights follow from its seed, without a checkpoint."""
+    """Write a new run whose weights follow from its seed, without a checkpoint."""
     run = training.run
     tokenizer = training.corpus.tokenizer
     training.group.on_rank_zero(lambda: run.create(training.config, tokenizer))
 
 
 def create_run_with_weights(training: Training) -> None:
-    """Write the run of a training that begins from other weights: a checkpoint, then the run."""
+    """Write a new run that begins from other weights: a checkpoint, then the run."""
     run = training.run
     training.group.on_rank_zero(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
     save_checkpoint(training)

@@ -1,4 +1,4 @@
-"""The messages of a training: its header, and why it ends, stops or warns."""
+"""The messages of a training run: its header, and why it ends, stops or warns."""
 
 import signal
 import statistics

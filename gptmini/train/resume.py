@@ -1,4 +1,4 @@
-"""Begins the run of a training, or resumes it from its newest checkpoint."""
+"""Begins a training run, or resumes it from its newest checkpoint."""
 
 from pathlib import Path
 from typing import Any

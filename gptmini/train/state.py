@@ -1,4 +1,4 @@
-"""The state of a training: what a checkpoint holds, and all that the loop works on.
+"""The state of a training run: what a checkpoint holds, and all that the loop works on.
 
 Everything random is a function of (seed, step, micro-batch), so nothing random is saved.
 """
@@ -29,7 +29,7 @@ RECENT_LOSSES = 50  # with which a new one is compared
 
 @dataclass
 class Progress:
-    """How far a training has come, and on what: the content of state.json.
+    """How far a run has come, and on what: the content of state.json.
 
     `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
     each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests.

@@ -14,7 +14,7 @@ from gptmini import machine
 from gptmini.console import TrainingProgressBar, iter_with_progress, say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.sampler import decode
+from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.texts import Text, encode_start
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.decision import Decision
@@ -184,7 +184,7 @@ def evaluate_validation(training: Training) -> dict[str, Any]:
 
 
 def generate_sample(training: Training) -> str:
-    """Return what the model would write now; drawing it does not touch the training."""
+    """Return what the model would write now; drawing it does not touch the run."""
     limits = {
         "max_new_tokens": min(MAX_SAMPLE_TOKENS, training.config.sample.max_new_tokens),
         "overflow": "stop",
@@ -199,7 +199,7 @@ def generate_sample(training: Training) -> str:
     started = time.perf_counter()
     seconds = _get_sample_seconds(training)
     with training.enter_inference():
-        drawn = decode(TorchEngine(model), [text], settings, context_length, training.bias)
+        drawn = sample_tokens(TorchEngine(model), [text], settings, context_length, training.bias)
         for _, token, _ in drawn:
             text.decode_token(token)
             if time.perf_counter() - started > seconds:

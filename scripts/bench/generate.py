@@ -4,7 +4,7 @@ Needs `pip install -e '.[bench]'`. In each row everything takes turns in one pro
 gives medians of tokens per second, prefill included, and ratios to `generate` of transformers in
 float32. Weights are random; the logits of both are compared before anything is timed. MHA has the
 shape of GPT-2, GQA and MQA that of Llama. Sampling is top-k 50. --quick times a tiny model.
---guess RUN DRAFT times guessing ahead on trained runs instead.
+--draft RUN DRAFT times speculative decoding with trained runs instead.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native.engine import NativeEngine, open_engine
 from gptmini.generate.native.precision import PRECISIONS
 from gptmini.generate.run import load_run
-from gptmini.generate.sampler import decode
+from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.texts import Generation, Text
 from gptmini.model.gpt import GPT
 
@@ -142,7 +142,7 @@ def time_gptmini(decoder: Engine, model: GPT, prompts: Tensor, n_new: int) -> tu
     sample = SampleConfig(temperature=1.0, top_k=50, max_new_tokens=n_new)
     texts = [Text(n, prompt, 1024) for n, prompt in enumerate(prompts.tolist())]
     started = time.perf_counter()
-    times = [time.perf_counter() for _ in decode(decoder, texts, sample, 1024)]
+    times = [time.perf_counter() for _ in sample_tokens(decoder, texts, sample, 1024)]
     return times[-1] - started, times[0] - started
 
 
@@ -231,18 +231,18 @@ def print_row(size: str, variant: str, batch: int, length: int, rounds: int, rea
     print(f"| {size} {variant}, {batch} x {length} | {' | '.join(cells)} |", flush=True)
 
 
-def print_speculation(path: str, draft: str) -> None:
-    """Print what guessing ahead is worth to a trained run: the same texts with and without it."""
+def print_speculation(path: str, draft_path: str) -> None:
+    """Compare the speed of one run with and without drafts; the texts are the same."""
     run = load_run(path)
-    kinds = {"none": None, "lookup": "lookup", "draft": load_run(draft)}
-    print("| temperature | guesses by | right | tokens a second | to none |\n|---|---|---|---|---|")
+    kinds = {"none": None, "lookup": "lookup", "draft": load_run(draft_path)}
+    print("| temperature | drafts by | right | tokens a second | to none |\n|---|---|---|---|---|")
     for temperature in (0.0, 0.8):
         speeds: dict[str, list[Generation]] = {name: [] for name in kinds}
         texts = set()
         for _ in range(5):
-            for name, guess in kinds.items():
+            for name, draft in kinds.items():
                 generation = run.start(
-                    ["ROMEO:\n"], guess=guess, max_new_tokens=200, temperature=temperature
+                    ["ROMEO:\n"], draft=draft, max_new_tokens=200, temperature=temperature
                 )
                 (sample,) = generation.finish()
                 speeds[name].append(generation)
@@ -274,12 +274,12 @@ def print_memory(size: str, who: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--guess", nargs=2, metavar=("RUN", "DRAFT"))
+    parser.add_argument("--draft", nargs=2, metavar=("RUN", "DRAFT"))
     parser.add_argument("--memory", nargs=2, metavar=("SIZE", "WHO"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    if options.guess:
-        print_speculation(*options.guess)
+    if options.draft:
+        print_speculation(*options.draft)
         return
     if options.memory:
         print_memory(*options.memory)

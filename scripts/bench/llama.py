@@ -42,7 +42,7 @@ def create_model(size: str) -> GPT:
     """In the shape of Llama, with random weights."""
     torch.manual_seed(0)
     shape = {**SIZES[size], **LLAMA, "attention": {"variant": "mha", "qk_norm": False}}
-    vocab_size = max(SIZES[size]["vocab_size"], 400)  # 257 are bytes and the document token
+    vocab_size = max(SIZES[size]["vocab_size"], 400)  # 257 are bytes and the end-of-text token
     shape |= {"vocab_size": vocab_size, "context_length": 1024}
     return GPT(ModelConfig.model_validate(shape)).eval()
 

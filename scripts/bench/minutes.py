@@ -13,7 +13,7 @@ starts with an empty cache but for the compiled decoder), and fit their steps to
 --shakespeare is Tiny Shakespeare, one file. --chinese is the folder of manual pages of Debian's
 manpages-zh: apt-get download manpages-zh; dpkg -x manpages-zh_*.deb zh; zh/usr/share/man/zh_CN.
 Texts that are not given are left out. Results are added to a JSON file (--out); what is there
-already is not measured again, so an interrupted benchmark resumes. --cores 0,1 makes one training
+already is not measured again, so an interrupted benchmark resumes. --cores 0,1 makes one run
 at a time on each of these cores, with one thread, instead of one on the whole machine.
 """
 

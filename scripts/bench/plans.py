@@ -1,4 +1,4 @@
-"""Compare plans for many accelerators with published trainings: python scripts/bench/plans.py
+"""Compare plans for many accelerators with published training runs: python scripts/bench/plans.py
 
 Each row is planned in this process, without a text: what `gptmini size --ranks N --shard` says of
 the same settings, with `train.reduce=fast`. Published are tokens per second and accelerator:

@@ -132,7 +132,7 @@ def main() -> None:
     # Random tokens from those before the one that ends a document, which is forbidden.
     vocabulary = END_OF_DOCUMENT[0] = load_tokenizer(
         Path(options.run) / "tokenizer.json"
-    ).document_token
+    ).eos_token_id
     print("| clients x prompt | server | tokens/s | first token | between tokens |")
     print("|---|---|---|---|---|", flush=True)
     for n_clients in map(int, options.clients.split(",")):

@@ -1,4 +1,4 @@
-"""Compare the plans of `gptmini size` with real trainings: python scripts/bench/size.py [--quick]
+"""Compare the plans of `gptmini size` with real runs: python scripts/bench/size.py [--quick]
 
 Every case is planned and then trained through the command line, on the built-in corpora, whose
 tokens are prepared beforehand. Memory is the peak of the process, time that of the whole command.

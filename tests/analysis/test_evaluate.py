@@ -52,7 +52,7 @@ def test_a_uniform_model_has_the_loss_log_of_the_vocabulary(kind, text, tmp_path
     run = run_of(constant_model(torch.zeros(tokenizer.vocab_size)), tokenizer)
     found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
     tokens = len(tokenizer.encode(TEXT))
-    assert found.tokens.sum() == tokens  # the document token in front is not a target
+    assert found.tokens.sum() == tokens  # the end-of-text token in front is not a target
     assert found.bytes.sum() == len(TEXT.encode())
     assert found.loss == pytest.approx(math.log(tokenizer.vocab_size), rel=1e-6)
     assert found.perplexity == pytest.approx(tokenizer.vocab_size, rel=1e-5)
@@ -69,7 +69,7 @@ def test_bits_per_byte_of_one_text_agree_across_tokenizers(kind, text, tmp_path)
     """
     tokenizer = gpt2() if kind == "gpt2" else tokenizers()[kind]
     logits = torch.tensor(tokenizer.compute_byte_lengths() * -math.log(256))
-    logits[tokenizer.document_token] = -100
+    logits[tokenizer.eos_token_id] = -100
     run = run_of(constant_model(logits.float()), tokenizer)
     found = evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
     waste = logits.logsumexp(0).item() / math.log(2) * found.tokens.sum() / found.bytes.sum()

@@ -223,7 +223,7 @@ def test_tokens_are_spelled_in_text_and_symbols():
     assert spelled["\n"] == [["", "\\n"]]
     assert spelled["中"] == [["中"]]
     assert spelled["\u202e"] == [["", "\\u202e"]]  # would turn the text around
-    assert spell_token(tokenizer, tokenizer.document_token) == ["", "<doc>"]
+    assert spell_token(tokenizer, tokenizer.eos_token_id) == ["", "<doc>"]
     emoji = tokenizer.encode("😀a").tolist()
     assert [spell_token(tokenizer, n) for n in emoji] == [
         *(["", x] for x in ("f0", "9f", "98", "80")),

@@ -25,7 +25,7 @@ def run() -> Run:
 def by_hand(run: Run, tokens: list[int], place: int, start: int) -> tuple[float, int]:
     """Log-probability and rank of a token, read from position `start` of the text."""
     before = run.config.sample.start
-    document = [ord(before) if before else run.tokenizer.document_token, *tokens]
+    document = [ord(before) if before else run.tokenizer.eos_token_id, *tokens]
     with torch.no_grad():
         logits = run.model(torch.tensor([document[start : place + 1]]))[0, -1]
     ranking = logits.sort(descending=True).indices.tolist()

@@ -65,7 +65,7 @@ def test_json_holds_samples_speed_and_engine(gptmini, run):
     assert again["samples"] == found["samples"]
     by_draft = json.loads(gptmini(*words, "--draft", run)[1])
     assert by_draft["samples"] == found["samples"]
-    assert by_draft["guessed"] == by_draft["guessed_right"] > 0
+    assert by_draft["drafted"] == by_draft["accepted"] > 0
 
 
 def test_stop_texts_bans_and_penalties_reach_the_sampler(gptmini, run):

@@ -358,8 +358,8 @@ def test_any_bytes_round_trip_or_are_one_error(tmp_path: Path, kind, content):
         return
     text = content.decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
     tokens = tokens_of(*corpus.training, *corpus.validation)
-    assert tokens[0] == corpus.tokenizer.document_token
-    assert corpus.tokenizer.document_token not in tokens[1:]
+    assert tokens[0] == corpus.tokenizer.eos_token_id
+    assert corpus.tokenizer.eos_token_id not in tokens[1:]
     assert corpus.tokenizer.decode(tokens) == text
 
 

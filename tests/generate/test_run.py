@@ -46,7 +46,7 @@ def test_a_run_streams_what_it_generates_and_repeats_itself(run: Run):
 
 
 def test_an_empty_prompt_starts_where_the_run_says(run: Run):
-    document = run.tokenizer.document_token
+    document = run.tokenizer.eos_token_id
     settings = {"max_new_tokens": 1, "temperature": 0}
     for start, token in [({}, 32), ({"start": "x"}, 120), ({"start": None}, document)]:
         with torch.no_grad():
@@ -83,7 +83,7 @@ def test_two_generations_may_take_turns(run: Run):
     prompts = ["the ", "a dog"]
     settings = {"max_new_tokens": 30, "temperature": 1.5}
     expected = facts(run.start(prompts, **settings).finish())
-    one, other = (run.start(prompts, guess="lookup", **settings) for _ in range(2))
+    one, other = (run.start(prompts, draft="lookup", **settings) for _ in range(2))
     for _ in itertools.zip_longest(one, other):
         pass
     assert facts(one.samples) == facts(other.samples) == expected
@@ -92,7 +92,7 @@ def test_two_generations_may_take_turns(run: Run):
 def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
     """Each thread draws its texts in small steps, so that all of them are under way together."""
     prompts = ["the ", "a dog", "", "jumps over"] * 4
-    settings = {"max_new_tokens": 40, "temperature": 1.5, "guess": load_run(run.path)}
+    settings = {"max_new_tokens": 40, "temperature": 1.5, "draft": load_run(run.path)}
     alone = [run.generate(prompt, seed=seed, **settings) for seed, prompt in enumerate(prompts)]
     together = threading.Barrier(8)
 
@@ -207,7 +207,7 @@ def test_bans_and_bias_name_tokens_by_their_text(run: Run):
 def test_special_text_is_text_unless_asked_for(run: Run):
     text = "<|endoftext|>"
     (sample,) = run.start([f"a{text}the"], special=True, max_new_tokens=1).samples
-    assert sample.prompt_tokens == [97, run.tokenizer.document_token, *b"the"]
+    assert sample.prompt_tokens == [97, run.tokenizer.eos_token_id, *b"the"]
     (sample,) = run.start([f"a{text}"], max_new_tokens=1).samples
     assert sample.prompt_tokens == [97, *text.encode()]
 
@@ -235,10 +235,10 @@ def test_a_tokenizer_of_another_run_is_refused(trained: Path):
 def test_a_draft_needs_the_same_tokenizer(run: Run):
     other = Run(Path("other"), run.config, CharTokenizer("é"), run.model)
     with pytest.raises(ConfigError, match="draft other: its tokenizer differs"):
-        run.start(["a"], guess=other)
+        run.start(["a"], draft=other)
     plain = run.generate("the ", max_new_tokens=50)
-    assert run.generate("the ", max_new_tokens=50, guess=run) == plain
-    assert run.generate("the ", max_new_tokens=50, guess="lookup") == plain
+    assert run.generate("the ", max_new_tokens=50, draft=run) == plain
+    assert run.generate("the ", max_new_tokens=50, draft="lookup") == plain
 
 
 def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):

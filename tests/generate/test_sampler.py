@@ -17,8 +17,8 @@ from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native import engine as native
 from gptmini.generate.native.engine import NativeEngine, open_engine
 from gptmini.generate.native.precision import PRECISIONS
-from gptmini.generate.sampler import check_overflow, decode
-from gptmini.generate.speculative import DraftModel, PromptLookup, decode_speculatively
+from gptmini.generate.sampler import check_overflow, sample_tokens
+from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from tests.support import tiny
@@ -62,9 +62,9 @@ def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[li
     limit = model.config.context_length
     texts = [Text(n, prompt, limit) for n, prompt in zip(numbers, prompts, strict=True)]
     together = engine_of(model, engine, len(texts))
-    tokens = decode(together, texts, sample, limit)
+    tokens = sample_tokens(together, texts, sample, limit)
     if drafter is not None:
-        tokens = decode_speculatively(together, drafter, texts, sample, limit)
+        tokens = sample_speculatively(together, drafter, texts, sample, limit)
     for text, token, logits in tokens:
         assert text.tokens[-1] == token
         assert logits.shape == (50,)
@@ -112,7 +112,7 @@ def test_a_text_that_ends_does_not_change_the_others(engine):
     sample = SampleConfig(max_new_tokens=30, temperature=1.0)
     texts = [Text(n, [n], LIMIT) for n in range(3)]
     expected = drawn(model, [[0], [1], [2]], engine, max_new_tokens=30, top_k=50)
-    for text, _, _ in decode(engine_of(model, engine, 3), texts, sample, LIMIT):
+    for text, _, _ in sample_tokens(engine_of(model, engine, 3), texts, sample, LIMIT):
         if text is texts[1] and len(text.tokens) == 7:
             text.finish_reason = "mine"
     assert [text.tokens for text in texts] == [expected[0], expected[1][:7], expected[2]]
@@ -228,7 +228,7 @@ def test_a_text_that_slides_still_tells_how_much_of_its_prompt_was_reused():
     engine = engine_of(model, "compiled", 2)
     engine([Text(0, prompt, 256)])
     text = Text(1, prompt, 256)
-    for _ in decode(engine, [text], SampleConfig(max_new_tokens=60), 256):
+    for _ in sample_tokens(engine, [text], SampleConfig(max_new_tokens=60), 256):
         pass
     assert text.context_start > 0
     assert text.n_reused == 128
@@ -316,7 +316,7 @@ def test_penalties_and_bias_move_the_draw_but_not_the_logits_that_are_given():
     bias = torch.randn(50)
     text = Text(0, prompt, LIMIT)
     drawn: list[int] = []
-    for _, token, logits in decode(TorchEngine(model), [text], sample, LIMIT, bias):
+    for _, token, logits in sample_tokens(TorchEngine(model), [text], sample, LIMIT, bias):
         context = prompt + drawn
         # A context that is full keeps its newer half, 8 tokens, and grows again to 16.
         start = 0 if len(context) <= LIMIT else (len(context) - LIMIT - 1) // 9 * 9 + 9
@@ -339,7 +339,7 @@ def test_the_first_token_may_be_limited_and_no_other():
     allowed[7] = True
     text = Text(0, [3, 1, 4], LIMIT, allowed_first=allowed)
     sample = SampleConfig(max_new_tokens=20, temperature=1.0)
-    for _ in decode(TorchEngine(model), [text], sample, LIMIT):
+    for _ in sample_tokens(TorchEngine(model), [text], sample, LIMIT):
         pass
     assert text.tokens[0] == 7
     assert len(set(text.tokens)) > 3
@@ -408,7 +408,7 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
         assert drawn(model, [[3, 1, 4]], engine, **given, drafter=draft) == plain
         text = Text(0, [3, 1, 4], LIMIT)
         draft = DraftModel(drafting, engine_of(drafting, "torch"), sample)
-        for _ in decode_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
+        for _ in sample_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
             pass
         assert len(text.tokens) == 256
         assert (text.accepted == text.drafted > 100) == right

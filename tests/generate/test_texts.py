@@ -50,7 +50,7 @@ def test_a_character_in_two_tokens_appears_once_and_whole():
     assert read(list("é!".encode()), [])[0] == ["", "é", "!"]
 
 
-def test_a_document_token_ends_the_text():
+def test_an_eos_token_ends_the_text():
     pieces, sample = read([104, 105, 0xC3, 256, 106], ["ix"])
     assert "".join(pieces) == "hi\ufffd"
     assert sample.finish_reason == "document"

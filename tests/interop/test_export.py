@@ -44,7 +44,7 @@ def test_transformers_computes_the_same(case, tmp_path):
     settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     greedy = theirs.generate(prompt, **settings, suppress_tokens=None)
     ours = prompt
-    for _ in range(20):  # min_new_tokens forbids the document token there
+    for _ in range(20):  # min_new_tokens forbids the end-of-text token there
         best = run.model(ours)[:, -1].index_fill(1, torch.tensor([299]), -torch.inf).argmax(1)
         ours = torch.cat([ours, best[:, None]], dim=1)
     assert torch.equal(greedy, ours)

@@ -322,15 +322,15 @@ def test_the_module_equals_the_written_out_mechanism(variant, position, window, 
         }
     )
     module = Attention(config)
-    rotation = Rotary(config)(torch.arange(9)) if position == "rope" else None
+    cos_sin = Rotary(config)(torch.arange(9)) if position == "rope" else None
     x = torch.randn(2, 9, 32, requires_grad=True)
-    q, k, v = module.project_qkv(x, rotation)
+    q, k, v = module.project_qkv(x, cos_sin)
     mask = mechanisms.causal_mask(9) if window is None else mechanisms.window_mask(9, window)
     rows = [mechanisms.grouped_query_attention(*row, mask) for row in zip(q, k, v, strict=True)]
     expected = module.o_proj(torch.stack(rows).transpose(1, 2).flatten(2))
     (gradient,) = torch.autograd.grad(expected.square().sum(), x)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        found = module(x, rotation).float()
+        found = module(x, cos_sin).float()
     atol, rtol = TOLERANCES[dtype]
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
     (found_gradient,) = torch.autograd.grad(found.square().sum(), x)

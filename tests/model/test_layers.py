@@ -127,12 +127,12 @@ def test_rotated_scores_depend_on_the_distance_alone():
     assert score(7, 0) != pytest.approx(score(0, 0), abs=1e-3)
 
 
-def test_rotation_keeps_the_type_and_computes_in_float32():
+def test_apply_rotary_keeps_the_type_and_computes_in_float32():
     config = ModelConfig(head_dim=8, n_head=1, d_model=8, context_length=512)
-    x, rotation = torch.randn(1, 1, 512, 8).bfloat16(), Rotary(config)(torch.arange(512))
-    found = apply_rotary(x, rotation)
+    x, cos_sin = torch.randn(1, 1, 512, 8).bfloat16(), Rotary(config)(torch.arange(512))
+    found = apply_rotary(x, cos_sin)
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, apply_rotary(x.float(), rotation).bfloat16())
+    assert torch.equal(found, apply_rotary(x.float(), cos_sin).bfloat16())
 
 
 @pytest.mark.parametrize("eps", [1e-5, 0.5])

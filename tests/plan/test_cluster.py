@@ -33,7 +33,7 @@ def config_of(batch_size: int = 8, vocab_size: int = 256, **settings):
     return config
 
 
-# One of two processes: the shards, gradients and optimizer of trainings, for a step of each.
+# One of two processes: the shards, gradients and optimizer of training runs, for a step of each.
 WORKER = """
 import json, sys
 import torch

@@ -76,7 +76,7 @@ def test_ranks_share_batches_and_with_shard_the_weights(gptmini, text_file):
     code, out, err = gptmini("size", *WORDS, *words, "4", "--shard", "--network", "100")
     assert code == 0, err
     assert "MiB per rank at the peak, micro-batch 1" in out
-    assert "on 4 x h100, sharded\n            the training fits in the 80 GB of one h100" in out
+    assert "on 4 x h100, sharded\n            the run fits in the 80 GB of one h100" in out
     assert "of 450 GB/s within a machine of 8, 100 Gbit/s per rank between)" in out
     assert " all-gathered, " in out
     assert max(map(len, out.splitlines())) <= 80
@@ -102,7 +102,7 @@ def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text
     words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 8}"]
     code, out, err = gptmini("size", *WORDS, *words)
     assert code == 0, err
-    assert "the training does not fit in the 24 GB of one l4;\n" in out
+    assert "the run does not fit in the 24 GB of one l4;\n" in out
     advice = "set train.gradient_checkpointing=true or lower model.d_model or model.n_layer"
     assert out.endswith(f"{report.INDENT}{advice}\n")
 

@@ -483,7 +483,7 @@ def test_a_prefix_is_prefilled_once(run: Run):
             assert answer.choices[0].text == alone(run, prompt, max_new_tokens=16, seed=4)
 
 
-# The model never ends it, as the document token is 256.
+# The model never ends it, as the end-of-text token is 256.
 LONG = {"prompt": "x", "max_tokens": 100_000, "stream": True, "logit_bias": {"256": -100}}
 
 

@@ -24,7 +24,7 @@ def test_every_bug_finds_its_place_and_its_test():
         ({"code": "no such code"}, "Attention.project_qkv has 'no such code' 0 times, not once"),
         ({"code": "q"}, r"Attention.project_qkv has 'q' \d+ times, not once"),
         ({"becomes": "("}, "was never closed"),
-        ({"becomes": BUGS[0].code}, r"'apply_rotary\(k, rotation\)' stays the same"),
+        ({"becomes": BUGS[0].code}, r"'apply_rotary\(k, cos_sin\)' stays the same"),
         ({"seen_by": "test_gone"}, "test_gone is in 0 files, not one"),
     ],
 )

@@ -14,7 +14,7 @@ def test_bpe_round_trips_and_keeps_special_text_as_text(tiny_encoding: tiktoken.
     for text in ["the thermos", "<|endoftext|>", "naïve 東京", ""]:
         tokens = tokenizer.encode(text)
         assert tokenizer.decode(tokens) == text
-        assert tokenizer.document_token not in tokens
+        assert tokenizer.eos_token_id not in tokens
     assert tokenizer.encode("the").tolist() == [257]
 
 
@@ -27,7 +27,7 @@ def test_bpe_takes_a_million_spaces(tiny_encoding: tiktoken.Encoding):
 def test_gpt2_agrees_with_published_tokens():
     tokenizer = gpt2()
     assert tokenizer.vocab_size == 50257
-    assert tokenizer.document_token == 50256
+    assert tokenizer.eos_token_id == 50256
     # "hello world" in the documentation of tiktoken, the prompt of GPT-2's own paper page
     assert tokenizer.encode("hello world").tolist() == [31373, 995]
     text = "It's naïve: <|endoftext|> 東京 \n\n\t  def f(x):\n    return x\n"

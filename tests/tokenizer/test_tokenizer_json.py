@@ -60,7 +60,7 @@ def test_ours_gives_the_same_ids_there_and_back(kind):
     there = theirs(data)
     there.encode_special_tokens = True  # as split_special_tokens of transformers does
     back = tokenizer_json.from_tokenizer_json(data, WHERE, ours.vocab_size, [])
-    assert back.document_token == ours.document_token
+    assert back.eos_token_id == ours.eos_token_id
     for text in texts():
         ids = ours.encode(text).tolist()
         assert there.encode(text, add_special_tokens=False).ids == ids, repr(text)
@@ -106,7 +106,7 @@ def imported(there: Any, vocab_size: int = 800, ends: list[int] | None = None) -
 def test_theirs_gives_the_same_ids_here(style):
     there = trained(style)
     ours = imported(there)
-    assert ours.document_token == there.token_to_id("<|endoftext|>")
+    assert ours.eos_token_id == there.token_to_id("<|endoftext|>")
     for text in texts():
         assert ours.encode(text).tolist() == there.encode(text).ids, repr(text)
 
@@ -209,22 +209,22 @@ def test_every_special_token_that_ends_a_text_is_known():
         data, WHERE, 801, ["<|im_end|>", 1, 800, None, 700], 1
     )
     assert ours.special_tokens == {"<|endoftext|>": 0, "<pad>": 1, "<|im_end|>": 800}
-    # The document token ends a text in any case; 700 is an ordinary token.
-    assert (ours.document_token, ours.end_tokens) == (0, [800, 1, 0])
+    # The end-of-text token ends a text in any case; 700 is an ordinary token.
+    assert (ours.eos_token_id, ours.end_tokens) == (0, [800, 1, 0])
 
 
-def test_a_document_token_of_another_name_keeps_it_and_unused_numbers_are_special(tmp_path):
+def test_an_eos_token_of_another_name_keeps_it_and_unused_numbers_are_special(tmp_path):
     there = trained()
     data = json.loads(there.to_str())
     data["added_tokens"][0]["content"] = "<s>"
     data["model"]["vocab"]["<s>"] = data["model"]["vocab"].pop("<|endoftext|>")
     ours = tokenizer_json.from_tokenizer_json(data, WHERE, 810, [1], 0)
     assert isinstance(ours, BpeTokenizer)
-    assert (ours.document_token, ours.vocab_size, ours.end_tokens) == (0, 810, [1, 0])
+    assert (ours.eos_token_id, ours.vocab_size, ours.end_tokens) == (0, 810, [1, 0])
     assert ours.special_tokens["<s>"] == 0
-    assert tokenizer_json.from_tokenizer_json(data, WHERE, 810, [1]).document_token == 1
+    assert tokenizer_json.from_tokenizer_json(data, WHERE, 810, [1]).eos_token_id == 1
     (tmp_path / "t.json").write_text(ours.to_json())
-    assert load_tokenizer(tmp_path / "t.json").document_token == 0
+    assert load_tokenizer(tmp_path / "t.json").eos_token_id == 0
     assert ours.encode("<s><|unused_805|>").max() < 800
     assert ours.compute_byte_lengths()[[0, 1]].tolist() == [
         0,

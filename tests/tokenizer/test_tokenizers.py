@@ -37,7 +37,7 @@ def test_unseen_characters_are_split_into_bytes(seen, text):
     assert tokenizer.decode(tokens) == text
     known = set(seen) | {chr(point) for point in range(128)}
     assert len(tokens) == sum(1 if c in known else len(c.encode()) for c in text)
-    assert tokenizer.document_token not in tokens
+    assert tokenizer.eos_token_id not in tokens
 
 
 def make_all(encoding: tiktoken.Encoding) -> list[Tokenizer]:
@@ -58,7 +58,7 @@ def test_byte_lengths_add_up_to_the_text(tiny_encoding: tiktoken.Encoding):
     text = "abé東"
     for tokenizer in make_all(tiny_encoding):
         lengths = tokenizer.compute_byte_lengths()
-        assert lengths[tokenizer.document_token] == 0
+        assert lengths[tokenizer.eos_token_id] == 0
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 

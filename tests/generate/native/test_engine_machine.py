@@ -147,9 +147,23 @@ class Company(RuleBasedStateMachine):
     @precondition(lambda self: len(self.live) < MOST_TEXTS)
     @rule(beginning=sources, n_beginning=st.sampled_from(BEGINNINGS), rest=sources, n_rest=lengths)
     def come(self, beginning: int, n_beginning: int, rest: int, n_rest: int) -> None:
-        prompt = SOURCES[beginning][:n_beginning] + SOURCES[rest][n_beginning:][:n_rest]
-        self.n_texts += 1
-        self.live.append(Known(self.n_texts, prompt, engine_of(self.model, self.weights, 1)))
+        self.add(SOURCES[beginning][:n_beginning] + SOURCES[rest][n_beginning:][:n_rest])
+
+    @precondition(lambda self: len(self.live) < MOST_TEXTS and any(self.engine._prefilled))
+    @rule(data=st.data(), rest=sources, n_rest=lengths, is_called=st.booleans())
+    def come_behind(self, data: st.DataObject, rest: int, n_rest: int, is_called: bool) -> None:
+        """Bring a text that begins with what a slot offers; two random texts rarely do."""
+        offered = data.draw(
+            st.sampled_from([tokens for tokens in self.engine._prefilled if tokens])
+        )
+        n_chunks = data.draw(st.integers(1, len(offered) // PREFILL_CHUNK))
+        beginning = offered[: n_chunks * PREFILL_CHUNK]
+        self.add(beginning + SOURCES[rest][len(beginning) :][:n_rest])
+        if is_called:  # or else another rule may overwrite the prefix first
+            known = self.live[-1]
+            known.text.n_logits = 1
+            self.call([known])
+            self.append(known, rest)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), n_drafted=st.sampled_from([0, 0, 1, 3]), source=sources)
@@ -236,6 +250,10 @@ class Company(RuleBasedStateMachine):
         known = data.draw(st.sampled_from(self.live))
         known.text.finish_reason = reason
         self.live.remove(known)
+
+    def add(self, prompt: list[int]) -> None:
+        self.n_texts += 1
+        self.live.append(Known(self.n_texts, prompt, engine_of(self.model, self.weights, 1)))
 
     def long(self) -> list[Known]:
         """Texts of which a chunk can be prefilled."""

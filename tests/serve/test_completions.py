@@ -1,0 +1,80 @@
+"""Requests become texts, and events a response, without a server."""
+
+from typing import Any
+
+import torch
+
+from gptmini.generate.engine import TorchEngine
+from gptmini.generate.run import Run
+from gptmini.serve.completions import Completion
+from gptmini.serve.scheduler import Scheduler, TokenEvents
+from gptmini.tokenizer import bpe
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from tests.analysis.samples import run_of
+from tests.support import WORDS
+
+
+def complete(run: Run, **fields: Any) -> Completion:
+    return Completion(run, "small", 8, fields)
+
+
+@torch.inference_mode()
+def generate(run: Run, completion: Completion) -> list[TokenEvents]:
+    """Generate all texts of a completion, one after another; the events of each."""
+    generated = []
+    scheduler = Scheduler(run, 1, 1, lambda deliveries: None)
+    for request in completion.requests:
+        engine = TorchEngine(run.model)
+        events: TokenEvents = []
+        while request.text.finish_reason is None:
+            request.text.n_logits = 1
+            (logits,) = engine([request.text])
+            found = scheduler._draw_token(request, logits)
+            assert isinstance(found, list)
+            events += found
+        generated.append(events)
+    return generated
+
+
+def test_bias_and_logit_bias_of_a_token_add_up():
+    completion = complete(run_of(), bias={"a": -2, "b": 1}, logit_bias={"97": 5, "99": 0.5})
+    logits = torch.zeros(257)
+    biased = completion.requests[0].logits_processor(logits, [], [])
+    expected = torch.zeros(257)
+    expected[torch.tensor([97, 98, 99])] = torch.tensor([3.0, 1.0, 0.5])
+    assert torch.equal(biased, expected)
+
+
+def test_usage_counts_a_prompt_once_however_many_texts_continue_it():
+    run = run_of()
+    completion = complete(run, prompt=["the ", "ab"], n=3, max_tokens=2, temperature=0)
+    generate(run, completion)
+    for text, n_reused in zip(completion.requests, (1, 4, 4, 0, 2, 2), strict=True):
+        text.text.n_reused = n_reused  # only the first of a prompt says what was found before it
+    assert completion.build_response([])["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 12,
+        "total_tokens": 18,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_offsets_find_each_token_in_prompt_and_text():
+    ranks = bpe.learn_bpe([WORDS * 20], 290)
+    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 290})
+    run = run_of(tokenizer=tokenizer)
+    only_ascii = {str(token): -100 for token in [*range(128, 256), 290]}
+    for prompt in ("the ", "the", "a mat. the "):
+        completion = complete(
+            run, prompt=prompt, logprobs=0, logit_bias=only_ascii, max_tokens=5, temperature=0
+        )
+        (events,) = generate(run, completion)
+        choice = completion.build_choice(0, events)
+        whole = prompt + choice["text"]
+        tokens = [tokenizer.decode_token(event.token) for event in events]
+        place = len(whole.encode()) - sum(len(token) for token in tokens)
+        assert place == len(prompt) - prompt.endswith(" ")  # a word brings the space before it
+        for token, offset in zip(tokens, choice["logprobs"]["text_offset"], strict=True):
+            before = whole.encode()[:place].decode(errors="ignore")
+            assert offset == len(before)
+            place += len(token)
