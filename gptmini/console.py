@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,6 +207,34 @@ def show_item_progress(unit: str, total: int, done: int) -> Iterator[Callable[[i
     """Show a bar over `total` items, `done` of them already; yields a function to count more."""
     with tqdm(total=total, initial=done, unit=unit, disable=not is_interactive()) as bar:
         yield bar.update
+
+
+@contextmanager
+def show_elapsed(description: str) -> Iterator[None]:
+    """Show on a terminal, from the first second on, for how long work takes that nobody can count.
+
+    Also decorates a function whose calls are such work.
+    """
+    if not is_interactive():
+        yield
+        return
+    ended = threading.Event()
+    clock = threading.Thread(target=_show_seconds, args=(description, ended), daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        clock.join()
+
+
+def _show_seconds(description: str, ended: threading.Event) -> None:
+    """Count the seconds until work ends, on a line that is then removed."""
+    if ended.wait(1):
+        return
+    with tqdm(desc=description, initial=1, bar_format="{desc} ... {n} s", leave=False) as line:
+        while not ended.wait(1):
+            line.update()
 
 
 def iter_with_progress(items: Iterable[T], description: str, total: int) -> Iterable[T]:

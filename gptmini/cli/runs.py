@@ -22,9 +22,10 @@ def list_runs(
     if not folders:
         folders = [RUNS_FOLDER] if RUNS_FOLDER.is_dir() else []
     from gptmini.analysis import listing
-    from gptmini.console import format_bytes, say
+    from gptmini.console import format_bytes, say, show_elapsed
 
-    runs = [run for folder in folders for run in listing.list_runs(folder)]
+    with show_elapsed("checking the newest checkpoints"):
+        runs = [run for folder in folders for run in listing.list_runs(folder)]
     removable = [each for run in runs for each in run.removable]
     removable += [each for folder in folders for each in listing.find_leftovers(folder)]
     cache_bytes = listing.measure_folder(cache)

@@ -26,13 +26,15 @@ def score(
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
     from gptmini.analysis import score as scoring
-    from gptmini.console import say, stream_to_stdout
+    from gptmini.console import say, show_elapsed, stream_to_stdout
     from gptmini.generate.run import load_run
 
     trained = load_run(path, device, weights)
     if run is None:
         say(f"{path}, step {trained.step}")
-    scored = scoring.score_text(trained, read_text(file) if text is None else text)
+    text = read_text(file) if text is None else text
+    with show_elapsed("scoring"):
+        scored = scoring.score_text(trained, text)
     if as_json:
         rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.token_ranks, strict=True)
         facts = {

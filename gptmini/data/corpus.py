@@ -23,6 +23,7 @@ from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
 from gptmini.data.token_file import Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
+from gptmini.tokenizer.chunks import count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -260,8 +261,11 @@ def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float
     """Measure how a tokenizer compresses texts, and the share of its vocabulary they use."""
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     with sources.spool_stdin(paths, Path(tempfile.gettempdir())) as names:
-        for chunk in sources.find_source(names, DataConfig()).iter_chunks():
-            counts += np.bincount(tokenizer.encode(chunk.text), minlength=tokenizer.vocab_size)
+        source = sources.find_source(names, DataConfig())
+        with show_byte_progress("measuring the tokenizer", source.bytes) as advance:
+            for chunk in source.iter_chunks():
+                counts += np.bincount(tokenizer.encode(chunk.text), minlength=tokenizer.vocab_size)
+                advance(count_utf8_bytes(chunk.text))
     text_bytes = int(counts @ tokenizer.compute_byte_lengths())
     total = int(counts.sum())
     return {

@@ -63,19 +63,23 @@ class Source:
         options = [self.settings.text_key, _normalize_newlines(self.settings.separator)]
         hashed = hashlib.sha256(json.dumps(options).encode())
         converted = []
-        for file in self.files:
-            has_returns = False
-            hashed.update(
-                json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
-            )
-            with open_unchanged(file) as raw:
-                while block := raw.read(TEXT_BLOCK_SIZE):
-                    hashed.update(block)
-                    has_returns = has_returns or b"\r" in block
-            if file.kind == "text" and (has_returns or file.compression):
-                hashed.update(b"line feeds")  # the same bytes gave other tokens when CR was kept
-                if not file.compression:
-                    converted.append(file.path)
+        with show_byte_progress("hashing the text", self.bytes) as advance:
+            for file in self.files:
+                has_returns = False
+                hashed.update(
+                    json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
+                )
+                with open_unchanged(file) as raw:
+                    while block := raw.read(TEXT_BLOCK_SIZE):
+                        hashed.update(block)
+                        advance(len(block))
+                        has_returns = has_returns or b"\r" in block
+                if file.kind == "text" and (has_returns or file.compression):
+                    hashed.update(
+                        b"line feeds"
+                    )  # the same bytes gave other tokens when CR was kept
+                    if not file.compression:
+                        converted.append(file.path)
         if converted:
             say_once(f"{_abbreviate(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()

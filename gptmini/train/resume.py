@@ -5,6 +5,7 @@ from typing import Any
 
 from gptmini.config.load import iter_differences
 from gptmini.config.settings import Config
+from gptmini.console import show_elapsed
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import check_shapes
@@ -61,7 +62,8 @@ def _resume(training: Training) -> None:
     check_same_settings(config, existing, run)
     if run.load_tokenizer().fingerprint != training.corpus.tokenizer.fingerprint:
         raise DataError(describe_changed_text(config, run))
-    checkpoint = training.checkpoints.load_newest()
+    with show_elapsed("loading the newest checkpoint"):
+        checkpoint = training.checkpoints.load_newest()
     if checkpoint is not None:
         restore_checkpoint(training, checkpoint)
         warn_of_micro_batch_size(existing, config, run)
@@ -81,7 +83,8 @@ def _resume(training: Training) -> None:
 
 def _load_base_weights(training: Training, base: RunDirectory) -> None:
     """Load the weights that the configuration names; CheckpointError if they are gone."""
-    checkpoint = training.checkpoints.load_best_of(base)
+    with show_elapsed("loading the base"):
+        checkpoint = training.checkpoints.load_best_of(base)
     if checkpoint.sha256 != training.config.base.sha256:
         raise CheckpointError(
             f"{base.path}: changed while this run was prepared; run the same command again"
