@@ -93,11 +93,17 @@ def test_torture_loses_no_run():
 def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
-    rows = output("bench/train.py", str(text), "--parts", "small,share", "--quick").splitlines()
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
-    assert float(cells[0][1]) > 0
-    assert 1 < float(cells[1][2]) < 7
-    assert 0 < float(cells[2][1].split()[-1].rstrip("%")) < 200  # of what a large product reaches
+    printed = output("bench/train.py", str(text), "--parts", "small,share", "--quick")
+    beside_pytorch, share = [
+        [[cell.strip() for cell in row[1:-1].split("|")] for row in table.splitlines()]
+        for table in printed.strip().split("\n\n")
+    ]
+    assert beside_pytorch[0] == ["", "plain PyTorch", "gptmini", "ratio"]
+    assert float(beside_pytorch[2][1]) > 0
+    assert 1 < float(beside_pytorch[3][2]) < 7
+    assert share[0] == ["", "eager", "compiled"]
+    assert {len(row) for row in share} == {3}
+    assert 0 < float(share[2][1].split()[-1].rstrip("%")) < 200  # of what a large product reaches
 
 
 def test_bench_minutes_trains_every_arm_once(tmp_path: Path):

@@ -21,17 +21,20 @@ from typing import Any
 
 from gptmini import files, machine
 from gptmini.analysis import page, plots
+from gptmini.analysis.evaluate import Split
 from gptmini.analysis.measure import measure_variants
 from gptmini.analysis.variants import (
-    TABLE_LEGEND,
     Variant,
+    build_difference_rows,
     build_histories,
     build_rows,
-    compare_means,
+    compare_with_first,
+    describe_differences,
+    describe_table,
     drop_steep_start,
-    format_table,
+    format_comparison,
+    list_warnings,
     to_json,
-    write_verdicts,
 )
 from gptmini.config import load, yamlfile
 from gptmini.config.settings import Config
@@ -57,11 +60,12 @@ def compare(
     data: list[str] | None,
     out: Path,
     cache: Path,
+    split: Split = "validation",
 ) -> list[Variant]:
     """Train variants, measure them and finished runs, and write the figures to `out`.
 
     `data` is another text to measure finished runs on. With variants to train, it is their training
-    text, and all are measured on the part held out of it.
+    text, and all are measured on the part held out of it that `split` names.
     """
     trained = train_all(plan_runs(variants, seeds, out), cache) if variants else {}
     runs_of: dict[str, list[Path]] = {}
@@ -69,7 +73,7 @@ def compare(
         runs_of[str(paths[0]) if name in trained else name] = paths
     runs_of |= trained
     text = None if variants else data
-    measured = measure_variants(runs_of, text, cache, out / "compare.json")
+    measured = measure_variants(runs_of, text, cache, out / "compare.json", split)
     write_results(measured, out)
     return measured
 
@@ -227,9 +231,7 @@ def write_results(variants: list[Variant], out: Path) -> None:
     """Write the figures as JSON, Markdown, a page, and a picture if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     files.atomic_write_bytes(out / "compare.json", json.dumps(to_json(variants), indent=1).encode())
-    verdicts = "".join(f"- {line}\n" for line in write_verdicts(variants))
-    markdown = f"{format_table(variants, full=True)}\n\n{TABLE_LEGEND}\n\n{verdicts}"
-    files.atomic_write_bytes(out / "compare.md", markdown.encode())
+    files.atomic_write_bytes(out / "compare.md", format_comparison(variants, full=True).encode())
     files.atomic_write_bytes(out / "compare.html", build_page(variants))
     try:
         plots.save_figure(plots.draw_comparison(variants), out / "compare.png")
@@ -245,28 +247,17 @@ def build_page(variants: list[Variant]) -> bytes:
         parts.append(_build_differences(variants))
     parts.append(_build_charts(variants))
     title = f"{', '.join(variant.name for variant in variants)} compared"
-    return page.render_page(title, TABLE_LEGEND, parts)
+    introduction = "; ".join([*describe_table(variants), *list_warnings(variants)])
+    return page.render_page(title, introduction, parts)
 
 
 def _build_differences(variants: list[Variant]) -> page.PageItem:
-    """Build the table of how each variant differs from the first."""
-    first, *others = variants
-    baseline = first.list_figures("bits_per_byte")
-    rows: list[list[Any]] = []
-    for variant in others:
-        to_first = compare_means(variant.list_figures("bits_per_byte"), baseline)
-        half_width = to_first.half_width
-        rows.append(
-            [
-                f"{variant.name} vs {first.name}",
-                f"{to_first.mean:+.4f}",
-                "" if half_width is None else f"± {half_width:.4f}",
-                to_first,
-                to_first.verdict,
-            ]
-        )
-    note = "The bar is the 95 % interval. If it crosses 0, these runs do not tell the two apart."
-    return page.build_table(["", "bits per byte", "95 %", "", ""], rows, "Differences", note)
+    """Build the table of how each variant differs from the first, with the intervals drawn."""
+    headings, *rows = build_difference_rows(variants)
+    bars = [[found.difference, found.half_width] for found in compare_with_first(variants)]
+    drawn = [[*row, bar] for row, bar in zip(rows, bars, strict=True)]
+    note = "; ".join(describe_differences(variants)) + ". A bar that crosses 0: unresolved."
+    return page.build_table([*headings, ""], drawn, "Differences", note)
 
 
 def _build_charts(variants: list[Variant]) -> page.PageItem:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gptmini.analysis.evaluate import evaluate_run, load_text
+from gptmini.analysis.evaluate import Split, evaluate_run, load_text
 from gptmini.analysis.variants import RunMeasurement, Variant, select_numbers
 from gptmini.console import say
 from gptmini.data.token_file import TokenFile
@@ -28,21 +28,30 @@ TIMING_ROUNDS = 5
 
 
 def measure_variants(
-    paths: dict[str, list[Path]], data: list[str] | None, cache: Path, earlier: Path
+    paths: dict[str, list[Path]],
+    data: list[str] | None,
+    cache: Path,
+    earlier: Path,
+    split: Split = "validation",
 ) -> list[Variant]:
-    """Measure the runs of each variant on their held-out text, or on all of the text in `data`.
+    """Measure the runs of each variant on a held-out part, or on all of the text in `data`.
 
-    Losses that `earlier`, a compare.json, has for the same weights and text are not computed again.
-    Decoding is always timed anew, the variants taking turns.
+    If runs have windows of different lengths, the windows of all overlap by half, so that each
+    target has at least half a window before it, or everything there is. Losses that `earlier`, a
+    compare.json, has for the same weights, text and windows are not computed again. Decoding is
+    always timed anew, the variants taking turns.
     """
     known = _load_evaluations(earlier)
+    configs = [RunDirectory(path).load_config() for folders in paths.values() for path in folders]
+    overlap = len({config.seq_len for config in configs}) > 1
     variants = []
     engines = []
     for name, folders in paths.items():
         runs = []
         for path in folders:
             run = load_run(path, cache=cache, weights="float32")
-            runs.append(_measure_run(run, load_text(run, data, cache), known))
+            text = load_text(run, data, cache, split)
+            runs.append(_measure_run(run, text, None if data else split, overlap, known))
         # The runs of a variant differ only by seed: the last one stands for all.
         model_config = run.config.model
         engines.append(open_engine(run.model, "bfloat16", 1, cache))
@@ -71,16 +80,22 @@ def _load_evaluations(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _measure_run(
-    run: Run, text: list[TokenFile], known: dict[str, dict[str, Any]]
+    run: Run,
+    text: list[TokenFile],
+    split: Split | None,
+    overlap: bool,
+    known: dict[str, dict[str, Any]],
 ) -> RunMeasurement:
-    """Measure one run on a text."""
+    """Measure one run on a text, in windows side by side or in such that overlap by half."""
+    seq_len = run.config.seq_len
+    stride = -(-seq_len // 2) if overlap else seq_len
     token_files = ",".join(file.path.stem for file in text)
-    identity = f"{run.fingerprint} {run.config.model} {token_files}"
+    identity = f"{run.fingerprint} {run.config.model} {token_files} {seq_len} {stride}"
     made_of = hashlib.sha256(identity.encode()).hexdigest()
     evaluation = known.get(made_of)
     if evaluation is None:
         say(f"compare: evaluating {run.path}")
-        evaluation = evaluate_run(run, text).to_dict()
+        evaluation = evaluate_run(run, text, stride=stride).to_dict()
     lines = list(read_metrics(RunDirectory(run.path).metrics_file))
     speeds = [speed for (speed,) in select_numbers(lines, "tokens_per_second")]
     speeds = speeds[1:]  # the first includes the start of the run
@@ -90,6 +105,9 @@ def _measure_run(
         path=str(run.path),
         made_of=made_of,
         text=",".join(sorted({_identify_text(file) for file in text})),
+        split=split,
+        seq_len=seq_len,
+        stride=stride,
         seed=run.config.train.seed,
         step=run.step,
         **{key: evaluation[key] for key in EVALUATION_KEYS},
@@ -111,16 +129,12 @@ def _identify_text(file: TokenFile) -> str:
 
 
 def _time_decoding(variants: list[Variant], engines: list[Engine]) -> None:
-    """Time decoding at a quarter, half and all of the context: medians over rounds."""
-    speeds_of: list[dict[int, list[float]]] = [{} for _ in variants]
+    """Time decoding at a quarter, half and all of the context, the variants taking turns."""
     for _ in range(TIMING_ROUNDS):
-        for variant, engine, speeds in zip(variants, engines, speeds_of, strict=True):
+        for variant, engine in zip(variants, engines, strict=True):
+            speeds = variant.decode_tokens_per_second
             for context in _choose_contexts(variant.context_length):
                 speeds.setdefault(context, []).append(_measure_decode_speed(engine, context))
-    for variant, speeds in zip(variants, speeds_of, strict=True):
-        variant.decode_tokens_per_second = {
-            context: statistics.median(values) for context, values in speeds.items()
-        }
 
 
 def _choose_contexts(full: int) -> list[int]:

@@ -1,16 +1,15 @@
-"""Holds measured runs, grouped into variants, as plain data: statistics, tables and JSON."""
+"""Holds measured runs, grouped into variants, as plain data: tables and JSON."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from statistics import mean, median, stdev
+from typing import Any
 
 from gptmini import console
+from gptmini.analysis.statistics import MAX_SEEDS, Difference, conclude, estimate_difference
 
-# Half-widths of a 95 % interval in standard errors, for 1 to 10 degrees of freedom (Student 1908).
-STUDENT_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-
-TABLE_LEGEND = "KV bytes and decode tok/s: at full context, one text"
+NOTABLE_DIFFERENCE = 0.01  # bits per byte that the table says the number of seeds for
+PARTS = {"validation": "the validation part", "test": "the test part", None: "the text given"}
 Points = list[tuple[float, float]]
 
 
@@ -19,13 +18,18 @@ class RunMeasurement:
     """The figures of a trained run.
 
     Losses are those of its best checkpoint, in float32; memory is in bytes. `text` identifies the
-    text that losses were measured on, `made_of` that text and the model. `history` has tokens seen,
-    seconds and bits per byte at each evaluation during training.
+    text that losses were measured on, `split` is the part of the run's own text that it is, or
+    None; its windows of `seq_len` tokens are `stride` apart. `made_of` identifies all that losses
+    depend on. `history` has tokens seen, seconds and bits per byte at each evaluation during
+    training.
     """
 
     path: str
     made_of: str
     text: str
+    split: str | None
+    seq_len: int
+    stride: int
     seed: int
     step: int
     loss: float
@@ -49,33 +53,13 @@ class Variant:
     context_length: int
     cache_bytes_per_token: int
     cache_bytes: int  # at full context
-    decode_tokens_per_second: dict[int, float] = field(default_factory=dict)  # by context
+    # By context; one speed for each round of timing.
+    decode_tokens_per_second: dict[int, list[float]] = field(default_factory=dict)
 
     def list_figures(self, key: str) -> list[float]:
         """Return one figure of every run that has it."""
         values = [getattr(run, key) for run in self.runs]
         return [value for value in values if value is not None]
-
-
-class Difference(NamedTuple):
-    """The difference of two means and the half-width of its 95 % interval, None if unknown."""
-
-    mean: float
-    half_width: float | None
-
-    @property
-    def within_spread(self) -> bool | None:
-        """Whether the interval contains 0."""
-        return None if self.half_width is None else abs(self.mean) <= self.half_width
-
-    @property
-    def verdict(self) -> str:
-        """Say in words what it means for a figure of which less is better."""
-        if self.half_width is None:
-            return "spread unknown: one run each"
-        if self.within_spread:
-            return "within spread"
-        return "worse" if self.mean > 0 else "better"
 
 
 def select_numbers(lines: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
@@ -121,41 +105,30 @@ def drop_steep_start(points: Points) -> Points:
 
 def compute_deviation(values: Sequence[float]) -> float | None:
     """Compute the standard deviation; None for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else None
+    return stdev(values) if len(values) > 1 else None
 
 
-def compare_means(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    """Compare two means, with Student's interval for a common variance (1908).
-
-    The interval is unknown if there is only one value on each side.
-    """
-    difference = statistics.mean(ours) - statistics.mean(theirs)
-    degrees_of_freedom = len(ours) + len(theirs) - 2
-    if degrees_of_freedom == 0:
-        return Difference(difference, None)
-    sum_of_squares = sum(statistics.pvariance(values) * len(values) for values in (ours, theirs))
-    variance = sum_of_squares / degrees_of_freedom
-    standard_error = (variance * (1 / len(ours) + 1 / len(theirs))) ** 0.5
-    # Beyond 10 degrees of freedom the interval is a little too wide.
-    place = min(degrees_of_freedom, len(STUDENT_T_95)) - 1
-    return Difference(difference, STUDENT_T_95[place] * standard_error)
+def compare_with_first(variants: list[Variant]) -> list[Difference]:
+    """Compare the bits per byte of each variant but the first with those of the first."""
+    first, *others = [{run.seed: run.bits_per_byte for run in variant.runs} for variant in variants]
+    estimates = [estimate_difference(other, first) for other in others]
+    return conclude(estimates, NOTABLE_DIFFERENCE)
 
 
 def to_json(variants: list[Variant]) -> dict[str, Any]:
-    """Return every figure as JSON data; each variant is compared with the first."""
-    baseline = variants[0].list_figures("bits_per_byte")
+    """Return every figure as JSON data; each variant but the first is compared with the first."""
+    differences = [None, *compare_with_first(variants)]
     entries = []
-    for variant in variants:
+    for variant, to_first in zip(variants, differences, strict=True):
         bits = variant.list_figures("bits_per_byte")
-        to_first = compare_means(bits, baseline)
         entry = asdict(variant)
-        entry["bits_per_byte"] = statistics.mean(bits)
+        entry["bits_per_byte"] = mean(bits)
         entry["bits_per_byte_spread"] = compute_deviation(bits)
-        entry["to_first"] = to_first.mean
-        entry["to_first_95"] = to_first.half_width
-        entry["within_spread"] = to_first.within_spread
+        entry["to_first"] = None
+        if to_first is not None:
+            entry["to_first"] = asdict(to_first) | {"verdict": to_first.verdict}
         entries.append(entry)
-    return {"variants": entries}
+    return {"notable_difference": NOTABLE_DIFFERENCE, "variants": entries}
 
 
 def format_table(variants: list[Variant], full: bool = False) -> str:
@@ -170,7 +143,10 @@ def build_rows(variants: list[Variant], full: bool) -> list[list[str]]:
     """
     rows = []
     for variant in variants:
-        speeds = [f"{speed:,.0f}" for speed in variant.decode_tokens_per_second.values()]
+        speeds = [
+            _format_center(median(rounds), rounds, ",.0f")
+            for rounds in variant.decode_tokens_per_second.values()
+        ]
         cells = {
             "variant": variant.name,
             "params": f"{variant.parameters:,}",
@@ -192,28 +168,93 @@ def build_rows(variants: list[Variant], full: bool) -> list[list[str]]:
 
 def _format_mean(values: list[float], form: str) -> str:
     """Format the mean, with the standard deviation if there are several values."""
-    if not values:
-        return ""
-    mean = statistics.mean(values)
+    return _format_center(mean(values), values, form) if values else ""
+
+
+def _format_center(center: float, values: list[float], form: str) -> str:
+    """Format the center of some values, with their standard deviation if there are several."""
     deviation = compute_deviation(values)
-    return f"{mean:{form}}" if deviation is None else f"{mean:{form}} ± {deviation:{form}}"
+    return f"{center:{form}}" if deviation is None else f"{center:{form}} ± {deviation:{form}}"
 
 
-def write_verdicts(variants: list[Variant]) -> list[str]:
-    """Write a sentence per variant: its bits per byte against those of the first."""
-    first, *others = variants
-    lines = []
+def format_comparison(variants: list[Variant], full: bool = False) -> str:
+    """Format the table, the differences and what they mean, for 80 columns or as Markdown."""
+    bullet = "- " if full else ""
+    lines = [format_table(variants, full), ""]
+    lines += [bullet + line for line in describe_table(variants)]
+    if len(variants) > 1:
+        lines += ["", console.format_table(build_difference_rows(variants), full), ""]
+        lines += [bullet + line for line in describe_differences(variants)]
+    lines += [bullet + line for line in list_warnings(variants)]
+    return "\n".join(lines) + "\n"
+
+
+def describe_table(variants: list[Variant]) -> list[str]:
+    """Say, in short lines, what the figures of the table are."""
+    runs = [run for variant in variants for run in variant.runs]
+    overlap = any(run.stride < run.seq_len for run in runs)
+    windows = ", in windows that overlap by half" if overlap else ""
+    return [
+        f"bits/byte: on {PARTS[runs[0].split]}{windows}",
+        "KV bytes and decode tok/s: at full context, one text",
+        "±: standard deviation over seeds; of decode tok/s, over rounds of timing",
+    ]
+
+
+def list_warnings(variants: list[Variant]) -> list[str]:
+    """Say what speaks against the comparison."""
     texts = {run.text for variant in variants for run in variant.runs}
     if len(texts) > 1:
-        lines.append("warning: measured on different texts; compare again with --data TEXT")
-    baseline = first.list_figures("bits_per_byte")
-    for variant in others:
-        to_first = compare_means(variant.list_figures("bits_per_byte"), baseline)
-        line = f"{variant.name} vs {first.name}: {to_first.mean:+.4f}"
-        if to_first.half_width is None:
-            line += " bits/byte; one run each, so the spread is unknown; try --seeds 3"
+        return ["warning: measured on different texts; compare again with --data TEXT"]
+    return []
+
+
+def build_difference_rows(variants: list[Variant]) -> list[list[str]]:
+    """Return how each variant differs from the first, under a row of headings."""
+    first, *others = variants
+    headings = [
+        f"vs {first.name}",
+        "bits/byte",
+        "± 95 %",
+        "p",
+        "runs",
+        f"seeds for {NOTABLE_DIFFERENCE}",
+        "verdict",
+    ]
+    rows = [headings]
+    for variant, found in zip(others, compare_with_first(variants), strict=True):
+        row = [variant.name, f"{found.difference:+.4f}"]
+        if found.half_width is None or found.p_corrected is None:
+            row += ["", ""]
         else:
-            line += f" ± {to_first.half_width:.4f} bits/byte"
-            line += f" (95 %, {len(variant.runs)}+{len(first.runs)} runs): {to_first.verdict}"
-        lines.append(line)
+            row += [f"{found.half_width:.4f}", f"{found.p_corrected:.3f}"]
+        row += [_format_counts(found.counts), _format_seeds_needed(found), found.verdict]
+        rows.append(row)
+    return rows
+
+
+def _format_counts(counts: tuple[int, ...]) -> str:
+    if len(counts) == 1:
+        return f"{counts[0]} pairs"
+    return "+".join(map(str, counts))
+
+
+def _format_seeds_needed(found: Difference) -> str:
+    if found.half_width is None:
+        return ""
+    return f"{MAX_SEEDS:,}+" if found.seeds_needed is None else f"{found.seeds_needed:,}"
+
+
+def describe_differences(variants: list[Variant]) -> list[str]:
+    """Say, in short lines, what the figures of the differences are."""
+    lines = []
+    n_known = sum(found.p is not None for found in compare_with_first(variants))
+    if n_known:
+        corrected = f", corrected for {n_known} comparisons" if n_known > 1 else ""
+        lines += [
+            f"± 95 % and p: over seeds{corrected}; pairs: of equal seed",
+            f"seeds for {NOTABLE_DIFFERENCE}: per variant, to show such a difference 4 times in 5",
+        ]
+    if n_known < len(variants) - 1:
+        lines.append("one run says nothing about the spread over seeds; try --seeds 3")
     return lines

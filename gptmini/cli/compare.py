@@ -3,6 +3,7 @@
 import json
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from gptmini.cli.options import (
     RUNS_FOLDER,
@@ -18,6 +19,9 @@ from gptmini.cli.options import (
 )
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
+
+if TYPE_CHECKING:
+    from gptmini.config.settings import Config
 
 DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"
 
@@ -36,6 +40,11 @@ def compare(
         None, "N", "Training runs per variant.", min=1, max=100, show_default="1"
     ),
     data: Data = None,
+    split: Literal["validation", "test"] = option(
+        "validation",
+        "PART",
+        "Part of the text to compare on: validation, or test if data.test is set.",
+    ),
     errors: Errors = None,
     steps: Steps = None,
     minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
@@ -72,6 +81,8 @@ def compare(
     for kind, name in _list_variants(configs, attention, only=not finished):
         config = build_config(name, data, errors, kind, train_options, assignments)
         variants[kind or name or "default"] = config
+    if split == "test":
+        _check_test_part(variants, data)
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS_FOLDER / ("compare" if variants else "compared")
@@ -79,15 +90,11 @@ def compare(
     from gptmini.analysis import variants as figures
     from gptmini.console import say
 
-    measured = comparing.compare(variants, finished, seeds or 1, data, out, cache)
+    measured = comparing.compare(variants, finished, seeds or 1, data, out, cache, split)
     if as_json:
         print(json.dumps(figures.to_json(measured)))
         return
-    print(figures.format_table(measured))
-    print(figures.TABLE_LEGEND)
-    print()
-    for line in figures.write_verdicts(measured):
-        print(line)
+    print(figures.format_comparison(measured), end="")
     say(f"compare: all figures: {out / 'compare.md'}")
 
 
@@ -100,6 +107,14 @@ def _check_known(name: str) -> None:
     except ConfigError as error:
         problem = str(error).replace("no such configuration", "no such configuration or run", 1)
         raise ConfigError(problem) from None
+
+
+def _check_test_part(variants: "dict[str, Config]", data: list[str] | None) -> None:
+    """Raise ConfigError if what is to be trained keeps no test part, or `data` replaces it."""
+    if data and not variants:
+        raise ConfigError("--split test: is a part of the runs' own text; leave out --data")
+    if any(config.data.test is None for config in variants.values()):
+        raise ConfigError("--split test: there is no test part; add --set data.test=0.1")
 
 
 def _list_variants(

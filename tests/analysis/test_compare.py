@@ -67,14 +67,17 @@ def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
     assert [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs] == made
     second = json.loads(again)
     assert [v["runs"] for v in second["variants"]] == [v["runs"] for v in first["variants"]]
-    assert "window:4 vs mha: " in out
+    assert "\nvs mha " in out
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     table, differences, charts = data_of((folder / "compare.html").read_bytes())["parts"]
     first_of, second_of = second["variants"]
     assert [row[0] for row in table["rows"]] == ["mha", "window:4"]
-    ((name, *_, interval, verdict),) = differences["rows"]
-    assert name == "window:4 vs mha"
-    assert interval == [second_of["to_first"], second_of["to_first_95"]]
+    ((name, *_, verdict, interval),) = differences["rows"]
+    assert (differences["head"][0], name) == ("vs mha", "window:4")
+    to_first = second_of["to_first"]
+    assert interval == [to_first["difference"], to_first["half_width"]]
+    assert to_first["counts"] == [2]  # pairs of equal seeds
+    assert verdict == to_first["verdict"]
     assert verdict in out
     cache, _ = charts["items"]
     assert [line["points"] for line in cache["series"]] == [
@@ -119,6 +122,29 @@ def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_pa
         json.loads(other)["variants"][0]["bits_per_byte"]
         != json.loads(out)["variants"][0]["bits_per_byte"]
     )
+
+
+def test_variants_are_measured_on_the_test_part_on_request(gptmini, text_file, tmp_path):
+    words = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha"]
+    words += ["--set", "data.test=0.2"]
+    code, out, err = gptmini(*words, "--split", "test")
+    assert code == 0, err
+    assert "bits/byte: on the test part\n" in out
+    tested = json.loads((tmp_path / "runs/compare/compare.json").read_text())
+    code, out, err = gptmini(*words, "--json")
+    assert (code, err.count("already finished")) == (0, 1), err
+    chosen_on = json.loads(out)
+    for split, found in {"test": tested, "validation": chosen_on}.items():
+        run = found["variants"][0]["runs"][0]
+        assert run["split"] == split
+        _, out, _ = gptmini("evaluate", run["path"], "--split", split, "--json")
+        assert run["bits_per_byte"] == json.loads(out)["bits_per_byte"]
+    finished = [each["runs"][0]["path"] for each in tested["variants"]]
+    code, out, err = gptmini("compare", *finished, "--split", "test", "--out", "again", "--json")
+    assert code == 0, err
+    assert [each["runs"][0] for each in json.loads(out)["variants"]] == [
+        each["runs"][0] for each in tested["variants"]
+    ]
 
 
 def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp_path):
@@ -199,6 +225,10 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
         assert (code, f"{option}: these runs are already trained" in err) == (2, True)
     code, _, err = gptmini("compare", "done", "--data", "-")
     assert (code, "read only once" in err) == (2, True)
+    code, _, err = gptmini("compare", "--data", "text.txt", "--split", "test")
+    assert (code, "no test part; add --set data.test=0.1" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "--data", "text.txt", "--split", "test")
+    assert (code, "leave out --data" in err) == (2, True)
     code, _, err = gptmini("compare", "--attention", "mha,window")
     assert (code, "window:64" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gptmini.analysis import measure
-from gptmini.analysis.variants import to_json, write_verdicts
+from gptmini.analysis.variants import list_warnings, to_json
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data import shards
@@ -35,7 +35,9 @@ def test_figures_are_of_the_run_and_losses_are_computed_once(text_file, tmp_path
     assert found.runs[0].loss != found.runs[1].loss
     assert found.runs[0].history[-1][0] == 6 * 4 * 16
     assert list(found.decode_tokens_per_second) == [4, 8, 16]
-    assert min(found.decode_tokens_per_second.values()) > 0
+    for speeds in found.decode_tokens_per_second.values():
+        assert len(speeds) == measure.TIMING_ROUNDS
+        assert min(speeds) > 0
     lines = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
     assert found.runs[0].peak_memory == lines[-1]["peak_memory"]
     known.write_text(json.dumps(to_json([found])))
@@ -76,10 +78,10 @@ def test_other_shares_of_prepared_tokens_are_other_texts(text_file, tmp_path):
         train(config, tmp_path / str(share), cache)
         runs[str(share)] = [tmp_path / str(share)]
     variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
-    assert "measured on different texts" in write_verdicts(variants)[0]
+    assert "measured on different texts" in list_warnings(variants)[0]
     twice = {"a": runs["0.1"], "b": runs["0.1"]}
     same = measure.measure_variants(twice, None, cache, tmp_path / "compare.json")
-    assert "measured on different texts" not in write_verdicts(same)[0]
+    assert list_warnings(same) == []
 
 
 def test_a_text_keeps_its_name_in_other_tokens(text_file, tmp_path):
@@ -89,7 +91,32 @@ def test_a_text_keeps_its_name_in_other_tokens(text_file, tmp_path):
         train(config, tmp_path / kind, cache)
         runs[kind] = [tmp_path / kind]
     variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
-    assert "measured on different texts" not in write_verdicts(variants)[0]
+    assert list_warnings(variants) == []
+
+
+def test_variants_are_read_with_equal_context_whatever_their_windows(text_file, tmp_path):
+    """A model that looks back 4 positions knows as much in windows of 8 as in windows of 16."""
+    cache = new_cache(tmp_path)
+    runs = {}
+    for seq_len in (8, 16):
+        path = tmp_path / str(seq_len)
+        model = {"n_layer": 1, "attention": {"window": 4}}
+        config = tiny(data={"path": str(text_file)}, model=model, train={"dtype": "float32"})
+        train(config, path, cache)
+        RunDirectory(path).write_config(
+            RunDirectory(path).load_config().with_train(seq_len=seq_len)
+        )
+        runs[str(seq_len)] = [path]
+    unlike = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
+    short, long = (variant.runs[0] for variant in unlike)
+    assert (short.seq_len, short.stride, long.seq_len, long.stride) == (8, 4, 16, 8)
+    assert short.bits_per_byte == pytest.approx(long.bits_per_byte, rel=1e-6)
+    alone = {"8": runs["8"]}  # nothing to agree with: windows side by side, as evaluate has them
+    ((side_by_side,),) = (
+        variant.runs for variant in measure.measure_variants(alone, None, cache, tmp_path / "x")
+    )
+    assert side_by_side.stride == 8
+    assert side_by_side.bits_per_byte != pytest.approx(short.bits_per_byte, rel=1e-4)
 
 
 def test_a_timing_lasts_long_enough_to_mean_something(monkeypatch):

@@ -1,85 +1,84 @@
-"""Statistics of measured variants, and how they are reported."""
+"""How measured variants are reported."""
 
-import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gptmini.analysis import variants
-from gptmini.analysis.variants import STUDENT_T_95, compare_means
 from tests.analysis.samples import variant
 
 
-def beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by the sum of small steps."""
-    places = (np.arange(200_000) + 0.5) / 200_000
-    density = places ** (a - 1) * (1 - places) ** (b - 1)
-    return density[places < x].sum() / density.sum()
-
-
-@pytest.mark.parametrize("freedom", range(1, len(STUDENT_T_95) + 1))
-def test_the_quantiles_are_those_of_students_t(freedom):
-    """For Student's t, P(|t| > q) = I(n/2, 1/2) at n / (n + q²)."""
-    quantile = STUDENT_T_95[freedom - 1]
-    inside = 1 - beta(0.5, freedom / 2, quantile**2 / (freedom + quantile**2))
-    assert inside == pytest.approx(0.05, abs=0.003)
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(3, 3), (2, 5), (1, 4)])
-def test_intervals_cover_no_difference_nineteen_times_in_twenty(ours, theirs):
-    chance = np.random.default_rng(0)
-    covered = 0
-    for _ in range(4000):
-        gap, half = compare_means(chance.normal(size=ours), chance.normal(size=theirs))
-        covered += abs(gap) <= half
-    assert covered / 4000 == pytest.approx(0.95, abs=0.015)
-
-
-@given(st.lists(st.floats(-9, 9), min_size=1, max_size=9), st.floats(-5, 5))
-def test_a_shift_changes_the_difference_but_not_its_interval(values, shift):
-    gap, half = compare_means([value + shift for value in values], values)
-    assert gap == pytest.approx(shift, abs=1e-9)
-    same, again = compare_means(values, values)
-    assert same == 0
-    if len(values) == 1:
-        assert half is None
-    else:
-        assert half == pytest.approx(again, abs=1e-6)
+def differences(*compared) -> list[list[str]]:
+    """The rows of differences, without their headings."""
+    return variants.build_difference_rows(list(compared))[1:]
 
 
 def test_variants_are_compared_with_the_first():
-    first, second = variants.to_json([variant("a", 2.0, 2.1, 2.2), variant("b", 2.5, 2.6, 2.7)])[
-        "variants"
-    ]
+    pair = [variant("a", 2.0, 2.1, 2.2), variant("b", 2.5, 2.7, 2.6)]
+    found = variants.to_json(pair)
+    first, second = found["variants"]
     assert first["bits_per_byte"] == pytest.approx(2.1)
     assert first["bits_per_byte_spread"] == pytest.approx(0.1)
-    assert second["to_first"] == pytest.approx(0.5)
-    assert second["to_first_95"] == pytest.approx(2.78 * 0.1 * math.sqrt(2 / 3))
-    assert second["within_spread"] is False
-    assert first["within_spread"] is True
+    assert first["to_first"] is None
+    to_first = second["to_first"]
+    assert to_first["difference"] == pytest.approx(0.5)
+    assert to_first["counts"] == (3,)  # pairs that differ by 0.5, 0.6 and 0.4
+    assert to_first["half_width"] == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
+    assert to_first["confidence"] == 0.95
+    assert to_first["p"] == to_first["p_corrected"] == pytest.approx(0.0131, abs=1e-4)
+    assert (to_first["verdict"], found["notable_difference"]) == ("worse", 0.01)
 
 
 def test_verdicts_distinguish_a_difference_from_the_spread():
-    close = [variant("a", 2.0, 2.1, 2.2), variant("b", 2.02, 2.12, 2.22)]
-    assert variants.write_verdicts(close) == [
-        "b vs a: +0.0200 ± 0.2270 bits/byte (95 %, 3+3 runs): within spread"
-    ]
-    (worse,) = variants.write_verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 3.0, 3.1, 3.2)])
-    assert worse.endswith(": worse")
-    (better,) = variants.write_verdicts([variant("a", 2.0, 2.1, 2.2), variant("b", 1.0, 1.1, 1.2)])
-    assert better.endswith(": better")
-    (unknown,) = variants.write_verdicts([variant("a", 2.0), variant("b", 3.0)])
-    assert unknown.endswith("one run each, so the spread is unknown; try --seeds 3")
+    first = variant("a", 2.0, 2.1, 2.2)
+    (row,) = differences(first, variant("b", 2.01, 2.1, 2.22))
+    assert row == ["b", "+0.0100", "0.0248", "0.225", "3 pairs", "10", "unresolved"]
+    (row,) = differences(first, variant("b", 3.0, 3.12, 3.2))
+    assert row[-1] == "worse"
+    (row,) = differences(first, variant("b", 1.0, 1.12, 1.2))
+    assert row[-1] == "better"
+    (row,) = differences(variant("a", 2.0), variant("b", 3.0))
+    assert row == ["b", "+1.0000", "", "", "1+1", "", "one run: spread unknown"]
+    text = variants.format_comparison([variant("a", 2.0), variant("b", 3.0)])
+    assert text.endswith("\n\none run says nothing about the spread over seeds; try --seeds 3\n")
+
+
+def test_each_further_comparison_asks_for_more():
+    """Alone, b is worse; beside two others, these runs do not show it."""
+    first, b = variant("a", 2.0, 2.1, 2.2), variant("b", 2.5, 2.7, 2.6)
+    others = [variant("c", 2.01, 2.1, 2.22), variant("d", 2.0, 2.2, 2.1)]
+    (alone,) = differences(first, b)
+    assert alone[-1] == "worse"
+    beside, *_ = differences(first, b, *others)
+    assert beside[1] == alone[1]
+    assert float(beside[2]) > float(alone[2])
+    assert float(beside[3]) == pytest.approx(3 * float(alone[3]), abs=2e-3)
+    assert "corrected for 3 comparisons" in variants.format_comparison([first, b, *others])
+
+
+def test_runs_of_other_seeds_are_compared_by_their_means():
+    first, second = variant("a", 2.0, 2.1, 2.2), variant("b", 2.5, 2.7, 2.6)
+    second.runs = [replace(run, seed=run.seed + 10) for run in second.runs]
+    (row,) = differences(first, second)
+    assert row[4] == "3+3"
+    assert float(row[2]) == pytest.approx(2.776 * 0.1 * (2 / 3) ** 0.5, abs=1e-4)
 
 
 def test_runs_measured_on_different_texts_get_a_warning():
     one, two = variant("a", 2.0), variant("b", 2.0)
-    assert len(variants.write_verdicts([one, two])) == 1
+    assert "warning" not in variants.format_comparison([one, two])
     two.runs[0] = replace(two.runs[0], text="another")
-    assert "measured on different texts" in variants.write_verdicts([one, two])[0]
+    assert "warning: measured on different texts" in variants.format_comparison([one, two])
+
+
+def test_the_table_says_what_was_measured():
+    one = variant("a", 2.0)
+    assert "bits/byte: on the validation part\n" in variants.format_comparison([one])
+    one.runs[0] = replace(one.runs[0], split="test", stride=32)
+    text = variants.format_comparison([one])
+    assert "bits/byte: on the test part, in windows that overlap by half\n" in text
+    one.runs[0] = replace(one.runs[0], split=None, stride=64)
+    assert "bits/byte: on the text given\n" in variants.format_comparison([one])
 
 
 def test_the_short_table_fits_80_columns_and_the_full_one_has_every_figure():
@@ -87,8 +86,9 @@ def test_the_short_table_fits_80_columns_and_the_full_one_has_every_figure():
     for each in many:
         each.parameters = 124_439_808
     lines = variants.format_table(many).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[2].split()[1:] == "124,439,808 1.7002 ± 0.0001 32,768 700 10,000 ± 0".split()
+    assert max(map(len, variants.format_comparison(many).splitlines())) <= 80
+    cells = "124,439,808 1.7002 ± 0.0001 32,768 700 ± 15 10,000 ± 0"
+    assert lines[2].split()[1:] == cells.split()
     full = variants.format_table(many, full=True).splitlines()
     assert len({len(line) for line in full}) == 1
     cells = [cell.strip() for cell in full[2].strip("|").split("|")]
