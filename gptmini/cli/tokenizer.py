@@ -72,7 +72,7 @@ def encode(
 
 
 @tokenizer_app.command()
-def sample_tokens(
+def decode(
     name: TokenizerName,
     tokens: list[str] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
 ) -> None:
