@@ -68,10 +68,14 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
             sys.stdout.write(escape_control_characters(text) if escape else text)
             sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return False
     return True
+
+
+def discard_stdout() -> None:
+    """Send stdout nowhere: Python flushes it once more at exit, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def escape_control_characters(text: str) -> str:

@@ -1,6 +1,7 @@
 """Draws figures from plain data with matplotlib (the extra `plot`); loads no model and no torch."""
 
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gptmini.analysis.variants import (
     select_numbers,
 )
 from gptmini.console import warn
-from gptmini.errors import ConfigError, MachineError
+from gptmini.errors import ConfigError, make_missing_package_error
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Figure = Any  # matplotlib is an extra
@@ -34,13 +35,19 @@ def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
         )
 
 
+def check_can_draw(path: Path) -> None:
+    """Raise MachineError if the file is to be a picture and matplotlib is not installed."""
+    if path.suffix.lower() in PICTURE_SUFFIXES and find_spec("matplotlib") is None:
+        raise make_missing_package_error("pictures", "matplotlib", "plot")
+
+
 def _create_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """Create an empty figure; width and height are in inches."""
     try:
         import matplotlib  # noqa: PLC0415 - an extra
         import matplotlib.figure  # noqa: PLC0415
     except ImportError:
-        raise MachineError("pictures: matplotlib is missing; pip install matplotlib") from None
+        raise make_missing_package_error("pictures", "matplotlib", "plot") from None
     matplotlib.use("agg")
     return matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 

@@ -46,12 +46,13 @@ def inspect(
     from gptmini.analysis import plots
     from gptmini.console import say
 
-    if out is not None and mask is None:
-        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, ".html"))
-    elif out is not None:
-        plots.check_suffix(out, plots.PICTURE_SUFFIXES)
+    if out is not None:
+        pages = (".html",) if mask is None else ()
+        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, *pages))
     if generate is not None and (out is None or out.suffix.lower() != ".html"):
         raise ConfigError("--generate: works only with a page; add --out FILE.html")
+    if out is not None:
+        plots.check_can_draw(out)
     if mask is not None:
         from gptmini.analysis import attention_maps
 

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 
 from gptmini.cli.options import Cache, Device, RunName, WeightsType, option, resolve_run
-from gptmini.errors import ConfigError
+from gptmini.errors import make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
 
 
@@ -26,7 +26,7 @@ def serve(
     try:
         from gptmini.serve import server
     except ImportError as error:
-        raise ConfigError(f"{error.name}: not installed; run pip install -e '.[serve]'") from None
+        raise make_missing_package_error("serve", str(error.name), "serve") from None
     from gptmini.console import say, warn
     from gptmini.generate.run import load_run
 

@@ -402,7 +402,9 @@ def _describe_file(path: Path, errors: str) -> File:
 
         if path in [Path("data", f"{name}.txt") for name in KNOWN_CORPORA]:
             raise_unreadable(error, path, f"get it with: gptmini data fetch {path.stem}")
-        raise_unreadable(error, path)
+        if path.is_absolute():
+            raise_unreadable(error, path)
+        raise_unreadable(error, path, f"check the path, which begins in {Path.cwd()}")
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     suffixes = [suffix.lower() for suffix in path.suffixes]

@@ -114,28 +114,15 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, or raise MachineError.
-
-        The system releases the lock when the process ends, however it ends, so that a killed one
-        locks nobody out.
-        """
-        try:
-            import fcntl  # noqa: PLC0415 - not on Windows
-        except ImportError:
-            yield
-            return
+        """Be the only writer, or raise MachineError; a killed process locks nobody out."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not files.try_lock(file.fileno()):
                 file.seek(0)
                 raise MachineError(
                     f"{self.path}: {file.read(200).strip() or 'another process'} is training this "
                     f"run; wait for it, or choose another directory with --out"
-                ) from None
-            except OSError:
-                pass  # this file system has no locks
+                )
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
@@ -238,10 +225,12 @@ class RunDirectory:
         except OSError as error:
             shutil.rmtree(self._temporary, ignore_errors=True)
             free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+            remedy = "make room, or choose another directory with --out"
+            if self.list_steps():
+                remedy = "run the same command again to resume from the last checkpoint"
             raise MachineError(
                 f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}): "
-                f"{needed:,} bytes needed, {free:,} free; run the same command again to resume "
-                f"from the last checkpoint"
+                f"{needed:,} bytes needed, {free:,} free; {remedy}"
             ) from None
 
     def write_best(self, best: dict[str, Any] | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from gptmini import files
 from gptmini.config.settings import Config
 from gptmini.console import format_count, say_header, warn
-from gptmini.errors import MachineError
+from gptmini.errors import MachineError, make_missing_package_error
 
 Metrics = dict[str, Any]
 # Keys that a line has together or not at all.
@@ -145,10 +145,7 @@ def check_installed(names: Iterable[str]) -> None:
     """Raise MachineError for a tracker whose package is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise MachineError(
-                f"train.log_to: {name} is not installed; run pip install {name}, or remove it from "
-                f"train.log_to"
-            )
+            raise make_missing_package_error("train.log_to", name, name)
 
 
 def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:

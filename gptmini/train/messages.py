@@ -184,11 +184,13 @@ def warn_of_micro_batch_size(existing: Config, config: Config, run: RunDirectory
 
 def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:
     """Say why the learning rate rises again when a run is resumed for more steps than before."""
-    before = get_learning_rate(existing.train, step - 1)
-    now = get_learning_rate(config.train, step)
     steps_before = existing.train.steps
     steps = config.train.steps
-    if steps > steps_before and step > config.train.warmup_steps and now > before:
+    if step == 0 or steps <= steps_before or step < config.train.warmup_steps:
+        return
+    before = get_learning_rate(existing.train, step - 1)
+    now = get_learning_rate(config.train, step)
+    if now > before:
         say_header(
             f"  rate      rises again, from {before:.1e} to {now:.1e}: it is cooled down over the "
             f"last {get_cooldown_steps(config.train):,} of {format_count(steps, 'step')}, which "

@@ -58,10 +58,7 @@ def _resume(training: Training) -> None:
     run = training.run
     group = training.group
     group.on_rank_zero(lambda: run.checkpoints.mkdir(exist_ok=True))
-    existing = run.load_config()
-    check_same_settings(config, existing, run)
-    if run.load_tokenizer().fingerprint != training.corpus.tokenizer.fingerprint:
-        raise DataError(describe_changed_text(config, run))
+    existing = group.on_all_ranks(lambda: _check_same_run(training))
     with show_elapsed("loading the newest checkpoint"):
         checkpoint = training.checkpoints.load_newest()
     if checkpoint is not None:
@@ -79,6 +76,17 @@ def _resume(training: Training) -> None:
         )
     if training.step < config.train.steps:
         group.on_rank_zero(lambda: run.write_config(config))
+
+
+def _check_same_run(training: Training) -> Config:
+    """Return the configuration of the run on the disk, which must be that of this training."""
+    config = training.config
+    run = training.run
+    existing = run.load_config()
+    check_same_settings(config, existing, run)
+    if run.load_tokenizer().fingerprint != training.corpus.tokenizer.fingerprint:
+        raise DataError(describe_changed_text(config, run))
+    return existing
 
 
 def _load_base_weights(training: Training, base: RunDirectory) -> None:

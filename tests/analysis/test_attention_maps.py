@@ -220,5 +220,5 @@ def test_one_head_is_shown_as_text():
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MachineError, match="pip install matplotlib"):
+    with pytest.raises(MachineError, match=r"pip install -e '.\[plot\]'"):
         plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")

@@ -119,10 +119,10 @@ def test_without_matplotlib_there_is_still_a_page(runs, monkeypatch):
     code, out, err = runs("plot")
     assert (code, out) == (0, "runs/b/plot.html\n")
     assert err.count("\n") == 1
-    assert "runs/b/plot.png: not drawn; pictures: matplotlib is missing" in err
+    assert "runs/b/plot.png: not drawn; pictures: matplotlib is not installed" in err
     assert parts_of("runs/b/plot.html")["charts"]
     code, _, err = runs("plot", "--out", "a.png")
-    assert (code, "pip install matplotlib" in err) == (5, True)
+    assert (code, "pip install -e '.[plot]'" in err) == (5, True)
 
 
 def test_any_character_survives_the_page(runs):
