@@ -78,7 +78,9 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    with pytest.raises(MachineError, match="run pip install wandb, or remove"):
+    with pytest.raises(
+        MachineError, match=r"wandb is not installed; run pip install -e '.\[wandb\]'"
+    ):
         train(config, tmp_path / "run", new_cache(tmp_path))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
