@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, SampleConfig
-from gptmini.console import warn
+from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
@@ -315,6 +315,7 @@ class Run:
         return torch.tensor([spelling.startswith(b" ") for spelling in spellings])
 
 
+@show_elapsed("loading the model")
 def load_run(
     path: str | Path,
     device: str = "auto",
