@@ -19,6 +19,7 @@ from gptmini.model.attention import Attention, make_mask
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import Tokenizer
 
+BYTES_LEGEND = "in hex: tokens that are only some bytes of a character"
 MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
 
 MAX_MASK_POSITIONS = 256  # more fill the screen
@@ -28,7 +29,7 @@ MAX_MASK_POSITIONS = 256  # more fill the screen
 class AttentionView:
     """The attention weights (L, H, T, T) of a model on a prompt, and which heads to show.
 
-    `head` is None for all heads of these layers.
+    `head` is None for all heads of these layers. With `any_bytes`, some labels are bytes in hex.
     """
 
     weights: Tensor
@@ -36,6 +37,7 @@ class AttentionView:
     n_kv_head: int
     layers: list[int]
     head: int | None
+    any_bytes: bool = False
 
     def format_text(self) -> str:
         """Return a table of the heads to show and its legend; of a single head also its weights."""
@@ -51,6 +53,8 @@ class AttentionView:
             parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE_OPTIONS_HINT}")
         else:
             parts.append(self._format_head(self.weights[self.layers[0], self.head]))
+        if self.any_bytes:
+            parts.append(BYTES_LEGEND)
         return "\n\n".join(parts)
 
     def _format_head(self, weights: Tensor) -> str:
@@ -110,7 +114,8 @@ def view_attention(
         raise ConfigError(f"--head {head}: this model has heads 0 to {config.n_head - 1}")
     weights = compute_attention_weights(run.model, tokens)
     labels = [label_token(run.tokenizer, token) for token in tokens]
-    return AttentionView(weights, labels, config.n_kv_head, layers, head)
+    any_bytes = any(is_part_of_character(run.tokenizer, token) for token in tokens)
+    return AttentionView(weights, labels, config.n_kv_head, layers, head, any_bytes)
 
 
 @torch.no_grad()
@@ -196,9 +201,9 @@ def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
     """
     if token == tokenizer.eos_token_id:
         return ["", "<doc>"]
-    text = tokenizer.decode([token])
-    if "\ufffd" in text:  # not whole characters
+    if is_part_of_character(tokenizer, token):
         return ["", tokenizer.decode_token(token).hex()]
+    text = tokenizer.decode([token])
     spelling: list[str] = []  # text at even places, symbols at odd ones
     for character in text:
         is_text = character.isprintable() and character != " "
@@ -209,6 +214,11 @@ def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
             spelling.append("")
         spelling[-1] += character if is_text else _symbol_for(character)
     return spelling
+
+
+def is_part_of_character(tokenizer: Tokenizer, token: int) -> bool:
+    """Tell whether a token is not whole characters."""
+    return "\ufffd" in tokenizer.decode([token])
 
 
 def _symbol_for(character: str) -> str:

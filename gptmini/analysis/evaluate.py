@@ -1,11 +1,13 @@
 """Evaluates a trained run on its held-out text or on another text."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from gptmini.config.settings import TokenizerConfig
+from gptmini.console import iter_with_progress
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.token_file import TokenFile
 from gptmini.errors import DataError
@@ -76,6 +78,9 @@ def evaluate_run(
     run: Run, texts: list[TokenFile], batch_size: int = 16, stride: int | None = None
 ) -> Evaluation:
     """Evaluate in float32, on windows as long as in training, `stride` tokens apart."""
-    windows = iter_validation_batches(texts, run.config.seq_len, batch_size, stride)
+    seq_len = run.config.seq_len
+    batches = iter_validation_batches(texts, seq_len, batch_size, stride)
+    n_windows = sum(math.ceil(len(text) / (stride or seq_len)) for text in texts)
+    shown_batches = iter_with_progress(batches, "evaluating", math.ceil(n_windows / batch_size))
     in_float32 = Compute(run.model.device, torch.float32)
-    return evaluate(run.model, windows, run.tokenizer.compute_byte_lengths(), in_float32)
+    return evaluate(run.model, shown_batches, run.tokenizer.compute_byte_lengths(), in_float32)

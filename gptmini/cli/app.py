@@ -29,6 +29,7 @@ from gptmini.cli.generate import generate
 from gptmini.cli.import_model import import_model
 from gptmini.cli.inspect import inspect
 from gptmini.cli.plot import plot
+from gptmini.cli.runs import list_runs
 from gptmini.cli.score import score
 from gptmini.cli.serve import serve
 from gptmini.cli.settings import list_settings
@@ -89,6 +90,7 @@ app.command()(compare)
 app.command()(size)
 app.command()(convert)
 app.command()(plot)
+app.command("runs")(list_runs)
 app.command()(export)
 app.command("import")(import_model)
 app.command("settings")(list_settings)

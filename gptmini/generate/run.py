@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, SampleConfig
-from gptmini.console import warn
+from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
@@ -334,6 +334,7 @@ def _pick_device(name: str, model: GPT, cache: Path) -> torch.device:
     return device
 
 
+@show_elapsed("loading the model")
 def load_run(
     path: str | Path,
     device: str = "auto",

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gptmini import files
 from gptmini.config import load, yamlfile
@@ -128,6 +128,27 @@ class RunDirectory:
             file.flush()
             yield
 
+    def is_locked(self) -> bool:
+        """Tell whether a process is training this run. Where files cannot be locked, say no."""
+        return self._probe_lock() == "locked"
+
+    def _probe_lock(self) -> Literal["free", "locked", "unknown"]:
+        """Find out whether a process holds the lock, by sharing it for a moment."""
+        try:
+            import fcntl  # noqa: PLC0415 - not on Windows
+        except ImportError:
+            return "unknown"
+        try:
+            with files.open_regular(self.path / "lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:  # never trained
+            return "free"
+        except BlockingIOError:
+            return "locked"
+        except OSError:  # this file system has no locks
+            return "unknown"
+        return "free"
+
     # -- saving ------------------------------------------------------------------------------------
 
     def check_space(self, needed: int) -> None:
@@ -229,6 +250,32 @@ class RunDirectory:
                 intact += self._is_intact(step)
             elif best is None or step != best["step"]:
                 files.remove_tree(self._get_folder(step))
+
+    def list_removable(self) -> list[Path]:
+        """List what the run can do without, unless it may be in training at this moment.
+
+        That is every checkpoint before the newest intact one, but for the best, and what killed
+        processes left.
+        """
+        if self._probe_lock() != "free":
+            return []
+        removable = [*self.path.glob(".tmp-*"), *self.checkpoints.glob(".trash-*")]
+        removable += [*self.checkpoints.glob(".tmp"), *self.checkpoints.glob("step-*.damaged")]
+        removable += [self._get_folder(step) for step in self._list_unneeded_steps()]
+        return sorted(removable)
+
+    def _list_unneeded_steps(self) -> list[int]:
+        """Return the steps before the newest intact checkpoint, without the best one."""
+        steps = self.list_steps()
+        if len(steps) == 1:
+            return []
+        newest = next((step for step in steps if self._is_intact(step)), None)
+        if newest is None:
+            return []
+        state = read_checkpoint_json(self._get_folder(newest) / "state.json")
+        best_step = (state.get("best") or {}).get("step")
+        needed = {newest, best_step, self._list_best_first()[0]}
+        return [step for step in steps if step < newest and step not in needed]
 
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints after a step, which are damaged, so that `prune` ignores them."""
