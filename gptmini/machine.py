@@ -136,7 +136,7 @@ def _get_peak_resident_memory() -> int:
     """Get the peak of main memory, which psutil knows on Windows only."""
     info = psutil.Process().memory_info()
     if IS_WINDOWS:
-        return info.peak_wset
+        return info.peak_wset  # type: ignore[attr-defined] # only there
     if sys.platform == "linux":
         # Not ru_maxrss: a child process begins with the peak of its parent.
         status = Path("/proc/self/status").read_text()
