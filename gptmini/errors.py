@@ -64,6 +64,11 @@ def describe_os_error(error: Exception) -> str:
     return reason.lower()
 
 
+def shorten(text: str, length: int = 60) -> str:
+    """Cut a text that a message repeats, as somebody may have sent a megabyte of it."""
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
 def describe_invalid_utf8(where: object, position: str, remedy: str = "convert it to UTF-8") -> str:
     """Describe bytes that are not UTF-8; `position` reads "at byte 11"."""
     return f"{where}: not UTF-8 {position}; {remedy}"
