@@ -83,7 +83,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "report",
     ],
     "interop": ["architectures", "folding", "huggingface", "gguf", "export"],
-    "serve": ["scheduler", "completions", "server"],
+    "serve": ["limits", "scheduler", "completions", "connections", "server"],
     "cli": [
         "app",
         "options",
@@ -120,7 +120,8 @@ DOORS = {  # the only modules that import a library
     "matplotlib": {"analysis.plots"},
     "subprocess": {"generate.native.build", "analysis.compare"},
     "starlette": {"serve.server"},
-    "uvicorn": {"serve.server"},
+    "uvicorn": {"serve.server", "serve.connections"},
+    "h11": {"serve.connections"},
     "prometheus_client": {"serve.server"},
     "typer": {"cli.app", "cli.options", "cli.data", "cli.tokenizer", "cli.train"},
 }
