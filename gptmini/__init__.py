@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gptmini.analysis.evaluate import evaluate_text as evaluate
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.generate.run import Run
     from gptmini.generate.run import load_run as load
@@ -18,13 +19,24 @@ if TYPE_CHECKING:
     from gptmini.train.api import fit
 
 __version__ = "0.2.0"
-__all__ = ["GPT", "Config", "ModelConfig", "Run", "export_run", "fit", "import_model", "load"]
+__all__ = [
+    "GPT",
+    "Config",
+    "ModelConfig",
+    "Run",
+    "evaluate",
+    "export_run",
+    "fit",
+    "import_model",
+    "load",
+]
 
 _HOMES = {  # where each public name lives; after a colon, what it is called there
     "GPT": "model.gpt",
     "Config": "config.settings",
     "ModelConfig": "config.settings",
     "Run": "generate.run",
+    "evaluate": "analysis.evaluate:evaluate_text",
     "fit": "train.api",
     "export_run": "interop.export",
     "import_model": "interop.huggingface",

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,10 +68,14 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
             sys.stdout.write(escape_control_characters(text) if escape else text)
             sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return False
     return True
+
+
+def discard_stdout() -> None:
+    """Send stdout nowhere: Python flushes it once more at exit, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def escape_control_characters(text: str) -> str:
@@ -158,6 +163,15 @@ class TrainingProgressBar:
         return f"{line}  {format_duration(seconds_left)} left"
 
 
+def format_bytes(size: float) -> str:
+    """Format a number of bytes: 466 kB."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.2f} GB"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration: 1:35, or 12h31m from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
@@ -197,6 +211,34 @@ def show_item_progress(unit: str, total: int, done: int) -> Iterator[Callable[[i
     """Show a bar over `total` items, `done` of them already; yields a function to count more."""
     with tqdm(total=total, initial=done, unit=unit, disable=not is_interactive()) as bar:
         yield bar.update
+
+
+@contextmanager
+def show_elapsed(description: str) -> Iterator[None]:
+    """Show on a terminal, from the first second on, for how long work takes that nobody can count.
+
+    Also decorates a function whose calls are such work.
+    """
+    if not is_interactive():
+        yield
+        return
+    ended = threading.Event()
+    clock = threading.Thread(target=_show_seconds, args=(description, ended), daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        clock.join()
+
+
+def _show_seconds(description: str, ended: threading.Event) -> None:
+    """Count the seconds until work ends, on a line that is then removed."""
+    if ended.wait(1):
+        return
+    with tqdm(desc=description, initial=1, bar_format="{desc} ... {n} s", leave=False) as line:
+        while not ended.wait(1):
+            line.update()
 
 
 def iter_with_progress(items: Iterable[T], description: str, total: int) -> Iterable[T]:

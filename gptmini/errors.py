@@ -33,7 +33,7 @@ class CheckpointError(GptminiError):
 
 
 class MachineError(GptminiError):
-    """A limit of the machine: disk, permissions, memory, device."""
+    """A limit of the machine: disk, permissions, memory, device, packages."""
 
     exit_code = 5
 
@@ -58,15 +58,31 @@ class Stopped(GptminiError):  # noqa: N818 - not an error
         self.exit_code = 128 + signal_number
 
 
+def make_missing_package_error(feature: str, package: str, extra: str) -> MachineError:
+    """Return the error for an optional package that is not installed; `feature` needs it."""
+    return MachineError(
+        f"{feature}: {package} is not installed; run pip install -e '.[{extra}]' in gptmini's "
+        f"checkout"
+    )
+
+
+def shorten(value: object, length: int = 60) -> str:
+    """Cut a value for a message, which may come from a file or a user and be of any length."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
 def describe_os_error(error: Exception) -> str:
     """Describe a failed call in the system's own words: "no such file or directory"."""
     reason = getattr(error, "strerror", None) or str(error)
     return reason.lower()
 
 
-def shorten(text: str, length: int = 60) -> str:
-    """Cut a text that a message repeats, as somebody may have sent a megabyte of it."""
-    return text if len(text) <= length else f"{text[:length]}..."
+def describe_lookup_error(error: Exception) -> str:
+    """Describe data of an unexpected form, as an error of Python tells of it."""
+    if isinstance(error, KeyError):
+        return f"{shorten(repr(error.args[0]))} is missing"
+    return f"damaged ({shorten(error, 120)})"
 
 
 def describe_invalid_utf8(where: object, position: str, remedy: str = "convert it to UTF-8") -> str:

@@ -14,11 +14,18 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptmini.errors import ConfigError, DataError, describe_invalid_utf8
+from gptmini.errors import (
+    ConfigError,
+    DataError,
+    GptminiError,
+    MachineError,
+    describe_invalid_utf8,
+    describe_os_error,
+)
 
 DEFAULT_CACHE_DIR = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
@@ -78,10 +85,12 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             sync(file.fileno())
         rename(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk names no file
+        if error.filename is None or str(error.filename) == str(temporary):
+            error.filename = str(path)  # a full disk names no file
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # renamed, or never made
+            temporary.unlink()
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
@@ -94,18 +103,71 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 def atomic_output(out: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes `out` when the block ends.
 
-    Nothing of it stays if the block raises. ConfigError if `out` exists.
+    Nothing of it stays if the block raises. ConfigError if `out` exists or has a name that not all
+    programs could open, MachineError if another
+    process is writing it or if it cannot be written.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"--out {out}: already exists; choose another name")
-    partial = out.with_name(f".partial-{out.name}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_output(partial)  # left by a process that was killed
+    if not _is_utf8(out):
+        raise ConfigError(f"--out {str(out)!a}: not UTF-8; choose another name")
+    folder = out.with_name(f".partial-{out.name}")
+    partial = folder / out.name
+    with _report_failed_output(out, partial):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock_folder(folder) as locked:
+            if not locked:
+                raise MachineError(
+                    f"--out {out}: another process is writing it; choose another name"
+                )
+            try:
+                if out.exists() or out.is_symlink():
+                    raise ConfigError(f"--out {out}: already exists; choose another name")
+                _remove_output(partial)  # left by a process that was killed
+                yield partial
+                rename(partial, out)
+            finally:
+                shutil.rmtree(folder)
+
+
+def _is_utf8(path: Path) -> bool:
+    """Tell whether a path is UTF-8: bytes that are not stand in it as lone surrogates."""
     try:
-        yield partial
-        rename(partial, out)
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@contextmanager
+def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
+    """Let failures name `out` instead of `partial`, and the space left if writing has failed."""
+    try:
+        yield
+    except GptminiError as error:
+        error.lines = tuple(line.replace(str(partial), str(out)) for line in error.lines)
+        raise
+    except OSError as error:
+        place = str(error.filename or partial)  # a full disk names no file
+        if not place.startswith(str(partial.parent)):
+            raise
+        parent = next(each for each in out.parents if each.exists())
+        free = shutil.disk_usage(parent).free
+        raise MachineError(
+            f"{out}: could not be written ({describe_os_error(error)}), {free:,} bytes free; make "
+            f"room, or choose another place with --out"
+        ) from None
+
+
+@contextmanager
+def _lock_folder(folder: Path) -> Iterator[bool]:
+    """Lock a folder as `try_lock` does a file, until the block ends."""
+    if sys.platform == "win32":  # cannot open directories
+        yield True
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield try_lock(descriptor)
     finally:
-        _remove_output(partial)
+        os.close(descriptor)
 
 
 def _remove_output(path: Path) -> None:
@@ -122,6 +184,28 @@ def remove_tree(path: Path) -> None:
         trash = path.with_name(f".trash-{path.name}")
         os.replace(path, trash)
         shutil.rmtree(trash)
+
+
+# -- one writer at a time --------------------------------------------------------------------------
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False if another process has locked it.
+
+    The system releases the lock when the process ends, however it ends, so that a killed one locks
+    nobody out. Where there are no locks, as on Windows and some file systems, returns True.
+    """
+    try:
+        import fcntl  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # this file system has no locks
+    return True
 
 
 # -- the steps of a durable write ------------------------------------------------------------------

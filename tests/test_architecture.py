@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gptmini"
 ROOMS = {  # generate/native is a wing of generate: they import each other
     "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
-    "config": ["section", "settings", "load", "yamlfile", "listing"],
+    "config": ["section", "settings", "load", "aliases", "yamlfile", "listing"],
     "tokenizer": [
         "tokenizers",
         "bpe",
@@ -81,6 +81,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "page",
         "page_data",
         "report",
+        "listing",
     ],
     "interop": ["architectures", "folding", "huggingface", "gguf", "export"],
     "serve": ["limits", "scheduler", "completions", "connections", "server"],
@@ -99,6 +100,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "import_model",
         "inspect",
         "plot",
+        "runs",
         "settings",
         "data",
         "tokenizer",

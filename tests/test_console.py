@@ -1,6 +1,7 @@
 """What people see while a run trains, and texts on a terminal."""
 
 import re
+import threading
 import time
 
 import pytest
@@ -121,3 +122,39 @@ def test_control_characters_reach_a_terminal_only_if_raw(monkeypatch, capsys):
     console.stream_to_stdout(["a\x1b[2J", "\n"])
     console.stream_to_stdout(["a\x1b[2J", "\n"], raw=True)
     assert capsys.readouterr().out == "a\\x1b[2J\na\x1b[2J\n"
+
+
+class Ended(threading.Event):
+    """Work that ends after some waits for it."""
+
+    waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout == 1
+        self.waits += 1
+        return self.waits > 3
+
+
+def test_long_work_counts_its_seconds_on_a_line_of_its_own(capsys):
+    console._show_seconds("compiling", Ended())
+    shown = capsys.readouterr().err
+    first = next(text for text in shown.split("\r") if text.strip())
+    assert first == "compiling ... 1 s"
+    assert shown.endswith("\r")  # the line is removed
+
+
+def test_short_work_shows_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(console, "is_interactive", lambda: True)
+    for _ in range(2):
+        with console.show_elapsed("reading"):
+            pass
+
+    @console.show_elapsed("adding")
+    def add(one: int, other: int) -> int:
+        return one + other
+
+    assert add(1, 2) == add(2, 1) == 3
+    with pytest.raises(KeyError), console.show_elapsed("failing"):
+        raise KeyError
+    assert capsys.readouterr().err == ""
+    assert not [thread for thread in threading.enumerate() if "_show_seconds" in thread.name]

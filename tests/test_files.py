@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gptmini import files
-from gptmini.errors import ConfigError
+from gptmini.errors import CheckpointError, ConfigError, MachineError
 
 
 def test_only_regular_files_are_opened(tmp_path: Path):
@@ -40,6 +40,7 @@ def test_an_output_appears_when_it_is_complete(tmp_path: Path, kind):
         write(partial)
         raise RuntimeError
     assert list(out.parent.iterdir()) == []
+    partial.parent.mkdir()
     write(partial)  # left by a process that was killed
     with files.atomic_output(out) as partial:
         assert not partial.exists()
@@ -49,3 +50,41 @@ def test_an_output_appears_when_it_is_complete(tmp_path: Path, kind):
     assert (out / "file" if kind == "folder" else out).read_bytes() == b"content"
     with pytest.raises(ConfigError, match=r"--out .*out: already exists; choose another name"):
         files.atomic_output(out).__enter__()
+
+
+def test_of_two_writers_of_an_output_the_second_is_told(tmp_path: Path):
+    out = tmp_path / "out"
+    with files.atomic_output(out) as partial:
+        with pytest.raises(
+            MachineError, match="out: another process is writing it; choose another"
+        ):
+            files.atomic_output(out).__enter__()
+        partial.write_bytes(b"first")
+    assert out.read_bytes() == b"first"
+
+
+def test_an_output_with_a_name_that_is_not_utf8_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"caf\\udce9': not UTF-8; choose another name"):
+        files.atomic_output(tmp_path / "caf\udce9").__enter__()
+
+
+def test_a_failed_output_is_named_as_the_user_named_it(tmp_path: Path):
+    out = tmp_path / "out"
+    full = OSError("4096 requested and 328 written")  # as numpy reports a full disk
+    with pytest.raises(MachineError) as caught, files.atomic_output(out):
+        raise full
+    (line,) = caught.value.lines
+    assert line.startswith(f"{out}: could not be written (4096 requested and 328 written), ")
+    assert line.endswith(" bytes free; make room, or choose another place with --out")
+    with pytest.raises(CheckpointError) as other, files.atomic_output(out) as partial:
+        raise CheckpointError(f"{partial / 'file'}: damaged")
+    assert other.value.lines == (f"{out / 'file'}: damaged",)
+    with pytest.raises(FileNotFoundError), files.atomic_output(out):  # of what is read meanwhile
+        (tmp_path / "none").read_bytes()
+    long = tmp_path / ("x" * 250)  # with what stands before it, too long for a file system
+    with pytest.raises(MachineError, match="x: could not be written"):
+        files.atomic_output(long).__enter__()
+    with pytest.raises(OSError, match="name too long") as too_long:
+        files.atomic_write_bytes(long, b"")
+    assert too_long.value.filename == str(long)
+    assert not list(tmp_path.iterdir())

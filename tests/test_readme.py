@@ -206,6 +206,52 @@ def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: 
     assert texts.stdout.strip()
 
 
+def test_no_configuration_has_the_name_of_a_text():
+    """Both would name a run in runs/, and the second one would be refused."""
+    pages = "".join(page.read_text() for page in READMES)
+    configurations = set(re.findall(r"\btrain,? ([\w-]+)\.ya?ml", pages))
+    texts = set(re.findall(r"--data ([\w-]+)\.", pages))
+    assert "first" in configurations
+    assert "my" in texts
+    assert not configurations & texts
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (143, True), (2, False), (137, False)])
+def test_the_slurm_script_queues_a_job_again_only_if_it_was_stopped(tmp_path, code, requeued):
+    """With stand-ins for Slurm's commands; one task of four ends with the code."""
+    (script,) = [
+        block
+        for block in blocks("bash", ROOT / "docs" / "several-processes.md")
+        if "#SBATCH" in block
+    ]
+    commands = {
+        "scontrol": 'echo "$*" >> log; [[ $1 == requeue ]] || echo machine-1',
+        "srun": """highest=0
+            for SLURM_PROCID in 0 1 2 3; do
+                export SLURM_PROCID SLURM_LOCALID=$SLURM_PROCID SLURM_NTASKS=4
+                "$@"
+                code=$?
+                if (( code > highest )); then highest=$code; fi
+            done
+            exit "$highest\"""",
+        "gptmini": 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR:$MASTER_PORT $*" >> ranks; '
+        f"if [[ $RANK == 2 ]]; then exit {code}; fi",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    variables["SLURM_JOB_NODELIST"] = "machine-[1-4]"
+    ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=variables, check=False)
+    assert ended.returncode == code
+    ranks = (tmp_path / "ranks").read_text().splitlines()
+    assert ranks == [
+        f"{rank}/4 {rank} machine-1:29500 train first.yaml --out /shared/runs/first"
+        for rank in range(4)
+    ]
+    assert ("requeue 7" in (tmp_path / "log").read_text()) == requeued
+
+
 def test_every_yaml_example_is_a_configuration(tmp_path: Path):
     for readme in READMES:
         for example in blocks("yaml", readme):

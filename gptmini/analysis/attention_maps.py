@@ -3,6 +3,7 @@
 Letters: L layers, H query heads, T positions.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,21 +12,24 @@ from torch import Tensor
 
 from gptmini import console
 from gptmini.analysis import plots
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, shorten
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.attention import Attention, make_mask
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import Tokenizer
 
+BYTES_LEGEND = "in hex: tokens that are only some bytes of a character"
 MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
+
+MAX_MASK_POSITIONS = 256  # more fill the screen
 
 
 @dataclass(frozen=True)
 class AttentionView:
     """The attention weights (L, H, T, T) of a model on a prompt, and which heads to show.
 
-    `head` is None for all heads of these layers.
+    `head` is None for all heads of these layers. With `any_bytes`, some labels are bytes in hex.
     """
 
     weights: Tensor
@@ -33,6 +37,7 @@ class AttentionView:
     n_kv_head: int
     layers: list[int]
     head: int | None
+    any_bytes: bool = False
 
     def format_text(self) -> str:
         """Return a table of the heads to show and its legend; of a single head also its weights."""
@@ -48,6 +53,8 @@ class AttentionView:
             parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE_OPTIONS_HINT}")
         else:
             parts.append(self._format_head(self.weights[self.layers[0], self.head]))
+        if self.any_bytes:
+            parts.append(BYTES_LEGEND)
         return "\n\n".join(parts)
 
     def _format_head(self, weights: Tensor) -> str:
@@ -107,7 +114,8 @@ def view_attention(
         raise ConfigError(f"--head {head}: this model has heads 0 to {config.n_head - 1}")
     weights = compute_attention_weights(run.model, tokens)
     labels = [label_token(run.tokenizer, token) for token in tokens]
-    return AttentionView(weights, labels, config.n_kv_head, layers, head)
+    any_bytes = any(is_part_of_character(run.tokenizer, token) for token in tokens)
+    return AttentionView(weights, labels, config.n_kv_head, layers, head, any_bytes)
 
 
 @torch.no_grad()
@@ -193,9 +201,9 @@ def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
     """
     if token == tokenizer.eos_token_id:
         return ["", "<doc>"]
-    text = tokenizer.decode([token])
-    if "\ufffd" in text:  # not whole characters
+    if is_part_of_character(tokenizer, token):
         return ["", tokenizer.decode_token(token).hex()]
+    text = tokenizer.decode([token])
     spelling: list[str] = []  # text at even places, symbols at odd ones
     for character in text:
         is_text = character.isprintable() and character != " "
@@ -206,6 +214,11 @@ def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
             spelling.append("")
         spelling[-1] += character if is_text else _symbol_for(character)
     return spelling
+
+
+def is_part_of_character(tokenizer: Tokenizer, token: int) -> bool:
+    """Tell whether a token is not whole characters."""
+    return "\ufffd" in tokenizer.decode([token])
 
 
 def _symbol_for(character: str) -> str:
@@ -223,7 +236,7 @@ def build_mask(name: str, size: int | None = None) -> Tensor:
         return _build_cross_mask(name, argument, size)
     if size is None:
         size = 12
-    number = int(argument) if argument.isdecimal() else -1
+    number = _parse_number(argument)
     positions = torch.arange(size)
     if name == "causal":
         return make_mask(positions, positions)
@@ -232,22 +245,25 @@ def build_mask(name: str, size: int | None = None) -> Tensor:
     if kind == "padding" and 0 <= number < size:
         return make_mask(positions, positions, None, torch.tensor([number]))[0, 0]
     raise ConfigError(
-        f"--mask {name}: unknown mask; use causal, window:N with N at least 1, padding:N with N "
-        f"below {size}, or cross:T,S"
+        f"--mask {shorten(name)}: unknown mask; use causal, window:N with N at least 1, padding:N "
+        f"with N below {size}, or cross:T,S"
     )
 
 
 def _build_cross_mask(name: str, argument: str, size: int | None) -> Tensor:
     """Build the mask (T, size) of T queries on S keys, given "T,S"."""
-    numbers = [int(text) for text in argument.split(",") if text.isdecimal()]
-    if len(numbers) == 2 and name == f"cross:{numbers[0]},{numbers[1]}":
-        T, S = numbers
-        if T > 0 and 0 < S <= (size or S):
-            return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
+    T, S = map(_parse_number, argument.partition(",")[::2])
+    if 0 < T <= MAX_MASK_POSITIONS and 0 < S <= (size or MAX_MASK_POSITIONS):
+        return mechanisms.cross_mask(torch.tensor([S]), T, size or S)[0]  # (T, size)
     raise ConfigError(
-        f"--mask {name}: unknown mask; use cross:T,S with at least 1 query and 1 key, and "
-        f"a --size of at least S"
+        f"--mask {shorten(name)}: unknown mask; use cross:T,S with 1 to {MAX_MASK_POSITIONS} "
+        f"queries and keys, and a --size of at least S"
     )
+
+
+def _parse_number(text: str) -> int:
+    """Parse a number of positions; -1 if the text is none, or far too large a one."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
 
 
 def format_mask(mask: Tensor) -> str:

@@ -1,20 +1,45 @@
 """Evaluates a trained run on its held-out text or on another text."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from gptmini.config.settings import TokenizerConfig
+from gptmini.console import iter_with_progress
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.token_file import TokenFile
 from gptmini.errors import DataError
-from gptmini.generate.run import Run
+from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
 
 Split = Literal["validation", "test"]
+
+
+def evaluate_text(
+    run: Run | str | Path,
+    data: str | Path | list[str] | None = None,
+    split: Split = "validation",
+    stride: int | None = None,
+    cache: Path = DEFAULT_CACHE_DIR,
+) -> Evaluation:
+    """Evaluate a run on its held-out text, or on all of the text in `data`; `gptmini.evaluate`.
+
+        gptmini.evaluate("runs/my", "other.txt").bits_per_byte
+
+    A path is loaded in float32, a loaded run evaluated as it is. `split` is the held-out part,
+    "validation" or "test". Windows are as long as in training, and
+    `stride` tokens apart, by default side by side. Raises DataError for a text that cannot be read
+    or has changed since training.
+    """
+    if not isinstance(run, Run):
+        run = load_run(run, weights="float32", cache=cache)
+    paths = [str(data)] if isinstance(data, str | Path) else data
+    return evaluate_run(run, load_text(run, paths, cache, split), stride=stride)
 
 
 def load_text(
@@ -53,6 +78,9 @@ def evaluate_run(
     run: Run, texts: list[TokenFile], batch_size: int = 16, stride: int | None = None
 ) -> Evaluation:
     """Evaluate in float32, on windows as long as in training, `stride` tokens apart."""
-    windows = iter_validation_batches(texts, run.config.seq_len, batch_size, stride)
+    seq_len = run.config.seq_len
+    batches = iter_validation_batches(texts, seq_len, batch_size, stride)
+    n_windows = sum(math.ceil(len(text) / (stride or seq_len)) for text in texts)
+    shown_batches = iter_with_progress(batches, "evaluating", math.ceil(n_windows / batch_size))
     in_float32 = Compute(run.model.device, torch.float32)
-    return evaluate(run.model, windows, run.tokenizer.compute_byte_lengths(), in_float32)
+    return evaluate(run.model, shown_batches, run.tokenizer.compute_byte_lengths(), in_float32)

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from gptmini import console
 from gptmini.analysis import page
-from gptmini.analysis.attention_maps import compute_attention_weights, spell_token, summarize_heads
+from gptmini.analysis.attention_maps import (
+    compute_attention_weights,
+    is_part_of_character,
+    spell_token,
+    summarize_heads,
+)
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
@@ -150,6 +155,9 @@ def build_reading(
         token_numbers = [spellings.index_of(run.tokenizer, token) for token in tokens]
         readings.append(_read_at_checkpoint(run, tokens, spellings, text))
     config = run.config.model
+    notes = build_notes(config)
+    if spellings.any_bytes:
+        notes["text"] += " Tokens in hexadecimal are only some bytes of a character."
     return {
         "type": "reading",
         "heading": heading,
@@ -163,7 +171,7 @@ def build_reading(
         "sampling": _describe_filters(run.config.sample) if text else "",
         "vocab_size": config.vocab_size,
         "memory": compute_cache_sizes(config, len(tokens)),
-        "notes": build_notes(config),
+        "notes": notes,
         "readings": readings,
         "spellings": spellings.texts,
     }
@@ -222,12 +230,14 @@ class _Spellings:
 
     def __init__(self) -> None:
         self.texts: list[list[str]] = []
+        self.any_bytes = False  # whether some are bytes in hex
         self._numbers: dict[int, int] = {}
 
     def index_of(self, tokenizer: Tokenizer, token: int) -> int:
         if token not in self._numbers:
             self._numbers[token] = len(self.texts)
             self.texts.append(spell_token(tokenizer, token))
+            self.any_bytes = self.any_bytes or is_part_of_character(tokenizer, token)
         return self._numbers[token]
 
 

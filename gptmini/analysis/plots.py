@@ -1,5 +1,7 @@
 """Draws figures from plain data with matplotlib (the extra `plot`); loads no model and no torch."""
 
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from gptmini.analysis.variants import (
     select_numbers,
 )
 from gptmini.console import warn
-from gptmini.errors import ConfigError, MachineError
+from gptmini.errors import ConfigError, make_missing_package_error
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Figure = Any  # matplotlib is an extra
@@ -33,13 +35,19 @@ def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
         )
 
 
+def check_can_draw(path: Path) -> None:
+    """Raise MachineError if the file is to be a picture and matplotlib is not installed."""
+    if path.suffix.lower() in PICTURE_SUFFIXES and find_spec("matplotlib") is None:
+        raise make_missing_package_error("pictures", "matplotlib", "plot")
+
+
 def _create_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """Create an empty figure; width and height are in inches."""
     try:
         import matplotlib  # noqa: PLC0415 - an extra
         import matplotlib.figure  # noqa: PLC0415
     except ImportError:
-        raise MachineError("pictures: matplotlib is missing; pip install matplotlib") from None
+        raise make_missing_package_error("pictures", "matplotlib", "plot") from None
     matplotlib.use("agg")
     return matplotlib.figure.Figure(figsize=(width, height), layout=layout)
 
@@ -61,18 +69,9 @@ def _make_drawable(labels: list[str]) -> tuple[list[str], list[str]]:
     first_font = font_manager.get_font(font_manager.findfont(MONOSPACE_FONT))
     used = {ord(character) for label in labels for character in label}
     missing = used - first_font.get_charmap().keys()
-    for font in font_manager.fontManager.ttflist:
-        if not missing:
-            break
-        if font.name.startswith("Last Resort"):  # draws boxes for everything
-            continue
-        try:
-            glyphs = font_manager.get_font(font.fname).get_charmap().keys()
-        except (OSError, RuntimeError):  # removed since it was listed, or of bitmaps only
-            continue
-        if missing & glyphs:
-            fonts.append(font.name)
-            missing -= glyphs
+    missing -= _choose_fonts(missing, list(font_manager.fontManager.ttflist), fonts)
+    if missing:
+        missing -= _choose_fonts(missing, _find_new_fonts(), fonts)
     if missing:
         some = "".join(chr(code) for code in sorted(missing)[:10])
         warn(
@@ -81,6 +80,42 @@ def _make_drawable(labels: list[str]) -> tuple[list[str], list[str]]:
         )
     escapes = {code: ascii(chr(code))[1:-1] for code in missing}
     return [label.translate(escapes) for label in labels], fonts
+
+
+def _choose_fonts(missing: set[int], entries: list[Any], fonts: list[str]) -> set[int]:
+    """Add to `fonts` those that have some of the missing characters; returns what they have."""
+    from matplotlib import font_manager  # noqa: PLC0415 - an extra
+
+    found: set[int] = set()
+    for entry in entries:
+        if found == missing:
+            break
+        if entry.name.startswith("Last Resort"):  # draws boxes for everything
+            continue
+        try:
+            glyphs = font_manager.get_font(entry.fname).get_charmap().keys()
+        except (OSError, RuntimeError):  # removed since it was listed, or of bitmaps only
+            continue
+        added = (missing - found) & glyphs
+        if added:
+            fonts.append(entry.name)
+            found |= added
+    return found
+
+
+def _find_new_fonts() -> list[Any]:
+    """Find fonts that were installed since matplotlib wrote the list that it keeps."""
+    from matplotlib import font_manager  # noqa: PLC0415 - an extra
+
+    manager = font_manager.fontManager
+    listed = {entry.fname for entry in manager.ttflist}
+    n_listed = len(manager.ttflist)
+    for file in font_manager.findSystemFonts():
+        if file in listed:
+            continue
+        with suppress(OSError, RuntimeError):  # not a font that can be drawn
+            manager.addfont(file)
+    return list(manager.ttflist[n_listed:])
 
 
 def _hide_borders(axis: Any) -> None:

@@ -16,7 +16,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
 
 MAX_SAMPLE_TOKENS = 32  # tokens of a sample whose attention is shown
-EVALUATION_COLUMNS = ("step", "tokens", "seconds", "val_loss", "val_bpb")
+PROGRESS_COLUMNS = ("step", "tokens", "seconds")
 RunMetrics = dict[str, list[dict[str, Any]]]  # logged lines by the name of the run
 
 
@@ -30,10 +30,8 @@ def write_report(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
     logged = {str(path): list(read_metrics(RunDirectory(path).metrics_file)) for path in paths}
     for name, lines in logged.items():
         RunDirectory(Path(name)).load_config()  # raises if this is not a run
-        if not select_numbers(lines, *EVALUATION_COLUMNS):
-            raise CheckpointError(
-                f"{name}: no evaluation logged yet; train it further with gptmini train"
-            )
+        if not select_numbers(lines, *PROGRESS_COLUMNS):
+            raise CheckpointError(f"{name}: nothing logged yet; train it with gptmini train")
     has_page = any(_is_page(file) for file in out)
     written = []
     for file in out:
@@ -71,7 +69,8 @@ def build_page(logged: RunMetrics, cache: Path) -> bytes:
             items = [[_describe_evaluation(line), line["sample"]] for line in newest_first]
             parts.append({"type": "samples", "heading": f"{name}: samples", "items": items})
         sample = newest_first[0]["sample"] if newest_first else ""
-        parts.append(_build_heads(name, sample, cache))
+        if RunDirectory(Path(name)).list_steps():  # a run that has just begun has no weights yet
+            parts.append(_build_heads(name, sample, cache))
     introduction = "Training curves, samples, and what each attention head looks at."
     return page.render_page(", ".join(logged), introduction, parts)
 
@@ -119,8 +118,9 @@ def _build_table(logged: RunMetrics) -> page.PageItem:
         attention = f"{model.attention.variant} {model.n_head}:{model.n_kv_head}"
         if model.attention.window:
             attention += f", window {model.attention.window}"
-        step, tokens, seconds = select_numbers(lines, "step", "tokens", "seconds")[-1]
-        loss, bits = min(select_numbers(lines, "val_loss", "val_bpb"))
+        step, tokens, seconds = select_numbers(lines, *PROGRESS_COLUMNS)[-1]
+        losses = select_numbers(lines, "val_loss", "val_bpb")
+        loss, bits = min(losses, default=(None, None))
         cells = {
             "run": name,
             "parameters": f"{cost.count_parameters(model):,}",
@@ -128,8 +128,8 @@ def _build_table(logged: RunMetrics) -> page.PageItem:
             "steps": f"{step:,}",
             "tokens": f"{tokens:,}",
             "minutes": f"{seconds / 60:.1f}",
-            "lowest loss": f"{loss:.4f}",
-            "bits per byte": f"{bits:.4f}",
+            "lowest loss": "not evaluated yet" if loss is None else f"{loss:.4f}",
+            "bits per byte": "" if bits is None else f"{bits:.4f}",
         }
         if any_finetuned:
             cells["began from"] = f"{base.run}, step {base.step:,}" if base.run else ""

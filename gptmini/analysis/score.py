@@ -1,6 +1,8 @@
 """Scores a text token by token: how likely a trained model finds each token."""
 
+import codecs
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +15,35 @@ from gptmini.train.evaluate import compute_token_losses
 
 @dataclass(frozen=True)
 class Score:
-    """The tokens of a text, with the log-probability (nats) and the rank (1 is top) of each."""
+    """The tokens of a text, with the log-probability (nats) and the rank (1 is top) of each.
 
-    texts: list[str]
+    `spellings` are their bytes, which may be part of a character.
+    """
+
+    spellings: list[bytes]
     tokens: list[int]
     logprobs: list[float]
     token_ranks: list[int]
     n_bytes: int
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each token; U+FFFD where it is part of a character."""
+        return [spelling.decode("utf-8", "replace") for spelling in self.spellings]
+
+    def iter_characters(self) -> Iterator[tuple[range, str]]:
+        """Yield the text in whole characters, each time with the numbers of the tokens it takes."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        first = 0
+        text = ""
+        for number, spelling in enumerate(self.spellings):
+            is_last = number == len(self.spellings) - 1
+            text += decoder.decode(spelling, final=is_last)
+            pending_bytes, _ = decoder.getstate()
+            if not pending_bytes:
+                yield range(first, number + 1), text
+                first = number + 1
+                text = ""
 
     @property
     def loss(self) -> float:
@@ -65,5 +89,5 @@ def score_text(run: Run, text: str) -> Score:
         token_ranks += ranks[0, first_new:].tolist()
     if not math.isfinite(sum(logprobs)):
         raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
-    texts = [run.tokenizer.decode([token]) for token in tokens]
-    return Score(texts, tokens, logprobs, token_ranks, len(text.encode()))
+    spellings = [run.tokenizer.decode_token(token) for token in tokens]
+    return Score(spellings, tokens, logprobs, token_ranks, len(text.encode()))

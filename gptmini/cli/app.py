@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +19,7 @@ import typer
 import typer.core
 import typer.exceptions
 
-from gptmini import __version__
+from gptmini import __version__, console
 from gptmini.cli.compare import compare
 from gptmini.cli.convert import convert
 from gptmini.cli.data import data_app
@@ -28,13 +29,14 @@ from gptmini.cli.generate import generate
 from gptmini.cli.import_model import import_model
 from gptmini.cli.inspect import inspect
 from gptmini.cli.plot import plot
+from gptmini.cli.runs import list_runs
 from gptmini.cli.score import score
 from gptmini.cli.serve import serve
 from gptmini.cli.settings import list_settings
 from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
-from gptmini.errors import GptminiError, Stopped
+from gptmini.errors import ConfigError, GptminiError, Stopped
 
 app = typer.Typer(
     help="Turn any text into a GPT that you understand.",
@@ -59,12 +61,17 @@ def _root(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that lists the first line of its help, and names itself in every usage error."""
+    """A command that lists the first line of its help, and names itself in every usage error.
+
+    An empty --out, which is likely an unset variable of a shell, would be the current folder.
+    """
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return (self.help or "").partition("\n")[0]  # typer's own is cut after 45 characters
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--out=" in args or ("--out", "") in pairwise(args):
+            raise ConfigError("--out: empty; name a file or folder")
         try:
             return super().parse_args(ctx, args)
         except typer.exceptions.TyperException as error:
@@ -82,6 +89,7 @@ app.command()(compare)
 app.command()(size)
 app.command()(convert)
 app.command()(plot)
+app.command("runs")(list_runs)
 app.command()(export)
 app.command("import")(import_model)
 app.command("settings")(list_settings)
@@ -102,6 +110,7 @@ for _group in (app, data_app, tokenizer_app):
 # generating, busy     1,175    2,066
 OPENMP_SPIN_COUNT = "10000"
 
+CLOSED_PIPE_SIGNAL = 13  # SIGPIPE, which Python ignores and Windows lacks
 # Windows has no SIGHUP.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -111,11 +120,18 @@ def main() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP reads this once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
-    _prepare_output()
+    _prepare_streams()
     _catch_stop_signals()
     try:
         # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
         code = app(_read_arguments(), prog_name="gptmini", standalone_mode=False)
+        sys.stdout.flush()  # here, as Python would report a failure at exit in words of its own
+    except BrokenPipeError:
+        _end_after_closed_pipe()
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # of which typer makes a SystemExit
+            raise
+        _end_after_closed_pipe()
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -134,14 +150,22 @@ def _read_arguments() -> list[str]:
     return words
 
 
-def _prepare_output() -> None:
+def _prepare_streams() -> None:
     """Let every text be printed: replace what the terminal's encoding lacks, and closed streams."""
+    if sys.stdin is None:  # closed by the caller, as with `<&-`: nothing to read
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - open until the end
     for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller, as with `2>&-`
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the end
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+
+
+def _end_after_closed_pipe() -> NoReturn:
+    """Exit as programs do that SIGPIPE ends, as nobody reads the output any more."""
+    console.discard_stdout()
+    sys.exit(128 + CLOSED_PIPE_SIGNAL)
 
 
 def _catch_stop_signals() -> None:
@@ -223,12 +247,15 @@ def _find_remedy(option: str, command: str, known: list[str]) -> str:
     if near := difflib.get_close_matches(option, known, 1, 0.75):
         return f"did you mean {near[0]}? "
     if "--set" in known:
-        from gptmini.config.load import find_full_key
+        from gptmini.config.load import find_full_key, find_remedy
 
         section = "sample." if command.endswith(" generate") else ""
-        key = find_full_key(option.lstrip("-").replace("-", "_"), section)
+        name = option.lstrip("-").replace("-", "_")
+        key = find_full_key(name, section)
         if key:
             return f"use --set {key}=VALUE, or "
+        if not section and (remedy := find_remedy(name)):
+            return f"{remedy}; "
     return ""
 
 

@@ -15,6 +15,7 @@ from gptmini.cli.options import (
     Steps,
     argument,
     build_config,
+    is_text,
     option,
 )
 from gptmini.errors import ConfigError
@@ -28,7 +29,7 @@ DEFAULT_ATTENTIONS = "mha,gqa:2,mqa"
 
 def compare(
     names: list[str] | None = argument(
-        None, "CONFIG|RUN", "Configurations to train, and directories of finished runs."
+        None, "CONFIG|RUN", "Configurations or texts to train on, and directories of finished runs."
     ),
     attention: str | None = option(
         None,
@@ -64,7 +65,7 @@ def compare(
     if not finished and not configs:
         configs = [None]
     for name in configs:
-        if name is not None and Path(name).suffix not in (".yaml", ".yml"):
+        if name is not None and Path(name).suffix not in (".yaml", ".yml") and not is_text(name):
             _check_known(name)
     train_options = {"--steps": steps, "--minutes": minutes}
     if not configs:

@@ -23,12 +23,13 @@ def convert(
     path = resolve_run(run)
     path = path.resolve() if path.name == "" else path  # "." has no name
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
-    from gptmini.console import say
+    from gptmini.console import say, show_elapsed
     from gptmini.generate.run import load_run
     from gptmini.train import convert
 
     trained = load_run(path, weights="float32", cache=cache)
-    config = convert.convert_run(trained, parse_attention(attention), steps, out, cache)
+    with show_elapsed("converting"):
+        config = convert.convert_run(trained, parse_attention(attention), steps, out, cache)
     old = trained.config.model
     new = config.model
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"

@@ -14,8 +14,9 @@ from gptmini.cli.options import (
     argument,
     build_config,
     option,
+    parse_number,
 )
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, shorten
 from gptmini.files import DEFAULT_CACHE_DIR
 
 data_app = typer.Typer(help="Download and prepare texts.")
@@ -71,7 +72,7 @@ def prepare(
 
 def _parse_part(text: str) -> tuple[int, int]:
     """Parse `3/16` into two numbers."""
-    number, _, n_parts = text.partition("/")
-    if not (number.isdecimal() and n_parts.isdecimal() and 1 <= int(number) <= int(n_parts)):
-        raise ConfigError(f"--part {text}: must be K/N, with K from 1 to N; write 3/16")
-    return int(number), int(n_parts)
+    number, n_parts = map(parse_number, text.partition("/")[::2])
+    if number is None or n_parts is None or not 1 <= number <= n_parts:
+        raise ConfigError(f"--part {shorten(text)}: must be K/N, with K from 1 to N; write 3/16")
+    return number, n_parts

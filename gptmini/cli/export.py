@@ -29,10 +29,11 @@ def export(
     kind = weights or "f16"
     if out is None:
         out = path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
-    from gptmini.console import say
+    from gptmini.console import say, show_elapsed
     from gptmini.interop.export import export_run
 
-    exported = export_run(path, out, to, kind, cache)
+    with show_elapsed("writing and reading back"):
+        exported = export_run(path, out, to, kind, cache)
     say(f"{path}: written as a {exported.architecture}")
     say(
         f"proof: read back, its logits differ by at most {exported.difference:.1e} (the largest is "

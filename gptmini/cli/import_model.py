@@ -17,10 +17,11 @@ def import_model(
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
     out = out or RUNS_FOLDER / folder.resolve().name
-    from gptmini.console import say
+    from gptmini.console import say, show_elapsed
     from gptmini.interop.huggingface import import_model
 
-    run = import_model(folder, out, context_length, cache)
+    with show_elapsed("reading and converting"):
+        run = import_model(folder, out, context_length, cache)
     n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     name = shlex.quote(str(out))
     say(

@@ -46,12 +46,13 @@ def inspect(
     from gptmini.analysis import plots
     from gptmini.console import say
 
-    if out is not None and mask is None:
-        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, ".html"))
-    elif out is not None:
-        plots.check_suffix(out, plots.PICTURE_SUFFIXES)
+    if out is not None:
+        pages = (".html",) if mask is None else ()
+        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, *pages))
     if generate is not None and (out is None or out.suffix.lower() != ".html"):
         raise ConfigError("--generate: works only with a page; add --out FILE.html")
+    if out is not None:
+        plots.check_can_draw(out)
     if mask is not None:
         from gptmini.analysis import attention_maps
 
@@ -77,7 +78,7 @@ def _inspect_run(
 ) -> None:
     """Print what the heads attend to; write a page or a picture of it."""
     from gptmini.analysis import attention_maps, page_data, plots
-    from gptmini.console import say
+    from gptmini.console import say, show_elapsed
     from gptmini.generate.run import load_run
 
     trained = load_run(path, "cpu", "float32")
@@ -90,10 +91,12 @@ def _inspect_run(
     is_page = out is not None and out.suffix.lower() == ".html"
     if is_page:
         page_data.check_page_size(trained.config.model, len(tokens))
-    view = attention_maps.view_attention(trained, tokens, layers, head)
+    with show_elapsed("reading the text"):
+        view = attention_maps.view_attention(trained, tokens, layers, head)
     say(f"{path}: step {trained.step}")
     if out is not None and is_page:  # before printing, as `| head` may close stdout
-        page = page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
+        with show_elapsed("building the page"):
+            page = page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
         files.atomic_write_bytes(out, page)
     print(view.format_text())
     if out is not None and not is_page:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.errors import CheckpointError, ConfigError, DataError, shorten
 from gptmini.files import decode_utf8
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 RUNS_FOLDER = Path("runs")
 MAX_INPUT_BYTES = 16 << 20  # of a prompt, or of a text to score
+MAX_DIGITS = 18  # of a number on the command line
 
 
 def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
@@ -174,18 +175,24 @@ def is_text(name: str) -> bool:
     return path.exists() or bool(set(name) & set("*?["))
 
 
+def parse_number(text: str) -> int | None:
+    """Parse a whole number; None if the text is none, or one that no count here can be."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
+
+
 def parse_attention(text: str) -> dict[str, Any]:
     """Parse `gqa:2` or `window:64` into the keys of model.attention that it stands for."""
     name, _, number = text.partition(":")
     examples = {"mha": "mha", "mqa": "mqa", "gqa": "gqa:2", "window": "window:64"}
     if name not in examples:
-        raise ConfigError(f"--attention {text}: must be mha, mqa, gqa:N or window:N")
-    if (":" in text or ":" in examples[name]) and not number.isdecimal():
-        problem = f"{number!r} is not a number" if number else "needs a number"
-        raise ConfigError(f"--attention {text}: {problem}; write {examples[name]}")
+        raise ConfigError(f"--attention {shorten(text)}: must be mha, mqa, gqa:N or window:N")
+    count = parse_number(number)
+    if (":" in text or ":" in examples[name]) and count is None:
+        problem = f"{shorten(number)!r} is not a number" if number else "needs a number"
+        raise ConfigError(f"--attention {shorten(text)}: {problem}; write {examples[name]}")
     if name == "window":
-        return {"window": int(number)}
-    return {"variant": name, "n_kv_head": int(number) if number else None}
+        return {"window": count}
+    return {"variant": name, "n_kv_head": count}
 
 
 def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
@@ -198,9 +205,7 @@ def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
         return find_newest_run()
     if _is_run(run):
         return run
-    name = " ".join(str(run).split())  # it may be a text, with line breaks
-    if len(name) > 60:
-        name = f"{name[:57]}..."
+    name = shorten(" ".join(str(run).split()))  # it may be a text, with line breaks
     runs = _list_runs()
     exists = os.path.exists(run)  # unlike Path.exists, False for a name that is too long
     meant: list[str | Path] = [folder for folder in run.parents if exists and _is_run(folder)]

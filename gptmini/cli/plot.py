@@ -29,5 +29,8 @@ def plot(
     paths = [resolve_run(run) for run in runs or [find_newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
     from gptmini.analysis import report
+    from gptmini.console import show_elapsed
 
-    print(*report.write_report(paths, files, cache), sep="\n")
+    with show_elapsed("drawing"):
+        written = report.write_report(paths, files, cache)
+    print(*written, sep="\n")

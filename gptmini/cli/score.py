@@ -26,13 +26,15 @@ def score(
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
     from gptmini.analysis import score as scoring
-    from gptmini.console import say, stream_to_stdout
+    from gptmini.console import say, show_elapsed, stream_to_stdout
     from gptmini.generate.run import load_run
 
     trained = load_run(path, device, weights)
     if run is None:
         say(f"{path}, step {trained.step}")
-    scored = scoring.score_text(trained, read_text(file) if text is None else text)
+    text = read_text(file) if text is None else text
+    with show_elapsed("scoring"):
+        scored = scoring.score_text(trained, text)
     if as_json:
         rows = zip(scored.texts, scored.tokens, scored.logprobs, scored.token_ranks, strict=True)
         facts = {
@@ -55,17 +57,32 @@ def score(
 
 
 def _format_table(scored: "Score") -> Iterator[str]:
+    """List the tokens; those that share a character by their bytes, the last with the character."""
     yield "logprob   rank  token\n"
-    for text, logprob, rank in zip(scored.texts, scored.logprobs, scored.token_ranks, strict=True):
-        yield f"{logprob:7.3f} {rank:6}  {text!r}\n"
+    any_shared = False
+    for numbers, text in scored.iter_characters():
+        for number in numbers:
+            shown = repr(text)
+            if len(numbers) > 1:
+                any_shared = True
+                shown = scored.spellings[number].hex(" ")
+                if number == numbers[-1]:
+                    shown += f"  completes {text!r}"
+            yield f"{scored.logprobs[number]:7.3f} {scored.token_ranks[number]:6}  {shown}\n"
+    if any_shared:
+        yield "Tokens without quotes are bytes, in hex: they share a character with others.\n"
 
 
 def _color_tokens(scored: "Score") -> Iterator[str]:
-    """Put the text on backgrounds from none to dark red, one step for each two bits of surprise."""
+    """Put the text on backgrounds from none to dark red, one step for each two bits of surprise.
+
+    Tokens that share a character have one background, for their surprise together.
+    """
     from gptmini.console import escape_control_characters
 
     colors = ["", "\x1b[48;5;58m", "\x1b[48;5;94m", "\x1b[48;5;130m", "\x1b[48;5;124m"]
-    for text, logprob in zip(scored.texts, scored.logprobs, strict=True):
+    for numbers, text in scored.iter_characters():
+        logprob = sum(scored.logprobs[number] for number in numbers)
         surprise = int(-logprob / 1.386)  # in steps of 2 bits, which are 1.386 nats
         color = colors[min(surprise, len(colors) - 1)]
         lines = [escape_control_characters(line) for line in text.split("\n")]

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 
 from gptmini.cli.options import Cache, Device, RunName, WeightsType, option, resolve_run
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
 
 
@@ -29,7 +29,7 @@ def serve(
         from gptmini.serve import server
         from gptmini.serve.limits import Limits
     except ImportError as error:
-        raise ConfigError(f"{error.name}: not installed; run pip install -e '.[serve]'") from None
+        raise make_missing_package_error("serve", str(error.name), "serve") from None
     from gptmini.console import say, warn
     from gptmini.generate.run import load_run
 

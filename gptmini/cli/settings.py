@@ -15,7 +15,7 @@ def list_settings(
     from gptmini.config import listing, load
     from gptmini.config.settings import Config
 
-    width = min(100, shutil.get_terminal_size().columns)
+    width = max(40, min(100, shutil.get_terminal_size().columns))
     listed = {}
     for section, _, settings in listing.iter_sections(Config.model_json_schema()):
         for setting in settings:
@@ -24,9 +24,11 @@ def list_settings(
     if name is not None:
         chosen = [key for key in listed if f".{name}." in f".{key}." or name == f"{key}."]
     if not chosen and name is not None:
-        known = load.find_full_key(name.rpartition(".")[2])
+        leaf = name.rpartition(".")[2]
+        known = load.find_full_key(leaf)
         if known is None:
-            raise ConfigError(f"{name}: no such setting; gptmini settings lists all")
+            remedy = load.suggest_key(leaf) or "gptmini settings lists all"
+            raise ConfigError(f"{name}: no such setting; {remedy}")
         chosen = [known]
     lines = []
     for key in chosen:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gptmini.cli.options import AsJson, Errors, argument, option
-from gptmini.errors import DataError
+from gptmini.cli.options import AsJson, Errors, argument, option, parse_number
+from gptmini.errors import DataError, shorten
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
 
@@ -72,7 +72,7 @@ def encode(
 
 
 @tokenizer_app.command()
-def sample_tokens(
+def decode(
     name: TokenizerName,
     tokens: list[str] | None = argument(None, "TOKENS", "Numbers.", show_default="standard input"),
 ) -> None:
@@ -84,13 +84,18 @@ def sample_tokens(
     decoder = find_tokenizer(name)
     if tokens is None:
         tokens = decode_utf8(sys.stdin.buffer.read(), "standard input").split()
+    numbers = []
     for word in tokens:
-        if not (word.isdecimal() and int(word) < decoder.vocab_size):
-            raise DataError(f"{word}: not a token; use numbers from 0 to {decoder.vocab_size - 1}")
+        number = parse_number(word)
+        if number is None or number >= decoder.vocab_size:
+            raise DataError(
+                f"{shorten(word)}: not a token; use numbers from 0 to {decoder.vocab_size - 1}"
+            )
+        numbers.append(number)
     if sys.stdout.isatty():
-        stream_to_stdout([decoder.decode(map(int, tokens)), "\n"])
+        stream_to_stdout([decoder.decode(numbers), "\n"])
     else:
-        sys.stdout.buffer.write(b"".join(decoder.decode_token(int(word)) for word in tokens))
+        sys.stdout.buffer.write(b"".join(map(decoder.decode_token, numbers)))
 
 
 @tokenizer_app.command()

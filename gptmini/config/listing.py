@@ -41,7 +41,7 @@ def _iter_section(
     settings = [
         _describe_setting(name, each) for name, each in properties.items() if name not in inner
     ]
-    yield key, section["description"], settings
+    yield key, section.get("description", ""), settings  # python -OO drops docstrings
     for name, each in inner.items():
         yield from _iter_section(f"{key}.{name}", each, schema)
 

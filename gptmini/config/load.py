@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gptmini.config import yamlfile
+from gptmini.config.aliases import ALIASES
 from gptmini.config.settings import Config
 from gptmini.config.yamlfile import KeyPath
 from gptmini.errors import ConfigError, shorten
@@ -24,26 +25,7 @@ SET_BY_MINUTES = ("steps", "warmup_steps", "eval_every", "eval_tokens", "save_ev
 
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 
-# The names that other projects give to our settings.
-ALIASES = {
-    "model.n_layer": ("n_layers", "num_hidden_layers"),
-    "model.n_head": ("n_heads", "num_attention_heads"),
-    "model.attention.n_kv_head": ("n_kv_heads", "num_key_value_heads", "n_query_groups"),
-    "model.d_model": ("n_embd", "dim", "hidden_size"),
-    "model.d_ff": ("intermediate_size", "n_inner"),
-    "model.head_dim": ("head_size",),
-    "model.context_length": ("block_size", "max_position_embeddings"),
-    "model.rope_theta": ("rope_base",),
-    "model.tie_embeddings": ("tie_word_embeddings",),
-    "train.lr": ("learning_rate",),
-    "train.steps": ("max_iters", "max_steps"),
-    "train.warmup_steps": ("warmup_iters",),
-    "train.eval_every": ("eval_interval",),
-    "train.grad_clip": ("max_norm",),
-    "data.path": ("dataset",),
-    "base.run": ("init_from", "from"),
-}
-
+ATTENTION_REMEDY = "pass --attention gqa:2, or write attention: {variant: gqa, n_kv_head: 2}"
 # Our words for those errors of pydantic whose own are not plain; braces name values of its context.
 ERROR_MESSAGES = {
     "greater_than_equal": "must be at least {ge}",
@@ -215,10 +197,33 @@ DEFAULT_CONFIG_FILE = CONFIGS_DIR / "default.yaml"
 
 def find_full_key(name: str, section: str = "") -> str | None:
     """Find the full key of a setting by its last name, which may be that of another project."""
-    known = [key for key, _ in iter_settings(Config().model_dump())]
-    keys = [key for key in known if key.rpartition(".")[2] == name]
-    keys += [key for key, others in ALIASES.items() if name in others]
+    keys = [key for key in list_keys() if key.rpartition(".")[2] == name]
+    alias = ALIASES.get(name)
+    if alias is not None and " " not in alias:
+        keys.append(alias)
     return next((key for key in keys if key.startswith(section)), None)
+
+
+def find_remedy(name: str) -> str:
+    """Say what to do about a setting that is not called so here; "" if nothing is known of it."""
+    remedy = ALIASES.get(name, "")
+    if " " not in remedy and (key := find_full_key(name)):
+        return f"did you mean {key}?"
+    return remedy
+
+
+def suggest_key(name: str) -> str:
+    """Suggest the setting that a last name was meant for, which may be misspelled; "" if none."""
+    if remedy := find_remedy(name):
+        return remedy
+    keys = {key.rpartition(".")[2]: key for key in list_keys()}
+    near = difflib.get_close_matches(name, keys, 1, 0.75)
+    return f"did you mean {keys[near[0]]}?" if near else ""
+
+
+def list_keys() -> list[str]:
+    """List the full keys of all settings."""
+    return [key for key, _ in iter_settings(Config().model_dump())]
 
 
 def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
@@ -229,11 +234,12 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         for key, problem in mistake["ctx"]["found"]:
             yield f"{_locate((*path, *key.split('.')), origins)}: {problem}"
     elif kind == "extra_forbidden":
-        kind = "setting" if len(path) > 1 or find_full_key(path[0]) else "section"
+        kind = "setting" if len(path) > 1 or find_remedy(path[0]) else "section"
         yield f"{_locate(path, origins)}: no such {kind}; {_suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
         value = _format_value(mistake["input"], kind)
-        yield f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
+        line = f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
+        yield f"{line}; {ATTENTION_REMEDY}" if path == ("model", "attention") else line
 
 
 def _describe_expected(mistake: Any) -> str:
@@ -279,10 +285,10 @@ def _locate(path: KeyPath, origins: Origins) -> str:
 def _suggest_setting(path: KeyPath) -> str:
     """Suggest the setting that was probably meant by an unknown one."""
     *section, leaf = path
-    if key := find_full_key(leaf):
-        return f"did you mean {key}?"
+    if remedy := find_remedy(leaf):
+        return remedy
     prefix = "".join(f"{name}." for name in section)
-    known = [key for key, _ in iter_settings(Config().model_dump()) if key.startswith(prefix)]
+    known = [key for key in list_keys() if key.startswith(prefix)]
     names = [key.removeprefix(prefix).partition(".")[0] for key in known]
     return _suggest_nearest(leaf, names, prefix)
 

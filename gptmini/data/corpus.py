@@ -19,17 +19,18 @@ from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
 from gptmini.data import shards, sources, token_file
-from gptmini.data.sources import Source, SourceSplit
-from gptmini.data.token_file import Corpus, TokenFile
+from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
+from gptmini.data.token_file import Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
+from gptmini.tokenizer.chunks import count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
 MAX_LEARNED_FROM_BYTES = 10_000_000  # of text that a vocabulary is learned from
 STALE_SECONDS = 86_400
-TextSource = Source | SourceSplit
+TextSource = Source | SourceSide
 
 
 def prepare_corpus(config: Config, cache: Path, with_test: bool = False) -> Corpus:
@@ -108,15 +109,34 @@ def _name_corpus(settings: DataConfig) -> str:
 
 def _prepare_sources(config: Config, paths: list[str], cache: Path, with_test: bool) -> Corpus:
     """Split texts, learn or create their tokenizer, and encode them."""
-    training, validation, test = _split_sources(config.data, paths)
+    settings = config.data
+    splits = _split_sources(settings, paths)
+    training: list[TextSource] = [SourceSide(split, "training") for split in splits]
+    validation: list[TextSource] = [SourceSide(split, "validation") for split in splits]
+    separate = None  # a text to validate on that is no part of these
+    if settings.validation_path is not None:
+        separate = sources.find_source(settings.validation_path, settings)
+        validation = [separate]
     tokenizer = _get_tokenizer(config, training, cache)
     digests = "".join(text.digest for text in training + validation)
+
+    sides: list[Side] = ["training"]
+    if separate is None:
+        sides.append("validation")
+    if with_test and settings.test is not None:
+        sides.append("test")
+    token_files: dict[Side, list[TokenFile]] = {"training": [], "validation": [], "test": []}
+    for split in splits:
+        for side, file in _get_side_files(split, sides, tokenizer, cache).items():
+            token_files[side].append(file)
+    if separate is not None:
+        token_files["validation"] = [_get_token_file(separate, tokenizer, cache)]
     return Corpus(
-        _name_corpus(config.data),
+        _name_corpus(settings),
         tokenizer,
-        [_get_token_file(text, tokenizer, cache) for text in training],
-        [_get_token_file(text, tokenizer, cache) for text in validation],
-        [_get_token_file(text, tokenizer, cache) for text in test if with_test],
+        token_files["training"],
+        token_files["validation"],
+        token_files["test"],
         hashlib.sha256(digests.encode()).hexdigest(),
     )
 
@@ -172,25 +192,14 @@ def _prepare_whole(
     return _get_token_file(sources.find_source(paths, settings), tokenizer, cache)
 
 
-def _split_sources(
-    settings: DataConfig, paths: list[str]
-) -> tuple[list[TextSource], list[TextSource], list[TextSource]]:
-    """Split texts into training, validation and test: one text each, or one for each weight."""
-    training: list[TextSource] = []
-    validation: list[TextSource] = []
-    test: list[TextSource] = []
-    test_share = settings.test or 0.0
+def _split_sources(settings: DataConfig, paths: list[str]) -> list[SourceSplit]:
+    """Split texts into training, validation and test: one text, or one for each weight."""
+    splits = []
     for group in _group_paths(settings, paths):
         source = sources.find_source(group, settings)
         share = _get_held_out_share(settings, source.bytes)
-        training.append(SourceSplit(source, "training", share, test_share))
-        if settings.validation_path is None:
-            validation.append(SourceSplit(source, "validation", share, test_share))
-        if settings.test is not None:
-            test.append(SourceSplit(source, "test", share, test_share))
-    if settings.validation_path is not None:
-        validation = [sources.find_source(settings.validation_path, settings)]
-    return training, validation, test
+        splits.append(SourceSplit(source, share, settings.test or 0.0))
+    return splits
 
 
 def _check_length(corpus: Corpus, config: Config) -> None:
@@ -252,8 +261,11 @@ def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float
     """Measure how a tokenizer compresses texts, and the share of its vocabulary they use."""
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     with sources.spool_stdin(paths, Path(tempfile.gettempdir())) as names:
-        for chunk in sources.find_source(names, DataConfig()).iter_chunks():
-            counts += np.bincount(tokenizer.encode(chunk.text), minlength=tokenizer.vocab_size)
+        source = sources.find_source(names, DataConfig())
+        with show_byte_progress("measuring the tokenizer", source.bytes) as advance:
+            for chunk in source.iter_chunks():
+                counts += np.bincount(tokenizer.encode(chunk.text), minlength=tokenizer.vocab_size)
+                advance(count_utf8_bytes(chunk.text))
     text_bytes = int(counts @ tokenizer.compute_byte_lengths())
     total = int(counts.sum())
     return {
@@ -271,14 +283,43 @@ def _report_progress(texts: Iterator[str], advance: Callable[[int], object]) -> 
         advance(len(text.encode()))
 
 
-def _get_token_file(text: TextSource, tokenizer: Tokenizer, cache: Path) -> TokenFile:
+def _get_token_file(source: Source, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     """Open the token file of a text in the cache; write it if it is missing or damaged."""
-    path = cache / f"{text.digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"
+    path = _name_token_file(source, tokenizer, cache)
     try:
         return TokenFile(path, tokenizer)
     except (FileNotFoundError, DataError):  # not there yet, or damaged
-        with show_byte_progress("preparing the tokens", text.bytes) as advance:
-            token_file.write_token_file(
-                path, text.iter_checked_chunks(), text.digest, tokenizer, advance
-            )
+        with show_byte_progress("preparing the tokens", source.bytes) as advance:
+            output = TokenOutput(path, source.digest)
+            token_file.write_token_file(output, source.iter_checked_chunks(), tokenizer, advance)
         return TokenFile(path, tokenizer)
+
+
+def _get_side_files(
+    split: SourceSplit, sides: list[Side], tokenizer: Tokenizer, cache: Path
+) -> dict[Side, TokenFile]:
+    """Open the token files of some sides in the cache; write those that are missing or damaged.
+
+    However many that are, the text is encoded in one pass.
+    """
+    opened: dict[Side, TokenFile] = {}
+    missing: dict[Side, TokenOutput] = {}
+    for side in sides:
+        text = SourceSide(split, side)
+        path = _name_token_file(text, tokenizer, cache)
+        try:
+            opened[side] = TokenFile(path, tokenizer)
+        except (FileNotFoundError, DataError):  # not there yet, or damaged
+            missing[side] = TokenOutput(path, text.digest)
+    if missing:
+        with show_byte_progress("preparing the tokens", split.source.bytes) as advance:
+            labeled_chunks = split.iter_checked_chunks(missing)
+            token_file.write_token_files(missing, labeled_chunks, tokenizer, advance)
+        for side, output in missing.items():
+            opened[side] = TokenFile(output.path, tokenizer)
+    return opened
+
+
+def _name_token_file(text: TextSource, tokenizer: Tokenizer, cache: Path) -> Path:
+    """Name the token file of a text after what decides its tokens."""
+    return cache / f"{text.digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"

@@ -7,6 +7,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from gptmini import files
+from gptmini.console import show_byte_progress
 from gptmini.errors import DataError, MachineError
 
 DOWNLOAD_BLOCK_BYTES = 1 << 16
@@ -55,11 +56,15 @@ def fetch(name: str, folder: Path) -> Path:
     size = 0
     with files.atomic_write(target) as file:
         try:
-            with urllib.request.urlopen(known.url, timeout=30) as response:  # noqa: S310 - URLs of ours
+            with (
+                show_byte_progress("downloading", known.bytes) as advance,
+                urllib.request.urlopen(known.url, timeout=30) as response,  # noqa: S310 - URLs of ours
+            ):
                 while size <= known.bytes and (block := response.read(DOWNLOAD_BLOCK_BYTES)):
                     hashed.update(block)
                     size += len(block)
                     file.write(block)
+                    advance(len(block))
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise MachineError(

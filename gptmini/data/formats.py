@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
-from gptmini.errors import DataError, describe_invalid_utf8, describe_os_error
+from gptmini.errors import (
+    DataError,
+    describe_invalid_utf8,
+    describe_os_error,
+    make_missing_package_error,
+)
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
 
 CONVERT_REMEDY = "convert it, or pass --errors replace"
@@ -121,14 +126,12 @@ def _decompress(file: File, raw: BinaryIO) -> BinaryIO:
 
 
 def _import_pyarrow(file: File) -> Any:
-    """Import pyarrow, which only some formats need; DataError if it is not installed."""
+    """Import pyarrow, which only some formats need; MachineError if it is not installed."""
     try:
         import pyarrow  # noqa: PLC0415 - optional, and slow to load
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError:
-        raise DataError(
-            f"{file.path}: zstd and Parquet need pyarrow; run pip install pyarrow"
-        ) from None
+        raise make_missing_package_error(str(file.path), "pyarrow", "data") from None
     return pyarrow
 
 
@@ -226,10 +229,16 @@ def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
 def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
     csv.field_size_limit(2**31 - 1)
     text = io.TextIOWrapper(stream, "utf-8-sig", file.errors, newline="")
-    rows = csv.DictReader(text)
+    rows = csv.reader(text)
     try:
+        columns = next(rows, [])
+        first_line = rows.line_num + 1  # of the next row, which may have several
         for row in rows:
-            yield _get_text(f"{file.path}:{rows.line_num}", row, key, file.errors)
+            place = f"{file.path}:{first_line}"
+            first_line = rows.line_num + 1
+            if row:  # not an empty line
+                record = dict.fromkeys(columns) | dict(zip(columns, row, strict=False))
+                yield _get_text(place, record, key, file.errors)
     except UnicodeDecodeError:
         raise DataError(
             describe_invalid_utf8(file.path, f"after line {rows.line_num}", CONVERT_REMEDY)
@@ -252,6 +261,8 @@ def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
 
 def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
     """Get the text under a key of a record; DataError if there is none."""
+    if not isinstance(record.get(key), str):
+        _check_no_chat(place, record, key)
     if key not in record:
         names = ", ".join(map(str, record)) or "none"
         raise DataError(
@@ -271,6 +282,20 @@ def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
             ) from None
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def _check_no_chat(place: str, record: dict[str, Any], key: str) -> None:
+    """Raise DataError, with a command that makes text of it, for a record that is a chat."""
+    for name in (key, "messages", "conversations"):
+        messages = record.get(name)
+        if not (isinstance(messages, list) and messages and isinstance(messages[0], dict)):
+            continue
+        turn = '.from + ": " + .value' if "value" in messages[0] else '.role + ": " + .content'
+        text = f'[.{name}[] | {turn}] | join("\\n")'
+        raise DataError(
+            f"{place}: field {name!r} is a list of messages, not text; make text of them, for "
+            f"example with: jq -c '{{text: ({text})}}'"
+        )
 
 
 def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[str]:

@@ -56,7 +56,8 @@ def prepare_part(config: Config, part: int, parts: int, out: Path) -> TokenFile:
             with show_byte_progress(f"preparing {name}", share.bytes) as advance:
                 path = out / f"{name}.tokens"
                 digest = _hash_file_list(whole)
-                token_file.write_token_file(path, share.iter_chunks(), digest, tokenizer, advance)
+                output = token_file.TokenOutput(path, digest)
+                token_file.write_token_file(output, share.iter_chunks(), tokenizer, advance)
     except OSError as error:
         raise MachineError(
             f"{error.filename or out}: {describe_os_error(error)}; free some space, or choose "

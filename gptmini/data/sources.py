@@ -1,8 +1,8 @@
 """From paths to documents: files, folders, globs, standard input and built-in corpora.
 
-A Source is a list of files and how to read them; a SourceSplit is the side of it that is left for
-training, validation or a test. Both are read block by block, so they may be larger than memory.
-Reading them again gives the same text, or an error that names the file that changed.
+A Source is a list of files and how to read them; a SourceSplit divides it into sides: training,
+validation and test. Both are read block by block, so they may be larger than memory. Reading them
+again gives the same text, or an error that names the file that changed.
 """
 
 import glob
@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -33,7 +33,7 @@ from gptmini.data.formats import (
     read_documents,
 )
 from gptmini.errors import DataError
-from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary
+from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
@@ -41,6 +41,7 @@ warn_once = cache(warn)
 HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 BUILTIN_CORPORA = ("builtin:python-docs", "builtin:python-code")
+Side = Literal["training", "validation", "test"]
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,23 @@ class Source:
         options = [self.settings.text_key, _normalize_newlines(self.settings.separator)]
         hashed = hashlib.sha256(json.dumps(options).encode())
         converted = []
-        for file in self.files:
-            has_returns = False
-            hashed.update(
-                json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
-            )
-            with open_unchanged(file) as raw:
-                while block := raw.read(TEXT_BLOCK_SIZE):
-                    hashed.update(block)
-                    has_returns = has_returns or b"\r" in block
-            if file.kind == "text" and (has_returns or file.compression):
-                hashed.update(b"line feeds")  # the same bytes gave other tokens when CR was kept
-                if not file.compression:
-                    converted.append(file.path)
+        with show_byte_progress("hashing the text", self.bytes) as advance:
+            for file in self.files:
+                has_returns = False
+                hashed.update(
+                    json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
+                )
+                with open_unchanged(file) as raw:
+                    while block := raw.read(TEXT_BLOCK_SIZE):
+                        hashed.update(block)
+                        advance(len(block))
+                        has_returns = has_returns or b"\r" in block
+                if file.kind == "text" and (has_returns or file.compression):
+                    hashed.update(
+                        b"line feeds"
+                    )  # the same bytes gave other tokens when CR was kept
+                    if not file.compression:
+                        converted.append(file.path)
         if converted:
             say_once(f"{_abbreviate(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest()
@@ -85,7 +90,7 @@ class Source:
         size = 0
         with show_byte_progress("reading the text", self.bytes) as advance:
             for text, _ in self.iter_checked_chunks():
-                length = _count_utf8_bytes(text)
+                length = count_utf8_bytes(text)
                 size += length
                 advance(length)
         return size
@@ -108,89 +113,85 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceSplit:
-    """One side of a source that is split in three, before any tokenizer sees it.
+    """A source that is split into sides, before any tokenizer sees it.
 
     `validation` and `test` are fractions of the text, or of the documents.
     """
 
     source: Source
-    side: Literal["training", "validation", "test"]
     validation: float
     test: float
 
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def bytes(self) -> int:
-        """Size of the whole source on disk."""
-        return self.source.bytes
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of everything that determines this side of the text."""
-        rule = [self.source.settings.split, self.side, self.validation, self.test]
-        return hashlib.sha256(json.dumps([self.source.digest, *rule]).encode()).hexdigest()
-
-    def iter_chunks(self) -> Iterator[TextChunk]:
-        """Yield this side of the text, as Source.iter_chunks does for all of it."""
+    def iter_chunks(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
+        """Yield the text of some sides, as Source.iter_chunks does, in one pass over the source."""
         if self.source.settings.split == "tail":
-            return self._iter_stretch()
-        return self._iter_documents()
+            return self._iter_stretches(sides)
+        return self._iter_documents(sides)
 
-    def iter_checked_chunks(self) -> Iterator[TextChunk]:
-        """Yield the same; DataError at its end if the split leaves no text for this side."""
+    def iter_checked_chunks(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
+        """Yield the same; DataError at its end if the split leaves no text for one of the sides."""
         if self.source.settings.split == "tail":
-            return self._iter_stretch()  # it has checked the whole
-        return _check_not_blank(
-            self._iter_documents(),
-            f"{self.name}: its split leaves no document for {self.side}; use a text with more "
-            f"documents, or hold out the tail with --set data.split=tail",
-        )
+            return self._iter_stretches(sides)  # it has checked the whole
+        return self._iter_checked_documents(sides)
 
-    def _iter_stretch(self) -> Iterator[TextChunk]:
-        """Yield this stretch: training first, then test, then validation.
+    def _iter_stretches(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
+        """Yield the stretches of the text: training first, then test, then validation.
 
         The text is cut between words where that is possible.
         """
         size = self.source.text_bytes
-        begin, end = self._locate_stretch(size)
+        located = self._locate_stretches(size)
+        stretches = {side: stretch for side, stretch in located.items() if side in sides}
+        last_end = max(end for _, end in stretches.values())
         reach = min(4096, size // 100)  # a short text is not cut far from the requested place
         at = 0  # bytes before this chunk
         for text, starts_document in self.source.iter_chunks():
-            if at >= end:
+            if at >= last_end:
                 return
-            length = _count_utf8_bytes(text)
-            first = _find_cut(text, length, begin - at, reach)
-            last = _find_cut(text, length, end - at, reach)
-            if first < last:
-                yield TextChunk(text[first:last], starts_document and first == 0)
+            length = count_utf8_bytes(text)
+            for side, (begin, end) in stretches.items():
+                first = _find_cut(text, length, begin - at, reach)
+                last = _find_cut(text, length, end - at, reach)
+                if first < last:
+                    yield side, TextChunk(text[first:last], starts_document and first == 0)
             at += length
 
-    def _locate_stretch(self, size: int) -> tuple[int, int]:
-        """Return where this side begins and ends in a text of `size` bytes."""
+    def _locate_stretches(self, size: int) -> dict[Side, tuple[int, int]]:
+        """Return where each side begins and ends in a text of `size` bytes, in their order."""
         n_test = max(1, round(size * self.test)) if self.test else 0
         n_validation = max(1, round(size * self.validation)) if self.validation else 0
         validation_start = size - n_validation
         test_start = validation_start - n_test
-        stretches = {
+        return {
             "training": (0, test_start),
             "test": (test_start, validation_start),
             "validation": (validation_start, size),
         }
-        return stretches[self.side]
 
-    def _iter_documents(self) -> Iterator[TextChunk]:
-        """Yield the documents of this side."""
-        selected = False
+    def _iter_documents(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
+        """Yield the documents of some sides, in the order of the text."""
+        side: Side = "training"
         for chunk in self.source.iter_chunks():
             if chunk.starts_document:
-                selected = self._assign_document(chunk.text) == self.side
-            if selected:
-                yield chunk
+                side = self._assign_document(chunk.text)
+            if side in sides:
+                yield side, chunk
 
-    def _assign_document(self, first_text: str) -> str:
+    def _iter_checked_documents(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
+        """Yield the same; DataError at its end if a side has only white space."""
+        blank = set(sides)
+        for side, chunk in self._iter_documents(sides):
+            if side in blank and chunk.text.strip():
+                blank.remove(side)
+            yield side, chunk
+        for side in sides:
+            if side in blank:
+                raise DataError(
+                    f"{self.source.name}: its split leaves no document for {side}; use a text with "
+                    f"more documents, or hold out the tail with --set data.split=tail"
+                )
+
+    def _assign_document(self, first_text: str) -> Side:
         """Assign a document to a side, by the hash of its first chunk alone."""
         number = int.from_bytes(hashlib.sha256(first_text.encode()).digest()[:8])
         if number < self.validation * 2**64:
@@ -198,6 +199,30 @@ class SourceSplit:
         if number < (self.validation + self.test) * 2**64:
             return "test"
         return "training"
+
+
+@dataclass(frozen=True)
+class SourceSide:
+    """One side of a split."""
+
+    split: SourceSplit
+    side: Side
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole source on disk."""
+        return self.split.source.bytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of everything that determines this side of the text."""
+        source = self.split.source
+        rule = [source.settings.split, self.side, self.split.validation, self.split.test]
+        return hashlib.sha256(json.dumps([source.digest, *rule]).encode()).hexdigest()
+
+    def iter_chunks(self) -> Iterator[TextChunk]:
+        """Yield this side of the text, as Source.iter_chunks does for all of it."""
+        return (chunk for _, chunk in self.split.iter_chunks([self.side]))
 
 
 def _check_not_blank(chunks: Iterator[TextChunk], problem: str) -> Iterator[TextChunk]:
@@ -208,10 +233,6 @@ def _check_not_blank(chunks: Iterator[TextChunk], problem: str) -> Iterator[Text
         yield chunk
     if blank:
         raise DataError(problem)
-
-
-def _count_utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 def _find_cut(text: str, length: int, offset: int, reach: int) -> int:
@@ -381,7 +402,9 @@ def _describe_file(path: Path, errors: str) -> File:
 
         if path in [Path("data", f"{name}.txt") for name in KNOWN_CORPORA]:
             raise_unreadable(error, path, f"get it with: gptmini data fetch {path.stem}")
-        raise_unreadable(error, path)
+        if path.is_absolute():
+            raise_unreadable(error, path)
+        raise_unreadable(error, path, f"check the path, which begins in {Path.cwd()}")
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     suffixes = [suffix.lower() for suffix in path.suffixes]

@@ -15,18 +15,21 @@ import math
 import os
 import struct
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
 from gptmini import files
+from gptmini.console import format_bytes
 from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer import chunks
-from gptmini.tokenizer.chunks import TextChunk
+from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 HEADER = struct.Struct("<8sIIQQQ32s32s32s")
@@ -36,75 +39,114 @@ SHA256_BYTES = 32
 HASH_BLOCK_BYTES = 1 << 20  # of tokens, hashed together
 CHECK_ON_OPEN_MAX_BYTES = 1 << 30  # larger files are checked block by block as they are read
 MIXTURE_CYCLE_WINDOWS = 1000  # after as many windows the pattern of weighted texts repeats
+Label = TypeVar("Label", bound=Hashable)  # of the token file that a chunk is for
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """A token file to write: its path, and the SHA-256 (hex) of the text that it holds."""
+
+    path: Path
+    digest: str
 
 
 def write_token_file(
-    path: Path,
+    output: TokenOutput,
     text_chunks: Iterator[TextChunk],
-    digest: str,
     tokenizer: Tokenizer,
     advance: Callable[[int], object],
 ) -> None:
-    """Encode a text into a token file. `digest` is its SHA-256; `advance` gets bytes of text."""
-    dtype = get_token_dtype(tokenizer.vocab_size)
-    text_bytes = 0
-    token_bytes = 0
-    documents = 0
-    table = b""
+    """Encode a text into a token file; `advance` gets the bytes of text as they are encoded."""
+    write_token_files({"": output}, (("", chunk) for chunk in text_chunks), tokenizer, advance)
 
-    def encode_and_count() -> Iterator[bytes]:
-        nonlocal text_bytes, documents
-        for size, tokens in _encode_in_threads(tokenizer, text_chunks):
-            text_bytes += size
-            documents += int((tokens == tokenizer.eos_token_id).sum())
-            advance(size)
-            yield tokens.astype(dtype).tobytes()
 
-    with files.atomic_write(path) as file:
-        file.write(bytes(HEADER.size))  # filled in at the end, when the counts are known
-        for block in iter_blocks(encode_and_count()):
-            file.write(block)
-            token_bytes += len(block)
-            table += hashlib.sha256(block).digest()
-        file.write(table)
-        file.seek(0)
+def write_token_files(
+    outputs: Mapping[Label, TokenOutput],
+    labeled_chunks: Iterator[tuple[Label, TextChunk]],
+    tokenizer: Tokenizer,
+    advance: Callable[[int], object],
+) -> None:
+    """Encode a text into several token files in one pass; each chunk names the one that it is for.
+
+    They get their names together, when all are complete.
+    """
+    with ExitStack() as stack:
+        writers = {
+            label: _TokenWriter(
+                stack.enter_context(files.atomic_write(output.path)), output.digest, tokenizer
+            )
+            for label, output in outputs.items()
+        }
+        for encoded in _encode_in_threads(tokenizer, labeled_chunks):
+            for label, (text_bytes, tokens) in encoded.items():
+                writers[label].append(text_bytes, tokens)
+                advance(text_bytes)
+        for writer in writers.values():
+            writer.finish()
+
+
+class _TokenWriter:
+    """Writes the three parts of a token file; the header comes last, when the counts are known."""
+
+    def __init__(self, file: BinaryIO, digest: str, tokenizer: Tokenizer) -> None:
+        self._file = file
+        self._digest = digest
+        self._tokenizer = tokenizer
+        self._dtype = get_token_dtype(tokenizer.vocab_size)
+        self._text_bytes = 0
+        self._token_bytes = 0
+        self._documents = 0
+        self._table = b""
+        self._unwritten = bytearray()  # of a block that is not full
+        file.write(bytes(HEADER.size))
+
+    def append(self, text_bytes: int, tokens: Tokens) -> None:
+        """Write tokens that stand for so many bytes of text."""
+        self._text_bytes += text_bytes
+        self._documents += int((tokens == self._tokenizer.eos_token_id).sum())
+        self._unwritten += tokens.astype(self._dtype).tobytes()
+        while len(self._unwritten) >= HASH_BLOCK_BYTES:
+            self._write_block()
+
+    def finish(self) -> None:
+        """Write the last block, the table and the header."""
+        if self._unwritten:
+            self._write_block()
+        self._file.write(self._table)
+        self._file.seek(0)
         header = HEADER.pack(
             MAGIC,
             VERSION,
-            dtype.itemsize,
-            token_bytes // dtype.itemsize,
-            text_bytes,
-            documents,
-            bytes.fromhex(tokenizer.fingerprint),
-            bytes.fromhex(digest),
-            hashlib.sha256(table).digest(),
+            self._dtype.itemsize,
+            self._token_bytes // self._dtype.itemsize,
+            self._text_bytes,
+            self._documents,
+            bytes.fromhex(self._tokenizer.fingerprint),
+            bytes.fromhex(self._digest),
+            hashlib.sha256(self._table).digest(),
         )
-        file.write(header)
+        self._file.write(header)
 
-
-def iter_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in blocks of HASH_BLOCK_BYTES; the last may be shorter."""
-    rest = bytearray()
-    for part in parts:
-        rest += part
-        while len(rest) >= HASH_BLOCK_BYTES:
-            yield bytes(rest[:HASH_BLOCK_BYTES])
-            del rest[:HASH_BLOCK_BYTES]
-    if rest:
-        yield bytes(rest)
+    def _write_block(self) -> None:
+        """Write up to HASH_BLOCK_BYTES, and note their hash."""
+        block = bytes(self._unwritten[:HASH_BLOCK_BYTES])
+        del self._unwritten[:HASH_BLOCK_BYTES]
+        self._file.write(block)
+        self._token_bytes += len(block)
+        self._table += hashlib.sha256(block).digest()
 
 
 def _encode_in_threads(
-    tokenizer: Tokenizer, text_chunks: Iterator[TextChunk]
-) -> Iterator[tuple[int, Tokens]]:
+    tokenizer: Tokenizer, labeled_chunks: Iterator[tuple[Label, TextChunk]]
+) -> Iterator[dict[Label, tuple[int, Tokens]]]:
     """Encode chunks on all cores, in order (tiktoken releases the interpreter lock).
 
-    Yields the bytes of text and the tokens of a few chunks at a time.
+    Yields for each label the bytes of text and the tokens, of a few chunks at a time.
     """
     workers = os.cpu_count() or 1
-    waiting: deque[Future[tuple[int, Tokens]]] = deque()
+    waiting: deque[Future[dict[Label, tuple[int, Tokens]]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for batch in _group_chunks(text_chunks):
+        for batch in _group_chunks(labeled_chunks):
             waiting.append(pool.submit(_encode_chunks, tokenizer, batch))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
@@ -112,12 +154,14 @@ def _encode_in_threads(
             yield future.result()
 
 
-def _group_chunks(text_chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
+def _group_chunks(
+    labeled_chunks: Iterator[tuple[Label, TextChunk]],
+) -> Iterator[list[tuple[Label, TextChunk]]]:
     """Group chunks until they are worth a thread: some have only a hundred characters."""
-    batch: list[TextChunk] = []
+    batch: list[tuple[Label, TextChunk]] = []
     characters = 0
-    for chunk in text_chunks:
-        batch.append(chunk)
+    for label, chunk in labeled_chunks:
+        batch.append((label, chunk))
         characters += len(chunk.text)
         if characters >= chunks.TEXT_BLOCK_SIZE:
             yield batch
@@ -127,17 +171,19 @@ def _group_chunks(text_chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]
         yield batch
 
 
-def _encode_chunks(tokenizer: Tokenizer, batch: list[TextChunk]) -> tuple[int, Tokens]:
-    """Encode some chunks; returns their bytes of text and their tokens."""
+def _encode_chunks(
+    tokenizer: Tokenizer, batch: list[tuple[Label, TextChunk]]
+) -> dict[Label, tuple[int, Tokens]]:
+    """Encode some chunks; returns the bytes of text and the tokens for each label."""
     document = np.array([tokenizer.eos_token_id], np.uint32)
-    text_bytes = 0
-    parts: list[Tokens] = []
-    for text, starts_document in batch:
-        text_bytes += len(text.encode())
+    text_bytes: defaultdict[Label, int] = defaultdict(int)
+    parts: defaultdict[Label, list[Tokens]] = defaultdict(list)
+    for label, (text, starts_document) in batch:
+        text_bytes[label] += count_utf8_bytes(text)
         if starts_document:
-            parts.append(document)
-        parts.append(tokenizer.encode(text))
-    return text_bytes, np.concatenate(parts)
+            parts[label].append(document)
+        parts[label].append(tokenizer.encode(text))
+    return {label: (text_bytes[label], np.concatenate(parts[label])) for label in parts}
 
 
 def get_token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
@@ -301,7 +347,7 @@ class Corpus:
         chosen = kind == "auto" and not any(file.prepared for file in token_files)
         reason = ", chosen for this text" if chosen else ""
         return (
-            f"  data      {self.name}: {_format_bytes(text_bytes)} -> {token_count:,} tokens "
+            f"  data      {self.name}: {format_bytes(text_bytes)} -> {token_count:,} tokens "
             f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{reason}); "
             f"{self.held_out:,} held out for validation"
         )
@@ -320,11 +366,3 @@ def apportion(weights: list[float], total: int) -> list[int]:
     for i in by_remainder[: total - sum(rounded)]:
         rounded[i] += 1
     return rounded
-
-
-def _format_bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.2f} GB"

@@ -55,9 +55,20 @@ class WholeCheckpoints:
         checkpoint = self.group.on_all_ranks(self._load_newest_on_rank_zero)
         found = None if checkpoint is None else [checkpoint.step, checkpoint.sha256]
         chosen = self.group.broadcast_object(found)
-        if chosen is None or self.group.rank == 0:
-            return checkpoint
+        if chosen is None:
+            return None
         step, sha256 = chosen
+
+        def load_chosen() -> Checkpoint:
+            return checkpoint or self._load_exactly(step, sha256)
+
+        return self.group.on_all_ranks(load_chosen)
+
+    def _load_newest_on_rank_zero(self) -> Checkpoint | None:
+        return self.run.load_newest() if self.group.rank == 0 else None
+
+    def _load_exactly(self, step: int, sha256: str) -> Checkpoint:
+        """Load the checkpoint that rank 0 has chosen; CheckpointError if it is another here."""
         checkpoint = self.run.load_checkpoint(step, with_optimizer=True)
         if checkpoint.sha256 != sha256:
             raise CheckpointError(
@@ -66,11 +77,8 @@ class WholeCheckpoints:
             )
         return checkpoint
 
-    def _load_newest_on_rank_zero(self) -> Checkpoint | None:
-        return self.run.load_newest() if self.group.rank == 0 else None
-
     def load_best_of(self, base: RunDirectory) -> Checkpoint:
-        return base.load_best()
+        return self.group.on_all_ranks(base.load_best)
 
 
 class ShardedCheckpoints:
@@ -126,7 +134,7 @@ class ShardedCheckpoints:
         return checkpoint
 
     def load_best_of(self, base: RunDirectory) -> Checkpoint:
-        return base.load_best(self.placement.spec)
+        return self.group.on_all_ranks(lambda: base.load_best(self.placement.spec))
 
 
 def _are_finite(tensors: Tensors) -> bool:

@@ -8,14 +8,15 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gptmini import files
 from gptmini.config.settings import SampleConfig
 from gptmini.console import show_item_progress
-from gptmini.errors import DataError
+from gptmini.errors import DataError, MachineError
 from gptmini.generate.run import Run
 
+Job = tuple[dict[str, Any], int]  # a prompt, with the other keys of its line, and a sample's number
 OUTPUT_KEYS = {"number", "text", "tokens", "logprobs", "finish_reason", "made_of"}
 
 
@@ -33,7 +34,7 @@ def generate_file(
     Sample n of a prompt is the text that the prompt gives alone with number n. `prompts` may be -,
     standard input. `settings` override those of the section `sample`; `how` are further arguments
     of `Run.start`. Raises DataError if the prompts cannot be read, or if `out` comes from other
-    prompts, settings or weights.
+    prompts, settings or weights; MachineError while another process writes `out`.
     """
     if not (entries := list(_read_prompts(prompts))):
         raise DataError(f"{prompts}: is empty; write one prompt per line")
@@ -42,23 +43,33 @@ def generate_file(
     origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, entries])
     made_of = hashlib.sha256(origin.encode()).hexdigest()[:16]
     jobs = [(entry, number) for entry in entries for number in range(samples)]
-    done = _count_finished_lines(out, made_of)
-    with (
-        out.open("a", encoding="utf-8") as file,
-        show_item_progress("text", len(jobs), done) as advance,
-    ):
-        for start in range(done, len(jobs), batch_size):
-            batch = jobs[start : start + batch_size]
-            batch_prompts = [entry["prompt"] for entry, _ in batch]
-            numbers = [number for _, number in batch]
-            texts = run.start(batch_prompts, numbers, **settings, **how).finish()
-            for (entry, _), text in zip(batch, texts, strict=True):
-                line = entry | text.to_dict() | {"made_of": made_of}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            # A whole batch reaches the disk before it counts as done.
-            file.flush()
-            files.sync(file.fileno())
-            advance(len(batch))
+    with out.open("a+b") as file:
+        if not files.try_lock(file.fileno()):
+            raise MachineError(
+                f"{out}: another process is writing it; wait for it, or choose another --out"
+            )
+        done = _count_finished_lines(file, out, made_of)
+        with show_item_progress("text", len(jobs), done) as advance:
+            for start in range(done, len(jobs), batch_size):
+                batch = jobs[start : start + batch_size]
+                for line in _generate_batch(run, batch, settings, how):
+                    text = json.dumps(line | {"made_of": made_of}, ensure_ascii=False)
+                    file.write(f"{text}\n".encode())
+                # A whole batch reaches the disk before it counts as done.
+                file.flush()
+                files.sync(file.fileno())
+                advance(len(batch))
+
+
+def _generate_batch(
+    run: Run, batch: list[Job], settings: dict[str, Any], how: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the content of the line for each job, in order."""
+    prompts = [entry["prompt"] for entry, _ in batch]
+    numbers = [number for _, number in batch]
+    texts = run.start(prompts, numbers, **settings, **how).finish()
+    for (entry, _), text in zip(batch, texts, strict=True):
+        yield entry | text.to_dict()
 
 
 def _read_prompts(path: Path) -> Iterator[dict[str, Any]]:
@@ -95,11 +106,10 @@ def _is_setting(key: str) -> bool:
     return key in SampleConfig.model_fields or key == "max_tokens"  # as other programs call it
 
 
-def _count_finished_lines(out: Path, made_of: str) -> int:
+def _count_finished_lines(file: BinaryIO, out: Path, made_of: str) -> int:
     """Count the lines already written, and remove a last line that a crash cut off."""
-    if not out.exists():
-        return 0
-    data = out.read_bytes()
+    file.seek(0)
+    data = file.read()
     complete = data[: data.rfind(b"\n") + 1]
     for number, line in enumerate(complete.splitlines(), 1):
         try:
@@ -111,5 +121,5 @@ def _count_finished_lines(out: Path, made_of: str) -> int:
                 f"{out}:{number}: made of other prompts, settings or weights; choose another --out"
             )
     if len(complete) < len(data):
-        files.atomic_write_bytes(out, complete)
+        file.truncate(len(complete))
     return complete.count(b"\n")

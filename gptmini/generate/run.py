@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, SampleConfig
-from gptmini.console import warn
+from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
@@ -41,12 +41,13 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 class Run:
     """A trained model with its tokenizer, ready to generate; threads may share it.
 
-    `gptmini.load` opens a run directory. `generate` returns one text and `stream` yields it as it
-    grows; `start` continues several prompts in one batch. To use the parts on their own:
+    `gptmini.load` opens a run directory. `generate` returns one text, or one for each of a list of
+    prompts, and `stream` yields one as it grows; `start` also returns tokens and
+    log-probabilities. To use the parts on their own:
 
         tokens = torch.tensor([run.encode("The ")])  # (1, T)
         logits = run.model(tokens)  # (1, T, V)
-        text = run.tokenizer.decode(tokens[0].tolist())
+        text = run.decode(logits[0].argmax(-1))  # what it expects after each token
 
     `path`, `config`, `tokenizer`, `model` and `weights` (the precision) are what was loaded;
     `state` is the checkpoint's record of the run.
@@ -99,15 +100,24 @@ class Run:
         """SHA-256 (hex) of the text that the model was trained on."""
         return str(self.state["corpus"])
 
-    def generate(self, prompt: str = "", **settings: Any) -> str:
-        """Return the continuation of a prompt.
+    @overload
+    def generate(self, prompt: str = "", **settings: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: list[str], **settings: Any) -> list[str]: ...
+
+    def generate(self, prompt: str | list[str] = "", **settings: Any) -> str | list[str]:
+        """Return the continuation of a prompt; of a list of prompts, those that each has alone.
 
         `settings` override those of the section `sample`, such as `temperature`, `top_k`, `seed`,
         `max_new_tokens` or `stop`; `gptmini settings sample` lists them. The same settings give the
         same text. Raises ConfigError for a wrong setting, DataError for a prompt that is not valid
         Unicode.
         """
-        return "".join(self.stream(prompt, **settings))
+        if not isinstance(prompt, list):
+            return "".join(self.stream(prompt, **settings))
+        same_numbers = {"numbers": [0] * len(prompt)}
+        return [text.text for text in self.start(prompt, **same_numbers | settings).finish()]
 
     def stream(self, prompt: str = "", **settings: Any) -> Iterator[str]:
         """Yield the continuation of a prompt as it grows, in whole characters; see `generate`.
@@ -151,7 +161,7 @@ class Run:
         for number, prompt in zip(numbers or range(len(prompts)), prompts, strict=True):
             if not isinstance(prompt, str):
                 kind = type(prompt).__name__
-                raise ConfigError(f"prompt: must be a text, not {kind}; use start for several")
+                raise ConfigError(f"prompt: must be a text, not {kind}; use a list for several")
             text = self.create_text(number, prompt, sample, special)
             if text.context_start:
                 n_prompt = len(text.prompt_tokens)
@@ -222,6 +232,11 @@ class Run:
         except UnicodeEncodeError as error:
             where = f"{name}: character {error.start}"
             raise DataError(f"{where} is not valid Unicode; remove it") from None
+
+    def decode(self, tokens: Sequence[int] | Tensor) -> str:
+        """Return the text of tokens (T,), such as `encode` returns or `model` makes likely."""
+        numbers = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        return self.tokenizer.decode(numbers)
 
     def build_sample_config(self, settings: dict[str, Any]) -> SampleConfig:
         """Return the run's section `sample` with some settings changed.
@@ -300,6 +315,7 @@ class Run:
         return torch.tensor([spelling.startswith(b" ") for spelling in spellings])
 
 
+@show_elapsed("loading the model")
 def load_run(
     path: str | Path,
     device: str = "auto",

@@ -15,11 +15,29 @@ from torch import Tensor
 
 from gptmini.config.load import Origins, iter_settings, validate
 from gptmini.config.settings import ModelConfig
-from gptmini.errors import CheckpointError, ConfigError
+from gptmini.errors import CheckpointError, ConfigError, describe_lookup_error, shorten
 from gptmini.model.gpt import GPT
 
 Tensors = dict[str, Tensor]
 DEFAULT_CONTEXT_LENGTH = 2048  # of an import: longer ones cost memory that few texts need
+# The types of keys in config.json that are taken apart or computed with.
+_MAPPING = (dict, "a mapping")
+_LIST = (list, "a list")
+_INTEGER = (int, "a whole number")
+HF_TYPES: dict[str, tuple[type, str]] = {
+    "rope_parameters": _MAPPING,
+    "rope_scaling": _MAPPING,
+    "layer_types": _LIST,
+    "head_dim": _INTEGER,
+    "hidden_size": _INTEGER,
+    "max_position_embeddings": _INTEGER,
+    "max_window_layers": _INTEGER,
+    "n_embd": _INTEGER,
+    "n_positions": _INTEGER,
+    "num_attention_heads": _INTEGER,
+    "num_hidden_layers": _INTEGER,
+    "num_key_value_heads": _INTEGER,
+}
 
 
 @dataclass(frozen=True)
@@ -342,6 +360,7 @@ def from_hf_config(
             f"{where}: model_type: {model_type} is not supported; use one of {known}"
         )
     architecture = ARCHITECTURES[model_type]
+    _check_types(hf_config, where)
     _check_supported(hf_config, architecture, where)
     try:
         settings = _convert_settings(hf_config, model_type, where)
@@ -352,10 +371,11 @@ def from_hf_config(
             origins["model", name] = f"{where}: {key}"
         config = validate({"model": settings}, origins).model
     except ConfigError as error:
-        problem = str(error.lines[0]).partition(";")[0]
-        raise CheckpointError(f"{problem}; choose another model") from None
+        key, _, problem = error.lines[0].removeprefix(f"{where}: ").partition(": ")
+        problem = problem.partition("; ")[0]  # its remedy is one for our own settings
+        raise CheckpointError(f"{where}: {key}: {problem}; choose another model") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        problem = describe_lookup_error(error)
         raise CheckpointError(f"{where}: {problem}; restore the original file") from None
     if context_length is not None and context_length > max_length:
         key = architecture.config_keys["context_length"]
@@ -363,6 +383,17 @@ def from_hf_config(
             f"--context-length {context_length}: {key} is {max_length}; use at most that"
         )
     return config
+
+
+def _check_types(hf_config: dict[str, Any], where: Path) -> None:
+    """Raise CheckpointError for a key that is no mapping, list or number where it must be one."""
+    for key, (kinds, expected) in HF_TYPES.items():
+        value = hf_config.get(key)
+        if value is not None and not isinstance(value, kinds):
+            shown = shorten(repr(value))
+            raise CheckpointError(
+                f"{where}: {key}: expected {expected}, not {shown}; restore the original file"
+            )
 
 
 def _check_supported(hf_config: dict[str, Any], architecture: Architecture, where: Path) -> None:
@@ -380,7 +411,8 @@ def _check_supported(hf_config: dict[str, Any], architecture: Architecture, wher
 
 
 def _make_unsupported_error(where: Path, key: str, value: object) -> CheckpointError:
-    return CheckpointError(f"{where}: {key}: {value!r} is not supported; choose another model")
+    shown = shorten(repr(value), 120)
+    return CheckpointError(f"{where}: {key}: {shown} is not supported; choose another model")
 
 
 def _convert_settings(hf_config: dict[str, Any], model_type: str, where: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
-from gptmini.errors import ConfigError, MachineError
+from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.generate.run import Run
 from gptmini.interop.architectures import Tensors, create_meta_tensors
 from gptmini.tokenizer import tokenizer_json
@@ -62,9 +62,7 @@ def import_gguf() -> Any:
     try:
         import gguf  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MachineError(
-            "--to gguf: the package gguf is not installed; run pip install gguf"
-        ) from None
+        raise make_missing_package_error("--to gguf", "gguf", "gguf") from None
     return gguf
 
 

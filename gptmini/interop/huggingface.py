@@ -5,6 +5,7 @@ Reading runs no code from the folder: pickles are refused, and no name in an ind
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, DataError, describe_os_error
+from gptmini.errors import CheckpointError, DataError, describe_lookup_error, describe_os_error
 from gptmini.generate.run import Run, load_run
 from gptmini.interop import architectures
 from gptmini.interop.architectures import Tensors
@@ -27,6 +28,8 @@ from gptmini.train.create import write_run
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+LFS_POINTER = b"version https://git-lfs"
 MAX_SHARD_BYTES = 5_000_000_000
 # Training settings of an imported run. Pretrained models were trained by AdamW; fine-tuning starts
 # from this learning rate and halves it (plan.finetune).
@@ -101,7 +104,7 @@ def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig
             chat_template,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{file}: damaged ({error!r}); restore the file") from None
+        raise DataError(f"{file}: {describe_lookup_error(error)}; restore the file") from None
 
 
 def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
@@ -140,16 +143,27 @@ def _read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    _check_no_lfs_pointer(path)
     try:
         return files.read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {describe_os_error(error)}; {remedy}") from None
 
 
+def _check_no_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError for what Git leaves in the place of a large file without Git LFS."""
+    with suppress(OSError), files.open_regular(path) as file:  # reported by whoever reads it
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: a Git LFS pointer, not the file itself; fetch that with: git lfs pull"
+            )
+
+
 def _read_tensors(folder: Path) -> Tensors:
     """Return the tensors of all weight files, as they are stored."""
     tensors: Tensors = {}
     for name in _list_weight_files(folder):
+        _check_no_lfs_pointer(folder / name)
         try:
             files.open_regular(folder / name).close()  # refuses pipes and devices
             tensors |= safetensors.torch.load_file(folder / name)
@@ -174,12 +188,13 @@ def _list_weight_files(folder: Path) -> list[str]:
                     f"folder; restore the index"
                 )
         return sorted(set(names))
-    pickle_file = folder / "pytorch_model.bin"
-    if pickle_file.exists() and not (folder / WEIGHTS_FILE).exists():
-        raise CheckpointError(
-            f"{pickle_file}: a pickle, which could run code; convert it with "
-            f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-        )
+    if not (folder / WEIGHTS_FILE).exists():
+        pickle_files = [file for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES]
+        for pickle_file in sorted(pickle_files)[:1]:
+            raise CheckpointError(
+                f"{pickle_file}: a pickle, which could run code; convert it with "
+                f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
     return [WEIGHTS_FILE]
 
 
@@ -223,8 +238,10 @@ def _list_layers_without_bias(hf_config: dict[str, Any]) -> set[str]:
     """Return the linear layers that may lack a bias there and have one, of 0, with us."""
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     mlp = {"gate_proj", "up_proj", "down_proj"}
-    if hf_config["model_type"] in ("gpt2", "starcoder2") or hf_config.get("mlp_bias"):
+    if hf_config["model_type"] in ("gpt2", "starcoder2"):
         return set() if hf_config.get("use_bias", True) else attention | mlp
+    if hf_config.get("mlp_bias"):
+        return set() if hf_config.get("attention_bias") else attention
     return {"o_proj"} | mlp
 
 
@@ -262,7 +279,8 @@ def write_folder(
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
         files.write_and_sync(folder / name, text.encode())
-    files.write_and_sync(folder / "README.md", _build_model_card(run, model_type).encode())
+    card = _build_model_card(run, model_type).encode(errors="replace")  # its name may be any bytes
+    files.write_and_sync(folder / "README.md", card)
     _write_tensors(folder, architectures.to_hf(model_type, config, weights))
     files.sync_directory(folder)
 

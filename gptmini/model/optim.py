@@ -119,8 +119,9 @@ class Optimizer:
     | embeddings, positions          | AdamW          | no           |
     | norms, biases                  | AdamW          | no           |
 
-    AdamW is that of Loshchilov and Hutter (2019). Muon orthogonalizes in `dtype`, by the function
-    `orthogonalize`, in which several processes can share the work.
+    AdamW is that of Loshchilov and Hutter (2019). Muon leaves matrices of a single row or column to
+    it. Muon orthogonalizes in `dtype`, by the function `orthogonalize`, in which several processes
+    can share the work.
     """
 
     def __init__(
@@ -136,7 +137,9 @@ class Optimizer:
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
         by_muon: set[Tensor] = set()
         if config.optimizer == "muon":
-            by_muon = linear & set(model.blocks.parameters())
+            matrices_of_blocks = linear & set(model.blocks.parameters())
+            # A single row or column has nothing to be orthogonal to.
+            by_muon = {matrix for matrix in matrices_of_blocks if min(matrix.shape) > 1}
         # Lists in the order of the model: a set has none, and the bits depend on it.
         matrices = [p for p in self.names if p in by_muon]
         decayed = [p for p in self.names if p in linear - by_muon]

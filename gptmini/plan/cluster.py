@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from gptmini.config.settings import Config, TrainConfig
+from gptmini.console import show_elapsed
 from gptmini.distributed.gradients import get_odd_part
 from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
@@ -160,6 +161,7 @@ def find_accelerator(name: str, utilization: float | None, network: float | None
     )
 
 
+@show_elapsed("simulating a rank")
 def plan_rank(
     config: Config,
     accelerator: Accelerator,

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptmini.config.settings import Config
+from gptmini.console import show_elapsed
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
@@ -70,6 +71,7 @@ class StorageCounter(TorchDispatchMode):
         self.bytes -= self._live.pop(key)
 
 
+@show_elapsed("estimating the memory")
 def estimate_memory(config: Config, compute: Compute) -> Memory:
     """Estimate the memory of a training run without allocating it; `micro_batch_size` must be set.
 

@@ -14,7 +14,7 @@ import torch
 
 from gptmini import machine
 from gptmini.config.settings import Config
-from gptmini.console import say
+from gptmini.console import say, show_elapsed
 from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
 from gptmini.errors import GptminiError, MachineError
 from gptmini.machine import Compute
@@ -107,6 +107,7 @@ def _bound_row_bytes(config: Config) -> int:
     return 8 * numbers + 24 * count_parameters(model)
 
 
+@show_elapsed("timing a step")
 def time_step(
     config: Config,
     compute: Compute,

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gptmini import files
 from gptmini.config import load, yamlfile
@@ -114,32 +114,40 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only writer, or raise MachineError.
-
-        The system releases the lock when the process ends, however it ends, so that a killed one
-        locks nobody out.
-        """
-        try:
-            import fcntl  # noqa: PLC0415 - not on Windows
-        except ImportError:
-            yield
-            return
+        """Be the only writer, or raise MachineError; a killed process locks nobody out."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not files.try_lock(file.fileno()):
                 file.seek(0)
                 raise MachineError(
                     f"{self.path}: {file.read(200).strip() or 'another process'} is training this "
                     f"run; wait for it, or choose another directory with --out"
-                ) from None
-            except OSError:
-                pass  # this file system has no locks
+                )
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
             yield
+
+    def is_locked(self) -> bool:
+        """Tell whether a process is training this run. Where files cannot be locked, say no."""
+        return self._probe_lock() == "locked"
+
+    def _probe_lock(self) -> Literal["free", "locked", "unknown"]:
+        """Find out whether a process holds the lock, by sharing it for a moment."""
+        try:
+            import fcntl  # noqa: PLC0415 - not on Windows
+        except ImportError:
+            return "unknown"
+        try:
+            with files.open_regular(self.path / "lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:  # never trained
+            return "free"
+        except BlockingIOError:
+            return "locked"
+        except OSError:  # this file system has no locks
+            return "unknown"
+        return "free"
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -217,10 +225,12 @@ class RunDirectory:
         except OSError as error:
             shutil.rmtree(self._temporary, ignore_errors=True)
             free = shutil.disk_usage(self.path).free if self.path.exists() else 0
+            remedy = "make room, or choose another directory with --out"
+            if self.list_steps():
+                remedy = "run the same command again to resume from the last checkpoint"
             raise MachineError(
                 f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}): "
-                f"{needed:,} bytes needed, {free:,} free; run the same command again to resume "
-                f"from the last checkpoint"
+                f"{needed:,} bytes needed, {free:,} free; {remedy}"
             ) from None
 
     def write_best(self, best: dict[str, Any] | None) -> None:
@@ -240,6 +250,32 @@ class RunDirectory:
                 intact += self._is_intact(step)
             elif best is None or step != best["step"]:
                 files.remove_tree(self._get_folder(step))
+
+    def list_removable(self) -> list[Path]:
+        """List what the run can do without, unless it may be in training at this moment.
+
+        That is every checkpoint before the newest intact one, but for the best, and what killed
+        processes left.
+        """
+        if self._probe_lock() != "free":
+            return []
+        removable = [*self.path.glob(".tmp-*"), *self.checkpoints.glob(".trash-*")]
+        removable += [*self.checkpoints.glob(".tmp"), *self.checkpoints.glob("step-*.damaged")]
+        removable += [self._get_folder(step) for step in self._list_unneeded_steps()]
+        return sorted(removable)
+
+    def _list_unneeded_steps(self) -> list[int]:
+        """Return the steps before the newest intact checkpoint, without the best one."""
+        steps = self.list_steps()
+        if len(steps) == 1:
+            return []
+        newest = next((step for step in steps if self._is_intact(step)), None)
+        if newest is None:
+            return []
+        state = read_checkpoint_json(self._get_folder(newest) / "state.json")
+        best_step = (state.get("best") or {}).get("step")
+        needed = {newest, best_step, self._list_best_first()[0]}
+        return [step for step in steps if step < newest and step not in needed]
 
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints after a step, which are damaged, so that `prune` ignores them."""

@@ -1,5 +1,7 @@
 """Writes the metrics of a run: metrics.jsonl, and the trackers that `train.log_to` names.
 
+A line has the state of the training and `wall_time`, when it was written, in seconds since 1970.
+
 The file is the record; a resumed run cuts it back to the step that it continues from. Trackers are
 optional packages. Once training runs, one that fails is dropped with a warning.
 """
@@ -7,14 +9,16 @@ optional packages. Once training runs, one that fails is dropped with a warning.
 import importlib.util
 import json
 import secrets
+import shlex
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import Config
-from gptmini.console import format_count, warn
-from gptmini.errors import MachineError
+from gptmini.console import format_count, say_header, warn
+from gptmini.errors import MachineError, make_missing_package_error
 
 Metrics = dict[str, Any]
 # Keys that a line has together or not at all.
@@ -51,9 +55,10 @@ class RunLog:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, line: Metrics) -> None:
-        """Append a line, and pass it to the trackers."""
+        """Append a line and the time of day, and pass it to the trackers, which have their own."""
+        stamped = line | {"wall_time": round(time.time(), 3)}  # TensorBoard's name for it
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(stamped) + "\n")
             self._file.flush()
         except OSError as error:
             error.filename = str(self._path)  # the error of a full disk names no file
@@ -140,10 +145,7 @@ def check_installed(names: Iterable[str]) -> None:
     """Raise MachineError for a tracker whose package is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise MachineError(
-                f"train.log_to: {name} is not installed; run pip install {name}, or remove it from "
-                f"train.log_to"
-            )
+            raise make_missing_package_error("train.log_to", name, name)
 
 
 def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
@@ -151,8 +153,9 @@ def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
     try:
         return TRACKERS[name](run, config, step)
     except Exception as error:  # its own, such as not being logged in
+        reason = " ".join(str(error).split()).rstrip(".")  # often an advice of its own
         raise MachineError(
-            f"train.log_to: {name}: {error}; fix this, or remove {name} from train.log_to"
+            f"train.log_to: {name}: {reason}; or remove {name} from train.log_to"
         ) from None
 
 
@@ -161,6 +164,8 @@ def open_tensorboard(run: Path, config: Config, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
     writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+    command = f"tensorboard --logdir {shlex.quote(str(run.parent))}"
+    say_header(f"  tracking  {run / 'tensorboard'}; see it with: {command}")
 
     def write(line: Metrics) -> None:
         for key, value in line.items():
@@ -188,6 +193,9 @@ def open_wandb(run: Path, config: Config, step: int) -> Tracker:
         dir=str(run),
         config=config.model_dump(),
     )
+
+    online = tracked.url or "offline; upload it with wandb sync"
+    say_header(f"  tracking  {run / 'wandb'}: {online}")
 
     def write(line: Metrics) -> None:
         tracked.log(line, step=line["step"])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from gptmini.console import show_elapsed
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe import split_words
 from gptmini.tokenizer.chunks import split_text
@@ -164,7 +165,8 @@ def list_published_encodings() -> list[str]:
 def load_published_encoding(name: str) -> BpeTokenizer:
     """Load an encoding of tiktoken from its cache or the network; DataError if that fails."""
     try:
-        return BpeTokenizer(tiktoken.get_encoding(name))
+        with show_elapsed(f"loading the encoding {name}"):
+            return BpeTokenizer(tiktoken.get_encoding(name))
     except Exception as error:  # whatever the download raises
         raise DataError(
             f"tokenizer {name}: download failed ({type(error).__name__}); use byte, char or bpe, "

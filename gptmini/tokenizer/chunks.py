@@ -38,3 +38,8 @@ def find_boundary(text: str, limit: int, reach: int = 4096) -> int:
         return space
     after_line_end = text.rfind("\n", lowest - 1, limit) + 1
     return after_line_end or limit
+
+
+def count_utf8_bytes(text: str) -> int:
+    """Count the bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptmini.console import warn
-from gptmini.errors import ConfigError, DataError
+from gptmini.errors import ConfigError, DataError, shorten
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import IMPORTED_KIND, BpeTokenizer, create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
@@ -322,6 +322,6 @@ def _find_pattern(pre_tokenizer: dict[str, Any], path: Path) -> str:
 
 def _unsupported(path: Path, key: str, value: str) -> DataError:
     return DataError(
-        f"{path}: {key}: {value} is not supported; use a model with byte-level BPE, as GPT-2, "
-        f"Llama 3, Qwen and SmolLM have"
+        f"{path}: {key}: {shorten(value, 120)} is not supported; use a model with byte-level BPE, "
+        f"as GPT-2, Llama 3, Qwen and SmolLM have"
     )

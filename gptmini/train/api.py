@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gptmini.config.load import validate
+from gptmini.config.load import find_config_file, load_config, validate
 from gptmini.config.settings import Config
 from gptmini.distributed.group import join_group
 from gptmini.files import DEFAULT_CACHE_DIR
@@ -20,16 +20,22 @@ from gptmini.train import trainer
 
 
 def fit(
-    config: Config | Mapping[str, Any], out: str | Path, cache: Path = DEFAULT_CACHE_DIR
+    config: Config | Mapping[str, Any] | str | Path,
+    out: str | Path,
+    cache: Path = DEFAULT_CACHE_DIR,
 ) -> Run:
     """Train a run, or resume it, in the directory `out`; returns it with its best weights.
 
-    `config` states what differs from the defaults, in sections as a YAML file does. Progress goes
+    `config` states what differs from the defaults, in sections as a YAML file does, or is the path
+    of such a file, or the name of one in configs/. Progress goes
     to stderr. Raises the errors of `gptmini.errors` that the command reports; after a signal that
     is Stopped, and the same call resumes. Under torchrun, all processes train one model.
     """
     started = time.perf_counter()
-    requested = config if isinstance(config, Config) else validate(dict(config), {})
+    if isinstance(config, str | Path):
+        requested = load_config(find_config_file(str(config)), [])
+    else:
+        requested = config if isinstance(config, Config) else validate(dict(config), {})
     directory = RunDirectory(Path(out))
     with join_group() as group:
         decision = decide_on_all_ranks(requested, directory, cache, started, group)

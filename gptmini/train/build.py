@@ -2,6 +2,7 @@
 
 import torch
 
+from gptmini.console import show_elapsed
 from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints, WholeCheckpoints
 from gptmini.distributed.placement import Placement, Replicated
 from gptmini.distributed.sharding import Sharded
@@ -13,6 +14,7 @@ from gptmini.train.batches import Batches, seed_from
 from gptmini.train.state import Progress, Training
 
 
+@show_elapsed("building the model")
 def build_training(decision: Decision, run: RunDirectory) -> Training:
     """Build the training state of a run at step 0; writes nothing.
 

@@ -33,12 +33,12 @@ def convert_run(
 ) -> Config:
     """Create a run at step 0 with the weights of another and different attention settings.
 
-    It is configured to train at half the learning rates, by default for a tenth of the steps.
+    It is configured to train at half the learning rates, by default for a tenth of the steps. An
+    imported run keeps its rates: it is trained by `train --from`, which halves them.
     ConfigError if the heads do not pool that way or `out` is taken, DataError if the text changed.
     """
     directory = RunDirectory(out)
-    if directory.exists:
-        raise ConfigError(f"--out {out}: already holds a run; choose another directory")
+    _check_no_run(directory)
     config = _build_uptraining_config(run, attention, steps)
     _check_heads(run, config)
     weights = pool_kv_heads(run.model.state_dict(), config.model)
@@ -56,8 +56,15 @@ def convert_run(
         )
     training.model.load_state_dict(weights)
     with directory.lock():
+        _check_no_run(directory)  # another process may have made one meanwhile
         create_run_with_weights(training)
     return training.config
+
+
+def _check_no_run(directory: RunDirectory) -> None:
+    """Raise ConfigError if there is a run already."""
+    if directory.exists:
+        raise ConfigError(f"--out {directory.path}: already holds a run; choose another directory")
 
 
 def _check_heads(run: Run, config: Config) -> None:
@@ -70,7 +77,13 @@ def _check_heads(run: Run, config: Config) -> None:
             f"--attention: {run.path} has {before} KV heads, which do not pool into {after}; "
             f"choose one of {divisors}"
         )
-    if config.model == run.config.model:
+    # Names may differ: gqa:2 of two heads is mha, and a window of the whole context is none.
+    layers = range(config.model.n_layer)
+    same_windows = all(
+        config.model.get_cache_length(layer) == run.config.model.get_cache_length(layer)
+        for layer in layers
+    )
+    if before == after and same_windows:
         raise ConfigError(
             f"--attention: {run.path} has this attention already; choose fewer KV heads or a window"
         )
@@ -79,15 +92,16 @@ def _check_heads(run: Run, config: Config) -> None:
 def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | None) -> Config:
     """Return the configuration of the shorter training that follows the pooling."""
     train = run.config.train
+    lr_scale = LR_SCALE if run.corpus else 1.0
     steps = steps or max(1, round(STEPS_SHARE * train.steps))
     tree = run.config.model_dump()
     if tree.pop("base")["run"] is not None:  # its tokenizer cannot be learned from its text
         tree["tokenizer"] = {"kind": str(run.path / "tokenizer.json")}
     tree["model"]["attention"] |= attention
     tree["train"] |= {
-        "lr": LR_SCALE * train.lr,
-        "muon_lr": LR_SCALE * train.muon_lr,
-        "min_lr": LR_SCALE * train.min_lr,
+        "lr": lr_scale * train.lr,
+        "muon_lr": lr_scale * train.muon_lr,
+        "min_lr": lr_scale * train.min_lr,
         "minutes": None,
         "steps": steps,
         "warmup_steps": steps // 10,

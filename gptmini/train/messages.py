@@ -5,6 +5,7 @@ import statistics
 
 from gptmini.config.settings import Config
 from gptmini.console import format_count, format_duration, say_header, warn
+from gptmini.model.optim import get_cooldown_steps, get_learning_rate
 from gptmini.plan import cost
 from gptmini.plan.decision import Decision
 from gptmini.runs.directory import RunDirectory
@@ -178,4 +179,20 @@ def warn_of_micro_batch_size(existing: Config, config: Config, run: RunDirectory
         warn(
             f"{run.path}: micro_batch_size was {before}, is {now}; results will no longer be "
             f"bit-identical"
+        )
+
+
+def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:
+    """Say why the learning rate rises again when a run is resumed for more steps than before."""
+    steps_before = existing.train.steps
+    steps = config.train.steps
+    if step == 0 or steps <= steps_before or step < config.train.warmup_steps:
+        return
+    before = get_learning_rate(existing.train, step - 1)
+    now = get_learning_rate(config.train, step)
+    if now > before:
+        say_header(
+            f"  rate      rises again, from {before:.1e} to {now:.1e}: it is cooled down over the "
+            f"last {get_cooldown_steps(config.train):,} of {format_count(steps, 'step')}, which "
+            f"were {steps_before:,}"
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 from gptmini.config.load import iter_differences
 from gptmini.config.settings import Config
+from gptmini.console import show_elapsed
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import check_shapes
@@ -13,6 +14,7 @@ from gptmini.train.create import create_run, create_run_with_weights
 from gptmini.train.messages import (
     describe_changed_text,
     describe_difference,
+    say_if_rate_rises,
     warn_of_micro_batch_size,
 )
 from gptmini.train.state import Training
@@ -56,14 +58,13 @@ def _resume(training: Training) -> None:
     run = training.run
     group = training.group
     group.on_rank_zero(lambda: run.checkpoints.mkdir(exist_ok=True))
-    existing = run.load_config()
-    check_same_settings(config, existing, run)
-    if run.load_tokenizer().fingerprint != training.corpus.tokenizer.fingerprint:
-        raise DataError(describe_changed_text(config, run))
-    checkpoint = training.checkpoints.load_newest()
+    existing = group.on_all_ranks(lambda: _check_same_run(training))
+    with show_elapsed("loading the newest checkpoint"):
+        checkpoint = training.checkpoints.load_newest()
     if checkpoint is not None:
         restore_checkpoint(training, checkpoint)
         warn_of_micro_batch_size(existing, config, run)
+        say_if_rate_rises(existing, config, training.step)
         # A kill may have come between writing a checkpoint and deleting the old ones.
         group.on_rank_zero(lambda: run.prune(training.progress.best, config.train.keep))
         training.started -= training.progress.elapsed
@@ -77,9 +78,21 @@ def _resume(training: Training) -> None:
         group.on_rank_zero(lambda: run.write_config(config))
 
 
+def _check_same_run(training: Training) -> Config:
+    """Return the configuration of the run on the disk, which must be that of this training."""
+    config = training.config
+    run = training.run
+    existing = run.load_config()
+    check_same_settings(config, existing, run)
+    if run.load_tokenizer().fingerprint != training.corpus.tokenizer.fingerprint:
+        raise DataError(describe_changed_text(config, run))
+    return existing
+
+
 def _load_base_weights(training: Training, base: RunDirectory) -> None:
     """Load the weights that the configuration names; CheckpointError if they are gone."""
-    checkpoint = training.checkpoints.load_best_of(base)
+    with show_elapsed("loading the base"):
+        checkpoint = training.checkpoints.load_best_of(base)
     if checkpoint.sha256 != training.config.base.sha256:
         raise CheckpointError(
             f"{base.path}: changed while this run was prepared; run the same command again"

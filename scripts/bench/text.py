@@ -1,7 +1,8 @@
 """Time the preparation of texts: python scripts/bench/text.py [--quick] [--large GIGABYTES]
 
 The same text, the sources of Python's standard library, as every kind of corpus and with every
-tokenizer. Rows take turns; the tables give medians and ratios to the first row. --large adds a
+tokenizer. Rows take turns; the tables give medians and ratios to the first row. Another table sets
+the processor time that gpt2 takes beside that of tiktoken alone on the same text. --large adds a
 generated text of that size, with the gpt2 encoding if its files are available, in its own process
 to measure peak memory.
 """
@@ -10,6 +11,7 @@ import argparse
 import csv
 import gzip
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import tiktoken
 
 from gptmini.config.settings import Config, DataConfig
 from gptmini.data.corpus import prepare_corpus
@@ -89,6 +92,25 @@ def print_table(
         print(f"| {name} | {results[name][0][1]:.2f} | {speed:.1f} | {speed / base:.2f} x |")
 
 
+def compare_with_tiktoken(path: Path) -> None:
+    """Print the processor time of preparing a text by gpt2, and of tiktoken alone on its chunks.
+
+    Processor time counts all threads, and hardly depends on what else the machine does.
+    """
+    size = path.stat().st_size / 1e6
+    started = time.process_time()
+    prepare(path, "gpt2")
+    ours = time.process_time() - started
+    texts = [chunk.text for chunk in find_source([str(path)], DataConfig()).iter_chunks()]
+    encoding = tiktoken.get_encoding("gpt2")
+    started = time.process_time()
+    encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    alone = time.process_time() - started
+    print("\n| gpt2, processor time | ms per MB |\n|---|---|")
+    print(f"| gptmini, from the file to the token files | {1000 * ours / size:.0f} |")
+    print(f"| tiktoken's encode_ordinary_batch, text in memory | {1000 * alone / size:.0f} |")
+
+
 def prepare_large(gigabytes: float, documents: list[str], kind: str, folder: Path) -> None:
     """Prepare a text far larger than the memory this should take."""
     path = folder / "large.txt"
@@ -144,6 +166,8 @@ def main() -> None:
         file = folder / "one.txt"
         rows = {Path(kind).stem: partial(prepare, file, kind) for kind in kinds}
         print_table("tokenizer", rows, rounds)
+        if "gpt2" in kinds:
+            compare_with_tiktoken(file)
         if chosen.large:
             prepare_large(chosen.large, documents, "gpt2" if "gpt2" in kinds else "byte", folder)
 

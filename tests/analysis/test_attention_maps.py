@@ -7,7 +7,7 @@ import torch
 from gptmini.analysis import attention_maps, plots
 from gptmini.errors import ConfigError, MachineError
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.analysis.samples import TOKENS, model_of
+from tests.analysis.samples import TOKENS, model_of, run_of
 
 MASK = attention_maps.build_mask("causal", 5).numpy()
 
@@ -148,6 +148,7 @@ def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd
 
     own = [font for font in font_manager.fontManager.ttflist if "matplotlib" in font.fname]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
     texts, fonts = plots._make_drawable(["a", "\u23de"])  # a bracket that only STIX draws
     assert texts == ["a", "\u23de"]
     assert fonts[0] == plots.MONOSPACE_FONT
@@ -161,6 +162,30 @@ def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd
     err = capfd.readouterr().err
     assert err.startswith("warning: no installed font has 例示;")
     assert err.count("\n") == 1
+
+
+def test_a_font_installed_since_matplotlib_listed_them_is_found(capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    listed = font_manager.fontManager.ttflist
+    own = [font for font in listed if "matplotlib" in font.fname]
+    others = [font for font in own if "STIX" not in font.name]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", others)
+    installed = [font.fname for font in own if "STIX" in font.name]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [*installed, "/not a font.ttf"])
+    texts, fonts = plots._make_drawable(["\u23de"])  # a bracket that only STIX draws
+    assert texts == ["\u23de"]
+    assert fonts[1].startswith("STIX")
+    assert capfd.readouterr().err == ""
+
+
+def test_bytes_in_hex_are_explained():
+    run = run_of()
+    text = attention_maps.view_attention(run, list("a中".encode())).format_text()
+    assert "4 tokens: a e4 b8 ad" in text
+    assert text.endswith("in hex: tokens that are only some bytes of a character")
+    assert "in hex" not in attention_maps.view_attention(run, list(b"abc")).format_text()
 
 
 def test_one_head_is_shown_as_text():
@@ -195,5 +220,5 @@ def test_one_head_is_shown_as_text():
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MachineError, match="pip install matplotlib"):
+    with pytest.raises(MachineError, match=r"pip install -e '.\[plot\]'"):
         plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")

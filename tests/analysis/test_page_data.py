@@ -126,6 +126,17 @@ def test_the_notes_say_what_shares_and_what_a_window_hides():
     assert "window" not in page_data.build_notes(run_of().config.model)["memory"]
 
 
+def test_a_page_explains_bytes_in_hex_if_it_has_any():
+    sentence = "Tokens in hexadecimal are only some bytes of a character."
+    part = page_data.build_reading([run_of()], list("中".encode()), "")
+    assert part["notes"]["text"].endswith(sentence)
+    assert ["", "e4"] in part["spellings"]
+    whole = run_of(tokenizer=CharTokenizer(""))
+    whole.tokenizer.decode_token = lambda token: b"a"  # type: ignore[method-assign]
+    part = page_data.build_reading([whole], TOKENS, "")
+    assert sentence not in part["notes"]["text"]
+
+
 def test_draws_are_those_of_the_sampler():
     sample = {"top_k": 20, "top_p": 0.8, "temperature": 1.5, "repetition_penalty": 1.3}
     run = run_of(sample)

@@ -87,13 +87,31 @@ def test_by_default_picture_and_report_go_into_the_newest_run(runs):
     assert (code, "ends in .png, .pdf, .svg, .html" in err) == (2, True)
 
 
-def test_runs_without_an_evaluation_are_refused(runs):
+def test_a_run_that_has_logged_nothing_is_refused(runs):
     Path("runs/b/metrics.jsonl").write_text("")
     code, _, err = runs("plot", "runs/none")
     assert (code, "no run here" in err) == (4, True)
     code, _, err = runs("plot", "runs/a", "runs/b")
-    assert code == 4
-    assert err == "gptmini: runs/b: no evaluation logged yet; train it further with gptmini train\n"
+    assert (code, err) == (4, "gptmini: runs/b: nothing logged yet; train it with gptmini train\n")
+
+
+def test_a_run_that_has_just_begun_is_drawn(runs):
+    first = Path("runs/a/metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    assert "train_loss" in first
+    assert "val_loss" not in first
+    Path("runs/a/metrics.jsonl").write_text(first + first[:20])  # the next is being written
+    for name in ("checkpoints", "best.json"):
+        Path("runs/a", name).rename(Path("runs/a", f"no {name}"))
+    code, out, err = runs("plot", "runs/a")
+    assert (code, out, err) == (0, "runs/a/plot.png\nruns/a/plot.html\n", "")
+    assert Path("runs/a/plot.png").read_bytes().startswith(b"\x89PNG")
+    parts = parts_of("runs/a/plot.html")
+    assert parts.keys() == {"table", "charts"}
+    assert "not evaluated yet" in parts["table"][0]["rows"][0]
+    series = parts["charts"][0]["items"][0]["series"]
+    points = {one["name"]: len(one["points"]) for one in series}
+    assert points == {"runs/a, validation": 0, "runs/a, training": 1}
+    assert runs("plot", "runs/a", "runs/b", "--out", "two.html")[0] == 0
 
 
 def test_without_matplotlib_there_is_still_a_page(runs, monkeypatch):
@@ -101,10 +119,10 @@ def test_without_matplotlib_there_is_still_a_page(runs, monkeypatch):
     code, out, err = runs("plot")
     assert (code, out) == (0, "runs/b/plot.html\n")
     assert err.count("\n") == 1
-    assert "runs/b/plot.png: not drawn; pictures: matplotlib is missing" in err
+    assert "runs/b/plot.png: not drawn; pictures: matplotlib is not installed" in err
     assert parts_of("runs/b/plot.html")["charts"]
     code, _, err = runs("plot", "--out", "a.png")
-    assert (code, "pip install matplotlib" in err) == (5, True)
+    assert (code, "pip install -e '.[plot]'" in err) == (5, True)
 
 
 def test_any_character_survives_the_page(runs):

@@ -10,10 +10,13 @@ import pytest
 import typer.core
 
 from gptmini import __version__, console
+from gptmini.analysis import compare
 from gptmini.cli import app, generate
 from gptmini.config.settings import Config
+from gptmini.errors import GptminiError
 from tests.support import SMALL
 
+DIGITS = "9" * 5000  # more than Python converts
 ERRORS = [
     (["train", "nothere"], 2, "nothere: no such configuration"),
     (["train", "nothere.yaml"], 2, "nothere.yaml: no such file"),
@@ -60,6 +63,22 @@ ERRORS = [
     (["train", "a", "b"], 2, "unexpected extra argument(s) (b); see gptmini train --help"),
     (["trian"], 2, "did you mean 'train'? see gptmini --help"),
     (["tokenizer", "tran"], 2, "did you mean 'train'? see gptmini tokenizer --help"),
+    (["train", "--max-iters", "9"], 2, "use --set train.steps=VALUE, or see gptmini train --help"),
+    (
+        ["train", "--eval-only", "9"],
+        2,
+        "--eval-only; use gptmini evaluate; see gptmini train --help",
+    ),
+    (["convert", "a", "--out", ""], 2, "--out: empty; name a file or folder"),
+    (["train", "--out="], 2, "--out: empty; name a file or folder"),
+    (["train", "--attention", f"gqa:{DIGITS}"], 2, "9...' is not a number; write gqa:2"),
+    (["data", "prepare", "--part", f"1/{DIGITS}", "--out", "a"], 2, "9...: must be K/N, with K"),
+    (["inspect", "--mask", f"window:{DIGITS}"], 2, "9...: unknown mask; use causal, window:N"),
+    (["inspect", "--mask", f"cross:2,{DIGITS}"], 2, "9...: unknown mask; use cross:T,S with 1 to"),
+    (["inspect", "--mask", "cross:9999,9999"], 2, "unknown mask; use cross:T,S with 1 to 256"),
+    (["tokenizer", "decode", "byte", DIGITS], 3, "9...: not a token; use numbers from 0 to 256"),
+    (["train", "--data", "none.txt"], 3, "; check the path, which begins in /"),
+    (["compare", "none.jsonl"], 2, "none.jsonl: no such configuration or run"),
     (["generate"], 4, "runs: no run here"),
     (["generate", "nothere"], 4, "nothere: no run here"),
 ]
@@ -205,6 +224,70 @@ def test_help_at_80_columns_is_whole(gptmini, monkeypatch):
                 check(command, *words, name)
 
     check(typer.main.get_command(app.app))
+
+
+def test_compare_takes_a_text_as_train_does(gptmini, monkeypatch):
+    Path("d.jsonl").write_text('{"text": "a"}\n')
+    compared: list[dict[str, Config]] = []
+
+    def record(variants: dict[str, Config], *_: object) -> list[object]:
+        compared.append(variants)
+        raise GptminiError("recorded")
+
+    monkeypatch.setattr(compare, "compare", record)
+    gptmini("compare", "d.jsonl", "--attention", "mha,mqa", "--steps", "2")
+    ((mha, mqa),) = [variants.values() for variants in compared]
+    assert mha.data.path == mqa.data.path == ["d.jsonl"]
+    assert (mha.model.attention.variant, mqa.model.attention.variant) == ("mha", "mqa")
+
+
+def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypatch):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").touch()
+    monkeypatch.delitem(sys.modules, "gptmini.serve.server", raising=False)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, _, err = gptmini("serve", "runs/a")
+    assert code == 5
+    assert re.search(r"serve: \w+ is not installed; run pip install -e '\.\[serve\]' in", err)
+
+
+@pytest.mark.parametrize("words", ["settings", "--help", "train --help", "tokenizer info byte"])
+def test_output_that_nobody_reads_ends_a_command_quietly(words, tmp_path: Path):
+    """With the exit code that a shell gives to what SIGPIPE ends, or 0 for a stream of text."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "gptmini", *words.split()]
+    done = subprocess.run(
+        command, stdout=write_end, stderr=subprocess.PIPE, check=False, cwd=tmp_path
+    )
+    os.close(write_end)
+    assert done.stderr == b""
+    assert done.returncode == (0 if words == "settings" else 141)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ("tokenizer encode byte", 0, ""),
+        ("tokenizer decode byte", 0, ""),
+        ("train --data -", 3, "gptmini: standard input: contains no text; choose a file"),
+    ],
+)
+def test_a_closed_input_is_an_empty_one(words, code, line, tmp_path: Path):
+    command = f"'{sys.executable}' -m gptmini {words} <&-"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout.strip()) == (code, "")
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == bool(line)
+
+
+def test_optimized_python_lists_the_settings(tmp_path: Path):
+    command = [sys.executable, "-OO", "-m", "gptmini", "settings", "train.lr"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.stdout[:9], done.stderr) == ("train.lr:", "")
 
 
 def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path):

@@ -28,11 +28,35 @@ def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
 
 def rebuild_score(found: dict) -> Score:
     rows = found["scores"]
-    columns = ("text", "token", "logprob", "rank")
-    return Score(*([row[name] for row in rows] for name in columns), found["bytes"])
+    spellings = [row["text"].encode() for row in rows]
+    columns = ("token", "logprob", "rank")
+    return Score(spellings, *([row[name] for row in rows] for name in columns), found["bytes"])
 
 
 def test_surprise_is_a_color():
-    found = Score(["a", "b\nc", "\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
+    found = Score([b"a", b"b\nc", b"\x1b"], [1, 2, 3], [-0.1, -9.0, -2.0], [1, 2, 3], 5)
     text = "".join(scoring._color_tokens(found))
     assert text == "a\x1b[48;5;124mb\x1b[0m\n\x1b[48;5;124mc\x1b[0m\x1b[48;5;58m\\x1b\x1b[0m\n"
+
+
+def test_a_character_of_several_tokens_is_shown_whole():
+    spellings = [b"a", b"\xe4", b"\xb8\xad!", b"\xe6\x96\x87", b"\n"]
+    found = Score(spellings, [1, 2, 3, 4, 5], [-0.1, -1.0, -1.9, -0.1, -0.1], [1, 2, 3, 4, 5], 9)
+    assert "".join(scoring._color_tokens(found)) == "a\x1b[48;5;94m中!\x1b[0m文\n\n"
+    assert "".join(scoring._format_table(found)).splitlines() == [
+        "logprob   rank  token",
+        " -0.100      1  'a'",
+        " -1.000      2  e4",
+        " -1.900      3  b8 ad 21  completes '中!'",
+        " -0.100      4  '文'",
+        " -0.100      5  '\\n'",
+        "Tokens without quotes are bytes, in hex: they share a character with others.",
+    ]
+
+
+@pytest.mark.parametrize("spellings", [[b"a", b"\xe4"], [b"\xff", b"a"], [b"", b"a", b""]])
+def test_every_token_is_listed_whatever_its_bytes(spellings):
+    numbers = list(range(len(spellings)))
+    found = Score(spellings, numbers, [-1.0 for _ in numbers], numbers, 3)
+    table = "".join(scoring._format_table(found))
+    assert table.count("\n") == 1 + len(spellings)

@@ -116,8 +116,8 @@ def test_a_missing_tracker_is_named_before_the_text_is_prepared(
     code, _, err = gptmini(*words)
     assert code == 5
     assert err == (
-        "gptmini: train.log_to: wandb is not installed; run pip install wandb, or remove it from "
-        "train.log_to\n"
+        "gptmini: train.log_to: wandb is not installed; run pip install -e '.[wandb]' in gptmini's "
+        "checkout\n"
     )
 
 

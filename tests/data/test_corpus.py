@@ -1,3 +1,4 @@
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -78,13 +79,13 @@ def test_the_parts_of_a_split_are_the_whole_text(tmp_path, lines, validation, te
     path.write_text("\n".join(lines))
     whole = sources.find_source([str(path)], DataConfig(split=split, separator="\n"))
     documents = [piece.text for piece in whole.iter_chunks()]
-    sides = {}
-    for side in ("training", "validation", "test"):
-        try:
-            pieces = list(sources.SourceSplit(whole, side, validation, test).iter_chunks())
-        except DataError:  # no document for it
-            pieces = []
-        sides[side] = [piece.text for piece in pieces]
+    source_split = sources.SourceSplit(whole, validation, test)
+    sides: dict[sources.Side, list[str]] = {"training": [], "test": [], "validation": []}
+    for side, piece in source_split.iter_chunks(sides):
+        sides[side].append(piece.text)
+    for side, alone in sides.items():
+        pieces = sources.SourceSide(source_split, side).iter_chunks()
+        assert [piece.text for piece in pieces] == alone
     parts = [*sides["training"], *sides["test"], *sides["validation"]]
     if split == "tail":
         assert "".join(parts) == "".join(documents)
@@ -107,6 +108,34 @@ def test_the_test_part_changes_nothing_but_is_left_out(tmp_path: Path):
     assert lengths == pytest.approx([0.7, 0.2, 0.1], abs=0.01)
     other = prepared(path, tmp_path / "cache", validation=0.2, test=0.1)
     assert other.content != corpus.content
+
+
+@pytest.mark.parametrize(("split", "passes"), [("tail", 2), ("documents", 1)])
+def test_all_sides_are_prepared_in_one_pass(tmp_path: Path, monkeypatch, split, passes):
+    """A tail is cut off by the size of the text, which takes a pass before that."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} {WORDS}"}) + "\n" for n in range(200)))
+    read: list[Path] = []
+
+    def note_and_read(file: formats.File, *options: str) -> Iterator[chunks.TextChunk]:
+        read.append(file.path)
+        return formats.read_documents(file, *options)
+
+    monkeypatch.setattr(sources, "read_documents", note_and_read)
+    settings = {"path": str(path), "split": split, "validation": 0.1, "test": 0.2}
+    config = tiny(data=settings, model={"context_length": 2, "n_head": 1})
+    cache = tmp_path / "cache"
+    corpus = corpora.prepare_corpus(config, cache, with_test=True)
+    assert read == [path] * passes
+    whole = {file: file.read_bytes() for file in cache.iterdir()}
+    assert len(whole) == 3
+
+    damaged = corpus.validation[0].path
+    damaged.write_bytes(b"")
+    others = {file: file.stat().st_mtime_ns for file in whole if file != damaged}
+    corpora.prepare_corpus(config, cache, with_test=True)
+    assert {file: file.read_bytes() for file in cache.iterdir()} == whole
+    assert {file: file.stat().st_mtime_ns for file in others} == others
 
 
 def test_a_long_first_line_does_not_move_the_cut(tmp_path: Path):
@@ -228,7 +257,6 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_complete(
     whole = tmp_path / "whole"
     prepared(text_file, whole, "bpe")
     names = sorted(file.name for file in whole.iterdir())
-    cache = tmp_path / "cache"
     calls = moment = 0
 
     class Killed(BaseException):
@@ -238,23 +266,25 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_complete(
     def interrupted(path: Path) -> Iterator[Any]:
         nonlocal calls
         calls += 1
+        number = calls  # both sides of the split are open at once
         with path.with_name(f".tmp-1-{path.name}").open("wb") as file:
             yield file
-            if calls == moment:
+            if number == moment:
                 os.truncate(file.fileno(), 50)
                 raise Killed
         os.replace(file.name, path)
 
-    for moment in (1, 2):  # noqa: B007 - read by interrupted
+    for moment in (1, 2, 3):
         calls = 0
+        cache = tmp_path / f"cache{moment}"
         with monkeypatch.context() as patch:
             patch.setattr(files, "atomic_write", interrupted)
             with pytest.raises(Killed):
                 prepared(text_file, cache, "bpe")
         assert {f.name for f in cache.iterdir() if not f.name.startswith(".")} < set(names)
-    prepared(text_file, cache, "bpe")
-    for name in names:
-        assert (cache / name).read_bytes() == (whole / name).read_bytes()
+        prepared(text_file, cache, "bpe")
+        for name in names:
+            assert (cache / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_cache_that_cannot_be_written_names_the_option(text_file: Path):

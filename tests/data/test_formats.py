@@ -2,6 +2,9 @@ import csv
 import gzip
 import io
 import json
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from gptmini.config.settings import DataConfig
 from gptmini.data import formats, sources
-from gptmini.errors import DataError
+from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
@@ -143,6 +146,8 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
         ("a.csv", b"text\nfine\n\xff\n", "a.csv: not UTF-8 after line 0; convert"),
         ("a.csv", b"title,body\na,b\n", r"a.csv:2: no field 'text' \(it has: title, body"),
         ("a.csv", b"title,text\na\n", "a.csv:2: field 'text' is empty"),
+        ("a.csv", b'title,text\n"two\nlines"\n', "a.csv:2: field 'text' is empty"),
+        ("a.csv", b'title,text\n"b\nc",d\n\n\n"two\nlines"\n', "a.csv:6: field 'text' is"),
     ],
 )
 def test_invalid_text_is_reported_with_its_position(tmp_path: Path, name, content, words):
@@ -151,6 +156,27 @@ def test_invalid_text_is_reported_with_its_position(tmp_path: Path, name, conten
     with pytest.raises(DataError, match=words) as error:
         documents(path)
     assert len(error.value.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "text", "user: Hi"),
+        ({"talk": [{"role": "user", "content": "a"}] * 2}, "talk", "user: a\nuser: a"),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, "text", "human: Hi"),
+    ],
+)
+def test_a_chat_is_refused_with_a_command_that_makes_text_of_it(tmp_path, record, key, expected):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: field '\w+' is a list of messages") as error:
+        documents(path, text_key=key)
+    words = shlex.split(error.value.lines[0].partition("for example with: ")[2])
+    assert words[:2] == ["jq", "-c"]
+    if shutil.which("jq") is None:
+        pytest.skip("no jq here")
+    done = subprocess.run([*words, path], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"text": expected}
 
 
 def test_line_ends_become_line_feeds_in_plain_text(tmp_path: Path):
@@ -182,7 +208,7 @@ def test_without_pyarrow_its_formats_name_the_extra(tmp_path: Path, monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     for name in ("a.parquet", "a.txt.zst"):
         (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(DataError, match="run pip install pyarrow"):
+        with pytest.raises(MachineError, match=rf"{name}: pyarrow is not .*-e '.\[data\]'"):
             documents(tmp_path / name)
 
 

@@ -13,8 +13,10 @@ import pytest
 from gptmini import files
 from gptmini.config.settings import DataConfig
 from gptmini.data import sources
-from gptmini.data.sources import SourceSplit
+from gptmini.data.sources import Side, SourceSide, SourceSplit
 from gptmini.errors import DataError
+
+SIDES: tuple[Side, ...] = ("training", "validation")
 
 
 def texts(*paths: str, **options: object) -> list[str]:
@@ -192,7 +194,8 @@ def test_the_digest_depends_on_content_kind_order_and_options(folder: Path):
     others = [digest(b, a), digest(a), digest(a, b, separator="\n"), digest(a, b, text_key="x")]
     others += [digest(a, b, errors="replace"), digest(folder / "a.jsonl", b)]
     source = sources.find_source([str(a), str(b)], DataConfig())
-    others += [SourceSplit(source, side, 0.1, 0.0).digest for side in ("training", "validation")]
+    split = SourceSplit(source, 0.1, 0.0)
+    others += [SourceSide(split, side).digest for side in SIDES]
     a.write_text("A")
     others.append(digest(a, b))
     assert len({first, *others}) == 10
@@ -206,9 +209,8 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
         path.write_text("|".join(documents))
         settings = {"separator": "|", "split": "documents"}
         source = sources.find_source([str(path)], DataConfig.model_validate(settings))
-        parts = [
-            SourceSplit(source, side, 0.2, 0.0).iter_chunks() for side in ("training", "validation")
-        ]
+        split = SourceSplit(source, 0.2, 0.0)
+        parts = [SourceSide(split, side).iter_chunks() for side in SIDES]
         return [[piece.text for piece in part] for part in parts]
 
     training, validation = sides(words)

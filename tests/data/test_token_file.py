@@ -3,11 +3,12 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptmini.config.settings import DataConfig
@@ -27,15 +28,19 @@ from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 BYTES = ByteTokenizer()
 
 
+def write(path: Path, chunks: Iterator[TextChunk], digest: str = "00" * 32) -> None:
+    """Write the bytes of a text as a token file."""
+    output = token_files.TokenOutput(path, digest)
+    token_files.write_token_file(output, chunks, BYTES, lambda count: None)
+
+
 @pytest.fixture
 def token_file(text_file: Path, tmp_path: Path, monkeypatch) -> Path:
     """The tokens of the small text, hashed in small blocks."""
     monkeypatch.setattr(token_files, "HASH_BLOCK_BYTES", 512)
     path = tmp_path / "a.tokens"
     source = sources.find_source([str(text_file)], DataConfig())
-    token_files.write_token_file(
-        path, source.iter_chunks(), source.digest, BYTES, lambda count: None
-    )
+    write(path, source.iter_chunks(), source.digest)
     return path
 
 
@@ -53,8 +58,40 @@ def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.tokens"
     texts = [("one", True), (" and more", False), ("two", True), ("", True)]
     pieces = (TextChunk(*each) for each in texts)
-    token_files.write_token_file(path, pieces, "00" * 32, BYTES, lambda count: None)
+    write(path, pieces)
     assert TokenFile(path, BYTES).documents == 3
+
+
+def test_several_files_are_written_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", 4)  # several batches
+    texts = [("a", "one", True), ("b", "two", True), ("a", " more", False), ("c", "é", True)]
+    labeled = ((label, TextChunk(text, starts)) for label, text, starts in texts)
+    outputs = {
+        label: token_files.TokenOutput(tmp_path / f"{label}.tokens", f"{number:064x}")
+        for number, label in enumerate("abcd")
+    }
+    encoded: list[int] = []
+    token_files.write_token_files(outputs, labeled, BYTES, encoded.append)
+    assert sum(encoded) == len("onetwo more") + 2
+    for label, text in {"a": "one more", "b": "two", "c": "é"}.items():
+        tokens = TokenFile(tmp_path / f"{label}.tokens", BYTES)
+        assert tokens.read(0, len(tokens)).tolist() == [256, *text.encode()]
+        assert tokens.text_bytes == len(text.encode())
+        assert tokens.documents == 1
+    assert len(TokenFile(tmp_path / "d.tokens", BYTES)) == 0
+
+
+def test_of_several_files_none_appears_if_one_fails(tmp_path: Path):
+    def fail_after(chunk: TextChunk) -> Iterator[tuple[str, TextChunk]]:
+        yield "a", chunk
+        raise DataError("changed")
+
+    outputs = {label: token_files.TokenOutput(tmp_path / label, "00" * 32) for label in "ab"}
+    with pytest.raises(DataError, match="changed"):
+        token_files.write_token_files(
+            outputs, fail_after(TextChunk("one", True)), BYTES, lambda count: None
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 30])
@@ -152,15 +189,23 @@ def test_token_types_hold_the_largest_token(vocab_size, size):
     assert dtype.type(vocab_size - 1) == vocab_size - 1
 
 
-@given(st.lists(st.binary(max_size=40)), st.integers(1, 20))
-def test_blocks_do_not_depend_on_how_the_bytes_come(parts, block):
-    before, token_files.HASH_BLOCK_BYTES = token_files.HASH_BLOCK_BYTES, block
-    try:
-        whole = b"".join(parts)
-        expected = [whole[start : start + block] for start in range(0, len(whole), block)]
-        assert list(token_files.iter_blocks(parts)) == expected
-    finally:
-        token_files.HASH_BLOCK_BYTES = before
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(
+    texts=st.lists(st.text("ab", min_size=1, max_size=40), min_size=1),
+    block=st.integers(1, 40),
+    batch=st.integers(1, 60),
+)
+def test_the_blocks_of_a_file_do_not_depend_on_how_its_text_comes(tmp_path, texts, block, batch):
+    path = tmp_path / "a.tokens"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files, "HASH_BLOCK_BYTES", block)
+        patch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", batch)
+        write(path, (TextChunk(text, number == 0) for number, text in enumerate(texts)))
+    tokens = b"".join(bytes([byte, 0]) for byte in "".join(texts).encode())
+    tokens = b"\0\1" + tokens  # after the document token, 256
+    blocks = [tokens[start : start + block] for start in range(0, len(tokens), block)]
+    table = b"".join(hashlib.sha256(each).digest() for each in blocks)
+    assert path.read_bytes()[token_files.HEADER.size :] == tokens + table
 
 
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), total=st.integers(40, 5000))

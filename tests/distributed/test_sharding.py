@@ -128,7 +128,7 @@ def assert_same(run: Path, other: Path) -> None:
     lines = []
     for folder in (run, other):
         read = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        clock = ("seconds", "tokens_per_second", "peak_memory")
+        clock = ("seconds", "wall_time", "tokens_per_second", "peak_memory")
         lines.append([{key: line[key] for key in line if key not in clock} for line in read])
     assert lines[0] == lines[1]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmini.errors import DataError
+from gptmini import files
+from gptmini.errors import DataError, MachineError
 from gptmini.generate import prompts_file
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
@@ -67,6 +68,17 @@ def test_it_resumes_where_it_was_interrupted(run: Run, prompts: Path, cut: int):
     continued = written(run, prompts, "cut.jsonl", 2)
     assert equal(continued, whole)
     assert written(run, prompts, "cut.jsonl", 2) == continued  # there is nothing left to do
+
+
+def test_of_two_writers_of_a_file_the_second_is_told(run: Run, prompts: Path):
+    out = prompts.with_name("out.jsonl")
+    with out.open("ab") as first:
+        assert files.try_lock(first.fileno())
+        with pytest.raises(MachineError, match=r"out\.jsonl: another process is writing it"):
+            prompts_file.generate_file(run, prompts, out, 2, 2, SETTINGS)
+        assert out.read_bytes() == b""
+    prompts_file.generate_file(run, prompts, out, 2, 2, SETTINGS)
+    assert out.read_bytes().count(b"\n") == 6
 
 
 def test_an_output_of_other_settings_is_left_alone(run: Run, prompts: Path):

@@ -45,6 +45,18 @@ def test_a_run_streams_what_it_generates_and_repeats_itself(run: Run):
         run.generate("x", temperature=-1.0)
 
 
+def test_a_list_of_prompts_gives_the_texts_that_each_has_alone(run: Run):
+    prompts = ["the ", "a", "the "]
+    texts = run.generate(prompts, max_new_tokens=9, temperature=2.0)
+    assert texts == [run.generate(each, max_new_tokens=9, temperature=2.0) for each in prompts]
+    assert run.generate([]) == []
+
+
+def test_decoding_is_the_reverse_of_encoding(run: Run):
+    tokens = run.encode("the é")
+    assert run.decode(tokens) == run.decode(torch.tensor(tokens)) == "the é"
+
+
 def test_an_empty_prompt_starts_where_the_run_says(run: Run):
     document = run.tokenizer.eos_token_id
     settings = {"max_new_tokens": 1, "temperature": 0}
@@ -154,7 +166,7 @@ def test_a_run_says_what_it_is_and_feeds_its_model(run: Run):
         assert run.model(torch.tensor([run.encode("The")])).shape == (1, 3, 257)
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], None, b"a", 7])
+@pytest.mark.parametrize("prompt", [("a", "b"), None, b"a", 7])
 def test_a_prompt_that_is_not_a_text_is_refused(run: Run, prompt):
     kind = type(prompt).__name__
     with pytest.raises(ConfigError, match=f"prompt: must be a text, not {kind}"):

@@ -273,6 +273,12 @@ def test_the_proof_catches_another_tokenizer(tmp_path):
         check_read_back(Path("out"), expected, run.tokenizer, (config, weights, other), tokens)
 
 
+def test_a_run_may_have_a_name_of_any_bytes(tmp_path):
+    run = run_of(tmp_path / "caf\udce9")
+    export_run(run, tmp_path / "out")
+    assert "# caf?\n" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_weights_that_are_not_finite_are_not_exported(tmp_path):
     run = run_of(tmp_path / "run")
     run.model.blocks[0].mlp.up_proj.weight.data[0, 0] = float("nan")

@@ -120,7 +120,9 @@ def test_tokenizers_and_types_that_llama_cpp_does_not_have_are_refused(tmp_path)
 def test_without_the_package_it_is_named(tmp_path, monkeypatch):
     run = run_of(tmp_path / "run")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(MachineError, match="gguf is not installed; run pip install gguf"):
+    with pytest.raises(
+        MachineError, match=r"gguf is not installed; run pip install -e '.\[gguf\]'"
+    ):
         export_run(run, tmp_path / "out", "gguf")
 
 

@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {**WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "Llama with biases in the MLP alone": ("Llama", {"mlp_bias": True}),
     "Mistral": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
     "StarCoder2": ("Starcoder2", {"sliding_window": 9}),
     "StarCoder2 without biases": ("Starcoder2", {"use_bias": False}),
@@ -129,6 +130,7 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     )
     converted = load_run(tmp_path / "mqa", "cpu", "float32", cache)
     assert converted.config.model.n_kv_head == 1
+    assert converted.config.train.lr == imported.config.train.lr  # `train --from` halves it
     assert converted.config.model.rope_scaling == [8.0, 1.0, 4.0, 32.0]
     assert export_run(converted, tmp_path / "out", cache=cache).architecture == "llama"
 
@@ -348,6 +350,20 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def pickled_shards(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model-1-of-2.bin")
+    (folder / "pytorch_model.bin.index.json").write_text("{}")
+
+
+def long_pattern(folder: Path) -> None:
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "x" * 10_000
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
+
 def cut(name: str, size: int) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
@@ -374,14 +390,35 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another scaling": (config(rope_scaling={"type": "linear", "factor": 2}), "rope_scaling: "),
     "part of each head": (config(partial_rotary_factor=0.5), "partial_rotary_factor: "),
     "a size missing": (config(hidden_size="DELETE"), "'hidden_size' is missing"),
-    "a size of another type": (config(num_hidden_layers="4"), "num_hidden_layers: model.n_layer"),
+    "a size of another type": (
+        config(num_hidden_layers="4"),
+        "num_hidden_layers: expected a whole",
+    ),
+    "scaling as a list": (
+        config(rope_parameters=[1]),
+        "rope_parameters: expected a mapping, not [1",
+    ),
+    "a size of nothing": (
+        config(hidden_size=0),
+        "hidden_size: model.d_model: must be at least 1, not 0; choose another model",
+    ),
     "no heads": (config(num_attention_heads=0), "config.json: "),
     "heads that do not divide": (config(num_key_value_heads=3), "attention.n_kv_head"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: missing"),
     "SentencePiece": (sentencepiece, "model.type: BPE, a SentencePiece tokenizer, is not"),
     "half a tokenizer": (cut("tokenizer.json", 500), "tokenizer.json: "),
-    "an empty tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "damaged (KeyError"),
+    "an empty tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "'model' is missing"),
+    "a long pattern": (long_pattern, "xxx... is not supported; use a model with byte-level BPE"),
     "a pickle": (pickled, "pytorch_model.bin: a pickle, which could run code; convert it"),
+    "shards of a pickle": (pickled_shards, "pytorch_model-1-of-2.bin: a pickle, which could run"),
+    "a pointer": (
+        lambda f: (f / "model.safetensors").write_text(POINTER),
+        "model.safetensors: a Git LFS pointer, not the file itself; fetch that with: git lfs pull",
+    ),
+    "a pointer to a tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text(POINTER),
+        "tokenizer.json: a Git LFS pointer",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: no such file"),
     "half the weights": (cut("model.safetensors", 50_000), "model.safetensors: "),
     "no header": (cut("model.safetensors", 3), "model.safetensors: "),
@@ -415,13 +452,15 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", WRONG)
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(case, right, tmp_path):
     spoil, named = WRONG[case]
-    shutil.copytree(right, tmp_path / "bad")
-    spoil(tmp_path / "bad")
+    bad = tmp_path / "b; ad"
+    shutil.copytree(right, bad)
+    spoil(bad)
     with pytest.raises(GptminiError) as error:
-        import_model(tmp_path / "bad", tmp_path / "runs" / "new", cache=tmp_path)
+        import_model(bad, tmp_path / "runs" / "new", cache=tmp_path)
     (line,) = error.value.lines
     assert named in line
-    assert line.startswith(str(tmp_path / "bad"))
+    assert len(line) < len(str(bad)) + 300
+    assert line.startswith(str(bad))
     assert "; " in line
     assert error.value.exit_code in (3, 4)
     assert not list((tmp_path / "runs").iterdir())

@@ -34,7 +34,7 @@ from gptmini.train import convert, trainer
 from tests.support import SMALL, gpt2, new_cache, tiny
 from tests.support import train as begin_training
 
-CLOCK = {"seconds", "tokens_per_second", "peak_memory"}
+CLOCK = {"seconds", "wall_time", "tokens_per_second", "peak_memory"}
 STEPS = {"steps": 6, "eval_every": 3, "save_every": 2, "log_every": 1, "patience": None, "keep": 9}
 
 

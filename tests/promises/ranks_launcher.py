@@ -18,7 +18,9 @@ import torch
 from gptmini import files
 from gptmini.cli import app
 from gptmini.distributed import group
+from gptmini.errors import CheckpointError
 from gptmini.plan import broadcast
+from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, step, trainer
 
 
@@ -106,9 +108,19 @@ def misread(rank: int) -> None:
         )
 
 
+def unreadable(rank: int) -> None:
+    """Rank 1 cannot read the checkpoint that rank 0 has chosen."""
+
+    def failing(run: RunDirectory, step: int, **_: object) -> None:
+        raise CheckpointError(f"{run.checkpoints}: step {step}: damaged")
+
+    if rank == 1:
+        RunDirectory.load_checkpoint = failing
+
+
 FAULTS = {
     fault.__name__: fault
-    for fault in (nan, seeded, killed, stopped, full, silent, watched, misread)
+    for fault in (nan, seeded, killed, stopped, full, silent, watched, misread, unreadable)
 } | {"none": lambda _: None}
 
 

@@ -11,8 +11,11 @@ import torch
 
 from gptmini.analysis import page, page_data
 from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
+from gptmini.generate.run import Run
+from gptmini.model.gpt import GPT
+from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.analysis.samples import HOSTILE, run_of
-from tests.support import SMALL
+from tests.support import SMALL, tiny
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright: pip install -e '.[browser]'"
@@ -268,3 +271,36 @@ def test_nothing_overflows(visit, plotted):
             assert tab.evaluate("document.documentElement.scrollWidth") == width
             inner = ".card, .tile, .token, .measure, .row"
             assert tab.eval_on_selector_all(inner, script) == []
+
+
+def test_the_marks_of_an_axis_differ_and_a_logarithmic_one_is_named(visit):
+    bits = [(512.0, 2.11342), (1024.0, 2.11371), (4096.0, 2.11398)]
+    series = [page.build_series("a", bits, "dots")]
+    charts = [
+        page.build_chart("Near", "KiB", "bits", series, "x"),
+        page.build_chart("Steep", "KiB", "nats", [page.build_series("a", [(1, 2), (2, 900)])], "y"),
+    ]
+    tab = visit(page.render_page("a", "", [page.build_charts(charts, "Curves")]))
+    near = tab.locator(".charts svg").first.locator("text").all_text_contents()
+    *marks, x_label = near
+    assert len(marks) > 6
+    assert len(set(marks)) == len(marks)
+    assert x_label == "KiB, log scale"
+    headings = tab.locator(".charts h3").all_inner_texts()
+    assert headings == ["Near (bits)", "Steep (nats, log scale)"]
+
+
+def test_a_large_map_has_labels_where_there_is_room(visit):
+    config = tiny(model={"context_length": 64}).with_tokenizer("byte", 257)
+    torch.manual_seed(0)
+    model = GPT(config.model).eval()
+    run = Run(Path("run"), config, ByteTokenizer(), model, {"step": 7, "corpus": ""})
+    text = bytes(33 + number for number in range(61))
+    tab = visit(page_data.build_page(run, list(text), None, (0, 0)))
+    canvas = tab.locator(".map canvas").bounding_box()
+    for side, start, length in (("across", "x", "width"), ("down", "y", "height")):
+        spans = tab.locator(f".{side} > span")
+        labels = [label.strip() for label in spans.all_inner_texts()]
+        assert labels == [chr(byte) for byte in text[::3]]
+        place = spans.nth(10).bounding_box()[start] - canvas[start]
+        assert place == pytest.approx(30 / 61 * canvas[length], abs=3)

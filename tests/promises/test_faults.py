@@ -59,6 +59,7 @@ def result(run: RunDirectory) -> tuple[bytes, list[dict[str, Any]]]:
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     for line in lines:
         del line["seconds"]
+        del line["wall_time"]
         line.pop("tokens_per_second", None)
         line.pop("peak_memory", None)
     return final.read_bytes(), lines

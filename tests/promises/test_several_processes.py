@@ -126,6 +126,14 @@ def test_the_bits_do_not_depend_on_how_many_matrices_a_rank_has(train):
     assert same(weights(one), weights(four))
 
 
+def test_a_matrix_of_one_row_is_sharded_too(train):
+    changes = {"model": {"d_ff": 1}, "train": {"shard": True, "steps": 2}}
+    one, *_ = train(1, "one", **changes)
+    two, codes, _ = train(2, "two", **changes)
+    assert codes == [0, 0]
+    assert same(one.load_newest().model, two.load_newest().model)
+
+
 def test_an_odd_number_of_micro_batches_has_its_tree_too(train):
     settings = {"batch_size": 12, "micro_batch_size": 1, "optimizer": "adamw"}
     one, *_ = train(1, "one", train=settings)
@@ -211,6 +219,15 @@ def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
     assert codes == [7, 7]
     assert "rank 1: embed.weight is" in errors(said)[0]
     assert run.list_steps() == []
+
+
+def test_a_rank_that_cannot_read_the_checkpoint_ends_all_with_its_line(train):
+    train(2, train={"steps": 2})
+    _, codes, said = train(2, fault="unreadable")
+    assert codes == [4, 4]
+    (line,) = errors(said)
+    assert line.startswith("gptmini: rank 1: ")
+    assert line.endswith("step 2: damaged")
 
 
 def test_a_full_disk_on_rank_0_ends_all_with_its_line(train):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,17 @@ def stamp(step: int) -> dict:
 
 
 def lines(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run, without the time of day."""
+    return without_time(
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    )
 
 
-def test_tensorboard_has_every_number_and_resumes_with_the_run(text_file, tmp_path):
+def without_time(logged: Iterable[dict]) -> list[dict]:
+    return [{key: line[key] for key in line if key != "wall_time"} for line in logged]
+
+
+def test_tensorboard_has_every_number_and_resumes_with_the_run(text_file, tmp_path, capsys):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -29,6 +37,8 @@ def test_tensorboard_has_every_number_and_resumes_with_the_run(text_file, tmp_pa
     run = tmp_path / "run"
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["tensorboard"]})
     train(config, run, cache)
+    place = f"  tracking  {run}/tensorboard; see it with: tensorboard --logdir {tmp_path}\n"
+    assert place in capsys.readouterr().err
     train(config.with_train(steps=9), run, cache)
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
@@ -41,7 +51,7 @@ def test_tensorboard_has_every_number_and_resumes_with_the_run(text_file, tmp_pa
 
 
 @pytest.mark.slow
-def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
+def test_wandb_has_every_number(text_file, tmp_path, monkeypatch, capsys):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -55,6 +65,9 @@ def test_wandb_has_every_number(text_file, tmp_path, monkeypatch):
     )
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
     train(config, run, new_cache(tmp_path))
+    assert (
+        f"  tracking  {run}/wandb: offline; upload it with wandb sync\n" in capsys.readouterr().err
+    )
     assert logged == lines(run)
     name = (run / "wandb.id").read_text()
     assert list((run / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
@@ -65,7 +78,9 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    with pytest.raises(MachineError, match="run pip install wandb, or remove"):
+    with pytest.raises(
+        MachineError, match=r"wandb is not installed; run pip install -e '.\[wandb\]'"
+    ):
         train(config, tmp_path / "run", new_cache(tmp_path))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -88,11 +103,13 @@ def test_a_tracker_that_fails_does_not_end_the_training(text_file, tmp_path, mon
 
 def test_a_tracker_that_cannot_start_is_named(text_file, tmp_path, monkeypatch):
     def broken(*_):
-        raise ValueError("not logged in")
+        raise ValueError("Not logged in.\nRun wandb login.")
 
     monkeypatch.setitem(log.TRACKERS, "wandb", broken)
     config = tiny(data={"path": str(text_file)}, train={"log_to": ["wandb"]})
-    with pytest.raises(MachineError, match="wandb: not logged in; fix this, or remove wandb from"):
+    with pytest.raises(
+        MachineError, match=r"wandb: Not logged in\. Run wandb login; or remove wandb"
+    ):
         train(config, tmp_path / "run", new_cache(tmp_path))
 
 
@@ -105,8 +122,22 @@ def test_a_log_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, capsys):
     written.rewind_to(1)
     written.write(stamp(2))
     written.close()
-    assert log.read_metrics(path) == lines(tmp_path) == [stamp(1), stamp(2)]
+    assert without_time(log.read_metrics(path)) == lines(tmp_path) == [stamp(1), stamp(2)]
     assert capsys.readouterr().err == ""
+
+
+def test_every_line_has_the_time_of_day_in_seconds_since_1970(tmp_path, monkeypatch):
+    times = iter([1.7e9, 1.7e9 + 0.25004])
+    monkeypatch.setattr(log.time, "time", lambda: next(times))
+    written = log.RunLog(tmp_path, tiny(), 0)
+    tracked: list[dict] = []
+    written._trackers["tensorboard"] = (tracked.append, lambda: None)
+    written.write(stamp(1))
+    written.write(stamp(2) | EVALUATED)
+    written.close()
+    found = log.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["wall_time"] for line in found] == [1.7e9, 1.7e9 + 0.25]
+    assert tracked == without_time(found) == [stamp(1), stamp(2) | EVALUATED]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Training from Python."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import gptmini
+from gptmini.config import yamlfile
 from gptmini.errors import ConfigError
 from gptmini.runs.directory import RunDirectory
 from tests.support import SMALL, TINY, new_cache, tiny
@@ -44,6 +46,31 @@ def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path)
     ours = again.load_newest()
     theirs = command.load_newest()
     assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
+
+
+def test_a_configuration_may_be_a_file(text_file: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(yamlfile.dump(asked(text_file)))
+    cache = new_cache(tmp_path)
+    for name in ("my.yaml", Path("my.yaml")):
+        gptmini.fit(name, "run", cache)
+    expected = gptmini.fit(asked(text_file), "expected", cache)
+    assert RunDirectory(Path("run")).load_config() == expected.config
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
+        gptmini.fit("none.yaml", "other", cache)
+
+
+def test_a_run_is_evaluated_as_the_command_does(text_file: Path, tmp_path: Path, gptmini):
+    import gptmini as package
+
+    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    Path("other.txt").write_text("the quick brown fox " * 30)
+    cache = tmp_path / "cache"
+    for words, data in (([], None), (["--data", "other.txt"], "other.txt")):
+        printed = json.loads(gptmini("evaluate", *words, "--json")[1])
+        run = package.load("runs/text", weights="float32")
+        for each in ("runs/text", run):
+            assert package.evaluate(each, data, cache=cache).to_dict() == printed
 
 
 def test_a_mistake_is_named_by_its_key(tmp_path: Path):

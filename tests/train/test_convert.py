@@ -128,6 +128,31 @@ def test_conversions_that_cannot_work_are_refused(trained, tmp_path, text_file):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_conversion_that_changes_nothing_is_refused(trained, tmp_path):
+    heads = trained.config.model.n_head
+    for same in ({"variant": "gqa", "n_kv_head": heads}, {"window": 99_999}):
+        with pytest.raises(ConfigError, match="has this attention already"):
+            convert.convert_run(trained, same, None, tmp_path / "same", tmp_path / "cache")
+    assert not (tmp_path / "same").exists()
+
+
+def test_a_run_that_another_process_makes_meanwhile_is_kept(trained, tmp_path, monkeypatch):
+    half = {"variant": "gqa", "n_kv_head": 2}
+    out = tmp_path / "half"
+    build = convert.build_training
+
+    def build_slowly(*arguments):
+        training = build(*arguments)
+        monkeypatch.undo()
+        convert.convert_run(trained, half, 3, out, tmp_path / "cache")
+        return training
+
+    monkeypatch.setattr(convert, "build_training", build_slowly)
+    with pytest.raises(ConfigError, match="half: already holds a run"):
+        convert.convert_run(trained, half, 4, out, tmp_path / "cache")
+    assert RunDirectory(out).load_config().train.steps == 3
+
+
 def test_an_interrupted_conversion_leaves_no_run_without_weights(trained, tmp_path, monkeypatch):
     def full(*_) -> None:
         raise OSError(28, "no space left on device")

@@ -17,12 +17,13 @@ from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedErro
 from gptmini.generate.run import Run
 from gptmini.machine import catch_signals, pick_device
 from gptmini.model.gpt import compute_loss
+from gptmini.model.optim import get_learning_rate
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from tests.support import prepared, tiny
 from tests.support import train as begin_training
 
-CLOCK = {"seconds", "tokens_per_second", "peak_memory"}  # what depends on the moment
+CLOCK = {"seconds", "wall_time", "tokens_per_second", "peak_memory"}  # what depends on the moment
 
 
 @pytest.fixture
@@ -214,6 +215,20 @@ def test_a_longer_run_goes_on_and_a_finished_one_rests(train, config, capsys):
     assert run.load_config().train.steps == 9
 
 
+def test_a_learning_rate_that_rises_again_is_explained(train, config, capsys):
+    train(config.with_train(steps=6))
+    assert "  rate  " not in capsys.readouterr().err
+    train(config.with_train(steps=9))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "  rate  " in line]
+    before = get_learning_rate(config.with_train(steps=6).train, 5)
+    now = get_learning_rate(config.with_train(steps=9).train, 6)
+    assert f"rises again, from {before:.1e} to {now:.1e}: it is cooled down over the last" in line
+    assert line.endswith("of 9 steps, which were 6")
+    logged = [line["lr"] for line in metrics(train(config.with_train(steps=9)))]
+    assert logged[5:7] == pytest.approx([before, now])
+    assert "  rate  " not in capsys.readouterr().err
+
+
 def test_another_micro_batch_is_said_to_change_the_bits(train, config, capsys):
     train(config.with_train(micro_batch_size=4, steps=2))
     capsys.readouterr()
@@ -403,7 +418,8 @@ def test_the_run_directory_holds_what_it_promises(train, config):
     )
     assert run.load_config() == chosen.model_copy(update={"sample": started})
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    keys = {"step", "tokens", "seconds", "train_loss", "lr", "grad_norm", "tokens_per_second"}
+    keys = {"step", "tokens", "seconds", "wall_time"}
+    keys |= {"train_loss", "lr", "grad_norm", "tokens_per_second"}
     assert set(lines[0]) == keys
     assert set(lines[2]) == keys | {"val_loss", "val_bpb", "sample", "peak_memory"}
     assert len(lines[2]["sample"]) > 2

@@ -10,12 +10,14 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
+from gptmini import files
 from gptmini.console import warn
 
 SOURCE_FILES = [
     Path(__file__).with_name(name) for name in ("decode.cpp", "product.h", "attention.h")
 ]
 COMPILER_FLAGS = ["-O3", "-shared", "-fPIC"]
+COMPILE_TIMEOUT_SECONDS = 120  # it takes 5 to 20
 NATIVE_TARGET = ("-march=native",)
 
 
@@ -35,23 +37,25 @@ def build_library(cache: Path, target: tuple[str, ...] = NATIVE_TARGET) -> ctype
         digest.update(source.read_bytes())
     command = [compiler, *COMPILER_FLAGS, *target]
     digest.update(" ".join([*command, _read_processor()]).encode())
-    library = cache / "native" / f"{digest.hexdigest()[:16]}.so"
+    folder = cache / "native"
+    name = digest.hexdigest()[:16]
     try:
-        if not library.exists():
-            _compile(command, library)
+        library = _find_library(folder, name) or _compile(command, folder, name)
         # Never load code that another user could have written.
         status = library.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             return None
         return ctypes.CDLL(str(library))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         warn(f"g++: {_describe_failure(error)}; generating with PyTorch, which is slower")
         return None
 
 
-def _describe_failure(error: OSError | subprocess.CalledProcessError) -> str:
+def _describe_failure(error: OSError | subprocess.SubprocessError) -> str:
     """Say in one line why there is no library: the compiler's first error, if it reports one."""
-    if isinstance(error, OSError):
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"has not compiled the decoder within {error.timeout:g} seconds"
+    if not isinstance(error, subprocess.CalledProcessError):
         return f"cannot use the compiled code ({error})"
     lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines()]
     errors = [line for line in lines if "error" in line.lower()]
@@ -72,15 +76,41 @@ def _read_processor() -> str:
     return f"{platform.machine()} {features}"
 
 
-def _compile(compiler: list[str], library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _find_library(folder: Path, name: str) -> Path | None:
+    """Find a library that is as it was compiled, and delete damaged ones.
+
+    Loading one that is cut off, by a full disk or a power cut, would end the process (SIGBUS).
+    """
+    for library in sorted(folder.glob(f"{name}-*.so")):
+        if library.stem == f"{name}-{_compute_digest(library)}":
+            return library
+        library.unlink()
+    return None
+
+
+def _compute_digest(library: Path) -> str:
+    return hashlib.sha256(files.read_regular(library)).hexdigest()[:16]
+
+
+def _compile(compiler: list[str], folder: Path, name: str) -> Path:
+    """Compile a library, and name it after what it is made of and its own bytes."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Compile under a name of this thread's own and rename at the end, so that nobody loads half a
     # library; if several compile at once, the last one wins.
-    partial = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    partial = folder / f"{name}.{os.getpid()}-{threading.get_ident()}"
     command = [*compiler, str(SOURCE_FILES[0]), "-o", str(partial)]
     try:  # with OpenMP, whose threads torch has started already
-        subprocess.run([*command, "-fopenmp"], capture_output=True, check=True)  # noqa: S603
+        _run([*command, "-fopenmp"])
     except subprocess.CalledProcessError:  # most Macs lack OpenMP: use one thread
-        subprocess.run(command, capture_output=True, check=True)  # noqa: S603
+        _run(command)
     partial.chmod(0o700)
+    library = folder / f"{name}-{_compute_digest(partial)}.so"
     os.replace(partial, library)
+    return library
+
+
+def _run(command: list[str]) -> None:
+    """Run the compiler; CalledProcessError if it fails, TimeoutExpired if it hangs."""
+    subprocess.run(  # noqa: S603
+        command, capture_output=True, check=True, timeout=COMPILE_TIMEOUT_SECONDS
+    )

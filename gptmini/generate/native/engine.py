@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gptmini.console import show_elapsed
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine, TorchEngine, prefill
 from gptmini.generate.native.build import build_library
 from gptmini.generate.native.check import matches_torch
@@ -224,7 +225,8 @@ def load_library(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL
     """Return the compiled step if this machine can build one and it computes this model."""
     if not use_cache or model.device.type != "cpu":
         return None
-    library = build_library(cache)
+    with show_elapsed("compiling the engine, once for this machine"):
+        library = build_library(cache)
     if library is None or not matches_torch(library, model):
         return None
     return library

@@ -177,6 +177,44 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
         assert reason in line
 
 
+def test_a_compiler_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_SECONDS", 0.1)
+    build.build_library.cache_clear()
+    assert build.build_library(tmp_path / "cache") is None
+    assert capsys.readouterr().err == (
+        "warning: g++: has not compiled the decoder within 0.1 seconds; generating with PyTorch, "
+        "which is slower\n"
+    )
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "quick.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(build, "SOURCE_FILES", [source])
+    cache = tmp_path / "cache"
+    build.build_library.cache_clear()
+    assert build.build_library(cache) is not None
+    (library,) = (cache / "native").iterdir()
+    whole = library.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + b"x"):
+        library.unlink()  # what is in memory keeps its bytes
+        library.write_bytes(damaged)
+        library.chmod(0o700)
+        build.build_library.cache_clear()
+        compiled = build.build_library(cache)
+        assert compiled is not None
+        assert compiled.answer() == 42
+        (library,) = (cache / "native").iterdir()
+    build.build_library.cache_clear()
+
+
 @needs_compiler
 def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
     assert build.build_library(tmp_path) is not None

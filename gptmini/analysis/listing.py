@@ -1,0 +1,160 @@
+"""Lists trained runs: how far they are, how good, how large, and what of them can be deleted.
+
+Only reads. What it says can be deleted is left to the user.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gptmini.analysis.variants import select_numbers
+from gptmini.console import format_bytes, format_table
+from gptmini.errors import GptminiError
+from gptmini.plan import cost
+from gptmini.runs.directory import RunDirectory
+from gptmini.runs.log import read_metrics
+
+STALE_SECONDS = 86_400  # after which an unfinished folder belongs to a process that was killed
+
+
+@dataclass(frozen=True)
+class FileSize:
+    """A file or folder and the bytes in it."""
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a list says of a run.
+
+    `step` is the last one that was logged if the run is being trained, else the newest checkpoint.
+    `val_loss` and `val_bpb` are the last that were logged. `written` is in seconds since 1970.
+    `problem` says why a run cannot be read.
+    """
+
+    path: str
+    bytes: int
+    written: float
+    being_trained: bool = False
+    step: int | None = None
+    steps: int | None = None
+    parameters: int | None = None
+    val_loss: float | None = None
+    val_bpb: float | None = None
+    removable: tuple[FileSize, ...] = ()
+    problem: str = ""
+
+
+def list_runs(folder: Path) -> list[RunSummary]:
+    """Summarize the run in a folder, or all runs in it and its subfolders, by name."""
+    return [_summarize(path) for path in _find_runs(folder)]
+
+
+def _find_runs(folder: Path) -> Iterator[Path]:
+    """Find runs, but for those in hidden folders, in other runs, and behind symbolic links."""
+    if RunDirectory(folder).exists:
+        yield folder
+        return
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+            yield from _find_runs(child)
+
+
+def find_leftovers(folder: Path) -> list[FileSize]:
+    """Find the unfinished runs in a folder that killed processes left at least a day ago."""
+    latest = time.time() - STALE_SECONDS
+    partial = [path for path in sorted(folder.glob(".partial-*")) if path.is_dir()]
+    return [_measure(path) for path in partial if _measure_files(path)[1] < latest]
+
+
+def _summarize(path: Path) -> RunSummary:
+    run = RunDirectory(path)
+    size, written = _measure_files(path)
+    being_trained = run.is_locked()
+    try:
+        config = run.load_config()
+        metrics = read_metrics(run.metrics_file)
+        removable = run.list_removable()
+    except (GptminiError, OSError) as error:
+        lines = error.lines if isinstance(error, GptminiError) else [str(error)]
+        return RunSummary(str(path), size, written, being_trained, problem=lines[0])
+    step = max(run.list_steps(), default=0)
+    if being_trained and metrics:
+        step = max(step, metrics[-1]["step"])
+    losses = select_numbers(metrics, "val_loss", "val_bpb")
+    val_loss, val_bpb = losses[-1] if losses else (None, None)
+    return RunSummary(
+        path=str(path),
+        bytes=size,
+        written=written,
+        being_trained=being_trained,
+        step=step,
+        steps=config.train.steps,
+        parameters=cost.count_parameters(config.model),
+        val_loss=val_loss,
+        val_bpb=val_bpb,
+        removable=tuple(_measure(removed) for removed in removable),
+    )
+
+
+def _measure(path: Path) -> FileSize:
+    return FileSize(str(path), _measure_files(path)[0])
+
+
+def _measure_files(path: Path) -> tuple[int, float]:
+    """Return the bytes of all files in a folder, and when the last of them was written."""
+    size = 0
+    written = 0.0
+    for root, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):  # deleted by a training run
+                status = os.lstat(os.path.join(root, name))
+                size += status.st_size
+                if name != "lock":  # written when a training run begins
+                    written = max(written, status.st_mtime)
+    return size, written
+
+
+def measure_folder(path: Path) -> int:
+    """Return the bytes of all files in a folder; 0 if there is none."""
+    return _measure_files(path)[0]
+
+
+def format_runs(runs: list[RunSummary]) -> str:
+    """Format runs as a table."""
+    head = ["run", "steps", "parameters", "val loss", "bits/byte", "size", "last written", ""]
+    return format_table([head, *(_format_row(run) for run in runs)])
+
+
+def _format_row(run: RunSummary) -> list[str]:
+    note = run.problem
+    if run.being_trained:
+        note = "being trained now"
+    return [
+        run.path,
+        "" if run.step is None else f"{run.step}/{run.steps}",
+        "" if run.parameters is None else f"{run.parameters:,}",
+        "" if run.val_loss is None else f"{run.val_loss:.4f}",
+        "" if run.val_bpb is None else f"{run.val_bpb:.4f}",
+        format_bytes(run.bytes),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written)),
+        note,
+    ]
+
+
+def format_removable(removable: list[FileSize]) -> str:
+    """Format what can be deleted, one per line."""
+    rows = [["can be deleted", "size"]]
+    rows += [[each.path, format_bytes(each.bytes)] for each in removable]
+    return format_table(rows)
+
+
+def to_json(items: Sequence[RunSummary | FileSize]) -> list[dict[str, Any]]:
+    """Return runs or files as JSON data."""
+    return [asdict(item) for item in items]

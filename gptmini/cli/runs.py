@@ -1,0 +1,49 @@
+"""`gptmini runs`: list runs, and say what of them can be deleted."""
+
+import json
+from pathlib import Path
+
+from gptmini.cli.options import RUNS_FOLDER, AsJson, Cache, argument
+from gptmini.errors import CheckpointError
+from gptmini.files import DEFAULT_CACHE_DIR
+
+
+def list_runs(
+    folders: list[Path] | None = argument(
+        None, "FOLDER", "Folders with runs, or run directories.", show_default="runs"
+    ),
+    as_json: AsJson = False,
+    cache: Cache = DEFAULT_CACHE_DIR,
+) -> None:
+    """List runs: steps, losses, sizes, and what can be deleted; deletes nothing."""
+    for folder in folders or []:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder; name one that has runs")
+    if not folders:
+        folders = [RUNS_FOLDER] if RUNS_FOLDER.is_dir() else []
+    from gptmini.analysis import listing
+    from gptmini.console import format_bytes, say, show_elapsed
+
+    with show_elapsed("checking the newest checkpoints"):
+        runs = [run for folder in folders for run in listing.list_runs(folder)]
+    removable = [each for run in runs for each in run.removable]
+    removable += [each for folder in folders for each in listing.find_leftovers(folder)]
+    cache_bytes = listing.measure_folder(cache)
+    if as_json:
+        facts = {
+            "runs": listing.to_json(runs),
+            "removable": listing.to_json(removable),
+            "cache": {"path": str(cache), "bytes": cache_bytes},
+        }
+        print(json.dumps(facts))
+        return
+    if runs:
+        print(listing.format_runs(runs))
+    else:
+        say("no run here; train one with gptmini train")
+    if removable:
+        print(f"\n{listing.format_removable(removable)}")
+    print(
+        f"\ncache: {cache}, {format_bytes(cache_bytes)}; delete it while nothing runs, and gptmini "
+        f"makes again what it needs"
+    )

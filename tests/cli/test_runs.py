@@ -1,0 +1,109 @@
+"""`gptmini runs`: what it lists, and what it says can be deleted."""
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gptmini.runs.directory import RunDirectory
+
+
+def list_runs(gptmini, *words: str) -> dict:
+    code, out, err = gptmini("runs", *words, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_a_run_is_listed_with_its_figures(gptmini, run):
+    shutil.copytree(run, "runs/compare/a/seed-0")
+    listed = list_runs(gptmini)["runs"]
+    assert [each["path"] for each in listed] == ["runs/compare/a/seed-0", "runs/text"]
+    found = listed[1]
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    (validation,) = [line for line in lines if line["step"] == 4]
+    assert (found["step"], found["steps"]) == (4, 4)
+    assert (found["val_loss"], found["val_bpb"]) == (validation["val_loss"], validation["val_bpb"])
+    files = [file for file in Path(run).rglob("*") if file.is_file()]
+    assert found["bytes"] == sum(file.stat().st_size for file in files)
+    assert found["written"] == max(file.stat().st_mtime for file in files if file.name != "lock")
+    assert (
+        found["parameters"]
+        == json.loads(gptmini("size", f"{run}/config.yaml", "--json")[1])["parameters"]["all"]
+    )
+    assert not found["being_trained"]
+    out = gptmini("runs", run)[1]
+    head, row, *_ = out.splitlines()
+    assert head.split()[:2] == ["run", "steps"]
+    assert row.split()[:2] == ["runs/text", "4/4"]
+    assert f"{validation['val_bpb']:.4f}" in row
+    assert "cache: " in out
+
+
+def test_only_what_nothing_needs_can_be_deleted(gptmini, run):
+    directory = RunDirectory(Path(run))
+    first, second = sorted(directory.list_steps())
+    assert json.loads((Path(run) / "best.json").read_text())["step"] == second
+    killed = directory.checkpoints / ".tmp"
+    killed.mkdir()
+    (killed / "model.safetensors").write_bytes(b"x" * 100)
+    before = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
+    old = directory.checkpoints / f"step-{first:08d}"
+    listed = list_runs(gptmini)
+    assert [each["path"] for each in listed["removable"]] == [str(killed), str(old)]
+    assert listed["removable"][0]["bytes"] == 100
+    assert before == {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
+    assert str(old) in gptmini("runs")[1]
+
+    (directory.checkpoints / f"step-{second:08d}" / "model.safetensors").write_bytes(b"damaged")
+    assert [each["path"] for each in list_runs(gptmini)["removable"]] == [str(killed)]
+
+
+def test_the_best_checkpoint_stays(gptmini, run):
+    directory = RunDirectory(Path(run))
+    first = min(directory.list_steps())
+    (Path(run) / "best.json").write_text(json.dumps({"step": first}))
+    assert list_runs(gptmini)["removable"] == []
+
+
+def test_nothing_of_a_run_in_training_can_be_deleted(gptmini, run):
+    (Path(run) / "checkpoints" / ".tmp").mkdir()
+    with (Path(run) / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "tokens": 1, "seconds": 1}\n')
+    with (Path(run) / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        listed = list_runs(gptmini)
+        assert "being trained now" in gptmini("runs")[1]
+    assert listed["runs"][0]["being_trained"]
+    assert listed["runs"][0]["step"] == 5
+    assert listed["removable"] == []
+    assert list_runs(gptmini)["runs"][0]["step"] == 4
+
+
+def test_unfinished_folders_can_be_deleted_after_a_day(gptmini, run):
+    for name in (".partial-old", ".partial-new"):
+        (Path("runs") / name).mkdir()
+        (Path("runs") / name / "x").write_bytes(b"x")
+    os.utime("runs/.partial-old/x", (0, 0))
+    paths = [each["path"] for each in list_runs(gptmini)["removable"]]
+    assert "runs/.partial-old" in paths
+    assert "runs/.partial-new" not in paths
+
+
+def test_a_damaged_run_hides_no_other(gptmini, run):
+    shutil.copytree(run, "runs/damaged")
+    Path("runs/damaged/config.yaml").write_text("model: [")
+    damaged, other = list_runs(gptmini)["runs"]
+    assert "config.yaml" in damaged["problem"]
+    assert other["problem"] == ""
+    assert "runs/damaged/config.yaml" in gptmini("runs")[1]
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["nowhere"], 4)])
+def test_where_no_run_is_it_says_so(gptmini, words, code):
+    found, _, err = gptmini("runs", *words)
+    assert found == code
+    assert err.count("\n") == 1
+    assert "no run here" in err or "nowhere: no such folder" in err

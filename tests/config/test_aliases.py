@@ -1,0 +1,99 @@
+"""What users of other projects write, and what they are told."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from gptmini.config.aliases import ALIASES
+from gptmini.config.load import find_remedy, list_keys, load_config
+from gptmini.config.yamlfile import parse_assignment
+from gptmini.errors import ConfigError
+
+NANOGPT = """
+out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
+wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer
+n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr
+warmup_iters lr_decay_iters min_lr backend device dtype compile start num_samples max_new_tokens
+temperature top_k seed
+"""
+LITGPT = """
+save_interval log_interval global_batch_size micro_batch_size lr_warmup_steps lr_warmup_fraction
+epochs max_tokens max_steps max_time max_seq_length tie_embeddings max_norm min_lr interval
+max_new_tokens max_iters initial_validation final_validation model_name out_dir precision
+initial_checkpoint_dir resume devices num_nodes tokenizer_dir logger_name seed
+"""
+
+
+def test_an_alias_is_a_key_or_a_remedy_in_words():
+    keys = list_keys()
+    for name, meant in ALIASES.items():
+        assert meant in keys or meant.split()[0] in (
+            "add",
+            "leave",
+            "name",
+            "run",
+            "set",
+            "start",
+            "use",
+        ), name
+        assert name not in keys
+
+
+@pytest.mark.parametrize("names", [NANOGPT, LITGPT])
+def test_every_name_of_other_projects_has_an_answer(names):
+    assert [name for name in names.split() if not find_remedy(name)] == []
+
+
+def test_the_names_of_training_arguments_have_answers():
+    spec = find_spec("transformers")
+    if spec is None:
+        pytest.skip("transformers is not installed")
+    source = (Path(spec.origin).parent / "training_args.py").read_text()
+    (found,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+    )
+    fields = [each.target.id for each in found.body if isinstance(each, ast.AnnAssign)]
+    unknown = [name for name in fields if not name.startswith("_") and not find_remedy(name)]
+    assert len(fields) > 90
+    assert len(unknown) <= 5, unknown  # that a later release has added
+
+
+@pytest.mark.parametrize(
+    ("assignment", "line"),
+    [
+        (
+            "train.gradient_accumulation_steps=4",
+            "--set train.gradient_accumulation_steps: no such setting; set train.micro_batch_size, "
+            "the rows of a pass; gradients add up over batch_size",
+        ),
+        ("max_iters=100", "--set max_iters: no such setting; did you mean train.steps?"),
+        ("train.beta1=0.9", "--set train.beta1: no such setting; set train.betas, a list of both"),
+        ("sample.max_tokens=9", "--set sample.max_tokens: no such setting; set sample.max_new_"),
+        (
+            "model.attention=gqa:2",
+            "--set model.attention: expected settings of the form key: value, not 'gqa:2'; pass "
+            "--attention gqa:2, or write attention: {variant: gqa, n_kv_head: 2}",
+        ),
+    ],
+)
+def test_a_foreign_name_is_answered_with_ours(assignment, line):
+    path, value = parse_assignment(assignment)
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [(f"--set {'.'.join(path)}", path, value)])
+    assert str(error.value).startswith(line)
+
+
+def test_a_foreign_file_is_answered_line_by_line(tmp_path: Path):
+    file = tmp_path / "nano.yaml"
+    file.write_text("max_iters: 100\nblock_size: 64\nwandb_log: true\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [])
+    assert error.value.lines == (
+        f"{file}:1: max_iters: no such setting; did you mean train.steps?",
+        f"{file}:2: block_size: no such setting; did you mean model.context_length?",
+        f"{file}:3: wandb_log: no such setting; set train.log_to: wandb",
+    )
