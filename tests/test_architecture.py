@@ -84,7 +84,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "listing",
     ],
     "interop": ["architectures", "folding", "huggingface", "gguf", "export"],
-    "serve": ["scheduler", "completions", "server"],
+    "serve": ["limits", "scheduler", "completions", "connections", "server"],
     "cli": [
         "app",
         "options",
@@ -122,7 +122,8 @@ DOORS = {  # the only modules that import a library
     "matplotlib": {"analysis.plots"},
     "subprocess": {"generate.native.build", "analysis.compare"},
     "starlette": {"serve.server"},
-    "uvicorn": {"serve.server"},
+    "uvicorn": {"serve.server", "serve.connections"},
+    "h11": {"serve.connections"},
     "prometheus_client": {"serve.server"},
     "typer": {"cli.app", "cli.options", "cli.data", "cli.tokenizer", "cli.train"},
 }

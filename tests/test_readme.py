@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_every_command_runs(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     monkeypatch.setattr("builtins.input", lambda _: sys.exit())  # somebody who types nothing
-    monkeypatch.setattr(server, "serve", lambda _, listening, __: listening.close())
+    monkeypatch.setattr(server, "serve", lambda _, listening: listening.close())
     monkeypatch.setattr(fetch, "fetch", lambda name, folder: folder / f"{name}.txt")
     (tmp_path / "stdin.txt").write_text(TEXT)
     provide("data/tinyshakespeare.txt", folder)
@@ -179,7 +180,9 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (example,) = blocks("python", ROOT / "docs" / "serving.md")
+    page = ROOT / "docs" / "serving.md"
+    (example,) = blocks("python", page)
+    curl = next(block for block in blocks("bash", page) if block.startswith("curl "))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPTMINI_CACHE", str(new_cache(tmp_path)))
     provide("my.txt", tmp_path)
@@ -193,6 +196,10 @@ def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: 
             assert url, line
             client = example.replace("http://127.0.0.1:8000", url[0])
             texts = subprocess.run([sys.executable, "-c", client], capture_output=True, check=True)
+            if shutil.which("curl"):
+                words = shlex.split(curl.replace("http://127.0.0.1:8000", url[0]))
+                answer = subprocess.run(words, capture_output=True, check=True).stdout
+                assert json.loads(answer)["choices"][0]["text"]
         finally:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)

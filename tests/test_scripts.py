@@ -184,6 +184,28 @@ def test_bench_serve_times_the_server(tmp_path: Path):
     assert first.count("/") == between.count("/") == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8")
+def test_bench_hostile_serves_normal_clients_beside_hostile_ones(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
+    config = tiny(
+        model={"context_length": 64},
+        data={"path": str(tmp_path / "text.txt")},
+        train={"steps": 1, "seq_len": 16},
+    )
+    train(config, tmp_path / "run", tmp_path / "cache")
+    words = ["--clients", "2", "--kinds", "huge_stop,many_stops", "--minutes", "0.03"]
+    rows = output("bench/hostile.py", str(tmp_path / "run"), "--seconds", "1", *words).splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+    assert [row[0] for row in cells] == ["none", "two, all kinds"]
+    for name, n_requests, n_failed, first, between, memory, answers in cells:
+        assert int(n_requests) >= 2, name
+        assert n_failed == "0", name
+        assert first.endswith("x)")
+        assert between.endswith("x)")
+        assert 0 < float(memory.replace(",", "")) < 2000
+        assert name == "none" or "400" in answers
+
+
 def test_bench_size_compares_plans_with_trainings():
     row = output("bench/size.py", "--quick").splitlines()[2]
     cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 
 from gptmini.cli.options import Cache, Device, RunName, WeightsType, option, resolve_run
-from gptmini.errors import make_missing_package_error
+from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
 
 
@@ -12,7 +12,9 @@ def serve(
     run: RunName = None,
     host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every one."),
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
-    max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
+    max_rows: int = option(
+        32, "N", "Texts of one client drawn at a time; others wait.", min=1, max=1024
+    ),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     cache: Cache = DEFAULT_CACHE_DIR,
@@ -25,21 +27,33 @@ def serve(
     path = resolve_run(run)
     try:
         from gptmini.serve import server
+        from gptmini.serve.limits import Limits
     except ImportError as error:
         raise make_missing_package_error("serve", str(error.name), "serve") from None
     from gptmini.console import say, warn
     from gptmini.generate.run import load_run
 
+    key = _read_key()
     listening = server.listen(host, port)
     trained = load_run(path, device, weights, cache)
-    limits = server.Limits(max_rows=max_rows, max_waiting=8 * max_rows)
-    key = os.environ.get("GPTMINI_API_KEY", "")
-    local = listening.getsockname()[0] in ("127.0.0.1", "::1")
-    app = server.Server(trained, limits, key, server.LOOPBACK_NAMES if local else None)
+    limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows)
+    hosts = server.list_host_names(listening)
+    app = server.Server(trained, limits, key, hosts)
     name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets
     url = f"http://{name}:{listening.getsockname()[1]}"
     with suppress(OSError):  # a log on a full disk stops no server
         say(f"{path}, step {trained.step}: {url}; the API is {url}/v1; Ctrl-C stops")
-        if not local and not key:
+        if hosts is None and not key:
             warn(f"anyone who can reach {host} can use this; set GPTMINI_API_KEY")
-    server.serve(app, listening, limits.drain_seconds)
+    server.serve(app, listening)
+
+
+def _read_key() -> str:
+    """Read the key from the environment, without the line break that a file may have added."""
+    value = os.environ.get("GPTMINI_API_KEY", "")
+    key = value.strip()
+    if value and not key:
+        raise ConfigError("GPTMINI_API_KEY: is blank; set a key, or unset it to serve without one")
+    if not key.isprintable():
+        raise ConfigError("GPTMINI_API_KEY: has a line break or the like inside; set another key")
+    return key

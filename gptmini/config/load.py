@@ -17,7 +17,7 @@ from gptmini.config import yamlfile
 from gptmini.config.aliases import ALIASES
 from gptmini.config.settings import Config
 from gptmini.config.yamlfile import KeyPath
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, shorten
 
 # The command line's --minutes decides these anew, whatever the file says.
 MINUTES = ("train", "minutes")
@@ -229,7 +229,7 @@ def list_keys() -> list[str]:
 
 def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
     """Yield one line per problem in a pydantic error."""
-    path = tuple(str(part) for part in mistake["loc"])
+    path = tuple(shorten(str(part)) for part in mistake["loc"])
     kind = mistake["type"]
     if kind == "contradiction":
         for key, problem in mistake["ctx"]["found"]:

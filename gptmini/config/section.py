@@ -30,7 +30,11 @@ PathText = Annotated[str, Field(min_length=1), WrapValidator(_check_path)]
 _wrap_in_list = BeforeValidator(_to_list)
 _text_or_list = WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}})
 Paths = Annotated[list[PathText], Field(min_length=1), _wrap_in_list, _text_or_list]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _wrap_in_list, _text_or_list]
+# Long lists and long texts would cost a server, and so its other clients, too much.
+_ShortText = Annotated[str, Field(min_length=1, max_length=1000)]
+StopTexts = Annotated[list[_ShortText], Field(max_length=16), _wrap_in_list, _text_or_list]
+TokenTexts = Annotated[list[_ShortText], Field(max_length=1024), _wrap_in_list, _text_or_list]
+TokenBiases = Annotated[dict[_ShortText, Penalty], Field(max_length=1024)]
 Trackers = Annotated[list[Literal["tensorboard", "wandb"]], _wrap_in_list]
 
 

@@ -17,7 +17,9 @@ from gptmini.config.section import (
     Section,
     Seed,
     Steps,
-    Texts,
+    StopTexts,
+    TokenBiases,
+    TokenTexts,
     Trackers,
 )
 from gptmini.errors import ConfigError
@@ -309,12 +311,12 @@ class SampleConfig(Section):
     """Subtracted from the logit of every token generated so far."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for each time it was generated."""
-    bias: dict[str, Penalty] = {}
-    """Added to the logit of a token, by its text: {the: -2}."""
-    ban: Texts = []
-    """Tokens never to generate, by their text."""
-    stop: Texts = []
-    """Stop before any of these texts, which are left out."""
+    bias: TokenBiases = {}
+    """Added to the logit of a token, by its text: {the: -2}; at most 1,024."""
+    ban: TokenTexts = []
+    """Tokens never to generate, by their text; at most 1,024."""
+    stop: StopTexts = []
+    """Stop before any of these texts, which are left out; at most 16 of 1,000 characters."""
     start: Annotated[str, Field(min_length=1)] | None = None
     """Stands in for an empty prompt; null: the end-of-text token. Default: what training knows."""
     seed: Seed = 1337

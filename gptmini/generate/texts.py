@@ -7,13 +7,14 @@ A `Text` is the state that the parts of generation share: the engine reads `cont
 import codecs
 import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, shorten
 from gptmini.generate.filters import compute_logprob
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -38,12 +39,50 @@ def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | Non
     for key, text, value in entries:
         tokens = tokenizer.encode(text).tolist()
         if len(tokens) != 1:
-            parts = ", ".join(repr(tokenizer.decode([token])) for token in tokens)
+            parts = ", ".join(repr(tokenizer.decode([token])) for token in tokens[:20])
             raise ConfigError(
-                f"sample.{key}: {text!r} is not one token but {parts}; name a single token"
+                f"sample.{key}: {shorten(text)!r} is not one token but {shorten(parts, 100)}; "
+                "name a single token"
             )
         bias[tokens[0]] += value
     return bias
+
+
+class StopMatcher:
+    """Finds a stop text in a text that arrives in pieces (Knuth, Morris and Pratt 1977).
+
+    A character costs the same however long the stop text is. `n_matched` characters at the end of
+    the text so far are the beginning of the stop text.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.n_matched = 0
+        self._borders = _compute_borders(stop)
+
+    def read(self, characters: str) -> int | None:
+        """Read more of the text; return how many characters it took to complete the stop text."""
+        for count, character in enumerate(characters, 1):
+            self.n_matched = _extend_match(self.stop, self._borders, self.n_matched, character)
+            if self.n_matched == len(self.stop):
+                return count
+        return None
+
+
+def _extend_match(stop: str, borders: Sequence[int], n_matched: int, character: str) -> int:
+    """Return how much of the beginning of `stop` the text ends with after one more character."""
+    while n_matched and stop[n_matched] != character:
+        n_matched = borders[n_matched - 1]
+    return n_matched + 1 if stop[n_matched] == character else 0
+
+
+@lru_cache(maxsize=256)
+def _compute_borders(stop: str) -> Sequence[int]:
+    """For each beginning of `stop`, compute the longest shorter beginning that it ends with."""
+    borders = [0]
+    for character in stop[1:]:
+        borders.append(_extend_match(stop, borders, borders[-1], character))
+    return borders
 
 
 class Text:
@@ -87,7 +126,7 @@ class Text:
         self.n_reused = 0  # prompt tokens whose keys were copied from another text
         # For `decode_token`.
         self._tokenizer = tokenizer
-        self._stops = stops
+        self._stops = [StopMatcher(stop) for stop in stops]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held_back = ""  # may be the beginning of a stop text
         self._drop_space = allowed_first is not None  # the prompt already shows this space
@@ -108,26 +147,22 @@ class Text:
             characters = characters.removeprefix(" ")
             self._drop_space = False
         pending = self._held_back + characters
-        stop_positions = [pending.find(stop) for stop in self._stops if stop in pending]
+        stop_positions: list[int] = []
+        for matcher in self._stops:
+            count = matcher.read(characters)
+            if count is not None:
+                stop_positions.append(len(self._held_back) + count - len(matcher.stop))
         if stop_positions:
             self.finish_reason = "stop"
             end = min(stop_positions)
         elif self.finish_reason:
             end = len(pending)
         else:
-            end = len(pending) - self._count_possible_stop(pending)
+            longest_match = max((matcher.n_matched for matcher in self._stops), default=0)
+            end = len(pending) - longest_match
         self._held_back = pending[end:]
         self.text += pending[:end]
         return pending[:end]
-
-    def _count_possible_stop(self, pending: str) -> int:
-        """Count the characters at the end that may be the beginning of a stop text."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(1, len(stop)):
-                if pending.endswith(stop[:length]):
-                    longest = max(longest, length)
-        return longest
 
     def to_dict(self) -> dict[str, Any]:
         """Return the public fields as JSON data."""

@@ -1,6 +1,7 @@
 """Serve a trained model over HTTP, in the format of OpenAI's completions.
 
-Read `scheduler` (one thread that generates the texts of all callers), `completions` (the JSON of a
-request to texts, and back), then `server` (routes, limits, signals). `page.html` is the page that a
-browser shows. Of the rest of gptmini, this package needs only `generate/`.
+Read `limits` (what one client may have), `scheduler` (one thread that generates the texts of all
+callers), `completions` (the JSON of a request to texts, and back), `connections` (who may hold one
+and for how long), then `server` (routes, errors, signals). `page.html` is the page that a browser
+shows. Of the rest of gptmini, this package needs only `generate/`.
 """

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from gptmini.config.settings import SampleConfig
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, shorten
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
+from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import Callback, Request, TokenEvents
 
 # Fields besides the settings of `sample`; null stands for the default.
@@ -35,15 +36,23 @@ DEFAULT_FIELDS: dict[str, Any] = {
     "echo": False,
     "stream": False,
     "stream_options": {},
+    "special": True,
 }
 SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
 NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+# Pieces of a text that wait for the client. Before they do, the buffers of the system are full.
+MAX_UNREAD = 1000
 FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "document": "stop"}
 
 
 class TooLongError(ConfigError):
     """A prompt that does not fit the model's context."""
+
+
+class TooSlowError(ConfigError):
+    """A client that does not read its stream."""
 
 
 def _create_decoder() -> codecs.IncrementalDecoder:
@@ -57,6 +66,7 @@ class _Choice:
     request: Request
     unsent_echo: str  # the prompt, until the first events bring it
     text_offset: int  # where the next token begins
+    n_named: int  # tokens of the prompt yet to be scored, where names of special tokens are text
     # Counts the characters of tokens; a character may come in several of them.
     decoder: codecs.IncrementalDecoder = field(default_factory=_create_decoder)
 
@@ -64,7 +74,9 @@ class _Choice:
 class Completion:
     """A request that was checked, and its response as it grows."""
 
-    def __init__(self, run: Run, name: str, max_texts: int, data: dict[str, Any]) -> None:
+    def __init__(
+        self, run: Run, name: str, limits: Limits, data: dict[str, Any], client: str = ""
+    ) -> None:
         """Check `data`, the JSON of the request; ConfigError or DataError names a wrong field."""
         fields = _check_fields(data)
         n = fields["n"]
@@ -72,38 +84,66 @@ class Completion:
         echo = fields["echo"]
         # Without new tokens a prompt is only scored. One token is drawn all the same, as only a
         # draw makes the scheduler run the prompt; it is not shown.
-        self._n_hidden = 1 if echo and fields["max_tokens"] == 0 else 0
+        is_zero = type(fields["max_tokens"]) is int and fields["max_tokens"] == 0
+        self._n_hidden = 1 if echo and is_zero else 0
         self.sample = self._build_sample_config(run, fields, data)
+        _require(
+            self.sample.max_new_tokens <= limits.max_tokens,
+            f"max_tokens: must be at most {limits.max_tokens}; send what came as a new prompt",
+        )
         self.stream = fields["stream"]
-        self.include_usage = bool(fields["stream_options"].get("include_usage"))
+        self.include_usage = fields["stream_options"].get("include_usage", False)
         prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
+        max_texts = limits.max_waiting
         _require(len(prompts) * n <= max_texts, f"n: at most {max_texts} texts per request")
+        bias = _build_bias(run, self.sample, fields["logit_bias"])
         texts: list[Text] = []
         for prompt in prompts:
-            texts += [self._create_text(run, number, prompt) for number in range(n)]
+            for number in range(n):
+                texts.append(self._create_text(run, number, prompt, fields["special"]))
         self._first_of_each_prompt = texts[::n]
         self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._first_of_each_prompt)
 
-        bias = _build_bias(run, self.sample, fields["logit_bias"])
         logits_processor = LogitsProcessor(self.sample, bias)
         score_prompt = echo and n_logprobs is not None
+        n_tokens = len(texts) * self.sample.max_new_tokens
+        if score_prompt:
+            n_tokens += n * self.prompt_tokens
+        _require(
+            n_tokens * (1 + (n_logprobs or 0)) <= limits.max_values,
+            f"max_tokens: over {limits.max_values:,} tokens and log-probabilities in a request; "
+            "lower max_tokens, n or logprobs",
+        )
         # Filled by the callbacks, in the event loop: the index of a text and its events.
-        self.events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
+        self._n_unread = [0] * len(texts)
+        self._tokenizer = run.tokenizer
+        self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
+        # Names that are text of a prompt but not of its tokens decoded.
+        self._undecoded = {
+            number: name
+            for number, name in self._special.items()
+            if not run.tokenizer.decode_token(number)
+        }
         self._choices: list[_Choice] = []
         for index, text in enumerate(texts):
             callback = self._create_callback(index)
             request = Request(
-                text, self.sample, logits_processor, n_logprobs, score_prompt, callback
+                text, self.sample, logits_processor, n_logprobs, score_prompt, callback, client
             )
             # If the first token brings the prompt's last space, its text begins there.
             text_offset = len(text.prompt) - (text.allowed_first is not None)
+            n_named = 0
             if score_prompt:
                 text_offset -= len(run.tokenizer.decode(text.prompt_tokens))
-            self._choices.append(_Choice(request, text.prompt if echo else "", text_offset))
+                if fields["special"] and isinstance(prompts[index // n], str) and text.prompt:
+                    n_named = len(text.prompt_tokens)
+                    names = [self._undecoded.get(token, "") for token in text.prompt_tokens]
+                    text_offset -= sum(map(len, names))
+            unsent_echo = text.prompt if echo else ""
+            self._choices.append(_Choice(request, unsent_echo, text_offset, n_named))
         self.requests = [choice.request for choice in self._choices]
 
-        self._tokenizer = run.tokenizer
-        self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
         self._common_fields = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -116,7 +156,7 @@ class Completion:
     ) -> SampleConfig:
         settings: dict[str, Any] = {
             "seed": secrets.randbits(63),
-            "max_new_tokens": fields["max_tokens"] or self._n_hidden,
+            "max_new_tokens": self._n_hidden or fields["max_tokens"],
         }
         for key in SAMPLE_SETTINGS:
             if key in fields:
@@ -125,8 +165,8 @@ class Completion:
                 settings[key] = None
         return run.build_sample_config(settings)
 
-    def _create_text(self, run: Run, number: int, prompt: str | list[int]) -> Text:
-        text = run.create_text(number, prompt, self.sample)
+    def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
+        text = run.create_text(number, prompt, self.sample, special)
         if text.context_start:
             n_tokens = len(text.prompt_tokens)
             context_length = len(text.context)
@@ -136,7 +176,26 @@ class Completion:
         return text
 
     def _create_callback(self, index: int) -> Callback:
-        return lambda events: self.events.put_nowait((index, events))
+        def receive(events: TokenEvents | Exception) -> None:
+            if self._n_unread[index] == MAX_UNREAD and self.stream:
+                self.cancel()
+                events = TooSlowError(f"stream: {MAX_UNREAD:,} pieces were not read; read faster")
+            self._n_unread[index] += 1
+            self._events.put_nowait((index, events))
+
+        return receive
+
+    async def wait_for_events(self) -> tuple[int, TokenEvents | Exception]:
+        """Wait for the next events of any text; return its index and the events."""
+        index, events = await self._events.get()
+        self._n_unread[index] -= 1
+        return index, events
+
+    def cancel(self) -> None:
+        """Take texts that have not ended off the engine."""
+        for request in self.requests:
+            if request.text.finish_reason is None:
+                request.text.finish_reason = "gone"
 
     def build_response(self, choices: list[dict[str, Any]], usage: bool = True) -> dict[str, Any]:
         """Build the response, or one chunk of its stream."""
@@ -188,6 +247,9 @@ class Completion:
             text_offsets.append(choice.text_offset)
             spelling = self._tokenizer.decode_token(event.token)
             choice.text_offset += len(choice.decoder.decode(spelling))
+            if choice.n_named:
+                choice.n_named -= 1
+                choice.text_offset += len(self._undecoded.get(event.token, ""))
         return {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
@@ -214,24 +276,35 @@ def _require(condition: bool, problem: str) -> None:
 def _check_fields(data: dict[str, Any]) -> dict[str, Any]:
     """Check the fields besides the settings of `sample`; fill in their defaults."""
     for key in data.keys() - DEFAULT_FIELDS.keys() - SAMPLE_SETTINGS:
-        raise ConfigError(f"{key}: no such field; leave it out")
+        raise ConfigError(f"{shorten(key)}: no such field; leave it out")
     fields = DEFAULT_FIELDS | {key: value for key, value in data.items() if value is not None}
     n = fields["n"]
     n_logprobs = fields["logprobs"]
     stream_options = fields["stream_options"]
     # `type(...) is int`, as a bool is an int to isinstance.
     _require(type(n) is int and n > 0, "n: must be a whole number from 1 on")
-    _require(fields["best_of"] in (None, n), "best_of: not supported; use n")
-    _require(not fields["suffix"], "suffix: not supported; this model only continues a prompt")
+    best_of = fields["best_of"]
+    _require(
+        best_of is None or (type(best_of) is int and best_of == n), "best_of: not supported; use n"
+    )
+    _require(
+        fields["suffix"] in (None, ""), "suffix: not supported; this model only continues a prompt"
+    )
     _require(
         n_logprobs is None or (type(n_logprobs) is int and 0 <= n_logprobs <= MAX_LOGPROBS),
         f"logprobs: must be 0 to {MAX_LOGPROBS}",
     )
-    for key in ("echo", "stream"):
+    for key in ("echo", "stream", "special"):
         _require(isinstance(fields[key], bool), f"{key}: must be true or false")
+    for key in ("model", "user"):
+        _require(fields[key] is None or isinstance(fields[key], str), f"{key}: must be text")
     _require(
         isinstance(stream_options, dict) and stream_options.keys() <= {"include_usage"},
         "stream_options: has only include_usage",
+    )
+    _require(
+        isinstance(stream_options.get("include_usage", False), bool),
+        "stream_options: include_usage must be true or false",
     )
     return fields
 
@@ -257,6 +330,9 @@ def _build_bias(run: Run, sample: SampleConfig, logit_bias: Any) -> torch.Tensor
     bias = run.build_bias(sample)
     vocab_size = run.tokenizer.vocab_size
     _require(isinstance(logit_bias, dict), "logit_bias: must map tokens to numbers")
+    _require(
+        len(logit_bias) <= MAX_LOGIT_BIASES, f"logit_bias: at most {MAX_LOGIT_BIASES:,} tokens"
+    )
     for token, value in logit_bias.items():
         _require(
             token.isdecimal() and len(token) < 8 and int(token) < vocab_size,

@@ -8,12 +8,16 @@ between parts of a prefill. How a prompt is cut must not change a bit of any tex
 - PyTorch, which reads prompts with float32 weights, gives other bits for other lengths. So it
   always reads whole chunks, and a hook interrupts the forward pass between two layers.
 
+Clients have their shares, so that one with many or long texts costs the others little: of the rows
+and of the queue (limits.py); of prefill, where clients take turns with their chunks; and of steps,
+which leave out texts of a client that has more than all others together.
+
 Letters: T tokens of a prompt, V vocabulary.
 """
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +32,14 @@ from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import draw_token
 from gptmini.generate.texts import Text
+from gptmini.serve.limits import add_reserve, is_fair
 
 # The cost of a forward pass is counted in tokens. Besides the arithmetic for each token, every pass
 # reads all weights from memory, which takes about as long as the arithmetic of this many tokens.
 WEIGHTS_COST_IN_TOKENS = 16
+# Beside other clients, one has so many texts in a step, or as many as those with fewer together.
+# Half as much as the weights cost: a client alone hardly notices when these texts join.
+MIN_TEXTS_IN_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,8 @@ class Request:
     n_logprobs: int | None  # how many likely tokens each event lists; None: no log-probabilities
     score_prompt: bool
     callback: Callback
+    client: str = ""
+    last_turn: int = 0  # counts tokens of all texts; when this one last got its own
 
     @property
     def scores_prompt_next(self) -> bool:
@@ -86,13 +96,16 @@ class Scheduler(threading.Thread):
     def __init__(
         self, run: Run, max_rows: int, max_waiting: int, deliver: Callable[[Deliveries], object]
     ) -> None:
-        """`deliver` gets the events of each step, with the callbacks that they are for.
+        """`max_rows` and `max_waiting` are those of one client; others have a reserve beside it.
 
-        It is called in this thread and decides in which one the callbacks run.
+        `deliver` gets the events of each step, with the callbacks that they are for. It is called
+        in this thread and decides in which one the callbacks run.
         """
         super().__init__(name="scheduler", daemon=True)
         self.max_rows = max_rows
         self.max_waiting = max_waiting
+        self._n_rows = add_reserve(max_rows)
+        self._n_places = add_reserve(max_waiting)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._run = run
@@ -102,11 +115,16 @@ class Scheduler(threading.Thread):
         # Work on prompts, in tokens, since other texts last got a token.
         self._work_since_step = 0.0
         self._was_interrupted = False  # whether the present prefill has recorded its own work
+        self._n_turns = 0
+        self._last_prefills: dict[str, int] = {}  # for each client, the number of its last prefill
 
     def submit(self, requests: Sequence[Request]) -> bool:
         """Queue the texts of a caller, all or none; return False if the queue is too full."""
+        client = requests[0].client
         with self._changed:
-            if len(self.waiting) + len(requests) > self.max_waiting:
+            n_held = sum(request.client == client for request in self.waiting)
+            n_free = self._n_places - len(self.waiting)
+            if not is_fair(len(requests), n_held, n_free, self.max_waiting):
                 return False
             self.waiting.extend(requests)
             self._changed.notify()
@@ -123,7 +141,7 @@ class Scheduler(threading.Thread):
     def run(self) -> None:
         """Admit, prefill and step until `stop` is called."""
         with (
-            self._run.borrow_engine(self.max_rows) as engine,
+            self._run.borrow_engine(self._n_rows) as engine,
             self._interrupt_between_layers(engine),
         ):
             while self._admit():
@@ -144,20 +162,56 @@ class Scheduler(threading.Thread):
             while not self._stopped:
                 self.waiting = deque(_drop_ended(self.waiting))
                 self.running = _drop_ended(self.running)
-                while self.waiting and len(self.running) < self.max_rows:
-                    self.running.append(self.waiting.popleft())
+                if self.waiting:
+                    self._fill_rows()
                 if self.running:
                     return True
                 self._changed.wait()
         return False
 
+    def _fill_rows(self) -> None:
+        """Start waiting texts in free rows, the first ones of clients that have not enough."""
+        n_running = Counter(request.client for request in self.running)
+        waiting: deque[Request] = deque()
+        for request in self.waiting:
+            n_free = self._n_rows - len(self.running)
+            if is_fair(1, n_running[request.client], n_free, self.max_rows):
+                n_running[request.client] += 1
+                self.running.append(request)
+            else:
+                waiting.append(request)
+        self.waiting = waiting
+
     def _advance(self, engine: Engine) -> None:
-        """Work on the first prompt that needs a prefill, or give every text a token."""
-        for request in self.running:
-            if not self._is_ready(request, engine):
-                self._prefill(engine, request)
-                return
-        self._step(engine, self.running)
+        """Work on a prompt that needs a prefill, or give every text a token."""
+        unready = [request for request in self.running if not self._is_ready(request, engine)]
+        if unready:
+            self._prefill(engine, self._take_turn(unready))
+        else:
+            self._step(engine, self._choose_for_step(self.running, engine))
+
+    def _take_turn(self, unready: list[Request]) -> Request:
+        """Choose the first prompt of the client whose last chunk was longest ago."""
+        last = self._last_prefills
+        request = min(unready, key=lambda each: last.get(each.client, -1))
+        present = {each.client for each in self.running}
+        self._last_prefills = {client: last[client] for client in present & last.keys()}
+        self._last_prefills[request.client] = max(last.values(), default=0) + 1
+        return request
+
+    def _choose_for_step(self, requests: list[Request], engine: Engine) -> list[Request]:
+        """Leave out texts of clients that have many more than the others; they take turns."""
+        by_client: dict[str, list[Request]] = {}
+        for request in requests:
+            by_client.setdefault(request.client, []).append(request)
+        if len(by_client) < 2 or not engine.ragged:
+            return requests
+        fewest_first = sorted(by_client.values(), key=len)
+        chosen = list(fewest_first[0])
+        for texts in fewest_first[1:]:
+            n_texts = max(MIN_TEXTS_IN_STEP, len(chosen))
+            chosen += sorted(texts, key=lambda request: request.last_turn)[:n_texts]
+        return chosen
 
     def _is_ready(self, request: Request, engine: Engine) -> bool:
         """Check whether a step can give the text a token, as little is left to prefill.
@@ -209,12 +263,14 @@ class Scheduler(threading.Thread):
         ready = [request for request in self.running if self._is_ready(request, engine)]
         if ready and self._work_since_step >= WEIGHTS_COST_IN_TOKENS + len(ready):
             self._work_since_step = 0.0
-            self._step(engine, ready)
+            self._step(engine, self._choose_for_step(ready, engine))
 
     def _step(self, engine: Engine, requests: list[Request]) -> None:
         """Draw one token for each text and deliver it."""
         live = _drop_ended(requests)
         for request in live:
+            self._n_turns += 1
+            request.last_turn = self._n_turns
             request.text.n_logits = len(request.text.context) if request.scores_prompt_next else 1
         all_logits = engine([request.text for request in live]) if live else []
         deliveries: Deliveries = []

@@ -1,4 +1,4 @@
-"""The HTTP server: routes, limits, errors in OpenAI's shape, metrics, shutdown.
+"""The HTTP server: routes, who may use them, errors in OpenAI's shape, metrics, shutdown.
 
 Requests run in an event loop, texts are generated in the scheduler's thread. Two calls cross: the
 loop submits requests, and the thread asks the loop to run their callbacks, which put events into
@@ -7,52 +7,56 @@ the queue of their request. A request takes a text off the engine by setting its
 
 import asyncio
 import hmac
+import html
+import ipaddress
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gptmini.errors import ConfigError, DataError, GptminiError, MachineError
+from gptmini.errors import ConfigError, DataError, GptminiError, MachineError, shorten
 from gptmini.generate.run import Run
 from gptmini.serve.completions import Completion, TooLongError
+from gptmini.serve.connections import (
+    MAX_ACCEPTS,
+    MAX_CONNECTIONS,
+    BoundedProtocol,
+    BoundedServer,
+    build_error,
+)
+from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import Deliveries, Scheduler, TokenEvents
 
-LOOPBACK_NAMES = ["127.0.0.1", "localhost"]
+LOOPBACK_NAMES = ["127.0.0.1", "localhost", "::1"]
+# A name or an address, an IPv6 address in brackets, and perhaps a port.
+HOST_HEADER = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?")
 PAGE_FILE = Path(__file__).with_name("page.html")
 INTERNAL_ERROR = "internal error; see the server's log"
 HISTOGRAM_BUCKETS = [2.0**n for n in range(-10, 10)]  # seconds, from 1 ms to 9 minutes
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+LONG_PREPARATION_SECONDS = 0.01
 CLIENT_CLOSED_REQUEST = 499  # as nginx counts clients that leave
 EventStream = AsyncIterator[tuple[int, TokenEvents]]  # with the index of their text
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much the server takes on."""
-
-    max_rows: int = 32  # texts generated together
-    max_waiting: int = 256  # texts in the queue
-    max_body_bytes: int = 1 << 20
-    request_seconds: float = 600  # from the request's first line to the response's last
-    drain_seconds: int = 30  # for requests under way when the server is stopped
 
 
 class Server:
@@ -60,13 +64,14 @@ class Server:
 
     def __init__(self, run: Run, limits: Limits, key: str = "", hosts: list[str] | None = None):
         """`hosts` are the names that clients may use for this machine; None allows any."""
+        self.limits = limits
         self._run = run
-        self._limits = limits
         self._key = key.encode()
         self._name = run.path.resolve().name
         self._scheduler = Scheduler(run, limits.max_rows, limits.max_waiting, self._deliver)
+        self._preparing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._create_metrics()
-        guard = self._require_key
+        guard = self._guard
         routes = [
             Route("/", self._page),
             Route("/health", self._health),
@@ -75,9 +80,7 @@ class Server:
             Route("/v1/completions", guard(self._complete), methods=["POST"]),
             Route("/v1/chat/completions", guard(self._chat), methods=["POST"]),
         ]
-        # DNS rebinding: a web site may point a name of its own at the reader's machine, so that its
-        # scripts may talk to this server. Requests under unknown names are refused.
-        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)] if hosts else []
+        middleware = [Middleware(_Gate, hosts=hosts, refuse=self._refuse)]
         exception_handlers: Any = {
             HTTPException: self._refuse,
             GptminiError: self._refuse,
@@ -128,17 +131,26 @@ class Server:
         # In a thread, as it waits for the scheduler's present step.
         await run_in_threadpool(self._scheduler.stop)
 
-    def _require_key(self, handler: Callable[[Request], Awaitable[Response]]) -> Any:
+    def _guard(self, handler: Callable[[Request], Awaitable[Response]]) -> Any:
+        """Let only requests with the key through, and none from the pages of other sites."""
+
         async def guarded(request: Request) -> Response:
-            sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+            scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                sent = ""
             # Takes the same time wherever the keys differ. Starlette decodes headers as latin-1.
-            if self._key and not hmac.compare_digest(sent.encode("latin-1"), self._key):
-                raise HTTPException(401, "api key: missing or wrong; send the server's")
+            sent_key = sent.strip().encode("latin-1")
+            if self._key and not hmac.compare_digest(sent_key, self._key):
+                raise HTTPException(
+                    401, "api key: missing or wrong; send Authorization: Bearer and the key"
+                )
+            if request.method == "POST" and not _is_same_origin(request.headers):
+                raise HTTPException(403, "origin: a page of another site may not use this server")
             return await handler(request)
 
         return guarded
 
-    async def _refuse(self, _: Request, error: Exception) -> Response:
+    async def _refuse(self, _: object, error: Exception) -> Response:
         status, content, headers = _describe_failure(error)
         self._requests.labels(status).inc()
         return JSONResponse(content, status, headers)
@@ -157,6 +169,8 @@ class Server:
             "frame-ancestors 'none'",
         ]
         page = PAGE_FILE.read_text("utf-8").replace("NONCE", nonce)
+        page = page.replace("TOP_K", str(self._run.config.sample.top_k or "all"))
+        page = page.replace("RUN_NAME", html.escape(self._name))
         return HTMLResponse(page, headers={"Content-Security-Policy": "; ".join(policy)})
 
     async def _health(self, _: Request) -> Response:
@@ -174,43 +188,59 @@ class Server:
         raise HTTPException(404, "a base model has no chat format; use /v1/completions")
 
     async def _complete(self, request: Request) -> Response:
-        deadline = self._loop.time() + self._limits.request_seconds
+        client = request.client.host if request.client else ""
+        deadline = self._loop.time() + self.limits.request_seconds
+        read_seconds = min(self.limits.read_seconds, self.limits.request_seconds)
         try:
-            async with asyncio.timeout_at(deadline):
-                data = await self._read_body(request)
+            async with asyncio.timeout(read_seconds):
+                body = await self._read_body(request)
         except TimeoutError:
             raise HTTPException(408, "body: did not arrive in time; send it faster") from None
-        if (model := data.get("model")) not in (None, self._name):
-            raise HTTPException(404, f"model: no {str(model)[:60]!r} here, only {self._name}")
-        # In a thread, as splitting a long prompt into tokens takes a while.
-        completion = await run_in_threadpool(
-            Completion, self._run, self._name, self._limits.max_waiting, data
-        )
+        completion = await self._prepare_in_turn(body, client)
         if not self._scheduler.submit(completion.requests):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._prompt_tokens.inc(completion.prompt_tokens)
         stream = self._stream_events(completion, deadline)
         return _CompletionResponse(completion, stream, deadline)
 
-    async def _read_body(self, request: Request) -> dict[str, Any]:
-        content_type = request.headers.get("content-type", "")
-        media_type = content_type.partition(";")[0].strip().lower()
-        # A form on another site can send other types without asking this server first, not JSON.
-        if media_type != "application/json":
-            raise HTTPException(415, "content-type: must be application/json")
-        max_bytes = self._limits.max_body_bytes
+    async def _read_body(self, request: Request) -> bytes:
+        """Read the body, of whatever type a client calls it."""
+        max_bytes = self.limits.max_body_bytes
         body = bytearray()
         async for chunk in request.stream():  # refuse a long body before it is all in memory
             body += chunk
             if len(body) > max_bytes:
                 raise HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
+        return bytes(body)
+
+    async def _prepare_in_turn(self, body: bytes, client: str) -> Completion:
+        """Prepare one request of each client at a time, and no more than half of the time."""
+        lock = self._preparing.setdefault(client, asyncio.Lock())
+        await lock.acquire()
+        started = self._loop.time()
+        try:
+            # In a thread, as splitting a long prompt into tokens takes a while.
+            return await run_in_threadpool(self._prepare, body, client)
+        finally:
+            seconds = self._loop.time() - started
+            if seconds > LONG_PREPARATION_SECONDS:
+                self._loop.call_later(seconds, lock.release)
+            else:
+                lock.release()
+
+    def _prepare(self, body: bytes, client: str) -> Completion:
         try:
             data = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
             raise HTTPException(400, f"body: not valid JSON ({str(error)[:80]})") from None
         if not isinstance(data, dict):
             raise HTTPException(400, "body: must be a JSON object")
-        return data
+        if b"\\u" in body:  # only an escape can spell half of a character
+            _check_unicode(data)
+        try:
+            return Completion(self._run, self._name, self.limits, data, client)
+        except RecursionError:
+            raise HTTPException(400, "body: nested too deeply; flatten it") from None
 
     def _deliver(self, deliveries: Deliveries) -> None:
         """Run the callbacks of a step in the event loop; the scheduler's thread calls this."""
@@ -230,9 +260,9 @@ class Server:
         while n_live:
             try:
                 async with asyncio.timeout_at(deadline):
-                    index, events = await completion.events.get()
+                    index, events = await completion.wait_for_events()
             except TimeoutError:
-                problem = f"not done in {self._limits.request_seconds:g} seconds; lower max_tokens"
+                problem = f"not done in {self.limits.request_seconds:g} seconds; lower max_tokens"
                 raise HTTPException(504, problem, {"x-should-retry": "false"}) from None
             if isinstance(events, GptminiError):
                 raise events
@@ -251,6 +281,52 @@ class Server:
         self._requests.labels(200).inc()
 
 
+class _Gate:
+    """The outermost part of the application: whose requests it takes, and how it ends them."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: list[str] | None,
+        refuse: Callable[[object, Exception], Awaitable[Response]],
+    ) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # DNS rebinding: a web site may point a name of its own at the reader's machine, so that its
+        # scripts may talk to this server. Requests under unknown names are refused.
+        host = Headers(scope=scope).get("host", "")
+        if self._hosts is not None and _parse_host(host) not in self._hosts:
+            known = " or ".join(self._hosts)
+            error = HTTPException(400, f"host: {shorten(host)!r} is not this server; use {known}")
+            await (await self._refuse(None, error))(scope, receive, send)
+            return
+        started: Message = {}
+
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                started.update(message)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            # uvicorn cancels the requests that are not done some time after SIGTERM.
+            error = HTTPException(503, "the server is stopping; send the request again")
+            response = await self._refuse(None, error)
+            if not started:
+                await response(scope, receive, send)
+            elif (b"content-type", EVENT_STREAM.encode()) in started["headers"]:
+                event = _format_event(json.loads(bytes(response.body))).encode()
+                await send({"type": "http.response.body", "body": event})
+
+
 class _CompletionResponse(StreamingResponse):
     """The response to a request; however it ends, its texts leave the engine.
 
@@ -264,7 +340,7 @@ class _CompletionResponse(StreamingResponse):
         self._deadline = deadline
         if completion.stream:
             self._chunks = self._format_events()
-            media_type = "text/event-stream"
+            media_type = EVENT_STREAM
         else:
             self._chunks = self._collect_response()
             media_type = "application/json"
@@ -280,9 +356,7 @@ class _CompletionResponse(StreamingResponse):
                 async with asyncio.timeout_at(self._deadline + 1):
                     await super().__call__(scope, receive, send)
         finally:
-            for request in self._completion.requests:
-                if request.text.finish_reason is None:
-                    request.text.finish_reason = "gone"
+            self._completion.cancel()
 
     async def stream_response(self, send: Send) -> None:
         """Wait for the first chunk before the status is sent, as an error changes the status."""
@@ -323,6 +397,41 @@ def _format_event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
+def _parse_host(header: str) -> str | None:
+    """Return the name or address in a Host header, without its port."""
+    match = HOST_HEADER.fullmatch(header)
+    if match is None:
+        return None
+    return (match["ipv6"] or match["name"] or "").lower()
+
+
+def _is_same_origin(headers: Headers) -> bool:
+    """Tell whether a request comes from our own page, or from no page at all.
+
+    A form on another site can send anything to this server without asking it first. Browsers then
+    say where the request comes from, in either of two headers; other clients send neither.
+    """
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
+
+
+def _check_unicode(data: dict[str, Any]) -> None:
+    """Refuse half of a character (a lone surrogate), which JSON can spell and UTF-8 cannot."""
+    for key, value in data.items():
+        if key == "prompt":  # refused later, with the place
+            continue
+        try:
+            f"{key}{json.dumps(value, ensure_ascii=False)}".encode()
+        except UnicodeEncodeError:
+            problem = f"{shorten(key)}: not valid Unicode; remove the lone surrogate"
+            raise HTTPException(400, problem) from None
+        except RecursionError:
+            raise HTTPException(400, "body: nested too deeply; flatten it") from None
+
+
 def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     """Return the status, the JSON in OpenAI's shape and the headers for a request that failed."""
     headers = None
@@ -341,15 +450,12 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     else:
         status = 500
         message = INTERNAL_ERROR
+    # Messages repeat what was sent, which may be long, or no valid Unicode.
+    message = shorten(message, 500).encode("utf-8", "backslashreplace").decode()
     # Our messages begin with the field at fault and a colon, where there is one.
     name, colon, _ = message.partition(":")
-    content = {
-        "message": message,
-        "code": None,
-        "type": "server_error" if status >= 500 else "invalid_request_error",
-        "param": name if colon and " " not in name else None,
-    }
-    return status, {"error": content}, headers
+    param = name if colon and " " not in name else None
+    return status, build_error(status, message, param), headers
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -357,6 +463,8 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises MachineError if the address is taken or does not exist.
     """
+    if not host:  # to the system, every address of this machine
+        raise ConfigError("--host: must not be empty; 127.0.0.1 is this machine, 0.0.0.0 all of it")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family)
@@ -365,21 +473,44 @@ def listen(host: str, port: int) -> socket.socket:
         # message up by number. Errors of name resolution have no positive number and no addition.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else str(error.strerror)
-        problem = f"{host}:{port}: {reason.lower()}; choose another --port or --host"
+        name = f"[{host}]" if family == socket.AF_INET6 else host
+        problem = f"{name}:{port}: {reason.lower()}; choose another --port or --host"
         raise MachineError(problem) from None
     # Every connection inherits this: send each token at once instead of gathering for up to 40 ms.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
-def serve(server: Server, listening: socket.socket, drain_seconds: int) -> None:
+def list_host_names(listening: socket.socket) -> list[str] | None:
+    """List the names under which only this machine can reach a socket; None if others can, too."""
+    address = str(listening.getsockname()[0])
+    if not ipaddress.ip_address(address).is_loopback:
+        return None
+    return [*LOOPBACK_NAMES, address]
+
+
+def create_http_server(server: Server) -> uvicorn.Server:
+    """Create the server of connections around an application."""
+    config = uvicorn.Config(
+        server.app,
+        http=BoundedProtocol,
+        ws="none",
+        log_config=None,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        backlog=MAX_ACCEPTS,
+        timeout_keep_alive=server.limits.read_seconds,
+        timeout_graceful_shutdown=server.limits.drain_seconds,
+    )
+    return BoundedServer(config)
+
+
+def serve(server: Server, listening: socket.socket) -> None:
     """Answer requests until SIGTERM, SIGHUP or Ctrl-C, then finish those under way."""
     # One line per request, without its content; logging survives a full disk.
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    settings = uvicorn.Config(
-        server.app, log_config=None, timeout_graceful_shutdown=drain_seconds, server_header=False
-    )
+    http_server = create_http_server(server)
     # On SIGTERM and Ctrl-C, uvicorn refuses new connections and drains: requests under way have
     # `drain_seconds` to finish. Then it restores the handlers it found and raises the signal again.
     # These do nothing, so that the process ends in good order with exit code 0.
@@ -388,7 +519,7 @@ def serve(server: Server, listening: socket.socket, drain_seconds: int) -> None:
     # A closed terminal is a stop like the others, unless nohup has the server outlive it.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _raise_sigterm)
-    uvicorn.Server(settings).run([listening])
+    http_server.run([listening])
 
 
 def _ignore_signal(*_: object) -> None:

@@ -19,6 +19,24 @@ def read(tokens: list[int], stops: list[str]) -> tuple[list[str], Text]:
     return pieces, text
 
 
+class CountedText(str):
+    """Counts how often its characters are looked at."""
+
+    n_looks = 0
+
+    def __getitem__(self, index) -> str:
+        self.n_looks += 1
+        return super().__getitem__(index)
+
+
+def test_a_character_costs_the_same_however_long_a_stop_text_is():
+    stop = CountedText("a" * 999 + "b")
+    pieces, sample = read([97] * 5000 + [98], [stop])
+    assert sample.text == "a" * 4001
+    assert pieces[:999] == [""] * 999
+    assert stop.n_looks < 4 * (len(stop) + len(pieces))
+
+
 @given(st.binary(min_size=1, max_size=40))
 def test_streamed_bytes_are_the_whole_text_wherever_they_are_cut(data):
     pieces, sample = read(list(data), [])

@@ -1,13 +1,16 @@
 """Requests become texts, and events a response, without a server."""
 
+import asyncio
 from typing import Any
 
+import pytest
 import torch
 
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.run import Run
-from gptmini.serve.completions import Completion
-from gptmini.serve.scheduler import Scheduler, TokenEvents
+from gptmini.serve.completions import MAX_UNREAD, Completion, TooSlowError
+from gptmini.serve.limits import Limits
+from gptmini.serve.scheduler import Scheduler, TokenEvent, TokenEvents
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from tests.analysis.samples import run_of
@@ -15,7 +18,7 @@ from tests.support import WORDS
 
 
 def complete(run: Run, **fields: Any) -> Completion:
-    return Completion(run, "small", 8, fields)
+    return Completion(run, "small", Limits(max_waiting=8), fields)
 
 
 @torch.inference_mode()
@@ -78,3 +81,65 @@ def test_offsets_find_each_token_in_prompt_and_text():
             before = whole.encode()[:place].decode(errors="ignore")
             assert offset == len(before)
             place += len(token)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stream_that_nobody_reads_ends(stream: bool):
+    run = run_of()
+    completion = complete(run, prompt="x", n=2, stream=stream)
+    first, second = completion.requests
+    piece = [TokenEvent("a", 97, 0.0, [], None)]
+    for _ in range(MAX_UNREAD + 1):
+        first.callback(piece)
+    reason = "gone" if stream else None  # without a stream there is nothing to read yet
+    assert (first.text.finish_reason, second.text.finish_reason) == (reason, reason)
+
+    async def read_all() -> list[object]:
+        return [(await completion.wait_for_events())[1] for _ in range(MAX_UNREAD + 1)]
+
+    *pieces, last = asyncio.run(read_all())
+    assert pieces == [piece] * MAX_UNREAD
+    assert isinstance(last, TooSlowError) == stream
+
+
+def test_a_stream_that_is_read_may_be_as_long_as_it_likes():
+    run = run_of()
+    completion = complete(run, prompt="x", stream=True)
+    piece = [TokenEvent("a", 97, 0.0, [], None)]
+
+    async def read_along() -> None:
+        for _ in range(3 * MAX_UNREAD):
+            completion.requests[0].callback(piece)
+            await completion.wait_for_events()
+
+    asyncio.run(read_along())
+    assert completion.requests[0].text.finish_reason is None
+
+
+def test_special_tokens_are_read_in_text_unless_a_request_says_no():
+    run = run_of()
+    prompt = "a<|endoftext|>b"
+    (request,) = complete(run, prompt=prompt).requests
+    assert request.text.prompt_tokens == [97, 256, 98]
+    (request,) = complete(run, prompt=prompt, special=False).requests
+    assert request.text.prompt_tokens == list(prompt.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "special", "offsets"),
+    [
+        ("a<|endoftext|>b", True, [0, 1, 14]),
+        ("<|endoftext|><|endoftext|>é", True, [0, 13, 26, 26]),
+        ([97, 256, 98], True, [0, 1, 1]),
+        ("", True, [0]),
+        ("ab", False, [0, 1]),
+    ],
+)
+def test_text_offsets_count_the_names_of_special_tokens(prompt, special, offsets):
+    run = run_of()
+    completion = complete(run, prompt=prompt, special=special, echo=True, logprobs=0, max_tokens=1)
+    text = completion.requests[0].text
+    events = [TokenEvent("", token, -1.0, [], None) for token in text.prompt_tokens]
+    events.append(TokenEvent("c", 99, -1.0, [], "length"))
+    choice = completion.build_choice(0, events)
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(choice["text"]) - 1]

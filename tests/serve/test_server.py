@@ -13,23 +13,24 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
+from gptmini.errors import MachineError
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.native import engine as native
 from gptmini.generate.native.engine import NativeEngine
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
+from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import Deliveries, Request, Scheduler
-from gptmini.serve.server import LOOPBACK_NAMES, Limits, Server, listen
+from gptmini.serve.server import Server, create_http_server, list_host_names, listen
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny, train
 
@@ -67,15 +68,17 @@ def run(trained: Path) -> Run:
 
 
 @contextmanager
-def serving(run: Run, key: str = "", **limits) -> Iterator[str]:
+def serving(run: Run, key: str = "", host: str = "127.0.0.1", **limits) -> Iterator[str]:
     """The address of a server in this process."""
-    app = Server(run, Limits(**limits), key, LOOPBACK_NAMES).app
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-    listening = listen("127.0.0.1", 0)
+    listening = listen(host, 0)
+    limits = {"max_tokens": 100_000, "drain_seconds": 5} | limits
+    app = Server(run, Limits(**limits), key, list_host_names(listening))
+    server = create_http_server(app)
     thread = threading.Thread(target=server.run, args=[[listening]])
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(60)
@@ -324,7 +327,29 @@ def test_a_long_prompt_yields_to_running_texts_between_layers():
         ({"logit_bias": {"1": 101}}, 400, "logit_bias: must be"),
         ({"stop": [""]}, 400, "stop.0: must have"),
         ({"stream_options": {"x": 1}}, 400, "stream_options: has only"),
-        ({"model": "gpt-4"}, 404, "model: no 'gpt-4' here, only small"),
+        ({"model": 4}, 400, "model: must be text"),
+        ({"user": 4}, 400, "user: must be text"),
+        ({"special": 1}, 400, "special: must be true or false"),
+        (
+            {"max_tokens": False, "echo": True},
+            400,
+            "max_tokens: expected a whole number, not false",
+        ),
+        ({"max_tokens": 100_001}, 400, "max_tokens: must be at most 100000"),
+        ({"n": 8, "max_tokens": 50_000}, 400, "max_tokens: over 262,144 tokens"),
+        ({"logprobs": 5, "max_tokens": 50_000}, 400, "max_tokens: over 262,144 tokens"),
+        ({"best_of": True}, 400, "best_of: not supported"),
+        ({"suffix": False}, 400, "suffix: not supported"),
+        ({"stream_options": {"include_usage": 5}}, 400, "stream_options: include_usage must be"),
+        ({"stop": ["a"] * 17}, 400, "stop: must list at most 16"),
+        ({"stop": "a" * 1001}, 400, "stop.0: must have at most 1000 characters"),
+        ({"ban": ["a"] * 1025}, 400, "ban: must list at most 1024"),
+        ({"ban": ["a" * 1001]}, 400, "ban.0: must have at most 1000 characters"),
+        ({"bias": {str(n): 1 for n in range(1025)}}, 400, "bias: must list at most 1024"),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, 400, "logit_bias: at most 1,024"),
+        ({"user": "\ud800"}, 400, "user: not valid Unicode"),
+        ({"bias": {"\ud800": 1}}, 400, "bias: not valid Unicode"),
+        ({"\udcff": 1}, 400, "\\udcff: not valid Unicode"),
     ],
     ids=str,
 )
@@ -338,17 +363,47 @@ def test_wrong_requests_are_refused_in_openai_s_shape(url: str, wrong, status, m
     assert error["param"] == message.partition(":")[0]
 
 
+HUGE = "x" * 900_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {HUGE: 1},
+        {"bias": {HUGE: 1}},
+        {"bias": {f"{HUGE[:900]}{n}": "1" for n in range(900)}},
+        {"ban": [HUGE]},
+        {"ban": [HUGE[:1000]]},
+        {"stop": HUGE},
+        {"stop": 100_000 * ["ab"]},
+        {"temperature": HUGE},
+        {"overflow": HUGE},
+        {"logit_bias": {HUGE: 1}},
+        {"logit_bias": {"1": HUGE}},
+        {"stream_options": {HUGE: 1}},
+        {"user": [HUGE]},
+    ],
+    ids=lambda wrong: str(wrong)[:20],
+)
+def test_refusals_repeat_little_of_what_was_sent(url: str, wrong):
+    answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"} | wrong)
+    assert answer.status_code == 400
+    assert len(answer.content) < 1000
+    assert answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
         (b'{"prompt": ', 400, "body: not valid JSON"),
         (b'{"prompt": "\xff"}', 400, "body: not valid JSON"),
         (b"[" * 100_000, 400, "body: not valid JSON"),
+        (b'{"stop": ' + b"[" * 900 + b"]" * 900 + b"}", 400, ""),
         (b"[1]", 400, "body: must be a JSON object"),
         (b'{"temperature": NaN}', 400, "temperature: must be a finite number"),
         (b" " * (1 << 20) + b"{}", 413, "body: over 1,048,576 bytes"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_bodies_that_are_no_requests(url: str, body: bytes, status: int, message: str):
     answer = HTTP.post(f"{url}/v1/completions", content=body, headers=JSON)
@@ -362,11 +417,75 @@ def test_other_routes_and_methods(url: str, client: openai.OpenAI):
     assert HTTP.get(f"{url}/v1/completions").status_code == 405
     assert HTTP.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
     assert HTTP.get(f"{url}/health").json() == {"status": "ok"}
-    # Another site's page can reach this machine only with its own name or without JSON's type.
-    assert HTTP.get(f"{url}/health", headers={"host": "evil.example"}).status_code == 400
-    form = HTTP.post(f"{url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
-    assert form.status_code == 415
-    assert "access-control-allow-origin" not in form.headers
+
+
+def test_any_model_name_and_any_content_type_will_do(url: str):
+    for model in ("gpt-4", "", None):
+        body = {"model": model, "prompt": "x", "max_tokens": 1}
+        assert HTTP.post(f"{url}/v1/completions", json=body).json()["model"] == "small"
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` says
+    answer = HTTP.post(f"{url}/v1/completions", content=b'{"prompt": "x"}', headers=form)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "OWN"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "http://behind.a.proxy"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "OWN"}, 200),
+        ({}, 200),
+    ],
+    ids=str,
+)
+def test_pages_of_other_sites_are_refused(url: str, headers, status):
+    headers = {name: value.replace("OWN", url) for name, value in headers.items()}
+    answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=headers)
+    assert answer.status_code == status
+    assert "access-control-allow-origin" not in answer.headers
+    if status == 403:
+        assert answer.json()["error"]["message"].startswith("origin: a page of another site")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "[::1", "::1", "a b", ""]
+)
+def test_other_names_of_this_machine_are_refused(url: str, host: str):
+    answer = HTTP.get(f"{url}/health", headers={"host": host})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"host: '{host}' is not this server")
+
+
+def test_an_ipv6_address_works(run: Run):
+    try:
+        listen("::1", 0).close()
+    except MachineError:
+        pytest.skip("no IPv6 here")
+    with serving(run, host="::1") as url:
+        assert url.startswith("http://[::1]:")
+        port = url.rpartition(":")[2]
+        for host in (f"[::1]:{port}", "[::1]", f"localhost:{port}"):
+            headers = {"host": host}
+            answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert answer.status_code == 200
+
+
+def test_an_empty_host_is_refused(gptmini, trained: Path):
+    code, _, err = gptmini("serve", str(trained), "--host", "")
+    assert code == 2
+    assert err.startswith("gptmini: --host: must not be empty")
+
+
+@pytest.mark.parametrize("key", [" ", "\n", "a\nb"])
+def test_a_key_that_nobody_could_send_is_refused(gptmini, trained: Path, monkeypatch, key):
+    monkeypatch.setenv("GPTMINI_API_KEY", key)
+    code, _, err = gptmini("serve", str(trained), "--port", "0")
+    assert code == 2
+    assert err.startswith("gptmini: GPTMINI_API_KEY: ")
 
 
 def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
@@ -375,6 +494,8 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
     nonce = policy.partition("'nonce-")[2].partition("'")[0]
     assert policy.startswith(f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-")
     assert page.text.count(f'nonce="{nonce}"') == 2
+    assert "<h1>small</h1>" in page.text
+    assert 'placeholder="all"' in page.text  # the run's top_k
     assert "//" not in page.text
     assert "innerHTML" not in page.text
     assert nonce not in HTTP.get(url).text
@@ -420,8 +541,13 @@ def test_a_key_is_asked_for(run: Run):
         wrong = {**JSON, "authorization": "Bearer sesame"}
         answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=wrong)
         assert answer.json()["error"]["message"].startswith("api key: missing or wrong")
-        right = {**JSON, "authorization": "Bearer sésame".encode()}
-        assert HTTP.post(f"{url}/v1/completions", content=b"{}", headers=right).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            right = {**JSON, "authorization": f"{scheme} sésame".encode()}
+            answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=right)
+            assert answer.status_code == 200
+        basic = {**JSON, "authorization": "Basic sésame".encode()}
+        answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=basic)
+        assert answer.status_code == 401
 
 
 def test_texts_under_load_are_those_alone(run: Run):
@@ -534,13 +660,55 @@ def test_a_request_has_its_time(run: Run):
 def test_a_client_that_never_reads_loses_its_row(run: Run):
     body = json.dumps(LONG | {"logprobs": 20}).encode()  # soon more than fits into buffers
     head = HALF.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
-    with serving(run, max_rows=1, request_seconds=1.5) as url, socket.socket() as deaf:
+    limits = {"max_rows": 1, "request_seconds": 1.5, "max_values": 1 << 30}
+    with serving(run, **limits) as url, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
         deaf.sendall(head + body)
-        wait_for(url, 'gptmini_texts{state="running"} 1.0')
+        wait_for(url, "gptmini_prompt_tokens_total 1.0")
         wait_for(url, 'gptmini_texts{state="running"} 0.0')
         assert HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_stop_ends_is_told_so(run: Run, stream: bool, caplog):
+    with ThreadPoolExecutor(1) as pool:
+        with serving(run, max_rows=1, drain_seconds=1) as url:
+            body = LONG | {"stream": stream}
+            sent = pool.submit(HTTP.post, f"{url}/v1/completions", json=body)
+            wait_for(url, 'gptmini_texts{state="running"} 1.0')
+        answer = sent.result()
+    if stream:
+        *_, last = filter(None, answer.text.splitlines())
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+    assert error["message"] == "the server is stopping; send the request again"
+    assert error["type"] == "server_error"
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@needs_compiler
+def test_texts_beside_a_greedy_client_are_those_alone(run: Run):
+    """Some clients have more texts than rows, so that steps leave texts out and prompts wait."""
+    prompts = {"127.0.0.1": "the quick " * 30, "127.0.0.2": "dog", "127.0.0.3": "a lazy fox " * 20}
+
+    def ask(job: tuple[str, int]) -> str:
+        address, seed = job
+        transport = httpx.HTTPTransport(local_address=address)
+        with httpx.Client(transport=transport, timeout=60) as http:
+            body = {"prompt": prompts[address], "max_tokens": 40, "seed": seed, "n": 4}
+            answer = http.post(f"{url}/v1/completions", json=body)
+        return [choice["text"] for choice in answer.json()["choices"]]
+
+    jobs = [("127.0.0.1", seed) for seed in range(6)]
+    jobs += [("127.0.0.2", 7), ("127.0.0.3", 8), ("127.0.0.3", 9)]
+    with serving(run, max_rows=20) as url, ThreadPoolExecutor(9) as pool:
+        found = list(pool.map(ask, jobs))
+    for texts, (address, seed) in zip(found, jobs, strict=True):
+        settings = {"max_new_tokens": 40, "seed": seed}
+        assert texts == [alone(run, prompts[address], n, **settings) for n in range(4)]
 
 
 def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch):
@@ -556,11 +724,12 @@ def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkey
 
 @contextmanager
 def command(
-    trained: Path, *words: str, **environment: str
+    trained: Path, *words: str, shell: str = "true", **environment: str
 ) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The command itself, and the address it prints."""
+    """The command itself, behind one of the shell, and the address it prints."""
+    words = (sys.executable, "-m", "gptmini", "serve", str(trained), "--port", "0", *words)
     process = subprocess.Popen(
-        [sys.executable, "-m", "gptmini", "serve", str(trained), "--port", "0", *words],
+        ["sh", "-c", f'{shell} && exec "$@"', "sh", *words],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | environment,
@@ -592,6 +761,23 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, de
         assert "secret" not in log
         with pytest.raises(httpx.ConnectError):
             HTTP.get(f"{url}/health")
+
+
+def test_idle_connections_beyond_the_limit_of_descriptors_shut_nobody_out(
+    trained: Path, default_signals
+):
+    with command(trained, shell="ulimit -n 256") as (process, url), ExitStack() as idle:
+        port = int(url.rpartition(":")[2])
+        for _ in range(300):
+            connection = idle.enter_context(socket.socket())
+            connection.setblocking(False)  # the system connects as soon as the server accepts
+            connection.connect_ex(("127.0.0.1", port))
+        answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        assert answer.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert "Traceback" not in log
+    assert len(log) < 1000
 
 
 def test_a_port_in_use_is_one_line(gptmini, trained: Path):

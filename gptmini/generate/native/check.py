@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptmini.console import warn
 from gptmini.generate.native.precision import create_cache
-from gptmini.generate.native.step import NativeStep
+from gptmini.generate.native.step import NativeStep, UnexpectedShapeError
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
 
@@ -37,15 +37,25 @@ def matches_torch(library: ctypes.CDLL, model: GPT) -> bool:
     """Compare the compiled step with this model, once per model; warn if they differ."""
     with _lock:
         if model not in _matches:
-            difference = measure_difference(library, model)
-            _matches[model] = difference <= TOLERANCE
-            if difference > TOLERANCE:
+            mismatch = _describe_mismatch(library, model)
+            _matches[model] = mismatch is None
+            if mismatch:
                 warn(
-                    f"compiled engine: does not compute this model (logits differ by "
-                    f"{difference:.2g} of the largest), as after a change in gptmini/model; "
-                    "generating with PyTorch, which is slower"
+                    f"compiled engine: does not compute this model ({mismatch}), as after a "
+                    "change in gptmini/model; generating with PyTorch, which is slower"
                 )
         return _matches[model]
+
+
+def _describe_mismatch(library: ctypes.CDLL, model: GPT) -> str | None:
+    """Say why the compiled step does not compute this model; None if it does."""
+    try:
+        difference = measure_difference(library, model)
+    except UnexpectedShapeError as error:
+        return str(error)
+    if not difference <= TOLERANCE:  # NaN is no match either
+        return f"logits differ by {difference:.2g} of the largest"
+    return None
 
 
 @torch.inference_mode()

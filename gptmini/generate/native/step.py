@@ -14,12 +14,17 @@ from ctypes import POINTER, Structure, c_float, c_int, c_void_p
 import torch
 from torch import Tensor, nn
 
+from gptmini.config.settings import ModelConfig
 from gptmini.generate.native.precision import LANES, PRECISIONS, PackedMatrices, pack, round_up
 from gptmini.model.attention import KVCache, LayerCache
 from gptmini.model.gpt import GPT, Block
 
 MAX_CALL_TOKENS = 128  # sizes the buffers
 ACTIVATION_CODES = {"gelu": 0, "relu2": 1, "swiglu": 2}
+
+
+class UnexpectedShapeError(Exception):
+    """A tensor of the model has another shape than its configuration says."""
 
 
 class _Matrix(Structure):
@@ -103,7 +108,11 @@ class NativeStep:
         cache: KVCache,
         packed: PackedMatrices | None = None,
     ) -> None:
-        """`packed` holds the weights in C's layout, for all steps of one model to share."""
+        """`packed` holds the weights in C's layout, for all steps of one model to share.
+
+        Raises UnexpectedShapeError for a model that was changed, as C computes where a tensor ends
+        from the configuration alone.
+        """
         self._function = library.gptmini_step
         self._function.restype = None
         self._precision = precision
@@ -145,10 +154,11 @@ class NativeStep:
         config = model.config
         n_threads = torch.get_num_threads()
         D, F, H, K = config.d_model, config.d_ff, config.n_head, config.head_dim
+        V = config.vocab_size or 0
         layers = (_Layer * config.n_layer)()
         for number, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            layers[number] = self._build_layer(block, cache.layers[number])
+            layers[number] = self._build_layer(config, block, cache.layers[number])
             layers[number].window = config.get_window(number) or 0
         described = _Model(  # fields left out are 0, pointers null
             n_layer=config.n_layer,
@@ -163,9 +173,9 @@ class NativeStep:
             precision=PRECISIONS[self._precision],
             n_threads=n_threads,
             norm_eps=config.norm_eps,
-            embed=self._pointer(model.embed.weight),
-            final_norm=self._build_norm(model.final_norm),
-            head=self._build_matrix(model.head or model.embed),
+            embed=self._pointer(model.embed.weight, V, D),
+            final_norm=self._build_norm(model.final_norm, D),
+            head=self._build_matrix(D, (model.head or model.embed, V)),
             layers=layers,
             x=self._allocate_buffer(MAX_CALL_TOKENS, D),
             normed=self._allocate_buffer(MAX_CALL_TOKENS, D),
@@ -179,40 +189,54 @@ class NativeStep:
             described.words = self._pointer(words)
             described.scales = self._allocate_buffer(1, MAX_CALL_TOKENS)
         if model.positions is not None:
-            described.positions = self._pointer(model.positions.weight)
+            described.positions = self._pointer(model.positions.weight, config.context_length, D)
         if model.rotary is not None:
-            described.cosines = self._pointer(model.rotary.cosines)
-            described.sines = self._pointer(model.rotary.sines)
+            shape = (config.context_length, K // 2)
+            described.cosines = self._pointer(model.rotary.cosines, *shape)
+            described.sines = self._pointer(model.rotary.sines, *shape)
         return described
 
-    def _build_layer(self, block: Block, cache: LayerCache) -> _Layer:
+    def _build_layer(self, config: ModelConfig, block: Block, cache: LayerCache) -> _Layer:
+        D, F, K = config.d_model, config.d_ff, config.head_dim
+        n_queries = config.n_head * K
+        n_keys = config.n_kv_head * K
         attn, mlp = block.attn, block.mlp
+        qkv = [(attn.q_proj, n_queries), (attn.k_proj, n_keys), (attn.v_proj, n_keys)]
         layer = _Layer(
-            attn_norm=self._build_norm(block.attn_norm),
-            mlp_norm=self._build_norm(block.mlp_norm),
-            qkv=self._build_matrix(attn.q_proj, attn.k_proj, attn.v_proj),
-            o=self._build_matrix(attn.o_proj),
-            up=self._build_matrix(mlp.up_proj),
-            down=self._build_matrix(mlp.down_proj),
+            attn_norm=self._build_norm(block.attn_norm, D),
+            mlp_norm=self._build_norm(block.mlp_norm, D),
+            qkv=self._build_matrix(D, *qkv),
+            o=self._build_matrix(n_queries, (attn.o_proj, D)),
+            up=self._build_matrix(D, (mlp.up_proj, F)),
+            down=self._build_matrix(F, (mlp.down_proj, D)),
             keys=self._pointer(cache.keys),
             values=self._pointer(cache.values),
             size=cache.size,
         )
         if mlp.activation == "swiglu":
-            layer.gate = self._build_matrix(mlp.gate_proj)
+            layer.gate = self._build_matrix(D, (mlp.gate_proj, F))
         if attn.qk_norm:
-            layer.q_norm = self._build_norm(attn.q_norm)
-            layer.k_norm = self._build_norm(attn.k_norm)
+            layer.q_norm = self._build_norm(attn.q_norm, K)
+            layer.k_norm = self._build_norm(attn.k_norm, K)
         return layer
 
-    def _build_norm(self, module: nn.Module) -> _Norm:
+    def _build_norm(self, module: nn.Module, width: int) -> _Norm:
         parameters = dict(module.named_parameters())
         return _Norm(
-            weight=self._pointer(parameters["weight"]), bias=self._pointer(parameters.get("bias"))
+            weight=self._pointer(parameters["weight"], width),
+            bias=self._pointer(parameters.get("bias"), width),
         )
 
-    def _build_matrix(self, *modules: nn.Linear | nn.Embedding) -> _Matrix:
-        """Pack modules with the same input into one matrix, unless another step has done so."""
+    def _build_matrix(self, n_inputs: int, *parts: tuple[nn.Linear | nn.Embedding, int]) -> _Matrix:
+        """Pack modules with the same input into one matrix, unless another step has done so.
+
+        Each part is a module and the number of outputs that it must have.
+        """
+        modules = []
+        for module, n_outputs in parts:
+            _check_shape(module.weight, n_outputs, n_inputs)
+            _check_shape(dict(module.named_parameters()).get("bias"), n_outputs)
+            modules.append(module)
         if modules[0] not in self._packed:
             self._packed[modules[0]] = pack(modules, self._precision)
         packed = self._packed[modules[0]]
@@ -227,10 +251,19 @@ class NativeStep:
     def _allocate_buffer(self, rows: int, width: int) -> int:
         return self._pointer(torch.zeros(rows, round_up(width))) or 0
 
-    def _pointer(self, tensor: Tensor | None) -> int | None:
-        """Return the address of a tensor's values, and keep them in memory."""
+    def _pointer(self, tensor: Tensor | None, *shape: int) -> int | None:
+        """Return the address of a tensor's values, and keep them in memory; check its shape."""
         if tensor is None:
             return None
+        if shape:
+            _check_shape(tensor, *shape)
         values = tensor.detach().contiguous()
         self._referenced.append(values)
         return values.data_ptr()
+
+
+def _check_shape(tensor: Tensor | None, *shape: int) -> None:
+    if tensor is not None and tuple(tensor.shape) != shape:
+        found = " x ".join(map(str, tensor.shape))
+        expected = " x ".join(map(str, shape))
+        raise UnexpectedShapeError(f"a tensor is {found} where the configuration says {expected}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptmini import files
 from gptmini.analysis import attention_maps
@@ -18,7 +18,8 @@ from gptmini.generate.native import engine as native
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
 from gptmini.model.attention import Attention, KVCache, make_mask
-from gptmini.model.gpt import GPT
+from gptmini.model.gpt import GPT, Block
+from gptmini.model.layers import MLP
 from tests.support import new_cache, tiny, train
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -100,6 +101,30 @@ def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch
         )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
+    assert line.endswith("generating with PyTorch, which is slower")
+
+
+def widen_mlp(self: MLP, config: ModelConfig, old=MLP.__init__) -> None:
+    old(self, config.model_copy(update={"d_ff": 2 * config.d_ff}))
+
+
+def narrow_norm(self: Block, *args, old=Block.__init__) -> None:
+    old(self, *args)
+    self.mlp_norm.weight = nn.Parameter(self.mlp_norm.weight[:1].detach())
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [(MLP, widen_mlp), (Block, narrow_norm)], ids=["MLP", "norm"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_a_model_of_other_shapes_is_left_to_torch(change, weights, monkeypatch, capsys):
+    """The compiled step would read and write beyond its buffers."""
+    monkeypatch.setattr(change[0], "__init__", change[1])
+    model = noisy()
+    for _ in range(2):
+        engine = native.open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)
+        assert isinstance(engine, TorchEngine)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: compiled engine: does not compute this model (a tensor is ")
     assert line.endswith("generating with PyTorch, which is slower")
 
 
