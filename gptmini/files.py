@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,9 @@ from gptmini.errors import (
     describe_invalid_utf8,
     describe_os_error,
 )
+
+IS_WINDOWS = sys.platform == "win32"
+RENAME_DELAYS_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 DEFAULT_CACHE_DIR = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
 
@@ -160,7 +164,7 @@ def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[bool]:
     """Lock a folder as `try_lock` does a file, until the block ends."""
-    if sys.platform == "win32":  # cannot open directories
+    if IS_WINDOWS:  # cannot open directories
         yield True
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -177,13 +181,20 @@ def _remove_output(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Rename a directory, then delete it, so that half of it never looks complete."""
+    """Rename a directory, then delete it, so that half of it never looks complete.
+
+    On Windows it stays, for the next call to remove, while another process reads a file in it.
+    """
     for leftover in path.parent.glob(".trash-*"):  # of a process that was killed
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=IS_WINDOWS)
     if path.exists():
         trash = path.with_name(f".trash-{path.name}")
-        os.replace(path, trash)
-        shutil.rmtree(trash)
+        try:
+            _replace(path, trash)
+        except PermissionError:
+            if not IS_WINDOWS:
+                raise
+        shutil.rmtree(trash, ignore_errors=IS_WINDOWS)
 
 
 # -- one writer at a time --------------------------------------------------------------------------
@@ -193,18 +204,33 @@ def try_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed; False if another process has locked it.
 
     The system releases the lock when the process ends, however it ends, so that a killed one locks
-    nobody out. Where there are no locks, as on Windows and some file systems, returns True.
+    nobody out. Where the file system has no locks, returns True.
     """
-    try:
-        import fcntl  # noqa: PLC0415 - not on Windows
-    except ImportError:
-        return True
+    if IS_WINDOWS:
+        return _try_lock_on_windows(descriptor)
+    import fcntl  # noqa: PLC0415 - not on Windows
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
         return True  # this file system has no locks
+    return True
+
+
+def _try_lock_on_windows(descriptor: int) -> bool:
+    """Lock a byte far behind the end, as others cannot read what Windows has locked."""
+    import msvcrt  # noqa: PLC0415 - only there
+
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+    os.lseek(descriptor, 1 << 30, os.SEEK_SET)
+    try:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EDEADLK)
+    finally:
+        os.lseek(descriptor, position, os.SEEK_SET)
     return True
 
 
@@ -221,13 +247,27 @@ def write_and_sync(path: Path, data: bytes) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Give a synced file or directory its final name, durably."""
-    os.replace(source, target)
+    _replace(source, target)
     sync_directory(target.parent)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename, replacing `target`; on Windows, wait for whoever has one of the two open.
+
+    A virus scanner opens new files, `generate` and `plot` those of a run.
+    """
+    for delay in RENAME_DELAYS_SECONDS if IS_WINDOWS else ():
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            time.sleep(delay)
+    os.replace(source, target)
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory survive a power cut."""
-    if sys.platform == "win32":  # cannot open directories
+    if IS_WINDOWS:  # cannot open directories
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -241,6 +281,9 @@ def sync(descriptor: int) -> None:
     if sys.platform == "darwin":  # fsync there leaves data in the drive's own cache
         import fcntl  # noqa: PLC0415 - not on Windows
 
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError:  # network drives, exFAT and FUSE refuse it
+            pass
+    os.fsync(descriptor)

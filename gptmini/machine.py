@@ -1,19 +1,23 @@
 """The machine that a run is on: device, number type, memory, signals."""
 
 import ctypes
-import os
+import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
 
 from gptmini.errors import ConfigError, MachineError
+from gptmini.files import IS_WINDOWS
+
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 # Parameters of glibc's mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -32,10 +36,16 @@ class Compute:
         enabled = self.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device, which goes on computing meanwhile if it is a GPU."""
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
     def synchronize(self) -> None:
         """Wait until the device has finished, so that the time read next is right."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
 def pick_compute(device: str, dtype: str) -> Compute:
@@ -54,51 +64,86 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     """Check whether a device multiplies bfloat16 in hardware."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported(including_emulation=False)
+    if device.type == "mps":  # from the M2 on; torch does not tell which chip it is
+        return False
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def pick_device(name: str) -> torch.device:
-    """Pick a device; `auto` takes CUDA where there is one. MachineError for `cuda` without."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {name}: unknown; use auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise MachineError("--device cuda: no CUDA device found; use auto or cpu")
+    """Pick a device; `auto` takes an accelerator where there is one.
+
+    AMD's GPUs are `cuda` to PyTorch. Raises MachineError if the machine lacks the device.
+    """
+    if name not in DEVICES:
+        choices = ", ".join(DEVICES[:-1])
+        raise ConfigError(f"--device {name}: unknown; use {choices} or {DEVICES[-1]}")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = "cpu" if accelerator is None else accelerator.type
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(found if found in DEVICES else "cpu")
+    if name not in ("cpu", found):
+        others = "auto or cpu" if found == "cpu" else f"auto, {found} or cpu"
+        raise MachineError(f"--device {name}: no such device found; use {others}")
     return torch.device(name)
 
 
-def get_total_memory(device: torch.device) -> int:
-    """Get the bytes of memory of a device; 8 GiB where the system does not say."""
+def describe_device(device: torch.device) -> str:
+    """Name a device, and all of it that the last bit of a result depends on."""
+    if device.type == "cpu":
+        return f"cpu ({torch.backends.cpu.get_cpu_capability()})"  # the widest vectors it has
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    if os.name != "posix":
-        return 8 << 30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        toolkit = torch.version.cuda or torch.version.hip
+        return f"cuda ({torch.cuda.get_device_name(device)}, {toolkit})"
+    return f"{device.type} ({platform.platform()})"
 
 
-def get_peak_memory(device: torch.device) -> int:
-    """Get the most bytes this process has held: on a GPU, or resident in main memory."""
-    return _read_process_memory(device, "VmHWM", torch.cuda.max_memory_reserved)
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def get_total_memory(device: torch.device) -> int:
+    """Get the bytes of memory of a device."""
+    if device.type == "mps":  # what the system lets a process have of the memory that both share
+        return torch.mps.recommended_max_memory()
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[1]
+    return psutil.virtual_memory().total
 
 
 def get_resident_memory(device: torch.device) -> int:
-    """Get the bytes this process holds now: on a GPU, or resident in main memory."""
-    return _read_process_memory(device, "VmRSS", torch.cuda.memory_reserved)
+    """Get the bytes this process holds now: on an accelerator, or resident in main memory."""
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    if device.type != "cpu":
+        return torch.accelerator.memory_reserved(device)
+    return psutil.Process().memory_info().rss
 
 
-def _read_process_memory(
-    device: torch.device, field: str, on_cuda: Callable[[torch.device], int]
-) -> int:
-    if device.type == "cuda":
-        return on_cuda(device)
-    try:
+def get_peak_memory(device: torch.device) -> int:
+    """Get the most bytes this process has held: on an accelerator, or resident in main memory.
+
+    On a Mac's GPU it is what the process holds now, as PyTorch does not count the peak there.
+    """
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_reserved(device)
+    return _get_peak_resident_memory()
+
+
+def _get_peak_resident_memory() -> int:
+    """Get the peak of main memory, which psutil knows on Windows only."""
+    info = psutil.Process().memory_info()
+    if IS_WINDOWS:
+        return info.peak_wset  # type: ignore[attr-defined] # only there
+    if sys.platform == "linux":
+        # Not ru_maxrss: a child process begins with the peak of its parent.
         status = Path("/proc/self/status").read_text()
-        return int(status.split(f"{field}:")[1].split()[0]) << 10
-    except (OSError, IndexError):  # not Linux, where ru_maxrss would include the parent's peak
-        import resource  # noqa: PLC0415 - not on Windows
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
+    import resource  # noqa: PLC0415 - not on Windows
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
 
 
 def estimate_training_bytes(

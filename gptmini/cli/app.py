@@ -37,6 +37,7 @@ from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
 from gptmini.errors import ConfigError, GptminiError, Stopped
+from gptmini.files import IS_WINDOWS
 
 app = typer.Typer(
     help="Turn any text into a GPT that you understand.",
@@ -160,6 +161,9 @@ def _prepare_streams() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the end
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+            if IS_WINDOWS and not stream.isatty():
+                # A pipe or a file gets what the other systems write, not the code page of Windows.
+                stream.reconfigure(encoding="utf-8", newline="\n")
 
 
 def _end_after_closed_pipe() -> NoReturn:

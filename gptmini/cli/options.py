@@ -75,7 +75,7 @@ Threads = Annotated[
     option(..., "N", _THREADS_HELP, min=1, max=1024, show_default="all", callback=_set_threads),
 ]
 Base = Annotated[Path | None, option(..., "RUN", _BASE_HELP, "--from")]
-Device = Annotated[str, option(..., "DEVICE", "auto, cpu or cuda.")]
+Device = Annotated[str, option(..., "DEVICE", "auto, cpu, cuda, mps or xpu.")]
 WeightsType = Annotated[str, option(..., "TYPE", "Type of the weights: float32, bfloat16 or int8.")]
 Cache = Annotated[
     Path, option(..., "DIR", _CACHE_HELP, envvar="GPTMINI_CACHE", show_default="~/.cache/gptmini")

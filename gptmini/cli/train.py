@@ -46,7 +46,9 @@ def train(
     attention: AttentionName = None,
     steps: Steps = None,
     minutes: Minutes = None,
-    device: str | None = option(None, "DEVICE", "auto, cpu or cuda.", show_default="auto"),
+    device: str | None = option(
+        None, "DEVICE", "auto, cpu, cuda, mps or xpu.", show_default="auto"
+    ),
     threads: Threads = None,
     assignments: Assignments = None,
     no_sample: Annotated[bool, typer.Option("--no-sample", hidden=True)] = False,

@@ -179,7 +179,8 @@ def find_config_file(name: str) -> Path:
 def map_config_names() -> dict[str, Path]:
     """Map the name of each configuration, such as `attention/mqa`, to its file."""
     return {
-        str(file.relative_to(CONFIGS_DIR).with_suffix("")): file for file in list_config_files()
+        file.relative_to(CONFIGS_DIR).with_suffix("").as_posix(): file
+        for file in list_config_files()
     }
 
 

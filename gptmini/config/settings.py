@@ -261,8 +261,8 @@ class TrainConfig(Section):
     """Also send metrics there; needs pip install of the extra of that name."""
     seed: Seed = 1337
     """Random seed of initial weights, data order and dropout."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto: cuda if there is a GPU, else cpu."""
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
+    """Where to run; auto: the GPU if there is one (cuda, also for AMD; mps; xpu), else cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of matrix products; auto: bfloat16 if the hardware has it, else float32."""
 

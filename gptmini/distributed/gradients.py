@@ -35,9 +35,9 @@ class Gradients:
     def finish(self) -> None:
         """Make every parameter's gradient that of the whole step, on all ranks."""
 
-    def clip(self, limit: float) -> float:
-        """Scale gradients with a larger total norm down to it; returns the norm they had."""
-        return nn.utils.clip_grad_norm_(self.parameters, limit).item()
+    def clip(self, limit: float) -> Tensor:
+        """Scale gradients with a larger total norm down to it; returns the norm they had, ()."""
+        return nn.utils.clip_grad_norm_(self.parameters, limit)
 
 
 class ExactGradients(Gradients):

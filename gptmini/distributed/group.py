@@ -35,6 +35,7 @@ from gptmini.errors import (
     RankError,
     Stopped,
 )
+from gptmini.files import IS_WINDOWS
 from gptmini.machine import ReceivedSignals, catch_signals
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -61,13 +62,28 @@ class Group:
     """This process and those it trains with; rank 0 decides, prints and writes."""
 
     def __init__(
-        self, rank: int = 0, world_size: int = 1, is_local_rank_zero: bool = True, store: Any = None
+        self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.is_local_rank_zero = is_local_rank_zero  # the first rank of its machine
+        self.local_rank = local_rank  # among the ranks of its machine
         self.store = store
         self._exchanges = 0  # made so far, for keys that are never used twice
+
+    def select_accelerator(self, device: torch.device) -> None:
+        """Give each rank of a machine an accelerator of its own; MachineError if there are fewer.
+
+        Slurm may show each rank only its own.
+        """
+        if device.type == "cpu" or self.world_size == 1:
+            return
+        count = torch.accelerator.device_count()
+        if self.local_rank >= count > 1:
+            raise MachineError(
+                f"{count} devices for at least {self.local_rank + 1} ranks on this machine; start "
+                f"one rank per device, or use --device cpu"
+            )
+        torch.accelerator.set_device_index(self.local_rank % count)
 
     # -- facts, through the store ------------------------------------------------------------------
 
@@ -104,7 +120,7 @@ class Group:
 
     def on_local_rank_zero_first(self, work: Callable[[], T]) -> T:
         """Run `work` on one rank of each machine, then on the others, which find its files."""
-        if self.is_local_rank_zero:
+        if self.local_rank == 0:
             result = self.on_all_ranks(work)
             self.on_all_ranks(_do_nothing)  # while the others work
         else:
@@ -271,11 +287,11 @@ def join_group() -> Iterator[Group]:
         )
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    is_local_rank_zero = os.environ["LOCAL_RANK"] == "0"
+    local_rank = int(os.environ["LOCAL_RANK"])
     if world_size == 1:
-        yield Group(rank, world_size, is_local_rank_zero)
+        yield Group(rank, world_size, local_rank)
         return
-    group = Group(rank, world_size, is_local_rank_zero, _create_store(rank))
+    group = Group(rank, world_size, local_rank, _create_store(rank))
     if rank > 0:
         console.silence()
     ended = threading.Event()
@@ -317,6 +333,7 @@ def _create_store(rank: int) -> Any:
         timeout=timedelta(seconds=JOIN_TIMEOUT_SECONDS),
         wait_for_workers=False,  # they are counted in _connect_all_ranks
         multi_tenant=True,
+        use_libuv=not IS_WINDOWS,  # whose wheels of torch lack it
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return PrefixStore(f"gptmini/{attempt}", store)
@@ -337,11 +354,13 @@ def _connect_all_ranks(group: Group, ended: threading.Event) -> None:
         target=_send_heartbeats, args=(group.rank, store.clone(), ended), daemon=True
     )
     heartbeat.start()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backends = "cpu:gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():  # Windows has no NCCL
+        backends += ",cuda:nccl"
+    if torch.xpu.is_available() and dist.is_xccl_available():
+        backends += ",xpu:xccl"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        backends,
         store=PrefixStore("collectives", store),
         rank=group.rank,
         world_size=group.world_size,

@@ -176,9 +176,9 @@ def _list_fsdp_modules(model: GPT) -> list[FSDPModule]:
 class ShardedFastGradients(Gradients):
     """FSDP adds the gradients of all ranks after each micro-batch; each keeps its rows."""
 
-    def clip(self, limit: float) -> float:
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        return norm.full_tensor().item()  # type: ignore[attr-defined]
+    def clip(self, limit: float) -> Tensor:
+        norm: Any = nn.utils.clip_grad_norm_(self.parameters, limit)
+        return norm.full_tensor()
 
 
 class ShardedExactGradients(ExactGradients):
@@ -209,7 +209,7 @@ class ShardedExactGradients(ExactGradients):
     def reduce_over_ranks(self, tree: list[Tensor]) -> list[Tensor]:
         return tree  # FSDP has done so
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         """Clip by the norm that one process has: from whole tensors, one after the other.
 
         A norm from the ranks' partial norms would round in another way.
@@ -220,7 +220,7 @@ class ShardedExactGradients(ExactGradients):
             norms += torch._foreach_norm([gradient.full_tensor()])
         norm = torch.linalg.vector_norm(torch.stack(norms))
         nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
-        return norm.item()
+        return norm
 
 
 class _TreeReduceScatter:

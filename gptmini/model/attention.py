@@ -173,6 +173,12 @@ def _attend(
     if backend == "eager":
         return _attend_eager(q, k, v, mask, causal, dropout)
     grouped = k.shape[1] < q.shape[1]
+    if grouped and q.device.type != "cpu" and (mask is not None or q.dtype == torch.float32):
+        # On CUDA only the flash kernel shares KV heads, and it takes neither. Without copies
+        # torch would fall back to plain products that hold all scores.
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, K)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, K)
+        grouped = False
     kernels: AbstractContextManager[None] = nullcontext()
     if backend == "flash":
         kernels = _require_flash(q)
@@ -228,9 +234,8 @@ def _attend_eager(
     # Heads that share a KV head are stacked along the query axis, so that k and v are not repeated.
     stacked = (q * K**-0.5).reshape(B, G, H // G * T, K)
     scores = (stacked @ k.transpose(-1, -2)).view(B, H, T, S)
-    sees_nothing = (
-        None  # (..., T, 1): rows with no visible key; None if there are none by construction
-    )
+    # (..., T, 1): rows with no visible key; None if there are none by construction
+    sees_nothing = None
     if causal:
         positions = torch.arange(T, device=q.device)
         scores = scores + _make_bias(make_mask(positions, positions), q.dtype)  # (B, H, T, S)

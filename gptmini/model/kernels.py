@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LOGITS_PER_CHUNK = 2**22  # in float32; more would leave the caches of a CPU
+LOGITS_PER_CHUNK_ON_CPU = 2**22  # in float32; more would leave the caches
+LOGITS_PER_CHUNK = 2**27  # elsewhere: 512 MiB, and few kernels to launch
 
 
 class RMSNorm(nn.RMSNorm):
@@ -66,7 +67,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         N, V = logits.shape
-        rows = max(1, LOGITS_PER_CHUNK // V)
+        size = LOGITS_PER_CHUNK_ON_CPU if logits.device.type == "cpu" else LOGITS_PER_CHUNK
+        rows = max(1, size // V)
         total = logits.new_zeros((), dtype=torch.float32)
         for chunk, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
             logprobs = chunk.float().log_softmax(-1)  # (rows, V)

@@ -40,6 +40,7 @@ def decide_on_all_ranks(
         return replace(decide(requested, run, cache, started), group=group)
     if "-" in requested.data.path:
         raise ConfigError("--data -: only one process can read it; save the text to a file")
+    group.on_all_ranks(lambda: group.select_accelerator(compute.device))
     settings = dict(iter_settings(requested.model_dump()))
     group.check_same(_describe_environment(compute) | settings, SAME_START_REMEDY)
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from gptmini import machine
 from gptmini.console import show_elapsed
 from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints, WholeCheckpoints
 from gptmini.distributed.placement import Placement, Replicated
@@ -89,7 +90,7 @@ def _start_progress(decision: Decision) -> Progress:
         tokenizer=corpus.tokenizer.fingerprint,
         torch=str(torch.__version__),
         threads=torch.get_num_threads(),
-        device=compute.device.type,
+        device=machine.describe_device(compute.device),
         dtype=str(compute.dtype).removeprefix("torch."),
         compile=decision.config.train.compile,
     )

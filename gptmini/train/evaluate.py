@@ -161,6 +161,6 @@ def compute_token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[T
     for chunk, chunk_targets in zip(chunks, target_chunks, strict=True):
         logits = model.compute_logits(chunk).float()  # (rows, V)
         target_logits = logits.gather(1, chunk_targets[:, None].to(model.device))  # (rows, 1)
-        losses.append((logits.logsumexp(1) - target_logits[:, 0]).double().cpu())
+        losses.append((logits.logsumexp(1) - target_logits[:, 0]).cpu().double())
         target_ranks.append((1 + (logits > target_logits).sum(1)).cpu())
     return torch.cat(losses).view_as(targets), torch.cat(target_ranks).view_as(targets)

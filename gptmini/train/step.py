@@ -27,22 +27,27 @@ def train_step(training: Training) -> dict[str, Any]:
     model.train()
     tokens, targets = training.batches.get_batch(step)  # (B / W, T) each
     size = settings.micro_batch_size or len(tokens)
-    # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the
-    # same numbers in the same order.
-    losses = [0.0] * (settings.batch_size // size)
+    losses: list[torch.Tensor] = []  # of this rank's micro-batches
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
         torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
         with training.compute.autocast():
-            mean_loss = compute_loss(model, x.to(model.device), y.to(model.device))
+            mean_loss = compute_loss(model, training.compute.copy(x), training.compute.copy(y))
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
             loss = mean_loss * len(x) / settings.batch_size
         loss.backward()
         training.gradients.after_backward()
-        losses[micro] = loss.item()
+        losses.append(loss.detach())
     training.gradients.finish()
-    total_loss = training.group.all_reduce_sum(losses)
-    norm = training.gradients.clip(settings.grad_clip)
+    clipped_norm = training.gradients.clip(settings.grad_clip)
+    # The only wait for the device in a step.
+    *own_losses, norm = torch.stack([*losses, clipped_norm]).cpu().tolist()
+    # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the
+    # same numbers in the same order.
+    all_losses = [0.0] * (settings.batch_size // size)
+    for micro, value in zip(training.micro_batches, own_losses, strict=True):
+        all_losses[micro] = value
+    total_loss = training.group.all_reduce_sum(all_losses)
     # Clipping by a norm that is NaN makes every gradient NaN: none of them may reach the weights.
     if not math.isfinite(total_loss + norm):
         problem = f"loss {total_loss:.4g}, gradient norm {norm}"

@@ -345,7 +345,7 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--weights", "int4"], "--weights int4: not supported"),
         (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
         (["-i"], "--prompt: cannot be combined with --interactive"),
-        (["--device", "mps"], "device mps: unknown; use auto, cpu or cuda"),
+        (["--device", "gpu"], "device gpu: unknown; use auto, cpu, cuda, mps or xpu"),
         (["--set", "sample.overflow=error", "--max-new-tokens", "99"], "do not fit the context of"),
     ]:
         code, out, err = gptmini("generate", "runs/text", "--prompt", "The ", *words)

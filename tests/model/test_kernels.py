@@ -37,7 +37,7 @@ def test_rmsnorm_takes_heads_that_are_not_contiguous():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_cross_entropy_is_that_of_torch_in_float32(rows: int, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 7 * 50)  # 7 rows at a time
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK_ON_CPU", 7 * 50)  # 7 rows at a time
     torch.manual_seed(rows)
     scores, targets = 5 * torch.randn(rows, 50, dtype=dtype), torch.randint(50, (rows,))
     ours, torchs = scores.clone().requires_grad_(), scores.clone().requires_grad_()
@@ -52,7 +52,7 @@ def test_cross_entropy_is_that_of_torch_in_float32(rows: int, dtype, monkeypatch
 
 
 def test_cross_entropy_holds_no_second_tensor_of_the_size_of_the_logits(monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1000)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK_ON_CPU", 1000)
     targets = torch.randint(1000, (512,))
     with StorageCounter() as storages:
         logits = torch.randn(512, 1000, dtype=torch.bfloat16).requires_grad_()

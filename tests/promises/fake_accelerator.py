@@ -1,0 +1,125 @@
+"""Count what a training step and an evaluation ask of an accelerator, without having one.
+
+Tensors on the device `gpu` have shapes and types but no numbers, and every operation on them is
+counted. It lacks what Apple's GPU lacks: 64-bit floats, and random whole numbers of 64 bits. Prints
+a JSON object: operations that the device lacks, kernels, and how often the host waited for it.
+"""
+
+import json
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from gptmini.distributed.gradients import Gradients
+from gptmini.distributed.group import Group
+from gptmini.machine import Compute
+from gptmini.model.gpt import GPT
+from gptmini.model.optim import Optimizer
+from gptmini.train.evaluate import compute_token_losses
+from gptmini.train.step import train_step
+from tests.support import tiny
+
+VOCABULARY = 257
+# Views and memory that is only reserved: no kernel runs.
+FREE = ("view", "detach", "t.", "transpose", "split", "expand", "select", "slice", "empty", "alias")
+
+
+class CountingDevice(TorchDispatchMode):
+    """Runs operations on fake tensors, and counts those on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.lacking: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(function).removeprefix("aten.")
+        inputs = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        reads_device = any(each.device.type == "gpu" for each in inputs)
+        if name.startswith("_local_scalar_dense"):
+            self.waits[name] += reads_device
+            return 1.0
+        result = function(*args, **(kwargs or {}))
+        outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        on_device = [each for each in outputs if each.device.type == "gpu"]
+        if reads_device and outputs and not on_device:  # a copy to the host
+            self.waits[name] += 1
+        for each in on_device:
+            is_wide_random = "rand" in name and each.dtype == torch.int64
+            if each.dtype == torch.float64 or is_wide_random:
+                self.lacking.add(name)
+        if on_device and not name.startswith(FREE):
+            self.kernels[name] += 1
+        return result
+
+
+class FakeCompute(Compute):
+    """Computes in float32, as torch knows no autocast for the device."""
+
+    def autocast(self) -> Any:
+        return nullcontext()
+
+
+class Windows:
+    """Batches of zeros."""
+
+    def get_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(4, 16, dtype=torch.long)
+        return tokens, tokens
+
+
+class Stage:
+    """As much of a training run as a step needs."""
+
+    def __init__(self, model: GPT, config: Any, device: torch.device) -> None:
+        self.config = config
+        self.model = model
+        self.step = 0
+        self.batches = Windows()
+        self.micro_batches = [0, 1]
+        self.compute = FakeCompute(device, torch.float32)
+        self.gradients = Gradients(model.parameters())
+        self.group = Group()
+        self.optimizer = Optimizer(model, config.train)
+        self.progress = type("Progress", (), {"lr_scale": 1.0})()
+
+
+def main() -> None:
+    _setup_privateuseone_for_python_backend("gpu")
+    attention = {"variant": "gqa", "n_kv_head": 2, "window": 5}
+    config = tiny(
+        model={"dropout": 0.1, "attention": attention}, train={"micro_batch_size": 2}
+    ).with_tokenizer("byte", VOCABULARY)
+    found: dict[str, Any] = {}
+    device = torch.device("gpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with device:
+            model = GPT(config.model)
+        stage = Stage(model, config, device)
+        for name in ("train_step", "evaluate"):
+            with CountingDevice() as counts:
+                if name == "train_step":
+                    train_step(stage)  # type: ignore[arg-type]
+                else:
+                    tokens = torch.zeros(4, 16, dtype=torch.long)
+                    compute_token_losses(model.eval(), tokens, tokens)
+            found[name] = {
+                "kernels": counts.kernels.total(),
+                "waits": dict(counts.waits),
+                "lacking": sorted(counts.lacking),
+            }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
