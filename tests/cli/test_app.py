@@ -77,7 +77,7 @@ ERRORS = [
     (["inspect", "--mask", f"cross:2,{DIGITS}"], 2, "9...: unknown mask; use cross:T,S with 1 to"),
     (["inspect", "--mask", "cross:9999,9999"], 2, "unknown mask; use cross:T,S with 1 to 256"),
     (["tokenizer", "decode", "byte", DIGITS], 3, "9...: not a token; use numbers from 0 to 256"),
-    (["train", "--data", "none.txt"], 3, "; check the path, which begins in /"),
+    (["train", "--data", "none.txt"], 3, "; check the path, which is relative to /"),
     (["compare", "none.jsonl"], 2, "none.jsonl: no such configuration or run"),
     (["generate"], 4, "runs: no run here"),
     (["generate", "nothere"], 4, "nothere: no run here"),
