@@ -103,7 +103,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             capture_output=True,
             text=True,
             check=False,
-            timeout=900,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr
 
