@@ -42,8 +42,9 @@ HTTP = httpx.Client(timeout=600)  # a busy machine is not a failure
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def closed() -> Iterator[None]:
+    """Close the client at the very end; a worker may leave this file and come back."""
     with HTTP:
         yield
 
