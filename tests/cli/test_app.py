@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer.core
 
+import gptmini.serve
 from gptmini import __version__, console
 from gptmini.analysis import compare
 from gptmini.cli import app, generate
@@ -205,10 +206,10 @@ def test_help_lists_train_and_generate_first(gptmini):
     assert commands[:2] == ["train", "generate"]
     described = " ".join(gptmini("train", "--help")[1].split())
     assert f"for {Config().train.steps} steps" in described
-    assert sorted(commands[2:10]) == sorted(
-        ["serve", "score", "evaluate", "inspect", "compare", "size", "convert", "plot"]
+    assert sorted(commands[2:11]) == sorted(
+        ["serve", "score", "evaluate", "inspect", "compare", "size", "convert", "plot", "runs"]
     )
-    assert commands[10:] == ["export", "import", "settings", "data", "tokenizer"]
+    assert commands[11:] == ["export", "import", "settings", "data", "tokenizer"]
 
 
 def test_help_at_80_columns_is_whole(gptmini, monkeypatch):
@@ -245,6 +246,7 @@ def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypa
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").touch()
     monkeypatch.delitem(sys.modules, "gptmini.serve.server", raising=False)
+    monkeypatch.delattr(gptmini.serve, "server", raising=False)
     monkeypatch.setitem(sys.modules, "starlette", None)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, _, err = gptmini("serve", "runs/a")
