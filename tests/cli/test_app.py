@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import typer.core
 
-import gptmini.serve
 from gptmini import __version__, console
 from gptmini.analysis import compare
 from gptmini.cli import app, generate
@@ -246,7 +245,7 @@ def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypa
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").touch()
     monkeypatch.delitem(sys.modules, "gptmini.serve.server", raising=False)
-    monkeypatch.delattr(gptmini.serve, "server", raising=False)
+    monkeypatch.delattr("gptmini.serve.server", raising=False)
     monkeypatch.setitem(sys.modules, "starlette", None)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, _, err = gptmini("serve", "runs/a")
