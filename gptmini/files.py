@@ -108,8 +108,8 @@ def atomic_output(out: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes `out` when the block ends.
 
     Nothing of it stays if the block raises. ConfigError if `out` exists or has a name that not all
-    programs could open, MachineError if another
-    process is writing it or if it cannot be written.
+    programs could open. MachineError if it cannot be written, or if another process is writing it
+    (except on Windows, which locks no folders).
     """
     if not _is_utf8(out):
         raise ConfigError(f"--out {str(out)!a}: not UTF-8; choose another name")

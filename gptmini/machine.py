@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+import re
 import signal
 import sys
 import threading
@@ -37,7 +38,7 @@ class Compute:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device, which goes on computing meanwhile if it is a GPU."""
+        """Copy a tensor to the device; an NVIDIA or AMD GPU goes on computing meanwhile."""
         if self.device.type != "cuda":
             return tensor.to(self.device)
         return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -90,7 +91,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def describe_device(device: torch.device) -> str:
-    """Name a device, and all of it that the last bit of a result depends on."""
+    """Name a device, with what the last bits of its results depend on."""
     if device.type == "cpu":
         return f"cpu ({torch.backends.cpu.get_cpu_capability()})"  # the widest vectors it has
     if device.type == "cuda":
@@ -138,12 +139,15 @@ def _get_peak_resident_memory() -> int:
     if IS_WINDOWS:
         return info.peak_wset  # type: ignore[attr-defined] # only there
     if sys.platform == "linux":
-        # Not ru_maxrss: a child process begins with the peak of its parent.
         status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) << 10
+        found = re.search(r"VmHWM:\s*(\d+) kB", status)
+        if found:  # gVisor, which some containers run on, does not tell
+            return int(found[1]) << 10
     import resource  # noqa: PLC0415 - not on Windows
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
+    # Second choice on Linux, where a child process begins with the peak of its parent.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
 
 
 def estimate_training_bytes(

@@ -78,3 +78,9 @@ def test_peak_memory_is_that_of_this_process_and_not_of_its_parent():
     assert peak - before == pytest.approx(200 << 20, rel=0.1)
     assert now < before + (50 << 20)
     assert machine.get_total_memory(torch.device("cpu")) == psutil.virtual_memory().total
+
+
+def test_peak_memory_is_known_where_the_system_keeps_no_peak(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: "Name: gptmini\nVmRSS:\t1 kB\n")
+    assert machine.get_peak_memory(cpu) >= psutil.Process().memory_info().rss / 2

@@ -22,7 +22,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 BYTES_LEGEND = "in hex: tokens that are only some bytes of a character"
 MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
 
-MAX_MASK_POSITIONS = 256  # more fill the screen
+MAX_MASK_POSITIONS = 256  # more would overflow the screen
 
 
 @dataclass(frozen=True)

@@ -186,17 +186,23 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
         with machine.catch_signals() as received:
             while process.poll() is None:
                 if received.save:
-                    process.send_signal(signal.SIGUSR1)
+                    _send_signal(process, signal.SIGUSR1)
                     received.save = False
                 if received.stop is not None and forwarded is None:
                     forwarded = received.stop
-                    process.send_signal(forwarded)
+                    _send_signal(process, forwarded)
                 time.sleep(0.1)
     except KeyboardInterrupt:  # the second Ctrl-C
-        process.send_signal(signal.SIGINT)
+        _send_signal(process, signal.SIGINT)
         process.wait()
         raise
     return process.returncode or (128 + forwarded if forwarded else 0)
+
+
+def _send_signal(process: "subprocess.Popen[bytes]", number: int) -> None:
+    """Pass on a signal; on Windows, where none can be sent, the console gives Ctrl-C to both."""
+    if not files.IS_WINDOWS:
+        process.send_signal(number)
 
 
 def group_runs(paths: list[Path]) -> dict[str, list[Path]]:

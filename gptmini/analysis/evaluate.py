@@ -31,10 +31,10 @@ def evaluate_text(
 
         gptmini.evaluate("runs/my", "other.txt").bits_per_byte
 
-    A path is loaded in float32, a loaded run evaluated as it is. `split` is the held-out part,
-    "validation" or "test". Windows are as long as in training, and
-    `stride` tokens apart, by default side by side. Raises DataError for a text that cannot be read
-    or has changed since training.
+    A path is loaded in float32; a loaded run is evaluated as it is. `split` is the held-out part,
+    "validation" or "test". Windows are as long as in training, and `stride` tokens apart, by
+    default side by side. Raises DataError for a text that cannot be read or has changed since
+    training.
     """
     if not isinstance(run, Run):
         run = load_run(run, weights="float32", cache=cache)

@@ -86,7 +86,7 @@ def _measure_run(
     overlap: bool,
     known: dict[str, dict[str, Any]],
 ) -> RunMeasurement:
-    """Measure one run on a text, in windows side by side or in such that overlap by half."""
+    """Measure one run on a text, in windows that lie side by side or overlap by half."""
     seq_len = run.config.seq_len
     stride = -(-seq_len // 2) if overlap else seq_len
     token_files = ",".join(file.path.stem for file in text)

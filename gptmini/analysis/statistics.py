@@ -91,7 +91,7 @@ def estimate_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) 
 
     With two seeds or more in common, only those count, as pairs.
     """
-    pairs = pair(ours, theirs)
+    pairs = subtract_pairs(ours, theirs)
     if len(pairs) > 1:
         return Estimate(fmean(pairs), (_compute_variance(pairs),), (len(pairs),))
     sides = [list(ours.values()), list(theirs.values())]
@@ -106,8 +106,8 @@ def _compute_variance(figures: list[float]) -> float:
     return float(np.var(figures, ddof=1))
 
 
-def pair(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Return the difference of each two figures of the same seed."""
+def subtract_pairs(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Return the differences of the figures whose seeds both have."""
     return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
 
 
@@ -124,7 +124,7 @@ def compute_half_width(estimate: Estimate, error_rate: float) -> float:
     return find_t_quantile(error_rate, estimate.freedom) * estimate.standard_error
 
 
-def adjust(p_values: Sequence[float]) -> list[tuple[float, float]]:
+def correct_p_values(p_values: Sequence[float]) -> list[tuple[float, float]]:
     """Correct p-values for their number; returns each with the rate that its test is held to.
 
     By Holm's method, the smallest of n counts n times, the next n - 1 times, and so on, none for
@@ -147,21 +147,21 @@ def conclude(estimates: Sequence[Estimate], notable: float) -> list[Difference]:
     """Correct estimates for their number, and count the seeds that a `notable` difference needs."""
     known = [estimate for estimate in estimates if estimate.variances]
     p_values = [compute_p_value(estimate) for estimate in known]
-    adjusted = iter(adjust(p_values))
+    corrections = zip(p_values, correct_p_values(p_values), strict=True)
     differences = []
     for estimate in estimates:
         if not estimate.variances:
             differences.append(Difference(estimate.difference, estimate.counts))
             continue
-        corrected, rate = next(adjusted)
+        p, (p_corrected, rate) = next(corrections)
         differences.append(
             Difference(
                 estimate.difference,
                 estimate.counts,
                 half_width=compute_half_width(estimate, rate),
                 confidence=1 - rate,
-                p=compute_p_value(estimate),
-                p_corrected=corrected,
+                p=p,
+                p_corrected=p_corrected,
                 seeds_needed=count_seeds_needed(estimate, notable, ERROR_RATE / len(known)),
             )
         )

@@ -188,7 +188,7 @@ class DataConfig(Section):
     validation_path: Paths | None = None
     """Hold out this text instead of a fraction of path."""
     test: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of the text to keep for evaluate --split test, and for nothing before; null: none.
+    """Fraction of the text to keep for --split test, and for nothing before; null: none.
     For figures that no choice of settings has touched."""
 
     def contradictions(self) -> Iterator[Contradiction]:

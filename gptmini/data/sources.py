@@ -75,9 +75,8 @@ class Source:
                         advance(len(block))
                         has_returns = has_returns or b"\r" in block
                 if file.kind == "text" and (has_returns or file.compression):
-                    hashed.update(
-                        b"line feeds"
-                    )  # the same bytes gave other tokens when CR was kept
+                    # The same bytes gave other tokens when CR was kept.
+                    hashed.update(b"line feeds")
                     if not file.compression:
                         converted.append(file.path)
         if converted:
@@ -404,7 +403,7 @@ def _describe_file(path: Path, errors: str) -> File:
             raise_unreadable(error, path, f"get it with: gptmini data fetch {path.stem}")
         if path.is_absolute():
             raise_unreadable(error, path)
-        raise_unreadable(error, path, f"check the path, which begins in {Path.cwd()}")
+        raise_unreadable(error, path, f"check the path, which is relative to {Path.cwd()}")
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
     suffixes = [suffix.lower() for suffix in path.suffixes]

@@ -71,13 +71,19 @@ class Group:
         self._exchanges = 0  # made so far, for keys that are never used twice
 
     def select_accelerator(self, device: torch.device) -> None:
-        """Give each rank of a machine an accelerator of its own; MachineError if there are fewer.
+        """Give each rank of a machine an accelerator of its own.
 
-        Slurm may show each rank only its own.
+        Raises MachineError if there are fewer, or if ranks cannot exchange their tensors.
         """
         if device.type == "cpu" or self.world_size == 1:
             return
+        if f"{device.type}:" not in dist.get_backend_config():
+            raise MachineError(
+                f"--device {device.type}: several processes cannot train on it here, for want of "
+                f"NCCL or XCCL; start a single one, or use --device cpu"
+            )
         count = torch.accelerator.device_count()
+        # A rank that sees a single one has it for itself: Slurm can hide those of the others.
         if self.local_rank >= count > 1:
             raise MachineError(
                 f"{count} devices for at least {self.local_rank + 1} ranks on this machine; start "

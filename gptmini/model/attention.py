@@ -6,7 +6,8 @@ model; `KVCache` keeps the keys and values of earlier tokens.
 
 H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 2017), G = 1 is
 multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
-serves all three: query head h reads KV head h // (H / G), and keys and values are never repeated.
+serves all three: query head h reads KV head h // (H / G). The cache holds G heads, and on a CPU
+keys and values are never repeated.
 
 Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head size, V head size of
 the values (K in the model).
@@ -153,10 +154,10 @@ def attend(
         causal = mask is None
         return _attend(q, k, v, mask, causal, dropout, backend)
     # Decoding has a single query. The heads that share a KV head then become the rows of one matrix
-    # product, or of two to use two cores (12 heads on 1024 keys of one KV head: 38 us in one
-    # product, 30 in two, 69 in twelve).
+    # product, or on a CPU of two to use two cores (12 heads on 1024 keys of one KV head: 38 us in
+    # one product, 30 in two, 69 in twelve).
     G = k.shape[1]
-    products = 2 * G if H % (2 * G) == 0 else G
+    products = 2 * G if q.device.type == "cpu" and H % (2 * G) == 0 else G
     packed = q.reshape(B, products, H // products, K)  # the heads take the place of T
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == H:  # and so do those of its mask
         mask = mask.reshape(*mask.shape[:-3], products, H // products, -1)
@@ -174,8 +175,8 @@ def _attend(
         return _attend_eager(q, k, v, mask, causal, dropout)
     grouped = k.shape[1] < q.shape[1]
     if grouped and q.device.type != "cpu" and (mask is not None or q.dtype == torch.float32):
-        # On CUDA only the flash kernel shares KV heads, and it takes neither. Without copies
-        # torch would fall back to plain products that hold all scores.
+        # On CUDA only the flash kernel shares KV heads, and it takes neither masks nor float32.
+        # Without copies torch would fall back to plain products, which hold all scores.
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, K)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, K)
         grouped = False

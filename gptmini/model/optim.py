@@ -119,9 +119,9 @@ class Optimizer:
     | embeddings, positions          | AdamW          | no           |
     | norms, biases                  | AdamW          | no           |
 
-    AdamW is that of Loshchilov and Hutter (2019). Muon leaves matrices of a single row or column to
-    it. Muon orthogonalizes in `dtype`, by the function `orthogonalize`, in which several processes
-    can share the work.
+    AdamW is that of Loshchilov and Hutter (2019); it also takes matrices of a single row or column
+    from Muon. Muon orthogonalizes in `dtype`, by the function `orthogonalize`, in which several
+    processes can share the work.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Writes the metrics of a run: metrics.jsonl, and the trackers that `train.log_to` names.
 
-A line has the state of the training and `wall_time`, when it was written, in seconds since 1970.
+Each line also has `wall_time`: when it was written, in seconds since 1970.
 
 The file is the record; a resumed run cuts it back to the step that it continues from. Trackers are
 optional packages. Once training runs, one that fails is dropped with a warning.
@@ -153,7 +153,7 @@ def _open_tracker(name: str, run: Path, config: Config, step: int) -> Tracker:
     try:
         return TRACKERS[name](run, config, step)
     except Exception as error:  # its own, such as not being logged in
-        reason = " ".join(str(error).split()).rstrip(".")  # often an advice of its own
+        reason = " ".join(str(error).split()).rstrip(".")  # often with advice of its own
         raise MachineError(
             f"train.log_to: {name}: {reason}; or remove {name} from train.log_to"
         ) from None

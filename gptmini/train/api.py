@@ -26,10 +26,10 @@ def fit(
 ) -> Run:
     """Train a run, or resume it, in the directory `out`; returns it with its best weights.
 
-    `config` states what differs from the defaults, in sections as a YAML file does, or is the path
-    of such a file, or the name of one in configs/. Progress goes
-    to stderr. Raises the errors of `gptmini.errors` that the command reports; after a signal that
-    is Stopped, and the same call resumes. Under torchrun, all processes train one model.
+    `config` states what differs from the defaults, in sections as a YAML file does. It may also be
+    the path of such a file, or the name of one in configs/. Progress goes to stderr. Raises the
+    errors of `gptmini.errors` that the command reports; after a signal that is Stopped, and the
+    same call resumes. Under torchrun, all processes train one model.
     """
     started = time.perf_counter()
     if isinstance(config, str | Path):

@@ -193,6 +193,6 @@ def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:
     if now > before:
         say_header(
             f"  rate      rises again, from {before:.1e} to {now:.1e}: it is cooled down over the "
-            f"last {get_cooldown_steps(config.train):,} of {format_count(steps, 'step')}, which "
-            f"were {steps_before:,}"
+            f"last {get_cooldown_steps(config.train):,} of {format_count(steps, 'step')}, no "
+            f"longer of {steps_before:,}"
         )

@@ -40,7 +40,7 @@ def train_step(training: Training) -> dict[str, Any]:
         losses.append(loss.detach())
     training.gradients.finish()
     clipped_norm = training.gradients.clip(settings.grad_clip)
-    # The only wait for the device in a step.
+    # In a single process, the only wait for the device in a step.
     *own_losses, norm = torch.stack([*losses, clipped_norm]).cpu().tolist()
     # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the
     # same numbers in the same order.

@@ -130,9 +130,8 @@ def main() -> None:
     parser.add_argument("--processes", action="store_true")
     options = parser.parse_args()
     # Random tokens from those before the one that ends a document, which is forbidden.
-    vocabulary = END_OF_DOCUMENT[0] = load_tokenizer(
-        Path(options.run) / "tokenizer.json"
-    ).eos_token_id
+    vocabulary = load_tokenizer(Path(options.run) / "tokenizer.json").eos_token_id
+    END_OF_DOCUMENT[0] = vocabulary
     print("| clients x prompt | server | tokens/s | first token | between tokens |")
     print("|---|---|---|---|---|", flush=True)
     for n_clients in map(int, options.clients.split(",")):

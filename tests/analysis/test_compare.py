@@ -4,12 +4,14 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from gptmini.analysis import compare, measure, plots
 from gptmini.errors import ConfigError, GptminiError
+from gptmini.machine import ReceivedSignals
 from gptmini.runs.directory import RunDirectory
 from tests.analysis.samples import data_of, variant
 from tests.support import SMALL, tiny
@@ -233,3 +235,25 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     assert (code, "window:64" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")
     assert (code, "no-such-thing: no such configuration or run;" in err) == (2, True)
+
+
+class ChildOnWindows:
+    """A process that has ended when asked a second time; no signal can be sent to it."""
+
+    returncode = 0
+
+    def __init__(self) -> None:
+        self.answers = [None, 0]
+
+    def poll(self) -> int | None:
+        return self.answers.pop(0)
+
+    def send_signal(self, number: int) -> None:
+        raise ValueError(f"Unsupported signal: {number}")
+
+
+def test_ctrl_c_on_windows_reaches_the_training_without_us(monkeypatch):
+    received = nullcontext(ReceivedSignals(stop=signal.SIGINT))
+    monkeypatch.setattr(compare.machine, "catch_signals", lambda: received)
+    monkeypatch.setattr(compare.files, "IS_WINDOWS", True)
+    assert compare._wait(ChildOnWindows()) == 130

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from gptmini.analysis.statistics import (
     ERROR_RATE,
     Estimate,
-    adjust,
     compute_half_width,
     compute_p_value,
     compute_t_tails,
     conclude,
+    correct_p_values,
     count_seeds_needed,
     estimate_difference,
     find_t_quantile,
@@ -123,7 +123,7 @@ def test_five_equal_variants_get_a_verdict_at_most_once_in_twenty(seeds, correla
     for first, *others in draw(chance, seeds, [1] * 5, correlation):
         estimates = [estimate_difference(by_seed(other), by_seed(first)) for other in others]
         p_values = [compute_p_value(estimate) for estimate in estimates]
-        wrong += min(corrected for corrected, _ in adjust(p_values)) <= ERROR_RATE
+        wrong += min(corrected for corrected, _ in correct_p_values(p_values)) <= ERROR_RATE
     assert wrong / DRAWS < 0.06
 
 
@@ -153,10 +153,10 @@ def test_only_seeds_that_both_have_are_paired():
 
 def test_holm_corrects_as_in_his_example():
     """As R's p.adjust does; the rates are those that each is tested at, up to the first to fail."""
-    adjusted = adjust([0.01, 0.04, 0.03, 0.005])
+    adjusted = correct_p_values([0.01, 0.04, 0.03, 0.005])
     assert [corrected for corrected, _ in adjusted] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert [rate for _, rate in adjusted] == pytest.approx([0.05 / 3, 0.025, 0.025, 0.0125])
-    assert adjust([]) == []
+    assert correct_p_values([]) == []
 
 
 @given(
@@ -166,7 +166,7 @@ def test_holm_corrects_as_in_his_example():
 )
 def test_an_interval_excludes_zero_exactly_if_there_is_a_verdict(drawn):
     estimates = [Estimate(mean, (spread**2,), (count,)) for mean, spread, count in drawn]
-    adjusted = adjust([compute_p_value(estimate) for estimate in estimates])
+    adjusted = correct_p_values([compute_p_value(estimate) for estimate in estimates])
     for estimate, (corrected, rate) in zip(estimates, adjusted, strict=True):
         assert rate <= ERROR_RATE
         if abs(corrected - ERROR_RATE) > 1e-9:  # not on the border

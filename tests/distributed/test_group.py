@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gptmini.distributed.checkpoints import WholeCheckpoints
 from gptmini.distributed.gradients import ExactGradients, FastGradients, Gradients
@@ -18,6 +19,8 @@ from gptmini.model.gpt import GPT
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny
+
+CUDA = torch.device("cuda")
 
 
 class Store:
@@ -140,3 +143,39 @@ def test_several_ranks_add_their_gradients(world_size: int, reduce: str, kind: t
     model = GPT(tiny(model={"n_layer": 1}).with_tokenizer("byte", 257).model)
     placement = Replicated(Group(0, world_size), compute, reduce)
     assert type(placement.create_gradients(model, 1)) is kind
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the devices that were selected, on a machine with two."""
+    numbers: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", numbers.append)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    return numbers
+
+
+def test_each_rank_of_a_machine_takes_an_accelerator_of_its_own(chosen):
+    for local_rank in range(2):
+        Group(4 + local_rank, 8, local_rank).select_accelerator(CUDA)
+    assert chosen == [0, 1]
+
+
+def test_a_rank_that_sees_a_single_accelerator_takes_that(chosen, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    Group(3, 8, 3).select_accelerator(CUDA)
+    assert chosen == [0]
+
+
+def test_more_ranks_than_accelerators_are_refused(chosen):
+    with pytest.raises(MachineError, match="2 devices for at least 3 ranks on this machine"):
+        Group(2, 8, 2).select_accelerator(CUDA)
+    assert chosen == []
+
+
+def test_accelerators_whose_tensors_cannot_be_exchanged_are_refused(chosen):
+    with pytest.raises(MachineError, match="--device mps: several processes cannot train on it"):
+        Group(0, 2).select_accelerator(torch.device("mps"))
+    Group(0, 1).select_accelerator(torch.device("mps"))  # a single process exchanges nothing
+    Group(0, 2).select_accelerator(torch.device("cpu"))
+    assert chosen == []

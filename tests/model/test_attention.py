@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -60,6 +61,32 @@ def test_attend_is_the_definition(H, G, T, S, K, V, causal, backend):
     mask = mask if causal else torch.ones_like(mask)
     found = attend(q, k, v, mask, backend=backend)
     torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
+
+
+class OnGpu(Tensor):
+    """A tensor in main memory that says it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("H", "G", "T", "S", "K", "V"), SHAPES)
+def test_on_a_gpu_no_kernel_has_to_share_kv_heads(H, G, T, S, K, V, monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, H, T, K), torch.randn(2, G, S, K), torch.randn(2, G, S, V)
+    mask = make_mask(torch.arange(S - T, S), torch.arange(S))
+    expected = attend(q, k, v, mask)
+    kv_heads = []
+    kernel = F.scaled_dot_product_attention
+
+    def record(q: Tensor, k: Tensor, *others: object, enable_gqa: bool, **options: object):
+        assert not enable_gqa
+        kv_heads.append(k.shape[1])
+        return kernel(q, k, *others, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    q, k, v = (tensor.as_subclass(OnGpu) for tensor in (q, k, v))
+    torch.testing.assert_close(attend(q, k, v, mask).as_subclass(Tensor), expected)
+    assert kv_heads == [G if T == 1 else H]  # decoding copies nothing of the cache
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

@@ -70,7 +70,7 @@ class FakeCompute(Compute):
         return nullcontext()
 
 
-class Windows:
+class ZeroBatches:
     """Batches of zeros."""
 
     def get_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ class Stage:
         self.config = config
         self.model = model
         self.step = 0
-        self.batches = Windows()
+        self.batches = ZeroBatches()
         self.micro_batches = [0, 1]
         self.compute = FakeCompute(device, torch.float32)
         self.gradients = Gradients(model.parameters())

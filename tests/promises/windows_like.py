@@ -3,9 +3,8 @@
     python -m tests.promises.windows_like FOLDER COMMANDS
 
 COMMANDS is a JSON list of command lines, which run in FOLDER, in one process. What Windows lacks is
-hidden, and it has its own manners: a file that is open can be neither renamed nor replaced nor
-deleted, and neither can a folder with such a file. Prints a JSON list of exit codes as the last
-line of stderr.
+hidden. As there, a file that is open cannot be renamed, replaced or deleted, nor can a folder with
+such a file. Prints a JSON list of exit codes as the last line of stderr.
 """
 
 import errno

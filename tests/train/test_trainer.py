@@ -267,7 +267,7 @@ def test_a_learning_rate_that_rises_again_is_explained(train, config, capsys):
     before = get_learning_rate(config.with_train(steps=6).train, 5)
     now = get_learning_rate(config.with_train(steps=9).train, 6)
     assert f"rises again, from {before:.1e} to {now:.1e}: it is cooled down over the last" in line
-    assert line.endswith("of 9 steps, which were 6")
+    assert line.endswith("of 9 steps, no longer of 6")
     logged = [line["lr"] for line in metrics(train(config.with_train(steps=9)))]
     assert logged[5:7] == pytest.approx([before, now])
     assert "  rate  " not in capsys.readouterr().err
