@@ -62,13 +62,13 @@ class BoundedProtocol(H11Protocol):
         super().__init__(*args, **settings)
         self._max_connections = self.limit_concurrency
         self.limit_concurrency = None
-        self.waiting_since = 0.0  # for the client, when the present request is not complete
+        self.waiting_since = 0.0  # when the client's turn last began
         self._wait_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client has sent no complete request that has no response yet."""
+        """Whether it is the client's turn: to send a request, or the rest of its body."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -148,6 +148,9 @@ class BoundedProtocol(H11Protocol):
 
     def refuse(self, status: int, message: str) -> None:
         """Answer with an error and close the connection, without the application."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # the request was answered before its body had arrived
+            return
         content = json.dumps(build_error(status, message)).encode()
         headers = [
             (b"content-type", b"application/json"),
