@@ -139,7 +139,8 @@ class Server:
             if scheme.lower() != "bearer":
                 sent = ""
             # Takes the same time wherever the keys differ. Starlette decodes headers as latin-1.
-            sent_key = sent.strip().encode("latin-1")
+            # Bytes are stripped, as latin-1 has spaces that are parts of characters in UTF-8.
+            sent_key = sent.encode("latin-1").strip()
             if self._key and not hmac.compare_digest(sent_key, self._key):
                 raise HTTPException(
                     401, "api key: missing or wrong; send Authorization: Bearer and the key"
