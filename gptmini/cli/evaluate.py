@@ -47,8 +47,9 @@ def evaluate(
         corpus.check_paths(data, run_config.data)  # names a wrong path before torch is loaded
     from gptmini.analysis.evaluate import evaluate_run, load_text
     from gptmini.generate.run import load_run
+    from gptmini.machine import pick_device
 
-    trained = load_run(path, device, weights, cache)
+    trained = load_run(path, pick_device(device).type, weights, cache)
     window = trained.config.seq_len
     if stride is not None and stride > window:
         raise ConfigError(
