@@ -533,6 +533,14 @@ def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
     assert [each for each in wrong if "400 (Bad Request)" not in each] == []
 
 
+def test_a_run_whose_name_is_not_utf8_is_served(run: Run):
+    named = copy.copy(run)
+    named.path = Path(os.fsdecode(b"caf\xe9"))
+    with serving(named) as url:
+        assert "<h1>caf?</h1>" in HTTP.get(url).text
+        assert HTTP.get(f"{url}/v1/models").json()["data"][0]["id"] == "caf?"
+
+
 def test_a_key_is_asked_for(run: Run):
     with serving(run, "voilà") as url:
         assert HTTP.get(url).status_code == 200
