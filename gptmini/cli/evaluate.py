@@ -36,7 +36,7 @@ def evaluate(
 ) -> None:
     """Measure a trained model on its held-out text, or on all of another text."""
     if data and split == "test":
-        raise ConfigError("--split test: is a part of the run's own text; leave out --data")
+        raise ConfigError("--split test: a part of the run's own text; leave out --data")
     path = resolve_run(run)
     from gptmini.config.load import load_config
     from gptmini.console import say

@@ -58,7 +58,7 @@ def score(
 
 
 def _format_table(scored: "Score") -> Iterator[str]:
-    """List the tokens; those that share a character by their bytes, the last with the character."""
+    """List the tokens; those that share a character as bytes, and the character with the last."""
     yield "logprob   rank  token\n"
     any_shared = False
     for numbers, text in scored.iter_characters():
