@@ -20,7 +20,7 @@ def test_only_regular_files_are_opened(tmp_path: Path):
     check = "import sys; from gptmini import files; files.read_regular(sys.argv[1])"
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         words = [sys.executable, "-c", check, str(path)]
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
         assert f"not a regular file: '{path}'" in ended.stderr
     with pytest.raises(IsADirectoryError):
         files.read_regular(tmp_path)

@@ -202,7 +202,7 @@ def test_the_client_of_the_serving_page_gets_texts(tmp_path: Path, monkeypatch: 
                 assert json.loads(answer)["choices"][0]["text"]
         finally:
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.communicate(timeout=600)
     assert texts.stdout.strip()
 
 

@@ -65,7 +65,7 @@ def test_a_signal_while_preparing_leaves_nothing(tmp_path: Path, number, code):
         while not list(tmp_path.glob("cache/.tmp-*")):
             time.sleep(0.01)
         process.send_signal(number)
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=500)
     assert process.returncode == code
     assert err.decode().startswith("gptmini: stopped by ")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -287,11 +287,15 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
             time.sleep(0.1)
             return b""
 
-    def until(what: bytes, after: int = 0) -> int:
+    def until(what: bytes, after: int = 0, again: bytes = b"") -> int:
+        """Wait for an output; types `again` for each second in which nothing comes."""
         nonlocal seen
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while what not in seen[after:] and time.monotonic() < deadline:
-            seen += output()
+            printed = output()
+            seen += printed
+            if not printed:
+                os.write(terminal, again)
         return seen.index(what, after) + len(what)
 
     done = status = 0
@@ -303,9 +307,9 @@ def test_ctrl_c_in_a_terminal(run, tmp_path):
         place = until(b"\n> ", place)
         time.sleep(0.5)  # Python misses a Ctrl-C between its prompt and the read that follows
         os.write(terminal, b"\x03")  # there is no text to stop
-        place = until(b"\n> ", place)
+        place = until(b"\n> ", place, again=b"\x03")  # on a busy machine, half a second is short
         os.write(terminal, b"\x04")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not done and time.monotonic() < deadline:
             output()
             done, status = os.waitpid(pid, os.WNOHANG)

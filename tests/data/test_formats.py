@@ -19,7 +19,10 @@ from gptmini.errors import DataError, MachineError
 from gptmini.tokenizer import chunks
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"))
-IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+IN_A_FOLDER = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=40,
+)
 
 
 def documents(path: Path, **options: str) -> list[str]:
@@ -59,6 +62,16 @@ def test_separators_split_documents_wherever_blocks_end(
     assert documents(path, separator=separator) == expected
 
 
+@pytest.mark.parametrize("separator", ["-", "\n\n", "-\n-", "ab"])
+def test_a_separator_may_lie_across_blocks(tmp_path: Path, monkeypatch, separator):
+    texts = ["one", "two three", "x" * 9, "\xe9", "four"]
+    (tmp_path / "a.txt").write_text(separator.join(texts))
+    for block in range(1, 30):
+        monkeypatch.setattr(formats, "TEXT_BLOCK_SIZE", block)
+        monkeypatch.setattr(chunks, "TEXT_BLOCK_SIZE", block)
+        assert documents(tmp_path / "a.txt", separator=separator) == texts, block
+
+
 def packed(data: bytes, packing: str) -> bytes:
     if packing == ".gz":  # in two members, as `cat a.gz b.gz` makes
         return gzip.compress(data[:5], mtime=0) + gzip.compress(data[5:], mtime=0)
@@ -80,6 +93,12 @@ def test_lines_rows_and_columns_are_documents(tmp_path: Path, packing, texts):
         path = tmp_path / (name + packing)
         path.write_bytes(packed(content.encode(), packing))
         assert documents(path, text_key="body") == expected
+
+
+def test_a_field_may_be_as_long_as_a_book(tmp_path: Path):
+    csv.field_size_limit(131_072)  # Python's own limit, which another test may have raised
+    (tmp_path / "a.csv").write_text("text\n" + "word " * 40_000 + "\n")
+    assert documents(tmp_path / "a.csv") == ["word " * 40_000]
 
 
 def test_parquet_columns_are_documents(tmp_path: Path):

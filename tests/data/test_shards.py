@@ -1,6 +1,7 @@
 """Token files prepared in parts are one text, whatever the number of parts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptmini import files
 from gptmini.config.settings import Config
 from gptmini.data import corpus as corpora
 from gptmini.data import shards, token_file
@@ -185,6 +187,28 @@ def test_a_learned_tokenizer_comes_from_a_file(folder: Path, tmp_path: Path):
     text = b"".join(file.read_bytes() for file in sorted(folder.iterdir())).decode()
     assert text.startswith(corpus.tokenizer.decode(read.tolist()))
     assert not np.isin(read, range(256)).all()
+
+
+def test_the_tokenizer_is_synced_before_its_name_appears(folder: Path, monkeypatch):
+    synced: set[int] = set()
+    named: set[str] = set()
+    sync = files.sync
+    replace = os.replace
+
+    def note_sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def check_rename(source: Path, target: Path) -> None:
+        assert source.stat().st_ino in synced, target
+        named.add(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(files, "sync", note_sync)
+    monkeypatch.setattr(os, "replace", check_rename)
+    out = made(folder, 1)
+    assert named == {"tokenizer.json", "part-1-of-1.tokens"}
+    assert out.stat().st_ino in synced
 
 
 def test_plain_texts_may_be_named_tokens(tmp_path: Path):

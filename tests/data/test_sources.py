@@ -3,7 +3,8 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,6 +38,24 @@ def folder(tmp_path: Path) -> Path:
 def test_folders_are_read_in_order_without_hidden_files(folder: Path):
     assert texts(str(folder)) == ["a", "b", "c", "d"]
     assert texts(f"{folder}/sub", str(folder / "b.md")) == ["c", "d", "b"]
+
+
+def test_the_order_of_files_is_not_that_of_the_disk(tmp_path: Path, monkeypatch):
+    walk = os.walk
+
+    def walk_in_another_order(*given: Any, **options: Any) -> Iterator[Any]:
+        for root, folders, names in walk(*given, **options):
+            folders.sort(reverse=True)
+            names.sort(reverse=True)
+            yield root, folders, names
+
+    monkeypatch.setattr(os, "walk", walk_in_another_order)
+    paths = [f"{folder}/{name}" for folder in "abc" for name in "xyz"]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(path)
+    assert texts(str(tmp_path)) == paths
+    assert texts(f"{tmp_path}/**") == paths
 
 
 def test_globs_select_files(folder: Path):
@@ -219,6 +238,21 @@ def test_the_side_of_a_document_does_not_depend_on_the_others(tmp_path: Path):
     fewer = sides(words[::-3])
     assert set(fewer[0]) <= set(training)
     assert set(fewer[1]) <= set(validation)
+
+
+def test_each_side_gets_its_share_of_the_documents(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("|".join(f"document {n}" for n in range(1000)))
+    settings = DataConfig.model_validate({"separator": "|", "split": "documents"})
+    source = sources.find_source([str(path)], settings)
+    for validation, test in ((0.3, 0.3), (0.1, 0.4), (0.5, 0.05)):
+        shares = {"validation": validation, "test": test, "training": 1 - validation - test}
+        split = SourceSplit(source, validation, test)
+        counts = Counter(side for side, _ in split.iter_chunks(("training", "validation", "test")))
+        assert counts.total() == 1000
+        for side, share in shares.items():
+            deviation = (1000 * share * (1 - share)) ** 0.5
+            assert abs(counts[side] - 1000 * share) < 4 * deviation, side
 
 
 def test_standard_input_becomes_a_temporary_file(tmp_path: Path, monkeypatch):

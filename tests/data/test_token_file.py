@@ -62,6 +62,19 @@ def test_documents_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert TokenFile(path, BYTES).documents == 3
 
 
+def test_the_first_document_of_a_file_has_no_text_before_it(tmp_path: Path):
+    files = []
+    for count in (1, 3, 0):
+        path = tmp_path / f"{count}.tokens"
+        write(path, iter([TextChunk("text", True)] * count))
+        files.append(TokenFile(path, BYTES))
+    inner = [file.read(0, len(file)).tolist()[1:].count(256) for file in files]
+    assert inner == [0, 2, 0]
+    for file, expected in zip(files, inner, strict=True):
+        assert Corpus("", BYTES, [file], [], [], "").inner_document_count == expected
+    assert Corpus("", BYTES, files, files, [], "").inner_document_count == 2
+
+
 def test_several_files_are_written_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(token_files.chunks, "TEXT_BLOCK_SIZE", 4)  # several batches
     texts = [("a", "one", True), ("b", "two", True), ("a", " more", False), ("c", "é", True)]
@@ -217,10 +230,25 @@ def test_shares_are_whole_positive_and_near_the_weights(weights, total):
         assert abs(part - weight / sum(weights) * total) <= 1 + len(weights)
 
 
+@pytest.mark.parametrize(
+    ("weights", "total", "shares"),
+    [
+        ([0.5, 0.3, 0.2], 10, [5, 3, 2]),  # 1 for each, then 3.5, 2.1 and 1.4
+        ([1.0, 1.0, 1.3], 13, [4, 4, 5]),  # 1 for each, then 3.03, 3.03 and 3.94
+        ([1e-9, 1.0], 1000, [1, 999]),
+    ],
+)
+def test_what_is_left_goes_to_the_largest_remainders(weights, total, shares):
+    assert apportion(weights, total) == shares
+
+
 def test_windows_fit_from_any_first_position():
     for length in range(2, 60):
         for seq_len in range(1, min(length, 20)):
             count = count_windows(range(length), seq_len)
+            # The last first position is seq_len - 1; one more token is the last window's target.
+            fitting = [n for n in range(length) if seq_len - 1 + n * seq_len + 1 <= length]
+            assert count == max(1, *fitting)
             offsets = min(seq_len, length - count * seq_len)
             assert offsets >= 1
             assert offsets - 1 + count * seq_len + 1 <= length

@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.distributed.gradients import get_odd_part, list_micro_batches
 from gptmini.distributed.group import Group
+from gptmini.distributed.sharding import Sharded
 from gptmini.errors import MachineError
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.decide import decide
@@ -63,6 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
         | {"gradient_checkpointing": True},
     },
 }
+# The same with gradients that each process gets added from the others, and a clip that acts.
+FAST = CASES["adamw"] | {"train": CASES["adamw"]["train"] | {"reduce": "fast", "grad_clip": 0.1}}
 # No cool-down, so that more steps are the same run.
 CHAIN = CASES["muon"]["train"] | {"batch_size": 8, "warmup_steps": 0, "cooldown": 0.0}
 
@@ -78,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     def config(case: str, **changes: Any) -> Config:
-        settings = CASES[case] | {"data": {"path": str(text)}}
+        settings = (CASES | {"fast": FAST})[case] | {"data": {"path": str(text)}}
         return tiny(**settings | {"train": settings["train"] | changes})
 
     def launch(processes: int, chain_steps: int, *cases: str) -> None:
@@ -98,14 +103,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr
 
-    for case in CASES:
+    for case in (*CASES, "fast"):
         train(config(case), folder / f"{case}-1", cache)
     train(config("muon", **CHAIN | {"steps": 8}), folder / "whole", cache)
-    launch(2, 2, *CASES)
+    launch(2, 2, *CASES, "fast")
     launch(4, 4, *CASES)
     launch(1, 6)
     launch(2, 8)
@@ -143,6 +148,18 @@ def test_a_run_resumed_on_2_then_4_then_1_then_2_processes_is_one_that_never_sto
     assert_same(runs / "chain", runs / "whole")
 
 
+def test_fast_clips_by_the_norm_of_all_processes(runs: Path):
+    logged = []
+    for run in (runs / "fast-1", runs / "fast-2"):
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        logged.append([(line["grad_norm"], line["train_loss"]) for line in lines])
+    alone, together = logged
+    assert min(norm for norm, _ in alone) > 0.1  # each step is clipped
+    assert len(alone) == len(together) == 4
+    for one, other in zip(alone, together, strict=True):
+        assert other == pytest.approx(one, rel=0.02)  # as the sums round in bfloat16
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_each_process_writes_its_share_and_no_more(runs: Path, processes: int):
     folder = runs / f"adamw-{processes}" / "checkpoints" / "step-00000004"
@@ -177,6 +194,24 @@ def test_every_micro_batch_belongs_to_one_rank(n: int, size: int, sharded: bool)
     dealt = [list_micro_batches(n, Group(rank, size), run_length) for rank in range(size)]
     assert sorted(number for numbers in dealt for number in numbers) == list(range(n * size))
     assert {len(numbers) for numbers in dealt} == {n}
+    # Ranks take groups of `run_length` in turn; of replicas, each has one.
+    groups = [range(first, first + run_length) for first in range(0, n * size, run_length)]
+    expected = [
+        [number for group in groups[rank::size] for number in group] for rank in range(size)
+    ]
+    assert dealt == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_hold_the_rows_of_torch_chunk(size: int):
+    for count in range(1, 20):
+        chunks = torch.arange(count).chunk(size)
+        for rank in range(size):
+            first = sum(map(len, chunks[:rank]))
+            own = sum(map(len, chunks[rank : rank + 1]))
+            placement = SimpleNamespace(group=Group(rank, size))
+            found = Sharded.slice_rows(placement, count)  # type: ignore[arg-type]
+            assert found == slice(first, first + own)
 
 
 def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):

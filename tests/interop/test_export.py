@@ -16,7 +16,14 @@ from gptmini.errors import ConfigError, GptminiError
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
 from gptmini.generate.run import Run, load_run
 from gptmini.interop import architectures, huggingface
-from gptmini.interop.export import check_read_back, choose_tokens, compute_logits, export_run
+from gptmini.interop.export import (
+    HARD_TEXTS,
+    check_logits,
+    check_read_back,
+    choose_tokens,
+    compute_logits,
+    export_run,
+)
 from gptmini.interop.folding import fold
 from gptmini.interop.huggingface import import_model
 from gptmini.model.gpt import GPT
@@ -109,6 +116,37 @@ def test_transformers_samples_from_the_same_probabilities(case, tmp_path):
     found = made.scores[0][0].double().softmax(-1)
     assert (found > 0).sum() == (expected > 0).sum() > 1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+GENERATION_CONFIGS: dict[str, dict[str, Any]] = {
+    "default": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0},
+    "all tokens": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    "everything": {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 1.3,
+    },
+    "greedy": {"do_sample": False, "repetition_penalty": 1.1},
+}
+
+
+@pytest.mark.parametrize("case", SAMPLINGS)
+def test_an_export_states_how_the_run_samples(case, tmp_path):
+    """As its file says, without transformers."""
+    run = run_of(tmp_path / "run", sample=SAMPLINGS[case] | {"max_new_tokens": 77})
+    export_run(run, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    tokens = {"bos_token_id": 299, "eos_token_id": 299, "pad_token_id": 299}
+    expected = tokens | {"max_new_tokens": 77, "repetition_penalty": 1.0}
+    expected |= GENERATION_CONFIGS[case]
+    banned = found.pop("suppress_tokens", [])
+    biased = found.pop("sequence_bias", [])
+    assert found == expected
+    assert bytes(banned) == (b" o" if case == "everything" else b"")
+    assert biased == ([[[97], -2.5], [[101], 1.5]] if case == "everything" else [])
 
 
 def test_sampling_that_transformers_does_not_have_is_said(tmp_path, capfd):
@@ -273,6 +311,24 @@ def test_the_proof_catches_another_tokenizer(tmp_path):
         check_read_back(Path("out"), expected, run.tokenizer, (config, weights, other), tokens)
 
 
+def test_logits_that_are_no_numbers_never_pass():
+    good = torch.ones(1, 2, 3)
+    bad = torch.tensor([[[1.0, 1.0, torch.nan]] * 2])
+    assert check_logits(Path("out"), good, good) == 0
+    for expected, found in ((good, bad), (bad, good), (bad, bad)):
+        with pytest.raises(GptminiError, match="out: not written: logits differ by nan"):
+            check_logits(Path("out"), expected, found)
+
+
+def test_logits_are_compared_on_a_text_and_on_random_tokens(tmp_path):
+    run = run_of(tmp_path / "run")
+    tokens = choose_tokens(run, tmp_path)
+    assert tokens.tolist() == choose_tokens(run, tmp_path).tolist()
+    assert tokens[0].tolist() == run.encode("".join(HARD_TEXTS))[:40]  # it has no text of its own
+    assert len(set(tokens[1].tolist()) - set(tokens[0].tolist())) > 20
+    assert 250 < tokens[1].max() < 300
+
+
 def test_a_run_may_have_a_name_of_any_bytes(tmp_path):
     run = run_of(tmp_path / "caf\udce9")
     export_run(run, tmp_path / "out")
@@ -347,6 +403,14 @@ def test_any_model_ends_in_a_proven_export_or_in_a_refusal_that_names_a_setting(
     torch.testing.assert_close(
         compute_logits(read, weights, tokens), model(tokens), rtol=1e-4, atol=1e-4
     )
+
+
+def test_shards_are_filled_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 4 * 10)
+    sizes = {"a": 5, "b": 5, "c": 1, "d": 5, "e": 3, "f": 20, "g": 1, "h": 9}
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    shards = huggingface._split_into_shards(tensors)
+    assert ["".join(shard) for shard in shards] == ["ab", "cde", "f", "gh"]
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):

@@ -89,7 +89,29 @@ def test_special_tokens_and_chat_template_are_written(tmp_path):
     assert found["ggml.eos_token_id"] == 301
     assert found["ggml.eot_token_id"] == found["ggml.bos_token_id"] == 299
     assert found["chat_template"] == TEMPLATE
+    # Texts begin with the end-of-text token only where the user asks for it, as in gptmini.
+    assert (found["ggml.add_bos_token"], found["ggml.add_eos_token"]) == (False, False)
     assert gguf.read_gguf(tmp_path / "out.gguf")[2].to_json() == CHAT_TOKENIZER.to_json()
+
+
+@installed
+def test_vectors_and_positions_stay_in_float32(tmp_path):
+    """llama.cpp adds them to activations, which are float32."""
+    for case in ("default", "gpt2"):
+        run = run_of(tmp_path / f"{case} run", **CASES[case][1])
+        export_run(run, tmp_path / case, "gguf", "f16")
+        for tensor in gguf.import_gguf().GGUFReader(tmp_path / case).tensors:
+            is_narrow = len(tensor.shape) == 2 and tensor.name != "position_embd.weight"
+            assert tensor.tensor_type.name == ("F16" if is_narrow else "F32"), tensor.name
+
+
+@installed
+def test_a_stated_head_size_is_written_wherever_llama_cpp_reads_it(tmp_path):
+    """Where one of these keys is missing, llama.cpp takes d_model / n_head, which is 8 here."""
+    export_run(run_of(tmp_path / "run", head_dim=16), tmp_path / "out", "gguf")
+    fields = gguf.import_gguf().GGUFReader(tmp_path / "out").fields
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        assert fields[f"qwen3.{key}"].contents() == 16, key
 
 
 @installed
@@ -178,7 +200,7 @@ class Server:
         headers = {"Content-Type": "application/json"}
         address = self._server.listening_address + path
         request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-        return json.loads(urllib.request.urlopen(request, timeout=60).read())
+        return json.loads(urllib.request.urlopen(request, timeout=600).read())
 
 
 LLAMA_CPP = {

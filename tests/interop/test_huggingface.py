@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text
 from gptmini.analysis.score import score_text
+from gptmini.config.load import iter_settings
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
 from gptmini.generate.run import Run, load_run
+from gptmini.interop import architectures
 from gptmini.interop.export import export_run
 from gptmini.interop.huggingface import import_model
 from gptmini.runs.directory import RunDirectory
@@ -495,6 +497,34 @@ def test_windows_in_layers_that_we_do_not_have_are_refused(tmp_path):
     written("Qwen3 with windows", tmp_path / "there", layer_types=types)
     with pytest.raises(CheckpointError, match=r"layer_types: .* is not supported"):
         import_model(tmp_path / "there", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "expected"),
+    [
+        ("mistral", {}, {"attention.window": 4096}),
+        ("mistral", {"sliding_window": None}, {"attention.window": None}),
+        ("llama", {"sliding_window": 9}, {"attention.window": None}),
+        ("starcoder2", {}, {"attention.window": None, "norm_eps": 1e-5, "tie_embeddings": True}),
+        ("qwen2", {"sliding_window": 9}, {"attention.window": None}),
+        ("qwen2", WINDOW | {"num_hidden_layers": 28}, {"attention.window": None}),
+        ("qwen3", WINDOW | {"max_window_layers": 0}, {"attention.window": 9, "head_dim": 128}),
+        ("llama", {}, {"norm_eps": 1e-6, "rope_theta": 1e4, "tie_embeddings": False}),
+    ],
+)
+def test_keys_that_are_missing_have_the_defaults_of_transformers(model_type, keys, expected):
+    """Those of MistralConfig(), Qwen2Config() and so on, as their documentation states them."""
+    content = {"model_type": model_type, **SIZE, "max_position_embeddings": 8192, **keys}
+    found = architectures.from_hf_config(content, Path("config.json"), 8192)
+    settings = dict(iter_settings(found.model_dump()))
+    assert {key: settings[key] for key in expected} == expected
+
+
+def test_the_29th_layer_of_qwen_has_the_window_by_default():
+    """And none before it, as the test above shows; we have no such pattern."""
+    content = {"model_type": "qwen2", **SIZE, **WINDOW, "num_hidden_layers": 29}
+    with pytest.raises(CheckpointError, match=r"layer_types: .* is not supported"):
+        architectures.from_hf_config(content, Path("config.json"), None)
 
 
 def test_gpt2_variants_that_we_do_not_have_are_refused(tmp_path):

@@ -113,7 +113,7 @@ def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
             rows = config.train.batch_size // 2
             planned.append(measure(config.with_train(batch_size=rows)))
     for process in processes:
-        found = json.loads(process.communicate(timeout=240)[0])
+        found = json.loads(process.communicate(timeout=500)[0])
         for (memory, traffic), real in zip(planned, found, strict=True):
             assert memory.weights == real["weights"] == real["gradients"]
             assert memory.optimizer == real["optimizer"]

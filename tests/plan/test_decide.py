@@ -5,10 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.errors import MachineError
+from gptmini.machine import Compute
 from gptmini.plan import decide as deciding
 from gptmini.plan import minutes
 from gptmini.plan.decide import decide, reuse_choices
@@ -26,6 +28,24 @@ def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_pat
     assert chosen(1000) == 0.2
     assert chosen(1000, dropout=0.05) == 0.05
     assert chosen(1000, dropout=None) == 0.2
+
+
+def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkeypatch):
+    """250 steps, the default, would read this text 27 times; a minute suffices for 0.7 epochs."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 105)  # 2520 tokens
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    for seconds, dropout in ((10.0, 0.0), (0.2, 0.2)):
+        step_time = StepTime(seconds, 0.0)
+        monkeypatch.setattr(minutes, "time_step", lambda *_, step_time=step_time, **__: step_time)
+        train = {"minutes": 1.0, "batch_size": 16, "compile": "off"}
+        sections = {"data": {"path": str(tmp_path / "text.txt")}, "train": train}
+        sections["model"] = {"n_layer": 1, "n_head": 2, "d_model": 16, "context_length": 16}
+        sections["tokenizer"] = {"kind": "byte"}
+        config = decide(validate(sections, {}), None, tmp_path / "cache").config
+        epochs = config.train.steps * 16 * 16 / 2268  # 9 of 10 tokens are to train on
+        assert (epochs > 12) == (dropout == 0.2)
+        assert (epochs < 1) == (dropout == 0)
+        assert config.model.dropout == dropout
 
 
 def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
@@ -72,6 +92,24 @@ def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
     assert decide(requested, run, tmp_path / "cache").config == decision.config
 
 
+@pytest.mark.parametrize(
+    ("begun_on", "reduce", "resumed_on"), [(2, "exact", 1), (1, "fast", 2), (3, "fast", 4)]
+)
+def test_a_resumed_run_adds_gradients_as_it_did(
+    text_file: Path, tmp_path: Path, begun_on: int, reduce: str, resumed_on: int
+):
+    train = {"batch_size": 12, "micro_batch_size": 1, "compile": "off"}
+    requested = tiny(data={"path": str(text_file)}, train=train)
+    decision = decide(requested, None, tmp_path / "cache", world_size=begun_on)
+    assert decision.config.train.reduce == reduce
+    run = RunDirectory(tmp_path / "run")
+    run.create(decision.config, decision.corpus.tokenizer)
+    resumed = decide(requested, run, tmp_path / "cache", world_size=resumed_on)
+    assert resumed.config.train.reduce == reduce
+    new = decide(requested, None, tmp_path / "cache", world_size=resumed_on)
+    assert new.config.train.reduce != reduce
+
+
 def test_what_compiling_brought_is_in_the_decision(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -81,6 +119,21 @@ def test_what_compiling_brought_is_in_the_decision(
     assert decision.config.train.compile == "on"
     assert decision.seconds_per_step == 1.5
     assert decision.compile_outcome == "1.000 s/step instead of 2.000"
+
+
+def test_compiling_is_tried_on_the_rows_of_one_process(monkeypatch: pytest.MonkeyPatch):
+    tried = []
+
+    def note(share: Config, _: object, step_time: StepTime | None) -> CompileTrial:
+        tried.append((share.train.batch_size, step_time))
+        return CompileTrial(compiled=False)
+
+    monkeypatch.setattr(deciding, "try_compile", note)
+    config = tiny(train={"batch_size": 12})
+    compute = Compute(torch.device("cpu"), torch.float32)
+    decided, _ = deciding.choose_compile(config, compute, 4, StepTime(8.0, 1.0))
+    assert tried == [(3, StepTime(2.0, 1.0))]
+    assert (decided.train.batch_size, decided.train.compile) == (12, "off")
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(

@@ -1,6 +1,7 @@
 """Fine-tuning: a run that begins with the weights and the tokenizer of another."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -402,8 +403,16 @@ def test_a_tokenizer_that_spells_the_text_out_is_noted(
         )
 
 
+def test_end_of_text_tokens_spell_nothing(tmp_path):
+    (tmp_path / "new.jsonl").write_text('{"text": "a"}\n' * 200)
+    corpus = prepare_corpus(tiny(data={"path": str(tmp_path / "new.jsonl")}), tmp_path / "cache")
+    assert fine_tuning.count_tokens_per_character(corpus) == 1
+
+
 def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monkeypatch):
-    monkeypatch.setattr(minutes, "TARGET_UPDATES", 1)  # on a busy machine too
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: 0.01 * next(ticks))  # the same on any machine
+    monkeypatch.setattr(minutes, "TARGET_UPDATES", 1)
     requested = on(base, other_text)
     steps = {key: value for key, value in STEPS.items() if key in ("patience", "keep")}
     requested = validate(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gptmini.config.settings import Config
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
@@ -25,6 +26,25 @@ def config_of(optimizer: str = "muon", **train):
     return config.with_tokenizer("byte", 257)
 
 
+def run_real_steps(
+    config: Config, compute: Compute, passes: int = 1
+) -> tuple[GPT, Optimizer, StorageCounter]:
+    """Make two steps on tensors that have storages; counts the bytes they hold."""
+    with StorageCounter() as held:
+        model = GPT(config.model).train()
+        model.gradient_checkpointing = config.train.gradient_checkpointing
+        learner = Optimizer(model, config.train, compute.dtype)
+        for _ in range(2):
+            for _ in range(passes):
+                tokens = torch.zeros(8, 64, dtype=torch.long)
+                with compute.autocast():
+                    mean = compute_loss(model, tokens, tokens)
+                mean.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            learner.step(1e-3)
+    return model, learner, held
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -32,17 +52,7 @@ def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
     """The same counting on real tensors, whose kernels choose for themselves what to keep."""
     config = config_of(optimizer, gradient_checkpointing=checkpointing)
     compute = Compute(torch.device("cpu"), dtype)
-    with StorageCounter() as held:
-        model = GPT(config.model).train()
-        model.gradient_checkpointing = checkpointing
-        learner = Optimizer(model, config.train, dtype)
-        for _ in range(2):
-            tokens = torch.zeros(8, 64, dtype=torch.long)
-            with compute.autocast():
-                mean = compute_loss(model, tokens, tokens)
-            mean.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            learner.step(1e-3)
+    model, learner, held = run_real_steps(config, compute)
     found = estimate_memory(config, compute)
     assert found.weights + found.gradients + found.optimizer + found.activations == pytest.approx(
         held.peak, rel=0.02
@@ -50,6 +60,17 @@ def test_the_peak_is_that_of_real_steps(optimizer, dtype, checkpointing):
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
     assert found.weights == pytest.approx(sum(weights.values()), rel=0.01)  # and rotary tables
     assert found.optimizer == sum(tensor.nbytes for tensor in learner.state_dict().values())
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_the_second_pass_has_the_gradients_of_the_first(passes):
+    config = config_of("adamw", batch_size=8 * passes)
+    compute = Compute(torch.device("cpu"), torch.float32)
+    *_, held = run_real_steps(config, compute, passes)
+    found = estimate_memory(config, compute)
+    assert found.peak - found.saving == pytest.approx(held.peak, rel=0.02)
+    alone = estimate_memory(config_of("adamw"), compute)
+    assert found.activations - alone.activations > 0.5 * found.gradients
 
 
 def test_what_is_released_is_not_counted():

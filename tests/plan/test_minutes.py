@@ -148,6 +148,19 @@ def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
     assert sizes.train.batch_size == 32
 
 
+def test_processes_share_the_passes_but_not_the_update(monkeypatch):
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    config = validate({"train": {"eval_every": 10_000}}, {}).with_tokenizer("byte", 257)
+    step_time = StepTime(0.8, 0.2)
+    for world_size, per_step in ((1, 1.0), (2, 0.6), (8, 0.3)):
+        plan = minutes.choose_steps(config, 602.5, CPU, world_size, 0, step_time)
+        # 2 s for the last sample and half a second for the evaluation before it.
+        assert plan.train.steps == pytest.approx(600 / per_step, rel=0.01)
+        monkeypatch.setattr(minutes, "time_step", lambda *_, **__: step_time)
+        timed = minutes.choose_steps(config, 602.5, CPU, world_size, 0)
+        assert timed.train.steps == plan.train.steps
+
+
 def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
     stated = {"model": {"n_layer": 4, "d_model": 256}, "train": {"batch_size": 16}}
     config = validate(stated, {}).with_tokenizer("byte", 257)

@@ -1,5 +1,6 @@
 """Plans: their figures against those of the training that follows."""
 
+import itertools
 import json
 
 import pytest
@@ -125,7 +126,10 @@ def test_people_can_read_it(gptmini, text_file):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_minutes_are_planned_as_train_plans_them(gptmini, text_file):
+def test_minutes_are_planned_as_train_plans_them(gptmini, text_file, monkeypatch):
+    """By a clock that goes on by 10 ms whenever it is read, so that a pass takes as much."""
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: 0.01 * next(ticks))
     words = ["--data", "text.txt", "--set", "model.context_length=16", "--minutes", "0.1"]
     code, out, err = gptmini("size", *words, "--json")
     assert code == 0, err
@@ -154,6 +158,22 @@ def test_a_missing_text_is_named(gptmini):
     code, _, err = gptmini("size", "--data", "nothing.txt")
     assert code == 3
     assert "nothing.txt" in err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (1.0, "about a second"),
+        (59.0, "59 seconds"),
+        (60.0, "1.0 minutes"),
+        (5400.0, "90.0 minutes"),
+        (7200.0, "2.0 hours"),
+        (36 * 3600.0, "36.0 hours"),
+        (48 * 3600.0, "2.0 days"),
+    ],
+)
+def test_durations_have_a_unit_of_which_there_are_two(seconds, words):
+    assert report._format_long_duration(seconds) == words
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,21 @@ def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected
         assert found == {2 if expected % 2 == 0 else 1}
 
 
+def test_sharded_processes_hold_one_model_together_and_have_room_for_more_rows(monkeypatch):
+    train = {"batch_size": 16, "reduce": "fast"}
+    config = tiny(train=train).with_tokenizer("byte", 257)
+    static = 16 * cost.count_parameters(config.model)
+    row = static // 4
+    monkeypatch.setattr(timing, "estimate_memory", lambda *_: SimpleNamespace(activations=row))
+    # Twice the rows that fit into half of what 2 whole models, or one in two shards, leave free.
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 2 * static + 2 * row)
+    assert timing.choose_micro_batch_size(config, CPU, 2) == 1
+    sharded = config.with_train(shard=True)
+    assert timing.choose_micro_batch_size(sharded, CPU, 2) == 2
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: static + 8 * row)
+    assert timing.choose_micro_batch_size(sharded, CPU, 2) == 4
+
+
 @pytest.mark.parametrize("kind", ["relu2", "swiglu"])
 @pytest.mark.parametrize("seq_len", [8, 512])
 @pytest.mark.parametrize(("width", "heads", "vocab_size"), [(512, 2, 257), (32, 8, 5000)])
@@ -90,6 +105,39 @@ def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
     config = tiny().with_tokenizer("byte", 257)
     assert timing.time_step(config, CPU, limit=limit).passes == 1
     assert made == passes
+
+
+def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
+    """By this clock a row takes a second in each pass."""
+    now = 0.0
+
+    def slow(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now += len(tokens)
+        return loss(model, tokens, targets)
+
+    loss = timing.compute_loss
+    monkeypatch.setattr(timing, "compute_loss", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for size in (1, 2, 6):
+        train = {"batch_size": 6, "micro_batch_size": size}
+        config = tiny(train=train).with_tokenizer("byte", 257)
+        assert timing.time_step(config, CPU) == timing.StepTime(6.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "attention", "windows"),
+    [
+        (12, {"window": 4, "full_every": 6}, [4, 4, 4, 4, 4, None]),
+        (12, {"window": 4, "full_every": 2}, [4, None, 4]),
+        (12, {"window": 4}, [4, 4, 4]),
+        (2, {}, [None, None]),
+    ],
+)
+def test_a_proxy_has_every_kind_of_layer(layers, attention, windows):
+    proxy = timing.make_proxy(tiny(model={"n_layer": layers, "attention": attention}))
+    found = [proxy.model.get_window(layer) for layer in range(proxy.model.n_layer)]
+    assert found == windows
 
 
 def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):

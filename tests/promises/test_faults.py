@@ -425,7 +425,10 @@ def test_a_spike_is_reported_with_its_windows(train, config, monkeypatch, capsys
     assert lines[0].startswith("warning: step 30: loss 9 after 5.")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=40,
+)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8))
 def test_in_any_history_the_newest_intact_and_the_best_are_there(tmp_path: Path, history):
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -488,7 +491,10 @@ def test_no_file_can_run_code(gptmini, train, config, text_file: Path, tmp_path:
     assert not canary.exists()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=200,
+)
 @given(data=st.data())
 def test_no_configuration_makes_us_crash(tmp_path: Path, data):
     texts = [path.read_text() for path in list_config_files()]

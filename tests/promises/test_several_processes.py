@@ -75,7 +75,7 @@ def train(tmp_path, text):
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr
         return RunDirectory(out), json.loads(done.stdout), done.stderr
@@ -303,7 +303,7 @@ def test_torchrun_starts_a_run_again_after_a_rank_died(train, tmp_path, text):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     assert "rank 1 (process" in done.stderr

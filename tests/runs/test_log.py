@@ -126,6 +126,14 @@ def test_a_log_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_line_may_have_zeros(tmp_path, capsys):
+    """As that of a base before its first update, and of a model that has learned all there is."""
+    line = {"step": 0, "tokens": 0, "seconds": 0.0} | EVALUATED | {"val_loss": 0.0, "val_bpb": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert log.read_metrics(tmp_path / "metrics.jsonl") == [line]
+    assert capsys.readouterr().err == ""
+
+
 def test_every_line_has_the_time_of_day_in_seconds_since_1970(tmp_path, monkeypatch):
     times = iter([1.7e9, 1.7e9 + 0.25004])
     monkeypatch.setattr(log.time, "time", lambda: next(times))

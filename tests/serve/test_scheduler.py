@@ -59,9 +59,22 @@ def test_texts_are_served_in_the_order_they_came(run: Run):
     scheduler = Scheduler(run, max_rows=1, max_waiting=4, deliver=deliver)
     assert scheduler.submit(requests)
     scheduler.start()
-    assert all_ended.wait(60)
+    assert all_ended.wait(600)
     scheduler.stop()
     assert order == [0, 1, 2, 3]
+
+
+def test_others_get_a_token_for_each_step_s_worth_of_work_on_prompts(run: Run):
+    """A step of two texts costs as much as 18 tokens of a prompt: 16 for the weights and 2."""
+    scheduler = Scheduler(run, max_rows=2, max_waiting=2, deliver=lambda deliveries: None)
+    scheduler.running = [make_request(run) for _ in range(2)]
+    work_before_steps = []
+    total = 0
+    scheduler._step = lambda engine, requests: work_before_steps.append((total, len(requests)))
+    for work in (17, 1, 17, 2, 18, 5):
+        total += work
+        scheduler._record_work(TorchEngine(run.model), work)
+    assert work_before_steps == [(18, 2), (37, 2), (55, 2)]
 
 
 def test_a_request_that_does_not_fit_the_queue_is_refused_as_a_whole(run: Run):

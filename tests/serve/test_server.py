@@ -1,5 +1,6 @@
 """The server, over real sockets on this machine, mostly with OpenAI's own client."""
 
+import asyncio
 import copy
 import json
 import os
@@ -37,12 +38,13 @@ from tests.support import tiny, train
 CONTEXT = 400
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=600)  # a busy machine is not a failure
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def closed() -> Iterator[None]:
+    """Close the client at the very end; a worker may leave this file and come back."""
     with HTTP:
         yield
 
@@ -81,7 +83,7 @@ def serving(run: Run, key: str = "", host: str = "127.0.0.1", **limits) -> Itera
         yield f"http://{name}:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(600)
         assert not thread.is_alive()
 
 
@@ -104,7 +106,7 @@ def alone(run: Run, prompt: str, number: int = 0, **settings) -> str:
 
 def wait_for(url: str, line: str) -> None:
     """Until /metrics has this line."""
-    for _ in range(6000):
+    for _ in range(60_000):
         if line in HTTP.get(f"{url}/metrics").text.splitlines():
             return
         time.sleep(0.01)
@@ -296,7 +298,7 @@ def test_a_long_prompt_yields_to_running_texts_between_layers():
         ]
     )
     scheduler.start()
-    assert done.wait(60)
+    assert done.wait(600)
     scheduler.stop()
     # A token after each layer of a whole chunk, and after two of the rest, which is shorter.
     assert order.index("long") == 4 + 4 + 2
@@ -488,6 +490,26 @@ def test_a_key_that_nobody_could_send_is_refused(gptmini, trained: Path, monkeyp
     assert err.startswith("gptmini: GPTMINI_API_KEY: ")
 
 
+def test_a_server_without_its_scheduler_is_not_healthy(run: Run):
+    transport = httpx.ASGITransport(Server(run, Limits()).app)  # which starts nothing
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/health")
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()) == (503, {"status": "stopped"})
+
+
+def test_metrics_count_the_tokens_of_prompts_and_texts(run: Run):
+    body = {"prompt": ["the", "fox!"], "n": 2, "max_tokens": 3, "logit_bias": {"256": -100}}
+    with serving(run, max_rows=2) as url:
+        assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
+        lines = HTTP.get(f"{url}/metrics").text.splitlines()
+    assert "gptmini_prompt_tokens_total 7.0" in lines  # each prompt is read once
+    assert "gptmini_generated_tokens_total 12.0" in lines
+
+
 def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
     page = HTTP.get(url)
     policy = page.headers["content-security-policy"]
@@ -637,8 +659,9 @@ def test_a_full_queue_refuses_and_clients_that_leave_make_room(run: Run):
                 assert refused.headers["retry-after"] == "1"
             assert [each.result().status_code for each in waiting] == [200, 200]
         # A client that waits for the whole answer frees its row too when it leaves.
+        soon = httpx.Timeout(600, read=0.5)
         with pytest.raises(httpx.ReadTimeout):
-            HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=0.5)
+            HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=soon)
         wait_for(url, 'gptmini_texts{state="running"} 0.0')
         assert 'gptmini_requests_total{status="429"} 1.0' in HTTP.get(f"{url}/metrics").text
 
@@ -650,14 +673,14 @@ HALF = (
 
 
 def test_a_request_has_its_time(run: Run):
-    with serving(run, max_rows=1, request_seconds=0.7) as url:
+    with serving(run, max_rows=1, request_seconds=2) as url:
         answer = HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False})
         assert answer.status_code == 504
-        assert answer.json()["error"]["message"].startswith("not done in 0.7 seconds")
+        assert answer.json()["error"]["message"].startswith("not done in 2 seconds")
         stream = HTTP.post(f"{url}/v1/completions", json=LONG)
         *_, last = filter(None, stream.text.splitlines())  # an event, or all if none came before
-        assert "not done in 0.7 seconds" in last
-        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 60) as half:
+        assert "not done in 2 seconds" in last
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 600) as half:
             half.sendall(HALF)
             assert half.recv(100).startswith(b"HTTP/1.1 408 ")
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as half:
@@ -668,7 +691,7 @@ def test_a_request_has_its_time(run: Run):
 def test_a_client_that_never_reads_loses_its_row(run: Run):
     body = json.dumps(LONG | {"logprobs": 20}).encode()  # soon more than fits into buffers
     head = HALF.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
-    limits = {"max_rows": 1, "request_seconds": 1.5, "max_values": 1 << 30}
+    limits = {"max_rows": 1, "request_seconds": 5, "max_values": 1 << 30}
     with serving(run, **limits) as url, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
@@ -764,7 +787,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, de
         text = "".join(choice["text"] for choice in choices)
         assert text == alone(run, secret, max_new_tokens=300, seed=1)
         log = process.stderr.read()
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
         assert '"POST /v1/completions HTTP/1.1" 200' in log
         assert "secret" not in log
         with pytest.raises(httpx.ConnectError):

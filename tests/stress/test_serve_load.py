@@ -108,7 +108,7 @@ async def storm(port: int, made: list[Request], dice: random.Random) -> list[str
 
     async def client() -> None:
         for number in todo:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(600):
                 texts[number] = await ask(port, *made[number], dice)
 
     async with asyncio.TaskGroup() as group:
@@ -144,7 +144,7 @@ def test_a_storm_of_requests(run: Run, count: int, default_signals):
     words = [sys.executable, "-m", "gptmini", "serve", str(run.path), "--port", str(port)]
     with LOG.open("w") as log:
         process = subprocess.Popen([*words, "--max-rows", "8"], stderr=log)
-    http = httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60)
+    http = httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=600)
     try:
         with http:
             assert http.get(f"http://127.0.0.1:{port}/health").status_code == 200

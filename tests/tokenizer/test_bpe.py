@@ -75,6 +75,13 @@ def test_a_word_of_a_megabyte_does_not_take_hours():
     assert len(bpe.learn_bpe(["a" * 1_000_000 + " " + "ab" * 500_000], 300)) > 260
 
 
+def test_the_parts_of_a_long_word_count_as_words(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bpe, "MAX_WORD_CHARACTERS", 4)
+    ranks = bpe.learn_bpe(["abcdabcdab"], 300)
+    assert ranks == bpe.learn_bpe(["abcd", "abcd", "ab"], 300)
+    assert b"abcd" in ranks
+
+
 def test_tiktoken_splits_words_as_we_do():
     text = "It's 12345 o'clock,\r\n\n   東京タワー  is\ttall!!?\n" + "x" * 40 + " " * 40
     ranks = {bytes([byte]): byte for byte in range(256)}

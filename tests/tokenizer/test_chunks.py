@@ -13,7 +13,7 @@ from tests.support import WORDS
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(text=TEXTS | st.text("ab1 \n\t.,'é東\u00a0\u2003!s/", max_size=200))
 @pytest.mark.parametrize("kind", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "bpe"])
 def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind, text):
@@ -29,6 +29,16 @@ def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind,
         assert 0 < cut <= limit
         if text[cut] == " " and text[cut - 1].isalnum():
             assert regex.findall(pattern, text[:cut]) + regex.findall(pattern, text[cut:]) == whole
+
+
+@given(st.text("ab .,\n", min_size=1, max_size=60), st.integers(1, 60), st.integers(1, 60))
+def test_the_cut_is_at_the_last_space_behind_a_letter(text, limit, reach):
+    limit = min(limit, len(text))
+    lowest = max(1, limit - reach)
+    spaces = [at for at in range(lowest, limit) if text[at] == " " and text[at - 1].isalnum()]
+    line_ends = [at + 1 for at in range(lowest - 1, limit) if text[at] == "\n"]
+    expected = (spaces or line_ends or [limit])[-1]
+    assert find_boundary(text, limit, reach) == expected
 
 
 def test_long_texts_are_encoded_in_parts(tiny_encoding: tiktoken.Encoding, monkeypatch):

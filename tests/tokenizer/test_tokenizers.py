@@ -40,6 +40,12 @@ def test_unseen_characters_are_split_into_bytes(seen, text):
     assert tokenizer.eos_token_id not in tokens
 
 
+@pytest.mark.parametrize("point", [0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF])
+def test_unseen_characters_have_as_many_bytes_as_in_utf_8(point):
+    text = f"a{chr(point)}\xe9"
+    assert bytes(CharTokenizer("").encode(text).tolist()) == text.encode()
+
+
 def make_all(encoding: tiktoken.Encoding) -> list[Tokenizer]:
     return [ByteTokenizer(), CharTokenizer("abé東"), BpeTokenizer(encoding)]
 

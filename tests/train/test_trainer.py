@@ -19,7 +19,8 @@ from gptmini.machine import catch_signals, pick_device
 from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import get_learning_rate
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
+from gptmini.train import state, trainer
+from gptmini.train.resume import check_same_settings
 from tests.support import prepared, tiny
 from tests.support import train as begin_training
 
@@ -189,6 +190,49 @@ def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before
     assert [line["tokens_per_second"] for line in lines] == [round(speed, 1) for speed in speeds]
 
 
+def test_a_resumed_run_logs_the_speed_since_it_was_saved(train, text_file, monkeypatch):
+    """Step n takes n seconds; the first command makes 5 of them, the second one logs step 8."""
+    update = trainer.train_step
+    now = 0.0
+
+    def timed(training: Any) -> Any:
+        nonlocal now
+        now += training.step + 1
+        return update(training)
+
+    monkeypatch.setattr(trainer, "train_step", timed)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
+    intervals = {"log_every": 4, "eval_every": 100, "save_every": 100}
+    for steps in (5, 8):
+        run = train(tiny(data={"path": str(text_file)}, train=intervals | {"steps": steps}))
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 4, 5, 8]
+    assert lines[-1]["tokens_per_second"] == round(3 * 64 / (6 + 7 + 8), 1)
+
+
+def test_after_a_rewind_the_losses_before_it_make_no_spikes(train, text_file, monkeypatch, capsys):
+    """The loss has long been low when step 25 diverges; where the run begins again it is high."""
+    monkeypatch.setattr(state, "RECENT_LOSSES", 20)
+    update = trainer.train_step
+    has_diverged = False
+
+    def diverge_once(training: Any) -> Any:
+        nonlocal has_diverged
+        if training.step == 25 and not has_diverged:
+            has_diverged = True
+            raise DivergedError("loss nan; lower train.lr")
+        return update(training) | {"train_loss": 9.0 if training.step < 4 else 3.0}
+
+    monkeypatch.setattr(trainer, "train_step", diverge_once)
+    for steps in (2, 27):  # so that the only checkpoint is of step 2
+        settings = {"steps": steps, "eval_every": 100, "save_every": 100}
+        config = tiny(data={"path": str(text_file)}, train=settings | {"on_divergence": "rewind"})
+        train(config)
+    said = capsys.readouterr().err
+    assert "loss nan; rewinding to step 2 at 0.5 of the learning rate" in said
+    assert "the windows at" not in said
+
+
 def test_the_rate_is_scaled_after_a_rewind(text_file, tmp_path):
     training = prepared(tiny(data={"path": str(text_file)}), tmp_path / "run", tmp_path / "cache")
     training.progress.lr_scale = 0.25
@@ -287,6 +331,51 @@ def test_another_configuration_is_refused_with_its_differences(train, config, te
     ]
     assert "--out" in error.value.lines[-1]
     assert before == {p: p.read_bytes() for p in before}
+
+
+# One other value for each setting that decides the weights. They must not change within a run.
+SETTINGS_OF_THE_WEIGHTS: dict[str, Any] = {
+    "data.split": "documents",
+    "data.validation": 0.2,
+    "data.test": 0.1,
+    "data.separator": "|",
+    "data.text_key": "body",
+    "data.errors": "replace",
+    "tokenizer.kind": "char",
+    "model.n_layer": 1,
+    "model.dropout": 0.3,
+    "model.norm_eps": 1e-3,
+    "model.rope_theta": 5000.0,
+    "train.batch_size": 8,
+    "train.seq_len": 8,
+    "train.optimizer": "adamw",
+    "train.muon_lr": 0.01,
+    "train.lr": 1e-4,
+    "train.min_lr": 1e-5,
+    "train.schedule": "cosine",
+    "train.cooldown": 0.5,
+    "train.weight_decay": 0.1,
+    "train.betas": [0.8, 0.9],
+    "train.grad_clip": 0.5,
+    "train.reduce": "exact",
+    "train.eval_tokens": 100,
+    "train.seed": 1,
+    "train.dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("key", SETTINGS_OF_THE_WEIGHTS)
+def test_no_setting_that_decides_the_weights_may_change_within_a_run(key, tmp_path):
+    sections: dict[str, dict[str, Any]] = {name: {} for name in ("data", "model", "tokenizer")}
+    sections["train"] = {"dtype": "float32"}
+    before = tiny(**sections)
+    section, name = key.split(".")
+    sections[section][name] = SETTINGS_OF_THE_WEIGHTS[key]
+    now = tiny(**sections)
+    run = RunDirectory(tmp_path / "run")
+    check_same_settings(before, before, run)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: "):
+        check_same_settings(now, before, run)
 
 
 def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, config):

@@ -1,0 +1,142 @@
+"""Ranks that agree on facts: threads of this process, with a store between them."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptmini.distributed.checkpoints import WholeCheckpoints
+from gptmini.distributed.gradients import ExactGradients, FastGradients, Gradients
+from gptmini.distributed.group import Group, RemoteFailure
+from gptmini.distributed.placement import Replicated
+from gptmini.errors import CheckpointError, DataError, MachineError, RankError
+from gptmini.machine import Compute
+from gptmini.model.gpt import GPT
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.tokenizer.tokenizers import ByteTokenizer
+from tests.support import tiny
+
+
+class Store:
+    """What torch's store does for a group: texts by key, the same for all ranks."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def run_on_ranks(
+    world_size: int, work: Callable[[Group], Any], ranks_per_machine: int = 1
+) -> list[Any]:
+    """Run `work` on every rank; returns what each returned or raised."""
+    store = Store()
+    groups = [
+        Group(rank, world_size, rank % ranks_per_machine, store) for rank in range(world_size)
+    ]
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(work, group) for group in groups]
+    return [future.exception() or future.result() for future in futures]
+
+
+def test_all_ranks_get_the_values_of_all_and_the_decision_of_the_first():
+    def exchange(group: Group) -> tuple[Any, Any, Any]:
+        gathered = group.all_gather_object({"rank": group.rank})
+        decided = group.on_rank_zero(lambda: f"of rank {group.rank}")
+        return gathered, group.broadcast_object(group.rank), decided
+
+    everything = [{"rank": rank} for rank in range(3)]
+    assert run_on_ranks(3, exchange) == [(everything, 0, "of rank 0")] * 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        ([{"a": 1}, {"a": 2}], "rank 1: a is 2, on rank 0 1; do it"),
+        ([{"a": 1}, {"a": 1, "b": 2}], "rank 1: b is 2, on rank 0 None; do it"),
+        ([{"a": 1, "b": 2}, {"a": 1}], "rank 1: b is None, on rank 0 2; do it"),
+    ],
+)
+def test_what_only_one_rank_has_is_a_difference(facts, line):
+    first, second = run_on_ranks(2, lambda group: group.check_same(facts[group.rank], "do it"))
+    assert isinstance(first, RankError)
+    assert isinstance(second, RankError)
+    assert (first.lines, second.lines) == ((line,), ())  # said once
+    same = run_on_ranks(2, lambda group: group.check_same(facts[0], "do it"))
+    assert same == [None, None]
+
+
+def test_one_rank_of_each_machine_works_before_the_others():
+    order: list[int] = []
+
+    def work(group: Group) -> int:
+        group.on_local_rank_zero_first(lambda: order.append(group.rank))
+        return group.rank
+
+    assert run_on_ranks(4, work, ranks_per_machine=2) == [0, 1, 2, 3]
+    assert [set(order[:2]), set(order[2:])] == [{0, 2}, {1, 3}]
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(DataError("no text; choose one"), 3), (MachineError("full"), 5), (OSError(28, "full"), 5)],
+)
+def test_a_rank_that_fails_ends_all_with_its_exit_code(failure, code):
+    def fail_on_rank_1() -> None:
+        raise failure
+
+    def work(group: Group) -> None:
+        group.on_all_ranks(fail_on_rank_1 if group.rank == 1 else lambda: None)
+
+    first, second, third = run_on_ranks(3, work)
+    assert second is failure
+    for other in (first, third):
+        assert isinstance(other, RemoteFailure)
+        assert (other.exit_code, other.lines) == (code, ())
+
+
+def test_ranks_with_another_checkpoint_are_refused(tmp_path: Path):
+    runs = []
+    for number, weight in enumerate((1.0, 1.0, 2.0)):
+        run = RunDirectory(tmp_path / f"disk-{number}")
+        run.create(tiny(), ByteTokenizer())
+        run.save(Checkpoint({"step": 7, "best": None}, {"a": torch.tensor([weight])}, {}))
+        runs.append(run)
+
+    def load(group: Group) -> Any:
+        return WholeCheckpoints(runs[group.rank], group).load_newest()
+
+    assert [checkpoint.step for checkpoint in run_on_ranks(2, load)] == [7, 7]
+    first, second, third = run_on_ranks(3, load)
+    assert isinstance(third, CheckpointError)
+    assert "disk-2/checkpoints: step 7 is not the checkpoint that rank 0 reads" in str(third)
+    for other in (first, second):
+        assert isinstance(other, RemoteFailure)
+        assert other.exit_code == CheckpointError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("world_size", "reduce", "kind"),
+    [
+        (1, "fast", Gradients),
+        (2, "fast", FastGradients),
+        (3, "fast", FastGradients),
+        (1, "exact", ExactGradients),
+        (2, "exact", ExactGradients),
+    ],
+)
+def test_several_ranks_add_their_gradients(world_size: int, reduce: str, kind: type[Gradients]):
+    compute = Compute(torch.device("cpu"), torch.float32)
+    model = GPT(tiny(model={"n_layer": 1}).with_tokenizer("byte", 257).model)
+    placement = Replicated(Group(0, world_size), compute, reduce)
+    assert type(placement.create_gradients(model, 1)) is kind
