@@ -215,9 +215,9 @@ def show_item_progress(unit: str, total: int, done: int) -> Iterator[Callable[[i
 
 @contextmanager
 def show_elapsed(description: str) -> Iterator[None]:
-    """Show on a terminal, from the first second on, for how long work takes that nobody can count.
+    """Show on a terminal how long work has taken, after a second, where no bar can show how far.
 
-    Also decorates a function whose calls are such work.
+    Also a decorator for functions that do such work.
     """
     if not is_interactive():
         yield

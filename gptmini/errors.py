@@ -59,7 +59,7 @@ class Stopped(GptminiError):  # noqa: N818 - not an error
 
 
 def make_missing_package_error(feature: str, package: str, extra: str) -> MachineError:
-    """Return the error for an optional package that is not installed; `feature` needs it."""
+    """Make the error for an optional package that `feature` needs and that is not installed."""
     return MachineError(
         f"{feature}: {package} is not installed; run pip install -e '.[{extra}]' in gptmini's "
         f"checkout"
@@ -67,7 +67,7 @@ def make_missing_package_error(feature: str, package: str, extra: str) -> Machin
 
 
 def shorten(value: object, length: int = 60) -> str:
-    """Cut a value for a message, which may come from a file or a user and be of any length."""
+    """Shorten a value for a message; from a file or a user, it may be of any length."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
@@ -79,7 +79,7 @@ def describe_os_error(error: Exception) -> str:
 
 
 def describe_lookup_error(error: Exception) -> str:
-    """Describe data of an unexpected form, as an error of Python tells of it."""
+    """Describe damaged data by the KeyError, TypeError or the like that reading it raised."""
     if isinstance(error, KeyError):
         return f"{shorten(repr(error.args[0]))} is missing"
     return f"damaged ({shorten(error, 120)})"

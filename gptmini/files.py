@@ -107,10 +107,12 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 def atomic_output(out: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes `out` when the block ends.
 
-    Nothing of it stays if the block raises. ConfigError if `out` exists or has a name that not all
-    programs could open. MachineError if it cannot be written, or if another process is writing it
-    (except on Windows, which locks no folders).
+    Nothing of it stays if the block raises. Raises ConfigError if `out` exists or its name is not
+    UTF-8, which not every program can open; MachineError if it cannot be written, or if another
+    process is writing it (except on Windows, which locks no folders).
     """
+    if not out.name:  # `.` and `/`, beside which no folder can be made
+        raise ConfigError(f"--out {out}: already exists; choose another name")
     if not _is_utf8(out):
         raise ConfigError(f"--out {str(out)!a}: not UTF-8; choose another name")
     folder = out.with_name(f".partial-{out.name}")
@@ -129,11 +131,12 @@ def atomic_output(out: Path) -> Iterator[Path]:
                 yield partial
                 rename(partial, out)
             finally:
-                shutil.rmtree(folder)
+                # It may be gone: a writer that had just ended removed it before we got its lock.
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_utf8(path: Path) -> bool:
-    """Tell whether a path is UTF-8: bytes that are not stand in it as lone surrogates."""
+    """Tell whether a path is UTF-8; Python keeps bytes that are not as lone surrogates."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -143,7 +146,7 @@ def _is_utf8(path: Path) -> bool:
 
 @contextmanager
 def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
-    """Let failures name `out` instead of `partial`, and the space left if writing has failed."""
+    """Name `out` instead of `partial` in errors, and the free space if writing failed."""
     try:
         yield
     except GptminiError as error:
@@ -153,7 +156,7 @@ def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
         place = str(error.filename or partial)  # a full disk names no file
         if not place.startswith(str(partial.parent)):
             raise
-        parent = next(each for each in out.parents if each.exists())
+        parent = next(each for each in out.parents if os.path.exists(each))
         free = shutil.disk_usage(parent).free
         raise MachineError(
             f"{out}: could not be written ({describe_os_error(error)}), {free:,} bytes free; make "

@@ -54,6 +54,12 @@ def test_an_output_appears_when_it_is_complete(tmp_path: Path, kind):
         files.atomic_output(out).__enter__()
 
 
+@pytest.mark.parametrize("name", [".", "..", "/"])
+def test_a_path_without_a_name_is_an_output_that_exists(name: str):
+    with pytest.raises(ConfigError, match="already exists; choose another name"):
+        files.atomic_output(Path(name)).__enter__()
+
+
 def test_of_two_writers_of_an_output_the_second_is_told(tmp_path: Path):
     out = tmp_path / "out"
     with files.atomic_output(out) as partial:

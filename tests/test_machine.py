@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from gptmini import machine
+from gptmini.analysis import evaluate, measure
+from gptmini.cli.evaluate import evaluate as cli_evaluate
+from gptmini.cli.score import score as cli_score
 from gptmini.errors import ConfigError, MachineError
 from gptmini.generate import run as run_module
 from gptmini.model.gpt import GPT
-from tests.support import tiny
+from tests.support import tiny, train
 
 
 def have(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
@@ -57,9 +60,39 @@ def test_a_small_model_generates_on_the_cpu_where_it_can_be_compiled(monkeypatch
     assert run_module._pick_device("auto", model, tmp_path).type == "cuda"
 
 
+def test_a_small_model_is_evaluated_on_the_gpu(monkeypatch, tmp_path):
+    """Evaluating reads many tokens at a time, which a GPU does faster for every model."""
+    (tmp_path / "text.txt").write_text("a text. " * 200)
+    path = tmp_path / "run"
+    config = tiny(train={"steps": 1}, data={"path": str(tmp_path / "text.txt")})
+    train(config, path, tmp_path / "cache")
+    have(monkeypatch, "cuda")
+    devices = []
+
+    def load_run(path: object, device: str = "auto", *_: object, **settings: object) -> None:
+        devices.append(device)
+        raise InterruptedError
+
+    for module in (run_module, evaluate, measure):
+        monkeypatch.setattr(module, "load_run", load_run)
+    options = {"weights": "float32", "device": "auto", "as_json": False}
+    with pytest.raises(InterruptedError):
+        evaluate.evaluate_text(path)
+    with pytest.raises(InterruptedError):
+        measure.measure_variants({"a": [path]}, None, tmp_path, tmp_path / "none")
+    with pytest.raises(InterruptedError):
+        cli_evaluate(path, None, None, 16, "validation", **options)
+    with pytest.raises(InterruptedError):
+        cli_score(path, "a", None, **options)
+    assert devices == ["cuda"] * 4
+
+
 PEAK = """
 import sys, torch
 from gptmini import machine
+from gptmini.analysis import evaluate, measure
+from gptmini.cli.evaluate import evaluate as cli_evaluate
+from gptmini.cli.score import score as cli_score
 cpu = torch.device("cpu")
 before = machine.get_peak_memory(cpu)
 block = bytearray(200 << 20)

@@ -13,7 +13,7 @@ from gptmini.data.token_file import TokenFile
 from gptmini.errors import DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
-from gptmini.machine import Compute
+from gptmini.machine import Compute, pick_device
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
 
@@ -37,7 +37,7 @@ def evaluate_text(
     training.
     """
     if not isinstance(run, Run):
-        run = load_run(run, weights="float32", cache=cache)
+        run = load_run(run, pick_device("auto").type, "float32", cache)
     paths = [str(data)] if isinstance(data, str | Path) else data
     return evaluate_run(run, load_text(run, paths, cache, split), stride=stride)
 

@@ -1,6 +1,6 @@
-"""Lists trained runs: how far they are, how good, how large, and what of them can be deleted.
+"""List runs: how far they are, how good, how large, and what of them can be deleted.
 
-Only reads. What it says can be deleted is left to the user.
+Nothing is written or deleted here.
 """
 
 import os
@@ -31,9 +31,10 @@ class FileSize:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a list says of a run.
+    """A line of the list.
 
-    `step` is the last one that was logged if the run is being trained, else the newest checkpoint.
+    `step` is the last one that was logged if the run is being trained, else that of the newest
+    checkpoint.
     `val_loss` and `val_bpb` are the last that were logged. `written` is in seconds since 1970.
     `problem` says why a run cannot be read.
     """
@@ -52,12 +53,12 @@ class RunSummary:
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """Summarize the run in a folder, or all runs in it and its subfolders, by name."""
+    """Summarize the run in a folder, or all runs in it and its subfolders, sorted by name."""
     return [_summarize(path) for path in _find_runs(folder)]
 
 
 def _find_runs(folder: Path) -> Iterator[Path]:
-    """Find runs, but for those in hidden folders, in other runs, and behind symbolic links."""
+    """Find runs, except in hidden folders, inside other runs and behind symbolic links."""
     if RunDirectory(folder).exists:
         yield folder
         return
@@ -69,8 +70,14 @@ def _find_runs(folder: Path) -> Iterator[Path]:
 def find_leftovers(folder: Path) -> list[FileSize]:
     """Find the unfinished runs in a folder that killed processes left at least a day ago."""
     latest = time.time() - STALE_SECONDS
-    partial = [path for path in sorted(folder.glob(".partial-*")) if path.is_dir()]
-    return [_measure(path) for path in partial if _measure_files(path)[1] < latest]
+    leftovers = []
+    for path in sorted(folder.glob(".partial-*")):
+        with suppress(OSError):  # finished and renamed meanwhile
+            # A process may have just made the folder and put nothing into it yet.
+            written = max(path.stat().st_mtime, _measure_files(path)[1])
+            if path.is_dir() and written < latest:
+                leftovers.append(_measure(path))
+    return leftovers
 
 
 def _summarize(path: Path) -> RunSummary:

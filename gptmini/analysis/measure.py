@@ -17,6 +17,7 @@ from gptmini.generate.engine import Engine
 from gptmini.generate.native.engine import open_engine
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
+from gptmini.machine import pick_device
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
@@ -49,7 +50,7 @@ def measure_variants(
     for name, folders in paths.items():
         runs = []
         for path in folders:
-            run = load_run(path, cache=cache, weights="float32")
+            run = load_run(path, pick_device("auto").type, "float32", cache)
             text = load_text(run, data, cache, split)
             runs.append(_measure_run(run, text, None if data else split, overlap, known))
         # The runs of a variant differ only by seed: the last one stands for all.

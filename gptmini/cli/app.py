@@ -130,7 +130,7 @@ def main() -> None:
     except BrokenPipeError:
         _end_after_closed_pipe()
     except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # of which typer makes a SystemExit
+        if not isinstance(end.__context__, BrokenPipeError):  # typer turns one into a SystemExit
             raise
         _end_after_closed_pipe()
     except Exception as error:
@@ -162,12 +162,12 @@ def _prepare_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
             if IS_WINDOWS and not stream.isatty():
-                # A pipe or a file gets what the other systems write, not the code page of Windows.
+                # Write the same bytes to pipes and files as elsewhere, not Windows' code page.
                 stream.reconfigure(encoding="utf-8", newline="\n")
 
 
 def _end_after_closed_pipe() -> NoReturn:
-    """Exit as programs do that SIGPIPE ends, as nobody reads the output any more."""
+    """Exit like a program that SIGPIPE ended: nobody reads the output any more."""
     console.discard_stdout()
     sys.exit(128 + CLOSED_PIPE_SIGNAL)
 

@@ -111,9 +111,9 @@ def _check_known(name: str) -> None:
 
 
 def _check_test_part(variants: "dict[str, Config]", data: list[str] | None) -> None:
-    """Raise ConfigError if what is to be trained keeps no test part, or `data` replaces it."""
+    """Raise ConfigError if there is no test part, or if `data` replaces that of finished runs."""
     if data and not variants:
-        raise ConfigError("--split test: is a part of the runs' own text; leave out --data")
+        raise ConfigError("--split test: a part of the runs' own text; leave out --data")
     if any(config.data.test is None for config in variants.values()):
         raise ConfigError("--split test: there is no test part; add --set data.test=0.1")
 

@@ -72,7 +72,9 @@ def prepare(
 
 def _parse_part(text: str) -> tuple[int, int]:
     """Parse `3/16` into two numbers."""
-    number, n_parts = map(parse_number, text.partition("/")[::2])
+    before, _, after = text.partition("/")
+    number = parse_number(before)
+    n_parts = parse_number(after)
     if number is None or n_parts is None or not 1 <= number <= n_parts:
         raise ConfigError(f"--part {shorten(text)}: must be K/N, with K from 1 to N; write 3/16")
     return number, n_parts

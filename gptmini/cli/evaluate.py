@@ -36,7 +36,7 @@ def evaluate(
 ) -> None:
     """Measure a trained model on its held-out text, or on all of another text."""
     if data and split == "test":
-        raise ConfigError("--split test: is a part of the run's own text; leave out --data")
+        raise ConfigError("--split test: a part of the run's own text; leave out --data")
     path = resolve_run(run)
     from gptmini.config.load import load_config
     from gptmini.console import say
@@ -47,8 +47,9 @@ def evaluate(
         corpus.check_paths(data, run_config.data)  # names a wrong path before torch is loaded
     from gptmini.analysis.evaluate import evaluate_run, load_text
     from gptmini.generate.run import load_run
+    from gptmini.machine import pick_device
 
-    trained = load_run(path, device, weights, cache)
+    trained = load_run(path, pick_device(device).type, weights, cache)
     window = trained.config.seq_len
     if stride is not None and stride > window:
         raise ConfigError(

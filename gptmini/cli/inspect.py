@@ -47,8 +47,10 @@ def inspect(
     from gptmini.console import say
 
     if out is not None:
-        pages = (".html",) if mask is None else ()
-        plots.check_suffix(out, (*plots.PICTURE_SUFFIXES, *pages))
+        suffixes: tuple[str, ...] = plots.PICTURE_SUFFIXES
+        if mask is None:
+            suffixes = (*suffixes, ".html")
+        plots.check_suffix(out, suffixes)
     if generate is not None and (out is None or out.suffix.lower() != ".html"):
         raise ConfigError("--generate: works only with a page; add --out FILE.html")
     if out is not None:

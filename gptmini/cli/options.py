@@ -176,7 +176,7 @@ def is_text(name: str) -> bool:
 
 
 def parse_number(text: str) -> int | None:
-    """Parse a whole number; None if the text is none, or one that no count here can be."""
+    """Parse a whole number; return None if `text` is not one or has too many digits."""
     return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 

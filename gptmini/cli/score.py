@@ -28,8 +28,9 @@ def score(
     from gptmini.analysis import score as scoring
     from gptmini.console import say, show_elapsed, stream_to_stdout
     from gptmini.generate.run import load_run
+    from gptmini.machine import pick_device
 
-    trained = load_run(path, device, weights)
+    trained = load_run(path, pick_device(device).type, weights)
     if run is None:
         say(f"{path}, step {trained.step}")
     text = read_text(file) if text is None else text
@@ -57,7 +58,7 @@ def score(
 
 
 def _format_table(scored: "Score") -> Iterator[str]:
-    """List the tokens; those that share a character by their bytes, the last with the character."""
+    """List the tokens; those that share a character as bytes, and the character with the last."""
     yield "logprob   rank  token\n"
     any_shared = False
     for numbers, text in scored.iter_characters():

@@ -1,4 +1,4 @@
-"""What the settings of nanoGPT, transformers and litgpt are called here, or why there are none.
+"""Map the names of settings in nanoGPT, transformers and litgpt to ours, or to advice in words.
 
 The names are those of nanoGPT's train.py and sample.py, of transformers' TrainingArguments and
 model configurations, and of litgpt's TrainArgs, EvalArgs and `pretrain`.
@@ -79,7 +79,7 @@ ALIASES = {
     "initial_validation": "leave it out; a run with --from is evaluated before its first step",
     "interval": "train.eval_every",
     "logger_name": "train.log_to",
-    "lr_warmup_fraction": "set train.warmup_steps, by default a tenth of the steps",
+    "lr_warmup_fraction": "set train.warmup_steps, by default a tenth of the steps, at most 100",
     "lr_warmup_steps": "train.warmup_steps",
     "max_norm": "train.grad_clip",
     "max_seq_length": "train.seq_len",
@@ -215,7 +215,7 @@ ALIASES = {
     "torch_compile_mode": "train.compile",
     "torch_empty_cache_steps": "set train.micro_batch_size to save memory",
     "torchdynamo": "train.compile",
-    "tpu_num_cores": "set train.device to cpu or cuda",
+    "tpu_num_cores": "leave it out; TPUs are not supported",
     "trackio_bucket_id": _RUN_NAME,
     "trackio_space_id": _RUN_NAME,
     "trackio_static_space_id": _RUN_NAME,
@@ -225,6 +225,6 @@ ALIASES = {
     "use_ipex": _CHOSEN_DTYPE,
     "use_legacy_prediction_loop": _EVALUATION,
     "use_liger_kernel": "leave it out; the kernels are gptmini's own",
-    "use_mps_device": "set train.device to cpu or cuda",
-    "warmup_ratio": "set train.warmup_steps, by default a tenth of the steps",
+    "use_mps_device": "set train.device: mps",
+    "warmup_ratio": "set train.warmup_steps, by default a tenth of the steps, at most 100",
 }

@@ -206,7 +206,7 @@ def find_full_key(name: str, section: str = "") -> str | None:
 
 
 def find_remedy(name: str) -> str:
-    """Say what to do about a setting that is not called so here; "" if nothing is known of it."""
+    """Say what to do about a setting of another project, by its name there; "" if unknown."""
     remedy = ALIASES.get(name, "")
     if " " not in remedy and (key := find_full_key(name)):
         return f"did you mean {key}?"
@@ -214,7 +214,7 @@ def find_remedy(name: str) -> str:
 
 
 def suggest_key(name: str) -> str:
-    """Suggest the setting that a last name was meant for, which may be misspelled; "" if none."""
+    """Suggest the setting that was meant by a name, perhaps misspelled; "" if none is near."""
     if remedy := find_remedy(name):
         return remedy
     keys = {key.rpartition(".")[2]: key for key in list_keys()}

@@ -64,7 +64,7 @@ def generate_file(
 def _generate_batch(
     run: Run, batch: list[Job], settings: dict[str, Any], how: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the content of the line for each job, in order."""
+    """Yield what the line of each job says, in order."""
     prompts = [entry["prompt"] for entry, _ in batch]
     numbers = [number for _, number in batch]
     texts = run.start(prompts, numbers, **settings, **how).finish()

@@ -38,8 +38,8 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-# An estimate: a token takes a GPU two to three milliseconds in launches alone, and the compiled
-# engine five on two cores at GPT-2's 124 million parameters. Not measured.
+# An estimate, not measured: launching the kernels of a token takes two to three milliseconds. The
+# compiled engine needs five on two cores for a token of GPT-2's 124 million parameters.
 MIN_PARAMETERS_FOR_GPU = 50_000_000
 
 
@@ -112,8 +112,9 @@ class Run:
     def generate(self, prompt: list[str], **settings: Any) -> list[str]: ...
 
     def generate(self, prompt: str | list[str] = "", **settings: Any) -> str | list[str]:
-        """Return the continuation of a prompt; of a list of prompts, those that each has alone.
+        """Return the continuation of a prompt, or those of a list of prompts.
 
+        Each prompt of a list gets the text that it gets alone.
         `settings` override those of the section `sample`, such as `temperature`, `top_k`, `seed`,
         `max_new_tokens` or `stop`; `gptmini settings sample` lists them. The same settings give the
         same text. Raises ConfigError for a wrong setting, DataError for a prompt that is not valid
@@ -121,8 +122,8 @@ class Run:
         """
         if not isinstance(prompt, list):
             return "".join(self.stream(prompt, **settings))
-        same_numbers = {"numbers": [0] * len(prompt)}
-        return [text.text for text in self.start(prompt, **same_numbers | settings).finish()]
+        settings.setdefault("numbers", [0] * len(prompt))  # that of a prompt alone
+        return [text.text for text in self.start(prompt, **settings).finish()]
 
     def stream(self, prompt: str = "", **settings: Any) -> Iterator[str]:
         """Yield the continuation of a prompt as it grows, in whole characters; see `generate`.
@@ -323,8 +324,8 @@ class Run:
 def _pick_device(name: str, model: GPT, cache: Path) -> torch.device:
     """Pick a device to generate on; `auto` takes a GPU only for a model that is faster there.
 
-    The compiled engine is done with a token of a small model before the kernels of one would have
-    been launched.
+    For a small model, the compiled engine finishes a token before a GPU's kernels are launched.
+    Those who read whole texts, as `evaluate` does, name the device they want.
     """
     device = pick_device(name)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -49,10 +49,10 @@ def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | Non
 
 
 class StopMatcher:
-    """Finds a stop text in a text that arrives in pieces (Knuth, Morris and Pratt 1977).
+    """Find a stop text in a text that arrives in pieces (Knuth, Morris and Pratt 1977).
 
-    A character costs the same however long the stop text is. `n_matched` characters at the end of
-    the text so far are the beginning of the stop text.
+    A character costs the same however long the stop text is. The last `n_matched` characters of the
+    text so far are the beginning of the stop text.
     """
 
     def __init__(self, stop: str) -> None:
@@ -70,7 +70,7 @@ class StopMatcher:
 
 
 def _extend_match(stop: str, borders: Sequence[int], n_matched: int, character: str) -> int:
-    """Return how much of the beginning of `stop` the text ends with after one more character."""
+    """Return how many characters of `stop` match the end of the text after one more character."""
     while n_matched and stop[n_matched] != character:
         n_matched = borders[n_matched - 1]
     return n_matched + 1 if stop[n_matched] == character else 0
@@ -78,7 +78,7 @@ def _extend_match(stop: str, borders: Sequence[int], n_matched: int, character: 
 
 @lru_cache(maxsize=256)
 def _compute_borders(stop: str) -> Sequence[int]:
-    """For each beginning of `stop`, compute the longest shorter beginning that it ends with."""
+    """Compute, for each beginning of `stop`, the longest shorter one that it also ends with."""
     borders = [0]
     for character in stop[1:]:
         borders.append(_extend_match(stop, borders, borders[-1], character))

@@ -372,7 +372,7 @@ def from_hf_config(
         config = validate({"model": settings}, origins).model
     except ConfigError as error:
         key, _, problem = error.lines[0].removeprefix(f"{where}: ").partition(": ")
-        problem = problem.partition("; ")[0]  # its remedy is one for our own settings
+        problem = problem.partition("; ")[0]  # without the remedy, which is for our own settings
         raise CheckpointError(f"{where}: {key}: {problem}; choose another model") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         problem = describe_lookup_error(error)
@@ -386,7 +386,7 @@ def from_hf_config(
 
 
 def _check_types(hf_config: dict[str, Any], where: Path) -> None:
-    """Raise CheckpointError for a key that is no mapping, list or number where it must be one."""
+    """Raise CheckpointError for a key whose value is not of the type in HF_TYPES."""
     for key, (kinds, expected) in HF_TYPES.items():
         value = hf_config.get(key)
         if value is not None and not isinstance(value, kinds):

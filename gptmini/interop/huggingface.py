@@ -151,8 +151,8 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _check_no_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError for what Git leaves in the place of a large file without Git LFS."""
-    with suppress(OSError), files.open_regular(path) as file:  # reported by whoever reads it
+    """Raise CheckpointError for a pointer, which is what Git leaves of a large file without LFS."""
+    with suppress(OSError), files.open_regular(path) as file:  # the reader will report an OSError
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise CheckpointError(
                 f"{path}: a Git LFS pointer, not the file itself; fetch that with: git lfs pull"
@@ -190,9 +190,9 @@ def _list_weight_files(folder: Path) -> list[str]:
         return sorted(set(names))
     if not (folder / WEIGHTS_FILE).exists():
         pickle_files = [file for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES]
-        for pickle_file in sorted(pickle_files)[:1]:
+        if pickle_files:
             raise CheckpointError(
-                f"{pickle_file}: a pickle, which could run code; convert it with "
+                f"{min(pickle_files)}: a pickle, which could run code; convert it with "
                 f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
     return [WEIGHTS_FILE]

@@ -42,7 +42,8 @@ SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
 NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
-# Pieces of a text that wait for the client. Before they do, the buffers of the system are full.
+# Pieces of a text that wait here for their client. Sockets buffer some more, so a client that only
+# pauses for a moment never gets near this.
 MAX_UNREAD = 1000
 FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "document": "stop"}
 
@@ -66,7 +67,7 @@ class _Choice:
     request: Request
     unsent_echo: str  # the prompt, until the first events bring it
     text_offset: int  # where the next token begins
-    n_named: int  # tokens of the prompt yet to be scored, where names of special tokens are text
+    n_named: int  # unscored tokens of a prompt that may name special tokens
     # Counts the characters of tokens; a character may come in several of them.
     decoder: codecs.IncrementalDecoder = field(default_factory=_create_decoder)
 
@@ -109,8 +110,9 @@ class Completion:
         n_tokens = len(texts) * self.sample.max_new_tokens
         if score_prompt:
             n_tokens += n * self.prompt_tokens
+        n_values = n_tokens * (1 + (n_logprobs or 0))
         _require(
-            n_tokens * (1 + (n_logprobs or 0)) <= limits.max_values,
+            n_values <= limits.max_values,
             f"max_tokens: over {limits.max_values:,} tokens and log-probabilities in a request; "
             "lower max_tokens, n or logprobs",
         )
@@ -131,17 +133,8 @@ class Completion:
             request = Request(
                 text, self.sample, logits_processor, n_logprobs, score_prompt, callback, client
             )
-            # If the first token brings the prompt's last space, its text begins there.
-            text_offset = len(text.prompt) - (text.allowed_first is not None)
-            n_named = 0
-            if score_prompt:
-                text_offset -= len(run.tokenizer.decode(text.prompt_tokens))
-                if fields["special"] and isinstance(prompts[index // n], str) and text.prompt:
-                    n_named = len(text.prompt_tokens)
-                    names = [self._undecoded.get(token, "") for token in text.prompt_tokens]
-                    text_offset -= sum(map(len, names))
-            unsent_echo = text.prompt if echo else ""
-            self._choices.append(_Choice(request, unsent_echo, text_offset, n_named))
+            may_name = fields["special"] and isinstance(prompts[index // n], str)
+            self._choices.append(self._create_choice(request, echo, may_name))
         self.requests = [choice.request for choice in self._choices]
 
         self._common_fields = {
@@ -175,6 +168,20 @@ class Completion:
             )
         return text
 
+    def _create_choice(self, request: Request, echo: bool, may_name: bool) -> _Choice:
+        """Create the choice of a text; `may_name` if its prompt may name special tokens."""
+        text = request.text
+        # If the first token brings the prompt's last space, its text begins there.
+        text_offset = len(text.prompt) - (text.allowed_first is not None)
+        n_named = 0
+        if request.score_prompt:
+            text_offset -= len(self._tokenizer.decode(text.prompt_tokens))
+            if may_name and text.prompt:
+                n_named = len(text.prompt_tokens)
+                names = [self._undecoded.get(token, "") for token in text.prompt_tokens]
+                text_offset -= sum(map(len, names))
+        return _Choice(request, text.prompt if echo else "", text_offset, n_named)
+
     def _create_callback(self, index: int) -> Callback:
         def receive(events: TokenEvents | Exception) -> None:
             if self._n_unread[index] == MAX_UNREAD and self.stream:
@@ -192,7 +199,7 @@ class Completion:
         return index, events
 
     def cancel(self) -> None:
-        """Take texts that have not ended off the engine."""
+        """Cancel all texts that have not ended."""
         for request in self.requests:
             if request.text.finish_reason is None:
                 request.text.finish_reason = "gone"

@@ -1,9 +1,9 @@
-"""Connections: who may hold one, for how long, and errors in OpenAI's shape below the routes.
+"""Limit connections in number and time, and report their errors in OpenAI's shape.
 
-uvicorn closes a connection that is idle behind a response, and no other. Here it also closes those
-whose request does not arrive and those whose client does not read, and limits their number. When
-all are taken, a new connection takes the place of the one that has been idle longest, as in nginx:
-so a client that only holds connections shuts nobody out.
+uvicorn closes only connections that are idle after a response. Here it also closes those whose
+request does not arrive and those whose client does not read, and it limits their number. When all
+are taken, a new connection takes the place of the one that has been idle longest, as in nginx. So a
+client that only holds connections shuts nobody out.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ with suppress(ImportError):  # Windows
     if max_descriptors != resource.RLIM_INFINITY:
         # The rest is for files, and for connections that were accepted and are about to be refused.
         MAX_CONNECTIONS = min(MAX_CONNECTIONS, max_descriptors // 2)
-# asyncio accepts so many at a time, before it goes on with texts and closes what was refused.
+# asyncio accepts at most this many in a row; then it sends texts and closes what was refused.
 MAX_ACCEPTS = 16
-# Connections that the system keeps until they are accepted; it makes more of them wait a second.
+# Connections that the system queues until they are accepted; any more try again after a second.
 MAX_QUEUED = 2048
 
 
@@ -44,7 +44,7 @@ class BoundedServer(uvicorn.Server):
     """uvicorn's server with a queue of connections that is longer than it accepts at a time."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. asyncio takes `backlog` for both, so set the queue behind its back."""
+        """Listen. asyncio takes `backlog` for both numbers, so set the queue afterwards."""
         await super().startup(sockets)
         for listening in sockets or []:
             listening.listen(MAX_QUEUED)
@@ -53,31 +53,31 @@ class BoundedServer(uvicorn.Server):
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 with limits for connections.
 
-    uvicorn's own settings say how many and for how long: `limit_concurrency`, above which it would
-    answer requests in plain text, and `timeout_keep_alive`, which here counts from the connection
-    on and until the headers of a request are complete.
+    Two of uvicorn's settings are the limits. `limit_concurrency` is the number of connections;
+    uvicorn itself would answer requests above it, in plain text. `timeout_keep_alive` also limits
+    the time until the headers of a request are complete, and counts from the connection on.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._max_connections = self.limit_concurrency
         self.limit_concurrency = None
-        self.waiting_since = 0.0  # for the client, when the present request is not complete
+        self.waiting_since = 0.0  # when the client's turn last began
         self._wait_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client has sent no complete request that has no response yet."""
+        """Whether it is the client's turn: to send a request, or the rest of its body."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection on, in place of an idle one if there are too many."""
+        """Accept a connection, in place of an idle one if there are too many."""
         super().connection_made(transport)
         # `pause_writing` is then called whenever something is left to write.
         transport.set_write_buffer_limits(high=0)
         self._wait_for_request()
-        # Many may come at once, before the event loop has forgotten those that are closed.
+        # Many may come at once, so connections that were just closed may still be in the set.
         open_ones = [
             each
             for each in self.connections
@@ -111,7 +111,7 @@ class BoundedProtocol(H11Protocol):
         self._wait_timer = self.loop.call_later(self.timeout_keep_alive, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
-        """Close the connection unless a request came; bodies have a time of their own."""
+        """Close the connection unless a request came; the application limits the time of bodies."""
         if self.transport.is_closing() or not (self.cycle is None or self.cycle.response_complete):
             return
         has_begun = bool(self.conn.trailing_data[0])
@@ -137,17 +137,20 @@ class BoundedProtocol(H11Protocol):
             self._watch_writing()
 
     def resume_writing(self) -> None:
-        """Go on, as the client has read all there was."""
+        """Go on: the client has read everything."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP request."""
+        """Refuse what is not HTTP."""
         self.refuse(400, msg.rstrip(".").lower() + "; send HTTP/1.1")
 
     def refuse(self, status: int, message: str) -> None:
         """Answer with an error and close the connection, without the application."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # the request was answered before its body had arrived
+            return
         content = json.dumps(build_error(status, message)).encode()
         headers = [
             (b"content-type", b"application/json"),

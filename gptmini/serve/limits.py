@@ -1,9 +1,9 @@
 """How much the server takes on, and how much of it one client may have.
 
-A client is an address. Nobody can take so much that nothing is left for the next client: whoever
-has `held` units gets another while that is less than SHARE times the units that are free. One
-client alone ends with 4 of 5, two with 4 of 9 each, and some are always free for a new one. This is
-the dynamic threshold by which switches share their memory (Choudhury and Hahne 1998).
+A client is an address. No client can take so much that nothing is left for the next: it gets
+another unit only while it holds less than SHARE times as many as are free. A client alone ends with
+4 of 5 units, two with 4 of 9 each, and some are always free for a new one. This is the dynamic
+threshold by which switches share their memory (Choudhury and Hahne 1998).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ SHARE = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """How much the server takes on; of `max_rows` and `max_waiting`, a quarter more for others."""
+    """How much the server takes on; `add_reserve` adds to `max_rows` and `max_waiting`."""
 
     max_rows: int = 32  # texts of one client generated together
     max_waiting: int = 256  # texts of one client in the queue, and in one request
@@ -26,7 +26,7 @@ class Limits:
 
 
 def add_reserve(n_of_one_client: int) -> int:
-    """Add the quarter that is for other clients."""
+    """Add a quarter for other clients."""
     return n_of_one_client + -(-n_of_one_client // SHARE)
 
 
@@ -34,6 +34,6 @@ def is_fair(n_wanted: int, n_held: int, n_free: int, n_of_one_client: int) -> bo
     """Tell whether a client that holds `n_held` units may have some of those that are free."""
     if n_held + n_wanted > n_of_one_client:
         return False
-    # As if it took them one after another: this is the last one.
-    last = n_wanted - 1
-    return n_held + last < SHARE * (n_free - last)
+    # Imagine that the client takes one at a time: the last one must be fair, too.
+    n_before = n_wanted - 1
+    return n_held + n_before < SHARE * (n_free - n_before)

@@ -37,8 +37,9 @@ from gptmini.serve.limits import add_reserve, is_fair
 # The cost of a forward pass is counted in tokens. Besides the arithmetic for each token, every pass
 # reads all weights from memory, which takes about as long as the arithmetic of this many tokens.
 WEIGHTS_COST_IN_TOKENS = 16
-# Beside other clients, one has so many texts in a step, or as many as those with fewer together.
-# Half as much as the weights cost: a client alone hardly notices when these texts join.
+# Beside other clients, a client may have this many texts in a step, or as many as all clients with
+# fewer have together if that is more. It is half the cost of the weights, so a client with a single
+# text hardly notices when these join.
 MIN_TEXTS_IN_STEP = 8
 
 
@@ -78,7 +79,7 @@ class Request:
     score_prompt: bool
     callback: Callback
     client: str = ""
-    last_turn: int = 0  # counts tokens of all texts; when this one last got its own
+    last_turn: int = 0  # tokens of all texts until this one last got its own
 
     @property
     def scores_prompt_next(self) -> bool:
@@ -96,7 +97,7 @@ class Scheduler(threading.Thread):
     def __init__(
         self, run: Run, max_rows: int, max_waiting: int, deliver: Callable[[Deliveries], object]
     ) -> None:
-        """`max_rows` and `max_waiting` are those of one client; others have a reserve beside it.
+        """`max_rows` and `max_waiting` are for one client; a reserve for others is added to them.
 
         `deliver` gets the events of each step, with the callbacks that they are for. It is called
         in this thread and decides in which one the callbacks run.
@@ -116,7 +117,7 @@ class Scheduler(threading.Thread):
         self._work_since_step = 0.0
         self._was_interrupted = False  # whether the present prefill has recorded its own work
         self._n_turns = 0
-        self._last_prefills: dict[str, int] = {}  # for each client, the number of its last prefill
+        self._last_prefills: dict[str, int] = {}  # for each client, when it last had a turn
 
     def submit(self, requests: Sequence[Request]) -> bool:
         """Queue the texts of a caller, all or none; return False if the queue is too full."""
@@ -170,7 +171,7 @@ class Scheduler(threading.Thread):
         return False
 
     def _fill_rows(self) -> None:
-        """Start waiting texts in free rows, the first ones of clients that have not enough."""
+        """Start waiting texts in free rows, in order, as far as their clients' shares go."""
         n_running = Counter(request.client for request in self.running)
         waiting: deque[Request] = deque()
         for request in self.waiting:
@@ -191,7 +192,7 @@ class Scheduler(threading.Thread):
             self._step(engine, self._choose_for_step(self.running, engine))
 
     def _take_turn(self, unready: list[Request]) -> Request:
-        """Choose the first prompt of the client whose last chunk was longest ago."""
+        """Choose the first prompt of the client whose last turn is longest ago."""
         last = self._last_prefills
         request = min(unready, key=lambda each: last.get(each.client, -1))
         present = {each.client for each in self.running}
@@ -200,7 +201,7 @@ class Scheduler(threading.Thread):
         return request
 
     def _choose_for_step(self, requests: list[Request], engine: Engine) -> list[Request]:
-        """Leave out texts of clients that have many more than the others; they take turns."""
+        """Choose the texts of a step; those of a client with many more than others take turns."""
         by_client: dict[str, list[Request]] = {}
         for request in requests:
             by_client.setdefault(request.client, []).append(request)

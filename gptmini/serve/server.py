@@ -67,7 +67,8 @@ class Server:
         self.limits = limits
         self._run = run
         self._key = key.encode()
-        self._name = run.path.resolve().name
+        name = run.path.resolve().name
+        self._name = name.encode(errors="replace").decode()  # a folder's name may be any bytes
         self._scheduler = Scheduler(run, limits.max_rows, limits.max_waiting, self._deliver)
         self._preparing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._create_metrics()
@@ -139,7 +140,8 @@ class Server:
             if scheme.lower() != "bearer":
                 sent = ""
             # Takes the same time wherever the keys differ. Starlette decodes headers as latin-1.
-            sent_key = sent.strip().encode("latin-1")
+            # Bytes are stripped, as latin-1 has spaces that are parts of characters in UTF-8.
+            sent_key = sent.encode("latin-1").strip()
             if self._key and not hmac.compare_digest(sent_key, self._key):
                 raise HTTPException(
                     401, "api key: missing or wrong; send Authorization: Bearer and the key"
@@ -204,7 +206,7 @@ class Server:
         return _CompletionResponse(completion, stream, deadline)
 
     async def _read_body(self, request: Request) -> bytes:
-        """Read the body, of whatever type a client calls it."""
+        """Read the body, whatever its Content-Type."""
         max_bytes = self.limits.max_body_bytes
         body = bytearray()
         async for chunk in request.stream():  # refuse a long body before it is all in memory
@@ -214,7 +216,11 @@ class Server:
         return bytes(body)
 
     async def _prepare_in_turn(self, body: bytes, client: str) -> Completion:
-        """Prepare one request of each client at a time, and no more than half of the time."""
+        """Prepare one request of each client at a time, for at most half of the time.
+
+        After a long preparation, the client's next one waits for as long again, so that a client
+        with many long prompts leaves the processor to others.
+        """
         lock = self._preparing.setdefault(client, asyncio.Lock())
         await lock.acquire()
         started = self._loop.time()
@@ -282,7 +288,7 @@ class Server:
 
 
 class _Gate:
-    """The outermost part of the application: whose requests it takes, and how it ends them."""
+    """Middleware around all routes: refuses unknown hosts, and answers what a shutdown cancels."""
 
     def __init__(
         self,
@@ -295,7 +301,7 @@ class _Gate:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on, unless it names another host."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -317,7 +323,7 @@ class _Gate:
         try:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
-            # uvicorn cancels the requests that are not done some time after SIGTERM.
+            # Requests that are not done `drain_seconds` after SIGTERM are cancelled by uvicorn.
             error = HTTPException(503, "the server is stopping; send the request again")
             response = await self._refuse(None, error)
             if not started:
@@ -348,10 +354,10 @@ class _CompletionResponse(StreamingResponse):
         super().__init__(self._chunks, headers=headers, media_type=media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; then take texts that have not ended off the engine."""
+        """Send the response; then cancel all texts that have not ended."""
         try:
-            # Sending blocks while a client does not read. The second more is for the error that
-            # `_stream_events` raises at the deadline.
+            # Sending blocks while a client does not read. One more second lets `_stream_events`
+            # report the deadline first.
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._deadline + 1):
                     await super().__call__(scope, receive, send)

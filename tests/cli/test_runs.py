@@ -86,10 +86,11 @@ def test_unfinished_folders_can_be_deleted_after_a_day(gptmini, run):
     for name in (".partial-old", ".partial-new"):
         (Path("runs") / name).mkdir()
         (Path("runs") / name / "x").write_bytes(b"x")
-    os.utime("runs/.partial-old/x", (0, 0))
+    Path("runs/.partial-empty").mkdir()
+    for old in ("runs/.partial-old/x", "runs/.partial-old"):
+        os.utime(old, (0, 0))
     paths = [each["path"] for each in list_runs(gptmini)["removable"]]
-    assert "runs/.partial-old" in paths
-    assert "runs/.partial-new" not in paths
+    assert [path for path in paths if ".partial" in path] == ["runs/.partial-old"]
 
 
 def test_a_damaged_run_hides_no_other(gptmini, run):

@@ -120,6 +120,16 @@ def test_headers_that_do_not_arrive_are_given_up(first: bytes):
         assert error["message"].startswith("headers: did not arrive in time")
 
 
+@pytest.mark.parametrize("rest", [b"5", b"no size\r\n"], ids=["unfinished", "wrong"])
+def test_a_body_behind_its_response_may_be_no_body(rest: bytes, caplog: pytest.LogCaptureFixture):
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving(seconds=1) as server, connect(server, head) as early:
+        assert read_response(early).startswith(b"HTTP/1.1 200 ")
+        early.sendall(rest)
+        assert read_to_end(early) == b""
+    assert not [each for each in caplog.records if each.exc_info]
+
+
 def test_a_request_under_way_has_more_time():
     body = b"POST /wait HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na"
     with serving(seconds=1) as server, connect(server, body) as slow:

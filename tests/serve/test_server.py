@@ -555,8 +555,16 @@ def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
     assert [each for each in wrong if "400 (Bad Request)" not in each] == []
 
 
+def test_a_run_whose_name_is_not_utf8_is_served(run: Run):
+    named = copy.copy(run)
+    named.path = Path(os.fsdecode(b"caf\xe9"))
+    with serving(named) as url:
+        assert "<h1>caf?</h1>" in HTTP.get(url).text
+        assert HTTP.get(f"{url}/v1/models").json()["data"][0]["id"] == "caf?"
+
+
 def test_a_key_is_asked_for(run: Run):
-    with serving(run, "sésame") as url:
+    with serving(run, "voilà") as url:
         assert HTTP.get(url).status_code == 200
         for path in ("metrics", "v1/models"):
             assert HTTP.get(f"{url}/{path}").status_code == 401
@@ -564,10 +572,10 @@ def test_a_key_is_asked_for(run: Run):
         answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=wrong)
         assert answer.json()["error"]["message"].startswith("api key: missing or wrong")
         for scheme in ("Bearer", "bearer", "BEARER "):
-            right = {**JSON, "authorization": f"{scheme} sésame".encode()}
+            right = {**JSON, "authorization": f"{scheme} voilà".encode()}
             answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=right)
             assert answer.status_code == 200
-        basic = {**JSON, "authorization": "Basic sésame".encode()}
+        basic = {**JSON, "authorization": "Basic voilà".encode()}
         answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=basic)
         assert answer.status_code == 401
 

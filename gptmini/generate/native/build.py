@@ -77,14 +77,14 @@ def _read_processor() -> str:
 
 
 def _find_library(folder: Path, name: str) -> Path | None:
-    """Find a library that is as it was compiled, and delete damaged ones.
+    """Find an intact library; delete damaged ones.
 
-    Loading one that is cut off, by a full disk or a power cut, would end the process (SIGBUS).
+    Loading one that a full disk or a power cut has cut off would end the process (SIGBUS).
     """
     for library in sorted(folder.glob(f"{name}-*.so")):
         if library.stem == f"{name}-{_compute_digest(library)}":
             return library
-        library.unlink()
+        library.unlink(missing_ok=True)  # another process may have found it, too
     return None
 
 
@@ -93,7 +93,7 @@ def _compute_digest(library: Path) -> str:
 
 
 def _compile(compiler: list[str], folder: Path, name: str) -> Path:
-    """Compile a library, and name it after what it is made of and its own bytes."""
+    """Compile a library; its name is that of its sources and flags, and a digest of its bytes."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Compile under a name of this thread's own and rename at the end, so that nobody loads half a
     # library; if several compile at once, the last one wins.
