@@ -67,7 +67,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
     count = 0
 
     def counted(function):
-        def call(path: Path, *rest) -> None:
+        def call(path: Path, *rest, **options) -> None:
             nonlocal count
             count += 1
             if count == number:
@@ -76,9 +76,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
                 elif not before and function is shutil_rmtree:
                     next(path.iterdir()).unlink()
                 elif not before:
-                    function(path, *rest)
+                    function(path, *rest, **options)
                 raise Killed
-            function(path, *rest)
+            function(path, *rest, **options)
 
         return call
 
