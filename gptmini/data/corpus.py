@@ -113,7 +113,7 @@ def _prepare_sources(config: Config, paths: list[str], cache: Path, with_test: b
     splits = _split_sources(settings, paths)
     training: list[TextSource] = [SourceSide(split, "training") for split in splits]
     validation: list[TextSource] = [SourceSide(split, "validation") for split in splits]
-    separate = None  # a text to validate on that is no part of these
+    separate = None  # the text of validation_path
     if settings.validation_path is not None:
         separate = sources.find_source(settings.validation_path, settings)
         validation = [separate]

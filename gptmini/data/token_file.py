@@ -101,7 +101,7 @@ class _TokenWriter:
         file.write(bytes(HEADER.size))
 
     def append(self, text_bytes: int, tokens: Tokens) -> None:
-        """Write tokens that stand for so many bytes of text."""
+        """Write tokens that encode `text_bytes` bytes of text."""
         self._text_bytes += text_bytes
         self._documents += int((tokens == self._tokenizer.eos_token_id).sum())
         self._unwritten += tokens.astype(self._dtype).tobytes()

@@ -167,10 +167,8 @@ def test_accumulated_gradients_train_as_the_large_batch(train, text_file):
         torch.testing.assert_close(part[name], tensor, atol=2e-5, rtol=1e-3)
 
 
-def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before(
-    train, text_file, monkeypatch
-):
-    """On a clock by which step n takes n seconds."""
+def count_steps_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a clock by which step n takes n seconds."""
     update = trainer.train_step
     now = 0.0
 
@@ -181,6 +179,13 @@ def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before
 
     monkeypatch.setattr(trainer, "train_step", timed)
     monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
+
+
+def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before(
+    train, text_file, monkeypatch
+):
+    """On a clock by which step n takes n seconds."""
+    count_steps_as_seconds(monkeypatch)
     intervals = {"steps": 10, "log_every": 4, "eval_every": 100, "save_every": 100}
     run = train(tiny(data={"path": str(text_file)}, train=intervals))
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
@@ -192,16 +197,7 @@ def test_the_log_has_the_first_step_the_last_and_the_speed_since_the_line_before
 
 def test_a_resumed_run_logs_the_speed_since_it_was_saved(train, text_file, monkeypatch):
     """Step n takes n seconds; the first command makes 5 of them, the second one logs step 8."""
-    update = trainer.train_step
-    now = 0.0
-
-    def timed(training: Any) -> Any:
-        nonlocal now
-        now += training.step + 1
-        return update(training)
-
-    monkeypatch.setattr(trainer, "train_step", timed)
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now))
+    count_steps_as_seconds(monkeypatch)
     intervals = {"log_every": 4, "eval_every": 100, "save_every": 100}
     for steps in (5, 8):
         run = train(tiny(data={"path": str(text_file)}, train=intervals | {"steps": steps}))
