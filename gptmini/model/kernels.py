@@ -70,7 +70,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         N, V = logits.shape
-        rows = max(1, LOGITS_PER_CHUNK_ON_CPU // V)
+        size = LOGITS_PER_CHUNK_ON_CPU if logits.device.type == "cpu" else LOGITS_PER_CHUNK
+        rows = max(1, size // V)
         total = logits.new_zeros((), dtype=torch.float32)
         for chunk, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
             logprobs = chunk.float().log_softmax(-1)  # (rows, V)

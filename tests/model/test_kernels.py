@@ -117,6 +117,22 @@ class Products(TorchDispatchMode):
         return result
 
 
+def test_gradients_of_many_chunks_are_added_in_float32(monkeypatch):
+    """In bfloat16, 64 equal summands lose more than each product does."""
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1)  # 256 rows at a time
+    chunk = torch.randn(256, 16)
+    weight = torch.randn(64, 16, requires_grad=True)
+    targets = torch.randint(64, (256,))
+    gradients = []
+    for count in (1, 64):
+        hidden = chunk.repeat(count, 1).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy(hidden, weight, targets.repeat(count))
+        (gradient,) = torch.autograd.grad(loss, weight)
+        gradients.append(gradient)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 def test_head_and_loss_never_hold_all_logits(monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 256 * 1024)
     weight = torch.randn(1000, 8, requires_grad=True)
