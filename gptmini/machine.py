@@ -19,6 +19,7 @@ from gptmini.errors import ConfigError, MachineError
 from gptmini.files import IS_WINDOWS
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Parameters of glibc's mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -34,8 +35,9 @@ class Compute:
 
     def autocast(self) -> torch.autocast:
         """Create a context in which matrix products run in `dtype`."""
-        enabled = self.dtype == torch.bfloat16
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+        if self.dtype == torch.float32:
+            return torch.autocast(self.device.type, enabled=False)
+        return torch.autocast(self.device.type, self.dtype)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device; an NVIDIA or AMD GPU goes on computing meanwhile."""
@@ -53,12 +55,17 @@ def pick_compute(device: str, dtype: str) -> Compute:
     """Pick the device and number type for two settings, each of which may be `auto`.
 
     `auto` takes bfloat16 where the processor multiplies it in hardware: six times as fast as
-    float32 on a CPU with AMX tiles. Other CPUs emulate it.
+    float32 on a CPU with AMX tiles. Other CPUs emulate it. NVIDIA's GPUs before Ampere have tensor
+    cores for float16 alone, from compute capability 7.0 on.
     """
     picked = pick_device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if _multiplies_bfloat16(picked) else "float32"
-    return Compute(picked, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    if dtype != "auto":
+        return Compute(picked, DTYPES[dtype])
+    if _multiplies_bfloat16(picked):
+        return Compute(picked, torch.bfloat16)
+    if picked.type == "cuda" and torch.cuda.get_device_capability() >= (7, 0):
+        return Compute(picked, torch.float16)
+    return Compute(picked, torch.float32)
 
 
 def _multiplies_bfloat16(device: torch.device) -> bool:

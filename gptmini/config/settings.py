@@ -263,8 +263,9 @@ class TrainConfig(Section):
     """Random seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
     """Where to run; auto: the GPU if there is one (cuda, also for AMD; mps; xpu), else cpu."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number type of matrix products; auto: bfloat16 if the hardware has it, else float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number type of matrix products; auto: bfloat16 if the hardware has it; else float16 on
+    NVIDIA's GPUs from Volta (V100) on; else float32."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.warmup_steps > self.steps:

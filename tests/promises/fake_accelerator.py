@@ -91,7 +91,7 @@ class Stage:
         self.gradients = Gradients(model.parameters())
         self.group = Group()
         self.optimizer = Optimizer(model, config.train)
-        self.progress = type("Progress", (), {"lr_scale": 1.0})()
+        self.progress = type("Progress", (), {"lr_scale": 1.0, "loss_scale": 1.0})()
 
 
 def main() -> None:
