@@ -141,7 +141,7 @@ ALIASES = {
     "fsdp_config": _SHARDS,
     "fsdp_min_num_params": _SHARDS,
     "fsdp_transformer_layer_cls_to_wrap": _SHARDS,
-    "full_determinism": "set train.reduce: exact",
+    "full_determinism": "train.deterministic",
     "gradient_checkpointing_kwargs": "train.gradient_checkpointing",
     "greater_is_better": _SAVES,
     "group_by_length": "leave it out; every row is full",

@@ -94,4 +94,5 @@ def _start_progress(decision: Decision) -> Progress:
         dtype=str(compute.dtype).removeprefix("torch."),
         compile=decision.config.train.compile,
         loss_scale=FIRST_LOSS_SCALE if compute.dtype == torch.float16 else 1.0,
+        deterministic=compute.deterministic,
     )

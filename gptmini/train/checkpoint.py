@@ -13,9 +13,9 @@ from gptmini.train.messages import describe_changed_text, describe_divergence
 from gptmini.train.state import Progress, Training
 
 # What the last bit of a result depends on, besides the configuration.
-BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile")
+BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
 # What checkpoints of older versions lack; the defaults of Progress hold for them.
-ADDED_LATER = {"loss_scale"}
+ADDED_LATER = {"loss_scale", "deterministic"}
 
 
 def save_checkpoint(training: Training) -> None:

@@ -34,7 +34,8 @@ class Progress:
 
     `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
     each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
-    `loss_scale` keeps gradients in the range of float16 and is 1 for other types.
+    `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
+    is that of Compute.
     """
 
     corpus: str
@@ -51,6 +52,7 @@ class Progress:
     lr_scale: float = 1.0
     best: dict[str, Any] | None = None
     loss_scale: float = 1.0
+    deterministic: bool = False
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""

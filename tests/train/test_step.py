@@ -13,6 +13,7 @@ from gptmini.config.settings import Config
 from gptmini.errors import DivergedError
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, step, trainer
+from gptmini.train.checkpoint import ADDED_LATER
 from gptmini.train.state import Training
 from tests.support import prepared, tiny, train
 
@@ -138,17 +139,17 @@ def test_a_run_that_goes_on_in_another_type_has_its_scale(text_file, tmp_path, m
 def test_a_checkpoint_of_an_older_version_is_resumed(text_file, tmp_path, monkeypatch):
     config = make_config(text_file, "float32", steps=3)
     with monkeypatch.context() as patch:
-        patch.setattr("gptmini.train.checkpoint.asdict", _without_scale)
+        patch.setattr("gptmini.train.checkpoint.asdict", _drop_what_is_new)
         finish(config, tmp_path / "run")
     newest = RunDirectory(tmp_path / "run").load_newest()
     assert newest is not None
-    assert "loss_scale" not in newest.state
+    assert not ADDED_LATER & newest.state.keys()
     metrics, _ = finish(config.with_train(steps=6), tmp_path / "run")
     assert metrics[-1]["step"] == 6
 
 
-def _without_scale(progress: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(progress).items() if key != "loss_scale"}
+def _drop_what_is_new(progress: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(progress).items() if key not in ADDED_LATER}
 
 
 def test_a_loss_that_is_not_finite_is_not_tried_again(start, monkeypatch):
