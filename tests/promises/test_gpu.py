@@ -26,6 +26,8 @@ from gptmini.train import trainer
 from gptmini.train.api import fit
 
 DEVICE = os.environ.get("GPTMINI_TEST_DEVICE", "cuda")
+# Before the first test uses CUDA: gptmini does so only where it chooses the device itself.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),  # a driver or compiler may warn of anything
