@@ -145,6 +145,22 @@ def test_fine_tuning_makes_dozens_of_updates_where_the_time_allows(monkeypatch):
     assert shapes == [(2, 256), (4, 256), (16, 512), (16, 2048)]
 
 
+def test_a_gpu_is_probed_by_a_pass_that_keeps_it_busy(monkeypatch):
+    """On a device that takes a second for 16,384 tokens, and for fewer."""
+    probed: list[int] = []
+
+    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+        tokens = config.train.batch_size * config.seq_len
+        probed.append(tokens)
+        return StepTime(max(1.0, tokens / 16_384), 0.001)
+
+    monkeypatch.setattr(minutes, "time_step", computed)
+    requested = validate({"base": {"run": "base"}, "model": {"context_length": 1024}}, {})
+    config, step = minutes.choose_batch(requested, requested, 6000, GPU, 1, 10_000)
+    assert probed == [16_384]
+    assert step.passes == pytest.approx(config.train.batch_size * config.seq_len / 16_384)
+
+
 def test_fine_tuning_keeps_what_is_stated_and_no_row_is_longer_than_the_text(monkeypatch):
     stated = tuned(120, monkeypatch, batch_size=4, seq_len=512)
     assert (stated.train.batch_size, stated.seq_len) == (4, 512)
