@@ -61,12 +61,13 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     The batch is computed in micro-batches, whose gradients add up to those of the whole.
     """
     settings = training.config.train
+    step = training.step
     loss_scale = training.progress.loss_scale
     size = settings.micro_batch_size or len(tokens)
     losses: list[Tensor] = []  # of this rank's micro-batches
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
-        torch.manual_seed(seed_from(settings.seed, training.step, micro))  # for dropout
+        torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
         with training.compute.autocast():
             inputs = training.compute.copy(x)
             mean_loss = compute_loss(training.model, inputs, training.compute.copy(y))
