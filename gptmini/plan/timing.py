@@ -202,12 +202,15 @@ def predict_step_time(config: Config, compute: Compute) -> StepTime:
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks; one kernel serves them all, so depth adds no time to compile.
 
-    Raises MachineError if a CPU has no C++ compiler to call.
+    On an accelerator the loss is compiled as well. The embedding is not: its backward pass would
+    add in an order that changes from run to run. Raises MachineError if a CPU has no C++ compiler
+    to call.
     """
     if model.device.type == "cpu" and not has_compiler():
         raise MachineError("train.compile: no C++ compiler found; use auto or off")
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
+    model.compiled = True
 
 
 def is_worth_compiling(config: Config, seconds: float, device: torch.device) -> bool:
