@@ -28,6 +28,11 @@ def test_a_step_waits_for_the_device_once(counted: dict[str, Any]):
     assert counted["train_step"]["kernels"] > 100
 
 
+def test_a_step_needs_nothing_that_varies_on_a_gpu(counted: dict[str, Any]):
+    assert counted["train_step"]["varying"] == []
+    assert counted["evaluate"]["varying"] == []
+
+
 def test_the_next_batch_is_read_before_the_wait(counted: dict[str, Any]):
     assert counted["prepared"] == [1]
 

@@ -195,6 +195,16 @@ def test_a_rank_that_hangs_is_named(train):
     assert "gptmini: rank 1 (process" in said
 
 
+@pytest.mark.parametrize("reduce", ["exact", "fast"])
+def test_a_rank_that_hangs_within_a_step_is_named_long_before_the_collective_ends(train, reduce):
+    """The main thread of rank 0 is in a collective, where nothing reaches it for ten minutes."""
+    run, codes, said = train(2, fault="stuck", train={"reduce": reduce})
+    assert codes[0] == 7
+    (line,) = errors(said)
+    assert re.match(r"gptmini: rank 1 \(process \d+ on .+\) no longer answers; run the same", line)
+    assert run.list_steps() == [2]
+
+
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(train):
     whole, *_ = train(2, "whole")
     run, codes, said = train(2, fault="stopped")
@@ -212,6 +222,21 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(train):
     (line,) = errors(said)
     assert "loss nan" in line
     assert run.list_steps() == [2]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_overflow_on_one_rank_makes_all_repeat_the_step_at_the_same_scale(train, shard):
+    changes = {"dtype": "float16", "micro_batch_size": 2, "shard": shard}
+    one, *_ = train(1, "one", train=changes)
+    run, codes, said = train(2, fault="overflowing", train=changes)
+    assert codes == [0, 0]
+    assert said.count("step 2: gradients overflow float16; again with") == 1
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    assert [line["loss_scale"] for line in lines] == [2**16, 2**15, 2**15, 2**15]
+    expected = losses(one)
+    for line, loss in zip(lines, expected, strict=True):
+        assert line["train_loss"] == pytest.approx(loss["train_loss"], abs=1e-3)
+        assert line["grad_norm"] == pytest.approx(loss["grad_norm"], rel=1e-2)
 
 
 def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
