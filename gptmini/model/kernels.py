@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 LOGITS_PER_CHUNK_ON_CPU = 2**22  # in float32; more would leave the caches
 LOGITS_PER_CHUNK = 2**29  # elsewhere: 1 GiB in bfloat16, and products that fill a large GPU
 ROW_MULTIPLE = 256  # to which chunks are rounded up: no tile of a product is partly empty
+SUM_SCALE = 256  # a power of two, which rounds nothing in float32 and bfloat16
 VOCABULARY_MULTIPLE = 64  # to which `linear_cross_entropy` pads; 1 for no padding
 
 
@@ -154,7 +155,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # The gradient of a row's loss is its softmax, minus 1 at the label.
                 logits.scatter_(1, chunk_labels, label_logprobs.expm1().to(dtype))
                 dchunk.copy_(logits @ padded)
-                dweight += logits.T @ x
+                # A sum over so many rows could leave the range of float16.
+                dweight.add_(logits.T @ (x / SUM_SCALE), alpha=SUM_SCALE)
             del logits  # before the next chunk has its own
         ctx.save_for_backward(dhidden, dweight[:V])
         return total / N
