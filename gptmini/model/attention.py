@@ -142,8 +142,9 @@ def joins_projections(device: torch.device) -> bool:
 
 def apply_jointly(layers: list[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
     """Apply several linear layers to x (..., D) in one product, forward and backward."""
-    weight = torch.cat([layer.weight for layer in layers])  # (all outputs, D)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    weight = torch.cat(weights)  # (all outputs, D)
     bias = torch.cat(biases) if biases else None  # (all outputs,)
     return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 

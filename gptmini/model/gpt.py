@@ -3,6 +3,8 @@
 Letters: B batch, T positions, D width, V vocabulary, L layers.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention, KVCache, LayerCache
-from gptmini.model.kernels import cross_entropy_, linear_cross_entropy
+from gptmini.model.kernels import cross_entropy_, linear_cross_entropy, overwrite_by_softmax_
 from gptmini.model.layers import MLP, Dropout, Rotary, create_norm
 
 
@@ -50,7 +52,8 @@ class GPT(nn.Module):
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
         self.config = config
         self.gradient_checkpointing = False  # recompute each block in backward
-        self.compiled = False  # whether `compile_blocks` has changed the blocks
+        # Of the loss, where head and loss are joined; `compile_blocks` compiles it.
+        self.overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor] = overwrite_by_softmax_
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.positions: nn.Embedding | None = None
         if config.position == "learned":
@@ -124,7 +127,7 @@ def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy_(logits.flatten(0, 1), targets.flatten())
     hidden = model.forward_hidden(tokens)  # (B, T, D)
     return linear_cross_entropy(
-        hidden.flatten(0, 1), model.head_weight, targets.flatten(), model.compiled
+        hidden.flatten(0, 1), model.head_weight, targets.flatten(), model.overwrite_by_softmax
     )
 
 

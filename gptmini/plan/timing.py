@@ -210,7 +210,7 @@ def compile_blocks(model: GPT) -> None:
         raise MachineError("train.compile: no C++ compiler found; use auto or off")
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
-    model.compiled = True
+    model.overwrite_by_softmax = torch.compile(model.overwrite_by_softmax, dynamic=False)
 
 
 def is_worth_compiling(config: Config, seconds: float, device: torch.device) -> bool:

@@ -343,7 +343,9 @@ def test_what_an_accelerator_joins_has_the_same_gradients(change, style, dtype, 
     together = compute_gradients()
     assert calls
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    for name, right in plain.items():
+    # A bias of k moves all scores of a query alike: its gradient is nothing but rounding.
+    compared = {name: right for name, right in plain.items() if "k_proj.bias" not in name}
+    for name, right in compared.items():
         assert (together[name] - right).norm() <= tolerance * right.norm(), name
 
 

@@ -14,6 +14,7 @@ import torch
 from gptmini import machine
 from gptmini.errors import MachineError
 from gptmini.machine import Compute
+from gptmini.model import gpt, kernels
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost, estimates, timing
 from gptmini.plan.decide import decide
@@ -241,6 +242,26 @@ def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
     model = GPT(tiny().with_tokenizer("byte", 257).model)
     with pytest.raises(MachineError, match="no C\\+\\+ compiler found; use auto or off"):
         timing.compile_blocks(model)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch):
+    compilers = {}
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, dynamic: compilers.setdefault(function, function.__call__),
+    )
+    monkeypatch.setattr(gpt, "joins_head_and_loss", lambda _: True)
+    monkeypatch.setattr(gpt, "linear_cross_entropy", lambda *arguments: arguments[-1])
+    model = GPT(tiny().with_tokenizer("byte", 257).model)
+    plain = kernels.overwrite_by_softmax_
+    if compiled:
+        timing.compile_blocks(model)
+    fast = compilers.get(plain)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert gpt.compute_loss(model, tokens, tokens) is (fast if compiled else plain)
 
 
 @pytest.mark.slow
