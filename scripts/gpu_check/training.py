@@ -24,8 +24,10 @@ from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import Stopped
+from gptmini.model.gpt import GPT
+from gptmini.model.kernels import overwrite_by_softmax_
 from gptmini.plan.memory import estimate_memory
-from gptmini.plan.timing import time_step
+from gptmini.plan.timing import compile_blocks, time_step
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from gptmini.train.step import train_step
@@ -198,7 +200,10 @@ def count_waits(training: Any) -> int | None:
 
 def time_settings(check: Check, config: Config, compiled: bool) -> Settings:
     """Time a step; compare its peak memory with the estimate."""
-    compute = check.compute
+    train_settings = config.train
+    compute = machine.pick_compute(
+        train_settings.device, train_settings.dtype, train_settings.deterministic
+    )
     free_memory(check.device)
     try:
         took = time_step(config, compute, 3 if check.small else 10, compiled)
@@ -316,8 +321,20 @@ def tests(check: Check) -> Facts:
         sys.exit(1)
 
 
+def compile_all_but_the_loss(model: GPT) -> None:
+    """Compile the blocks alone."""
+    compile_blocks(model)
+    model.overwrite_by_softmax = overwrite_by_softmax_
+
+
 # What each change of the step brings: the name that is patched, and its value without the change.
-CHANGES: dict[str, tuple[str, Any]] = {}
+CHANGES: dict[str, tuple[str, Any]] = {
+    "padding of the vocabulary": ("gptmini.model.kernels.VOCABULARY_MULTIPLE", 1),
+    "head and loss in one": ("gptmini.model.gpt.joins_head_and_loss", lambda _: False),
+    "large chunks of logits": ("gptmini.model.kernels.LOGITS_PER_CHUNK", 2**22),
+    "a compiled loss": ("gptmini.plan.timing.compile_blocks", compile_all_but_the_loss),
+    "q, k and v in one product": ("gptmini.model.attention.joins_projections", lambda _: False),
+}
 
 
 def changes(check: Check) -> Facts:
@@ -329,4 +346,7 @@ def changes(check: Check) -> Facts:
     for name, (target, value) in CHANGES.items():
         with mock.patch(target, value):
             yield f"without: {name}", time_settings(check, config, compiled)
+    for setting in ("on", "off"):
+        strict = config.with_train(deterministic=setting)
+        yield f"deterministic {setting}", time_settings(check, strict, compiled)
     yield "not compiled", time_settings(check, config, compiled=False)
