@@ -288,7 +288,7 @@ class Run:
         while self._idle_engines:
             with suppress(IndexError):  # another thread may have taken the last one
                 engine = self._idle_engines.pop()
-                if not isinstance(engine, native.NativeEngine) or engine.n_slots >= n_texts:
+                if engine.n_slots >= n_texts:
                     return engine
         return None
 

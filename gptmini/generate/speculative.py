@@ -44,7 +44,7 @@ def sample_speculatively(
     while live := [text for text in texts if text.finish_reason is None]:
         # Drafted tokens go through the model behind the known ones, so that one pass gives the
         # logits after the last known token and after each drafted one.
-        drafts = _draft_tokens(drafter, engine, live, sample, context_length)
+        drafts = _draft_tokens(drafter, live, sample, context_length)
         for text, draft in zip(live, drafts, strict=True):
             text.context += draft
             text.n_logits = 1 + len(draft)
@@ -67,11 +67,9 @@ def sample_speculatively(
 
 
 def _draft_tokens(
-    drafter: Drafter, engine: Engine, texts: list[Text], sample: SampleConfig, context_length: int
+    drafter: Drafter, texts: list[Text], sample: SampleConfig, context_length: int
 ) -> list[list[int]]:
     """Draft tokens for each text, none where the model could not verify them cheaply."""
-    if len(texts) > 1 and not engine.ragged:
-        return [[] for _ in texts]
     limits = []
     for text in texts:
         new_tokens_left = sample.max_new_tokens - len(text.tokens) - 1

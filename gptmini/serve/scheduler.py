@@ -205,7 +205,7 @@ class Scheduler(threading.Thread):
         by_client: dict[str, list[Request]] = {}
         for request in requests:
             by_client.setdefault(request.client, []).append(request)
-        if len(by_client) < 2 or not engine.ragged:
+        if len(by_client) < 2:
             return requests
         fewest_first = sorted(by_client.values(), key=len)
         chosen = list(fewest_first[0])
@@ -221,7 +221,7 @@ class Scheduler(threading.Thread):
         call returns. The prefill of another text in the same call may be interrupted before.
         """
         unseen = len(request.text.context) - request.text.n_cached
-        return not engine.ragged or 0 < unseen <= SPARE_POSITIONS
+        return 0 < unseen <= SPARE_POSITIONS
 
     def _prefill(self, engine: Engine, request: Request) -> None:
         """Prefill a chunk of a prompt, or the rest of it and draw its first token."""
@@ -241,7 +241,7 @@ class Scheduler(threading.Thread):
 
         The compiled step calls no module of the model, so the hooks run in torch's prefill only.
         """
-        blocks = list(self._run.model.blocks) if engine.ragged else []
+        blocks = list(self._run.model.blocks) if engine.interruptible else []
 
         def interrupt(block: object, inputs: object, hidden: Tensor) -> None:
             # Other threads may use the same model; their prefills are not ours to interrupt.
