@@ -63,7 +63,9 @@ def draw_on_device(logits: Tensor, draws: Sequence[Draw]) -> list[int | GptminiE
     settings = compute.copy(settings)  # (R, 5)
     tokens = torch.empty(len(draws), dtype=torch.long, device=logits.device)  # (R,)
     for kind, rows in rows_of_kind.items():
-        alike = compute.copy(torch.tensor(rows))  # (B,)
+        alike: Tensor | slice = slice(None)
+        if len(rows_of_kind) > 1:
+            alike = compute.copy(torch.tensor(rows))  # (B,)
         columns = settings[alike].split(1, dim=1)
         ks = [draws[row].sample.top_k or V for row in rows]
         n_sorted = max(ks) if kind == "top_k" else V

@@ -120,7 +120,9 @@ class Attention(nn.Module):
         """
         if keys.ndim == 2:
             if self.window not in made:
-                made[self.window] = make_mask(queries, keys, self.window)
+                mask = make_mask(queries, keys, self.window)  # (B, 1, T, S)
+                # As a bias, or torch's kernels would turn it into one in each layer.
+                made[self.window] = _make_bias(mask, self.k_proj.weight.dtype)
             return made[self.window]  # (B, 1, T, S)
         T = len(queries)
         S = len(keys)
