@@ -24,6 +24,9 @@ from gptmini.generate.engine import Engine
 from gptmini.generate.filters import LogitsProcessor, draw_uniform, sample_token
 from gptmini.generate.texts import Text
 
+# The GPUs of Apple and some of Intel's have no 64-bit floats, which the weights of tokens need.
+DRAWING_DEVICES = ("cuda",)
+
 
 def check_overflow(n_prompt: int, sample: SampleConfig, context_length: int) -> None:
     """Refuse a prompt whose text would not fit the context, under `overflow: error`."""
@@ -65,12 +68,11 @@ def sample_tokens(
 def draw_tokens(logits: Sequence[Tensor], draws: Sequence[Draw]) -> Iterator[int | GptminiError]:
     """Draw the next token of each text from the model's logits, (V,) each, or give its error.
 
-    A GPU of NVIDIA or AMD draws for all texts at once. Others may lack 64-bit floats, so the host
-    draws for them, as for itself. It also does where PyTorch is told to be deterministic, as it
-    then refuses to sum weights up on a GPU.
+    A GPU of NVIDIA or AMD draws for all texts at once; for others the host does. It also does where
+    PyTorch is told to be deterministic, as it then refuses to sum weights up on a GPU.
     """
-    on_cuda = bool(draws) and logits[0].device.type == "cuda"
-    if on_cuda and not torch.are_deterministic_algorithms_enabled():
+    on_device = bool(draws) and logits[0].device.type in DRAWING_DEVICES
+    if on_device and not torch.are_deterministic_algorithms_enabled():
         yield from draw_on_device(torch.stack(list(logits)), draws)
         return
     for row, draw in zip(copy_to_host(logits), draws, strict=True):

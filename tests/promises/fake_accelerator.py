@@ -58,6 +58,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": {"variant": "gqa", "n_kv_head": 3, "qk_norm": False},
     },
 }
+# Operations of which torch has no deterministic kernel for CUDA, from the documentation of
+# torch.use_deterministic_algorithms; `train.deterministic` makes them errors.
+VARYING = (
+    "cumsum",
+    "nll_loss",
+    "put_",
+    "histc",
+    "bincount",
+    "median",
+    "scatter_reduce",
+    "kthvalue",
+)
 # Views and memory that is only reserved: no kernel runs.
 VIEWS = ("view", "_unsafe_view", "detach", "t.", "transpose", "expand", "alias", "unsqueeze")
 FREE = (*VIEWS, "split", "unbind", "select", "slice", "empty")
@@ -71,6 +83,7 @@ class CountingDevice(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.lacking: set[str] = set()
+        self.varying: set[str] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -97,6 +110,8 @@ class CountingDevice(TorchDispatchMode):
                 self.lacking.add(name)
         if on_device and not name.startswith(FREE):
             self.kernels[name] += 1
+        if on_device and name.startswith(VARYING):
+            self.varying.add(name)
         return result
 
 
@@ -128,7 +143,7 @@ class Stage:
         self.gradients = Gradients(model.parameters())
         self.group = Group()
         self.optimizer = Optimizer(model, config.train)
-        self.progress = type("Progress", (), {"lr_scale": 1.0})()
+        self.progress = type("Progress", (), {"lr_scale": 1.0, "loss_scale": 1.0})()
 
 
 def count_token(name: str, n_texts: int) -> dict[str, Any]:
@@ -203,6 +218,7 @@ def main() -> None:
                 "kernels": counts.kernels.total(),
                 "waits": dict(counts.waits),
                 "lacking": sorted(counts.lacking),
+                "varying": sorted(counts.varying),
             }
         with fuse():
             for name in MODELS:

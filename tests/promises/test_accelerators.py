@@ -36,3 +36,8 @@ def test_the_host_waits_once_for_the_tokens_of_all_texts(counted: dict[str, Any]
     assert sum(one["waits"].values()) == sum(many["waits"].values()) == 1
     assert one["kernels"] == many["kernels"] <= most
     assert one["draw_kernels"] == many["draw_kernels"] <= 60
+
+
+def test_a_step_needs_nothing_that_varies_on_a_gpu(counted: dict[str, Any]):
+    assert counted["train_step"]["varying"] == []
+    assert counted["evaluate"]["varying"] == []
