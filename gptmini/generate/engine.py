@@ -29,7 +29,9 @@ SPARE_POSITIONS = 16
 # Tokens of all texts in a pass. A CPU gains nothing by taking several prompts at once.
 PASS_TOKENS_ON_CPU = PREFILL_CHUNK
 PASS_TOKENS = 32 * PREFILL_CHUNK
-# Fewer keys are not worth a pass of another shape.
+# Numbers of keys in a pass: multiples on a CPU; elsewhere doubled from the least, as each number
+# has a graph of its own.
+KEYS_MULTIPLE_ON_CPU = 64
 MIN_KEYS = 256
 
 
@@ -68,8 +70,8 @@ class TorchEngine:
         self.n_slots = n_slots
         self._model = model
         self._use_cache = use_cache
-        on_cpu = model.device.type == "cpu"
-        self._max_pass_tokens = PASS_TOKENS_ON_CPU if on_cpu else PASS_TOKENS
+        self._on_cpu = model.device.type == "cpu"
+        self._max_pass_tokens = PASS_TOKENS_ON_CPU if self._on_cpu else PASS_TOKENS
         self._slots: list[Text | None] = []  # the text in each row of the cache
         self._assigned_at: list[int] = []
         self._cache = self._create_cache(0)
@@ -190,9 +192,10 @@ class TorchEngine:
 
     def _count_keys(self, longest: int) -> int:
         """Round the number of keys of the longest text up, to few different ones."""
-        n_keys = MIN_KEYS
-        while n_keys < longest:
-            n_keys *= 2
+        if self._on_cpu:
+            n_keys = -(-longest // KEYS_MULTIPLE_ON_CPU) * KEYS_MULTIPLE_ON_CPU
+        else:
+            n_keys = max(MIN_KEYS, 1 << (longest - 1).bit_length())
         return min(n_keys, self._model.config.context_length)
 
     def _find_rows(self, texts: list[Text]) -> Rows:

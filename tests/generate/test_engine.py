@@ -99,6 +99,7 @@ def test_a_recorded_step_reads_new_tokens_and_a_grown_cache(monkeypatch):
     model = model_of(extra={"window": 30, "full_every": 2}, length=LONG)
     engine = TorchEngine(model, 8)
     engine._graphs = graphs.StepGraphs(engine._compute_step)
+    engine._on_cpu = False
     texts = make_texts(5)
     for n_texts in (1, 1, 2, 1, 5, 5, 3, 5):
         check(engine, model, texts[:n_texts])

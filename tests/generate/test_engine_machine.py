@@ -340,6 +340,7 @@ class TorchCompany(Company):
     def open_engine(self, n_slots: int) -> TorchEngine:
         engine = TorchEngine(self.model, n_slots)
         engine._max_pass_tokens = self.max_pass_tokens
+        engine._on_cpu = self.max_pass_tokens == PREFILL_CHUNK
         engine._graphs = graphs.StepGraphs(engine._compute_step)
         return engine
 
