@@ -58,9 +58,10 @@ class StaticCache:
         Where `is_token` (B, T) is False, nothing is kept. The last column of `positions` is the
         newest position of each row.
         """
-        row_numbers = rows
         if isinstance(rows, slice):
-            row_numbers = torch.arange(rows.start, rows.stop, device=positions.device)
+            row_numbers = torch.arange(rows.start, rows.stop, device=positions.device)  # (B,)
+        else:
+            row_numbers = rows
         places: dict[int, Places] = {}
         layers = []
         for memory in self.memory:
