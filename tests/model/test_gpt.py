@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
+from gptmini.model import attention, gpt
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT, Block, compute_loss
 from gptmini.model.static_cache import StaticCache
@@ -246,6 +248,24 @@ def test_rows_of_different_lengths_get_the_values_they_get_alone(variant, positi
             torch.testing.assert_close(torch.cat(found[row]), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("attention", WINDOWS, ids=str)
+def test_a_cache_of_equal_rows_takes_drafts_back_and_goes_on(attention):
+    torch.manual_seed(0)
+    model = make(attention=attention, n_layer=3).eval()
+    tokens = torch.randint(11, (2, 12))
+    cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32, spare=2)
+    pieces = []
+    with torch.no_grad():
+        for piece in tokens.split([4, 1, 1, 3, 1, 2], dim=1):
+            length = cache.length
+            if length:  # two wrong tokens, as far as there is room
+                model(torch.full((2, min(2, 12 - length)), 7), cache)
+                cache.truncate(length)
+            pieces.append(model(piece, cache))
+        expected = model(tokens)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=1e-4)
+
+
 def test_more_positions_than_the_context_are_refused():
     model = make()
     cache = KVCache(model.config, 1, torch.device("cpu"), torch.float32)
@@ -328,6 +348,52 @@ def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(11, (3, 12)), torch.randint(11, (3, 12))
     chosen = model(tokens).softmax(-1).gather(-1, targets[..., None])
     torch.testing.assert_close(compute_loss(model, tokens, targets), -chosen.log().mean())
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt-2": {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
+    "llama": {"activation": "swiglu", "tie_embeddings": False, "attention": {"variant": "mqa"}},
+    "default": {"attention": {"variant": "gqa", "n_kv_head": 2}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("change", ["head and loss", "q, k and v"])
+def test_what_an_accelerator_joins_has_the_same_gradients(change, style, dtype, monkeypatch):
+    """Run here, on a CPU, which by itself takes the plain path."""
+    torch.manual_seed(0)
+    model = make(**STYLES[style]).train()
+    tokens, targets = torch.randint(11, (2, 4, 12))
+
+    def compute_gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = compute_loss(model, tokens, targets)
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert len(found) == len(list(model.parameters()))
+        return found | {"loss": loss.detach()}
+
+    plain = compute_gradients()
+    calls = []
+    for module, name in JOINED[change]:
+        joined = getattr(module, name)
+        if name.startswith("joins"):
+            monkeypatch.setattr(module, name, lambda _: True)
+        else:
+            monkeypatch.setattr(module, name, lambda *a, do=joined: calls.append(1) or do(*a))
+    together = compute_gradients()
+    assert calls
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    for name, right in plain.items():
+        assert (together[name] - right).norm() <= tolerance * right.norm(), name
+
+
+JOINED = {
+    "head and loss": [(gpt, "joins_head_and_loss"), (gpt, "linear_cross_entropy")],
+    "q, k and v": [(attention, "joins_projections"), (attention, "apply_jointly")],
+}
 
 
 def test_weights_are_drawn_by_role():
