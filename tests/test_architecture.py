@@ -25,7 +25,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "tokenizer_json",
     ],
     "data": ["formats", "sources", "fetch", "token_file", "shards", "corpus"],
-    "model": ["attention", "layers", "gpt", "optim", "kernels", "mechanisms"],
+    "model": ["attention", "static_cache", "layers", "gpt", "optim", "kernels", "mechanisms"],
     "runs": ["directory", "tensors", "log"],
     "distributed": ["group", "gradients", "placement", "sharding", "rows", "checkpoints"],
     "generate": [
@@ -34,6 +34,8 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "ranking",
         "texts",
         "engine",
+        "graphs",
+        "device_draw",
         "speculative",
         "run",
         "prompts_file",

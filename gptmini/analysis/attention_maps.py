@@ -228,7 +228,7 @@ def _symbol_for(character: str) -> str:
 def build_mask(name: str, size: int | None = None) -> Tensor:
     """Build a mask by its name, (size, size), by default of 12 positions.
 
-    `causal`, `window:N`, `padding:N` (N positions of padding on the left, as in the model), or
+    `causal`, `window:N`, `padding:N` (N positions of padding on the left), or
     `cross:T,S`: T queries on S keys of another sequence, which is padded on the right to `size`.
     """
     kind, _, argument = name.partition(":")
@@ -243,7 +243,9 @@ def build_mask(name: str, size: int | None = None) -> Tensor:
     if kind == "window" and number > 0:
         return make_mask(positions, positions, number)
     if kind == "padding" and 0 <= number < size:
-        return make_mask(positions, positions, None, torch.tensor([number]))[0, 0]
+        is_token = positions >= number
+        # Padding sees itself, as a query that sees nothing has no average.
+        return (make_mask(positions, positions) & is_token) | torch.eye(size, dtype=torch.bool)
     raise ConfigError(
         f"--mask {shorten(name)}: unknown mask; use causal, window:N with N at least 1, padding:N "
         f"with N below {size}, or cross:T,S"

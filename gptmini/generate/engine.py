@@ -1,9 +1,13 @@
 """Compute next-token logits in plain torch: prefill, then decode over a KV cache.
 
-This works on any device. Texts of different lengths share a batch through left padding, which lines
-up their last tokens. On a CPU, `native.engine.NativeEngine` does the same faster.
+This works on any device. Each text has a row of the cache, its slot, and a length of its own. The
+next token of all texts is one pass of a fixed shape, which a GPU of NVIDIA or AMD repeats as a CUDA
+graph (graphs.py). On a CPU, `native.engine.NativeEngine` does the same faster.
 
-Letters: B batch, T tokens, V vocabulary.
+A pass is padded to one of few numbers of rows and keys. The last bits of a row's logits depend on
+these numbers, so they may depend on what else is in the pass.
+
+Letters: R rows, B rows of a pass, T tokens, N positions that need logits, D width, V vocabulary.
 """
 
 from typing import Protocol
@@ -11,119 +15,272 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gptmini.generate.graphs import StepGraphs
 from gptmini.generate.texts import Text
-from gptmini.model.attention import KVCache, compute_left_padding
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
+from gptmini.model.static_cache import Rows, StaticCache
 
-# Prompt tokens per forward pass. This bounds the memory that their attention scores take.
+# Prompt tokens of a text per forward pass. This bounds the memory of their attention scores.
 PREFILL_CHUNK = 128
-# Positions that windowed caches store beyond their window. Rejected drafts have overwritten no key
-# that the window still needs.
+# A text with at most so many unseen tokens needs no prefill. Caches of windowed layers store at
+# least so many positions beyond the window: rejected drafts have overwritten no key that it needs.
 SPARE_POSITIONS = 16
+# Tokens of all texts in a pass. A CPU gains nothing by taking several prompts at once.
+PASS_TOKENS_ON_CPU = PREFILL_CHUNK
+PASS_TOKENS = 32 * PREFILL_CHUNK
+# Numbers of keys in a pass: multiples on a CPU; elsewhere doubled from the least, as each number
+# has a graph of its own.
+KEYS_MULTIPLE_ON_CPU = 64
+MIN_KEYS = 256
 
 
 class Engine(Protocol):
-    """Computes next-token logits.
-
-    A `ragged` engine takes texts that need logits of different numbers of tokens in one call.
-    """
+    """Computes next-token logits of up to `n_slots` texts, of any lengths."""
 
     name: str
-    ragged: bool
+    n_slots: int
+    # Whether a prefill runs the modules of the model while other texts could get their tokens.
+    interruptible: bool
 
     def __call__(self, texts: list[Text]) -> list[Tensor]:
-        """Compute logits (n_logits, V) for the last tokens of each text, float32 on the CPU.
+        """Compute logits (n_logits, V) for the last tokens of each text, in float32.
 
-        Afterwards the cache holds the whole context of each text. The logits may lie in a buffer
-        that the next call overwrites.
+        They are on the device of the model, and may lie in a buffer that the next call overwrites.
+        Afterwards the cache holds the whole context of each text.
         """
 
     def prefill_chunk(self, text: Text, max_tokens: int = PREFILL_CHUNK) -> bool:
         """Prefill a chunk of a long prompt; return False if the next call can do the rest.
 
-        A caller that serves other texts calls this between their tokens. Only a `ragged` engine
-        has chunks to prefill.
+        A caller that serves other texts calls this between their tokens.
         """
 
 
 class TorchEngine:
-    """Runs texts as one left-padded batch, on any device, with or without a KV cache."""
+    """Runs texts of any lengths together, on any device, with or without a KV cache."""
 
     name = "torch"
-    ragged = False
+    interruptible = False
 
-    def __init__(self, model: GPT, use_cache: bool = True) -> None:
+    def __init__(
+        self, model: GPT, n_slots: int = 1, use_cache: bool = True, use_graphs: bool = False
+    ) -> None:
+        """`use_graphs` is for a GPU, and for weights that stay where they are."""
+        self.n_slots = n_slots
         self._model = model
         self._use_cache = use_cache
-        self._texts: list[Text] = []  # the text in each row of the cache
-        self._cache: KVCache | None = None
-        self._padding: Tensor | None = None  # (B,)
+        self._on_cpu = model.device.type == "cpu"
+        self._max_pass_tokens = PASS_TOKENS_ON_CPU if self._on_cpu else PASS_TOKENS
+        self._slots: list[Text | None] = []  # the text in each row of the cache
+        self._assigned_at: list[int] = []
+        self._cache = self._create_cache(0)
+        self._compute = Compute(model.device, model.embed.weight.dtype)
+        self._graphs: StepGraphs | None = None
+        if use_graphs and use_cache and model.device.type == "cuda":
+            self._graphs = StepGraphs(self._compute_step)
 
+    @torch.inference_mode()
     def __call__(self, texts: list[Text]) -> list[Tensor]:
-        logits = self._step(texts) if self._can_step(texts) else self._prefill_all(texts)
+        if not self._use_cache:
+            return [self._compute_alone(text) for text in texts]
         for text in texts:
-            text.n_cached = len(text.context)
-        return logits
+            self._assign_slot(text, texts)
+        pieces: dict[Text, list[Tensor]] = {text: [] for text in texts}
+        while unready := [text for text in texts if _count_unseen(text) > 1]:
+            batch = self._choose_batch(unready)
+            for text, logits in zip(batch, self._prefill(batch), strict=True):
+                pieces[text].append(logits)
+        ready = [text for text in texts if _count_unseen(text) == 1]
+        if ready:
+            for text, logits in zip(ready, self._step(ready), strict=True):
+                pieces[text].append(logits)
+        return [_join(pieces[text]) for text in texts]
 
+    @torch.inference_mode()
     def prefill_chunk(self, text: Text, max_tokens: int = PREFILL_CHUNK) -> bool:
-        return False
-
-    def _can_step(self, texts: list[Text]) -> bool:
-        """Check whether to extend the cache rather than to fill it anew.
-
-        All rows of the cache have the same length, so a batch can only advance by one token at a
-        time, and as soon as one text slides (`n_cached` is 0), all are prefilled again. A single
-        text has no such limit: it may see several drafted tokens at once and take some back.
-        """
-        if self._cache is None:
+        if not self._use_cache:
             return False
-        if not all(text in self._texts and text.n_cached for text in texts):
+        self._assign_slot(text, [])
+        # The last bits depend on the length of a chunk, so it is whole whatever `max_tokens` says.
+        if _count_unseen(text) <= PREFILL_CHUNK:
             return False
-        if len(self._texts) == 1:
-            return True
-        unseen = {len(text.context) - text.n_cached for text in texts}
-        room = self._model.config.context_length - self._cache.length
-        return unseen == {1} and room > 0
+        self._prefill([text])
+        return True
+
+    def _compute_alone(self, text: Text) -> Tensor:
+        """Pass the whole context through the model; logits (n_logits, V)."""
+        tokens = torch.tensor([text.context], device=self._model.device)  # (1, T)
+        hidden = self._model.forward_hidden(tokens)[0, -text.n_logits :]  # (n_logits, D)
+        text.n_cached = len(text.context)
+        return self._model.compute_logits(hidden).float()
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    def _choose_batch(self, texts: list[Text]) -> list[Text]:
+        """Choose texts whose next chunks fit one pass; the first is always among them."""
+        batch = texts[:1]
+        longest = min(_count_unseen(texts[0]), PREFILL_CHUNK)
+        for text in texts[1:]:
+            longest = max(longest, min(_count_unseen(text), PREFILL_CHUNK))
+            if longest * (len(batch) + 1) > self._max_pass_tokens:
+                break
+            batch.append(text)
+        return batch
+
+    def _prefill(self, texts: list[Text]) -> list[Tensor]:
+        """Pass the next chunks of B texts through the model; their logits, (N, V) for each."""
+        rows = self._find_rows(texts)
+        ends = [min(text.n_cached + PREFILL_CHUNK, len(text.context)) for text in texts]
+        T = max(end - text.n_cached for text, end in zip(texts, ends, strict=True))
+        tokens = []
+        positions = []
+        is_token = []
+        needs_logits: list[tuple[int, int]] = []  # rows and columns of the pass
+        n_logits = []
+        for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
+            start = text.n_cached
+            n_padding = T - (end - start)
+            tokens.append(text.context[start:end] + [0] * n_padding)
+            # The last column must be the newest position.
+            positions.append([*range(start, end), *[end - 1] * n_padding])
+            is_token.append([1] * (end - start) + [0] * n_padding)
+            first = max(start, len(text.context) - text.n_logits)
+            needs_logits += [(row, position - start) for position in range(first, end)]
+            n_logits.append(max(0, end - first))
+            text.n_cached = end
+        inputs = self._upload([tokens, positions, is_token])  # (3, B, T)
+        cache = self._cache.select(rows, inputs[1], inputs[2] > 0, self._count_keys(max(ends)))
+        hidden = self._model.forward_hidden(inputs[0], cache)  # (B, T, D)
+        if not needs_logits:
+            empty = hidden.new_empty(0, self._model.embed.num_embeddings, dtype=torch.float32)
+            return [empty for _ in texts]
+        wanted = self._upload(needs_logits).unbind(dim=1)  # (N,) and (N,)
+        logits = self._model.compute_logits(hidden[wanted]).float()  # (N, V)
+        return list(logits.split(n_logits))
 
     def _step(self, texts: list[Text]) -> list[Tensor]:
-        assert self._cache is not None
-        if len(self._texts) == 1:
-            self._cache.truncate(texts[0].n_cached)
-        # Texts that have ended keep their row until the next prefill. They get a dummy token.
-        tokens = [text.context[text.n_cached :] if text in texts else [0] for text in self._texts]
-        logits = prefill(self._model, tokens, self._cache, texts[0].n_logits, self._padding)
-        return [logits[self._texts.index(text)] for text in texts]
+        """Pass the last token of each text through the model; its logits (1, V)."""
+        self._move_down(texts)
+        slots = [self._slots.index(text) for text in texts]
+        n_rows = round_up_rows(max(slots) + 1)
+        tokens = [[0] for _ in range(n_rows)]
+        positions = [[0] for _ in range(n_rows)]
+        is_token = [[0] for _ in range(n_rows)]  # the other rows are idle
+        for slot, text in zip(slots, texts, strict=True):
+            tokens[slot] = text.context[-1:]
+            positions[slot] = [len(text.context) - 1]
+            is_token[slot] = [1]
+            text.n_cached = len(text.context)
+        n_keys = self._count_keys(max(text.n_cached for text in texts))
+        inputs = self._upload([tokens, positions, is_token])  # (3, R, 1)
+        run = self._graphs or self._compute_step
+        logits = run(inputs, n_keys)  # (R, V)
+        return [logits[slot : slot + 1] for slot in slots]
 
-    def _prefill_all(self, texts: list[Text]) -> list[Tensor]:
-        device = self._model.device
-        lengths = [len(text.context) for text in texts]
-        self._texts = list(texts)
-        padding = compute_left_padding(lengths).to(device)  # (B,)
-        self._padding = padding if padding.any() else None
-        if self._use_cache:
-            self._cache = KVCache(
-                self._model.config, len(texts), device, torch.float32, SPARE_POSITIONS
-            )
-        longest = max(lengths)
-        tokens = [[0] * (longest - len(text.context)) + text.context for text in texts]
-        n_logits = max(text.n_logits for text in texts)
-        return list(prefill(self._model, tokens, self._cache, n_logits, self._padding))
+    def _compute_step(self, inputs: Tensor, n_keys: int) -> Tensor:
+        """Compute the logits (R, V) of one token in each of the first R rows.
+
+        `inputs` (3, R, 1) are tokens, positions and whether the row has a token at all. Nothing
+        here may wait for the device, and shapes depend on those of the arguments alone.
+        """
+        tokens, positions, is_token = inputs.unbind()
+        rows = slice(0, len(tokens))
+        cache = self._cache.select(rows, positions, is_token > 0, n_keys)
+        hidden = self._model.forward_hidden(tokens, cache)  # (R, 1, D)
+        return self._model.compute_logits(hidden[:, 0]).float()  # (R, V)
+
+    def _count_keys(self, longest: int) -> int:
+        """Round the number of keys of the longest text up, to few different ones."""
+        if self._on_cpu:
+            n_keys = -(-longest // KEYS_MULTIPLE_ON_CPU) * KEYS_MULTIPLE_ON_CPU
+        else:
+            n_keys = max(MIN_KEYS, 1 << (longest - 1).bit_length())
+        return min(n_keys, self._model.config.context_length)
+
+    def _find_rows(self, texts: list[Text]) -> Rows:
+        """Say which rows of the cache hold the texts; rows side by side are read in place."""
+        slots = [self._slots.index(text) for text in texts]
+        if slots == [*range(slots[0], slots[0] + len(slots))]:
+            return slice(slots[0], slots[0] + len(slots))
+        return self._upload(slots)
+
+    def _upload(self, values: object) -> Tensor:
+        return self._compute.copy(torch.tensor(values))
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def _assign_slot(self, text: Text, texts: list[Text]) -> None:
+        """Give a new text a slot that no text of this call has.
+
+        Empty slots and those of ended texts go first, then new ones, then the one assigned longest
+        ago. A text that has lost its slot finds itself in none, and starts again.
+        """
+        if text in self._slots:
+            return
+        text.n_cached = 0
+        free = self._find_free_slots(texts)
+        n_slots = round_up_rows(max(self.n_slots, len(texts)))
+        if not free and len(self._slots) < n_slots:
+            free = [len(self._slots)]
+            self._grow(round_up_rows(len(self._slots) + 1))
+        if not free:
+            others = [slot for slot, other in enumerate(self._slots) if other not in texts]
+            free = [min(others, key=lambda slot: self._assigned_at[slot])]
+        slot = free[0]
+        self._slots[slot] = text
+        self._assigned_at[slot] = max(self._assigned_at) + 1
+
+    def _find_free_slots(self, texts: list[Text]) -> list[int]:
+        """List the slots without a text that may come again."""
+        return [
+            slot
+            for slot, text in enumerate(self._slots)
+            if text is None or (text.finish_reason is not None and text not in texts)
+        ]
+
+    def _grow(self, n_rows: int) -> None:
+        """Replace the cache by one of more rows."""
+        old = self._cache
+        self._cache = self._create_cache(n_rows)
+        for row in range(old.n_rows):
+            self._cache.copy_row(row, row, old)
+        n_new = n_rows - len(self._slots)
+        self._slots += [None] * n_new
+        self._assigned_at += [0] * n_new
+        if self._graphs is not None:
+            self._graphs.clear()  # they hold the addresses of the old cache
+
+    def _create_cache(self, n_rows: int) -> StaticCache:
+        weight = self._model.embed.weight
+        config = self._model.config
+        return StaticCache(config, n_rows, weight.device, weight.dtype, PREFILL_CHUNK)
+
+    def _move_down(self, texts: list[Text]) -> None:
+        """Move texts from high slots to free low ones while that makes the next step smaller."""
+        while True:
+            highest = max(self._slots.index(text) for text in texts)
+            free = self._find_free_slots(texts)
+            is_small = round_up_rows(highest + 1) == round_up_rows(len(texts))
+            if is_small or not free or free[0] > highest:
+                return
+            self._cache.copy_row(highest, free[0])
+            self._slots[free[0]] = self._slots[highest]
+            self._assigned_at[free[0]] = self._assigned_at[highest]
+            self._slots[highest] = None
 
 
-def prefill(
-    model: GPT,
-    tokens: list[list[int]],
-    cache: KVCache | None,
-    n_logits: int,
-    padding: Tensor | None = None,
-) -> Tensor:
-    """Compute logits (B, n_logits, V) for the last of `tokens` (B, T).
+def round_up_rows(n_rows: int) -> int:
+    """Round a number of rows up: 1, 2, 4, 8, 16, 32, then in steps of 16."""
+    if n_rows > 32:
+        return -(-n_rows // 16) * 16
+    return 1 << (n_rows - 1).bit_length()
 
-    With a cache, the tokens pass through the model in chunks.
-    """
-    batch = torch.tensor(tokens, device=model.device)  # (B, T)
-    chunks = batch.split(PREFILL_CHUNK, dim=1) if cache else [batch]
-    # The last chunk may be shorter than `n_logits`, so keep the end of every chunk.
-    ends = [model.forward_hidden(chunk, cache, padding)[:, -n_logits:] for chunk in chunks]
-    hidden = torch.cat(ends, dim=1)[:, -n_logits:]  # (B, n_logits, D)
-    return model.compute_logits(hidden).float().cpu()  # (B, n_logits, V)
+
+def _count_unseen(text: Text) -> int:
+    return len(text.context) - text.n_cached
+
+
+def _join(pieces: list[Tensor]) -> Tensor:
+    pieces = [piece for piece in pieces if len(piece)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

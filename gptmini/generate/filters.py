@@ -32,7 +32,7 @@ def sample_token(logits: Tensor, sample: SampleConfig, random: float) -> int:
         token = int(logits.numpy().argmax())
         if logits[token] > -torch.inf:
             return token
-        raise _make_no_token_error()
+        raise make_no_token_error()
     tokens, weights = filter_probabilities(logits, sample)
     index = sample_index(weights, random)
     return index if tokens is None else int(tokens[index])
@@ -57,7 +57,7 @@ def filter_probabilities(
     scaled = values.astype(np.float64) / sample.temperature
     highest = scaled.max()
     if highest == -np.inf:
-        raise _make_no_token_error()
+        raise make_no_token_error()
     weights: TokenWeights = np.exp(scaled - highest)  # the most likely token weighs 1
     if sample.top_p is not None and sample.top_p < 1:
         enough = sample.top_p * weights.sum()
@@ -73,8 +73,14 @@ def filter_probabilities(
     return tokens, weights
 
 
-def _make_no_token_error() -> ConfigError:
+def make_no_token_error() -> ConfigError:
+    """Make the error of a text all of whose tokens are ruled out."""
     return ConfigError("sample.ban: no token is left to draw; ban fewer")
+
+
+def make_non_finite_error() -> CheckpointError:
+    """Make the error of logits that are not numbers."""
+    return CheckpointError("model: non-finite logits, the weights are damaged; train again")
 
 
 class LogitsProcessor:
@@ -83,6 +89,13 @@ class LogitsProcessor:
     def __init__(self, sample: SampleConfig, bias: Tensor | None) -> None:
         self._sample = sample
         self._bias = bias  # (V,)
+        self._bias_on_device: Tensor | None = None
+
+    def get_bias(self, device: torch.device) -> Tensor | None:
+        """Return the bias (V,) on a device; it is copied there once."""
+        if self._bias_on_device is None and self._bias is not None:
+            self._bias_on_device = self._bias.to(device)
+        return self._bias_on_device
 
     def __call__(self, logits: Tensor, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
         """Return adjusted logits (V,).
@@ -95,7 +108,7 @@ class LogitsProcessor:
         """
         # argmax of NaN would be token 0, silently.
         if not np.isfinite(logits.numpy()).all():
-            raise CheckpointError("model: non-finite logits, the weights are damaged; train again")
+            raise make_non_finite_error()
         sample = self._sample
         if self._bias is not None:
             logits = logits + self._bias

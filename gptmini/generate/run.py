@@ -32,7 +32,7 @@ from gptmini.generate.native.build import build_library
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.generate.texts import Generation, Text, build_token_bias, encode_start
-from gptmini.machine import pick_device
+from gptmini.machine import pick_compute, pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import check_shapes
@@ -93,7 +93,9 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy everything but the engines, which hold pointers into the memory of this run."""
-        return {**self.__dict__, "_idle_engines": deque(), "_packed_matrices": {}}
+        state = {**self.__dict__, "_idle_engines": deque(), "_packed_matrices": {}}
+        state.pop("_decoding_model", None)
+        return state
 
     @property
     def step(self) -> int:
@@ -271,14 +273,29 @@ class Run:
         """Lend an engine for up to `n_texts` texts; nobody else uses it until the block ends."""
         engine = self._take_idle_engine(n_texts) if use_cache else None
         if engine is None:
+            model = self._decoding_model
             engine = native.open_engine(
-                self.model, self.weights, n_texts, self._cache, use_cache, self._packed_matrices
+                model, self.weights, n_texts, self._cache, use_cache, self._packed_matrices
             )
         try:
             yield engine
         finally:
             if use_cache:
                 self._idle_engines.append(engine)
+
+    @cached_property
+    def _decoding_model(self) -> GPT:
+        """The model as engines run it: in bfloat16 on a GPU that multiplies it, if rounded to it.
+
+        A step of few texts takes the time of reading the weights, and these are half the bytes.
+        `model` stays in float32, for those who score texts.
+        """
+        device = self.model.device.type
+        if self.weights != "bfloat16" or device == "cpu":
+            return self.model
+        if pick_compute(device, "auto").dtype != torch.bfloat16:
+            return self.model
+        return precision.copy_to_bfloat16(self.model)
 
     def _take_idle_engine(self, n_texts: int) -> Engine | None:
         """Take an engine that an earlier generation gave back, if one is large enough.
@@ -288,7 +305,7 @@ class Run:
         while self._idle_engines:
             with suppress(IndexError):  # another thread may have taken the last one
                 engine = self._idle_engines.pop()
-                if not isinstance(engine, native.NativeEngine) or engine.n_slots >= n_texts:
+                if engine.n_slots >= n_texts:
                     return engine
         return None
 
@@ -349,7 +366,8 @@ def load_run(
 
     `weights` is the precision of the matrices: float32 as trained, or bfloat16 (the default) or
     int8, which are faster on a CPU. There the compiled engine also rounds the inputs of every
-    product, and keys and values to bfloat16. `cache` is the folder of the compiled engine.
+    product, and keys and values to bfloat16. With bfloat16, a GPU that multiplies it generates
+    wholly in bfloat16. `cache` is the folder of the compiled engine.
     """
     if weights not in precision.PRECISIONS:
         raise ConfigError(f"--weights {weights}: not supported; choose float32, bfloat16 or int8")

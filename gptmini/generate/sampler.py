@@ -18,10 +18,14 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, GptminiError
+from gptmini.generate.device_draw import Draw, draw_on_device
 from gptmini.generate.engine import Engine
 from gptmini.generate.filters import LogitsProcessor, draw_uniform, sample_token
 from gptmini.generate.texts import Text
+
+# The GPUs of Apple and some of Intel's have no 64-bit floats, which the weights of tokens need.
+DRAWING_DEVICES = ("cuda",)
 
 
 def check_overflow(n_prompt: int, sample: SampleConfig, context_length: int) -> None:
@@ -51,27 +55,50 @@ def sample_tokens(
     """
     logits_processor = LogitsProcessor(sample, bias)
     while live := [text for text in texts if text.finish_reason is None]:
-        for text, logits in zip(live, engine(live), strict=True):
-            last = logits[-1]  # (1, V) -> (V,)
-            token = draw_token(text, last, logits_processor, sample, context_length)
-            yield text, token, last
+        last_logits = [logits[-1] for logits in engine(live)]  # (V,) each
+        draws = [Draw(text, sample, logits_processor) for text in live]
+        drawn = draw_tokens(last_logits, draws)
+        for text, logits, token in zip(live, last_logits, drawn, strict=True):
+            if isinstance(token, GptminiError):
+                raise token
+            append_token(text, token, sample, context_length)
+            yield text, token, logits
 
 
-def draw_token(
-    text: Text,
-    logits: Tensor,
-    logits_processor: LogitsProcessor,
-    sample: SampleConfig,
-    context_length: int,
-) -> int:
-    """Draw the next token of a text from the model's logits (V,), and add it to the text."""
-    scores = logits_processor(logits, text.prompt_tokens, text.tokens)  # (V,)
+def draw_tokens(logits: Sequence[Tensor], draws: Sequence[Draw]) -> Iterator[int | GptminiError]:
+    """Draw the next token of each text from the model's logits, (V,) each, or give its error.
+
+    A GPU of NVIDIA or AMD draws for all texts at once; for others the host does. It also does where
+    PyTorch is told to be deterministic, as it then refuses to sum weights up on a GPU.
+    """
+    on_device = bool(draws) and logits[0].device.type in DRAWING_DEVICES
+    if on_device and not torch.are_deterministic_algorithms_enabled():
+        yield from draw_on_device(torch.stack(list(logits)), draws)
+        return
+    for row, draw in zip(copy_to_host(logits), draws, strict=True):
+        try:
+            yield draw_token(row, draw)
+        except GptminiError as error:  # such as a ban of every token
+            yield error
+
+
+def draw_token(logits: Tensor, draw: Draw) -> int:
+    """Draw the next token of a text from the model's logits (V,) on the host."""
+    text = draw.text
+    scores = draw.processor(logits, text.prompt_tokens, text.tokens)  # (V,)
     if text.allowed_first is not None and not text.tokens:
         scores = scores.masked_fill(~text.allowed_first, -torch.inf)
-    random = draw_uniform(sample.seed, text.number, len(text.tokens))
-    token = sample_token(scores, sample, random)
-    append_token(text, token, sample, context_length)
-    return token
+    random = draw_uniform(draw.sample.seed, text.number, len(text.tokens))
+    return sample_token(scores, draw.sample, random)
+
+
+def copy_to_host(logits: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy logits, (..., V) each, to the host, all at once; there, return them as they are."""
+    if not logits or logits[0].device.type == "cpu":
+        return logits
+    rows = [each.reshape(-1, each.shape[-1]) for each in logits]
+    on_host = torch.cat(rows).cpu().split([len(each) for each in rows])
+    return [copy.view(each.shape) for copy, each in zip(on_host, logits, strict=True)]
 
 
 def append_token(text: Text, token: int, sample: SampleConfig, context_length: int) -> None:

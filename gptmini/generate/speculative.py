@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
+from gptmini.generate.device_draw import Draw
 from gptmini.generate.engine import Engine
 from gptmini.generate.filters import LogitsProcessor, draw_uniform, sample_token
-from gptmini.generate.sampler import draw_token
+from gptmini.generate.sampler import append_token, copy_to_host, draw_token
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 
@@ -44,18 +45,20 @@ def sample_speculatively(
     while live := [text for text in texts if text.finish_reason is None]:
         # Drafted tokens go through the model behind the known ones, so that one pass gives the
         # logits after the last known token and after each drafted one.
-        drafts = _draft_tokens(drafter, engine, live, sample, context_length)
+        drafts = _draft_tokens(drafter, live, sample, context_length)
         for text, draft in zip(live, drafts, strict=True):
             text.context += draft
             text.n_logits = 1 + len(draft)
-        for text, logits, draft in zip(live, engine(live), drafts, strict=True):
+        all_logits = copy_to_host(engine(live))
+        for text, logits, draft in zip(live, all_logits, drafts, strict=True):
             # logits: (1 + drafted, V). Take the draft back: every token is drawn in any case, so a
             # draft saves a pass or costs a little time, but never changes the text.
             del text.context[len(text.context) - len(draft) :]
             text.drafted += len(draft)
             for position in range(len(logits)):
                 at_position = logits[position]  # (V,)
-                token = draw_token(text, at_position, logits_processor, sample, context_length)
+                token = draw_token(at_position, Draw(text, sample, logits_processor))
+                append_token(text, token, sample, context_length)
                 yield text, token, at_position
                 # The next logits hold only if this token is the drafted one.
                 is_drafted = position < len(draft) and draft[position] == token
@@ -67,11 +70,9 @@ def sample_speculatively(
 
 
 def _draft_tokens(
-    drafter: Drafter, engine: Engine, texts: list[Text], sample: SampleConfig, context_length: int
+    drafter: Drafter, texts: list[Text], sample: SampleConfig, context_length: int
 ) -> list[list[int]]:
     """Draft tokens for each text, none where the model could not verify them cheaply."""
-    if len(texts) > 1 and not engine.ragged:
-        return [[] for _ in texts]
     limits = []
     for text in texts:
         new_tokens_left = sample.max_new_tokens - len(text.tokens) - 1
@@ -127,7 +128,7 @@ class DraftModel:
             live = [n for n, limit in enumerate(limits) if ahead < limit and has_room[n]]
             if not live:
                 break
-            all_logits = self._engine([views[n] for n in live])
+            all_logits = copy_to_host(self._engine([views[n] for n in live]))
             for n, logits in zip(live, all_logits, strict=True):
                 text = texts[n]
                 generated = text.tokens + drafts[n]

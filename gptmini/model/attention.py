@@ -1,8 +1,9 @@
-"""Causal self-attention with grouped KV heads, sliding windows, padding and a KV cache.
+"""Causal self-attention with grouped KV heads, sliding windows and a KV cache.
 
 `Attention` is the module: project_qkv, mix, o_proj. Its `mask` says what `mix` may see. `attend`
 does the work, scaled dot-product attention under any mask; `make_mask` makes every mask of the
-model; `KVCache` keeps the keys and values of earlier tokens.
+model; `KVCache` keeps the keys and values of earlier tokens. In `static_cache.py` there is another
+cache, whose rows have different lengths.
 
 H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 2017), G = 1 is
 multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptmini.config.settings import ModelConfig
-from gptmini.errors import ConfigError, MachineError
+from gptmini.errors import MachineError
 from gptmini.model.kernels import RMSNorm
 from gptmini.model.layers import apply_rotary
 
@@ -58,15 +59,13 @@ class Attention(nn.Module):
         x: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None = None,
         cache: "LayerCache | None" = None,
-        padding: Tensor | None = None,
     ) -> Tensor:
         """Compute causal self-attention over x (B, T, D) -> (B, T, D).
 
-        With a cache, x continues the positions already in it. `padding` (B,) is the number of
-        padding tokens at the left of each row.
+        With a cache, x continues the positions already in it.
         """
         q, k, v = self.project_qkv(x, cos_sin)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
-        mixed = self.mix(q, k, v, cache, padding)  # (B, H, T, K)
+        mixed = self.mix(q, k, v, cache)  # (B, H, T, K)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # (B, T, H·K) -> (B, T, D)
 
     def project_qkv(
@@ -85,9 +84,9 @@ class Attention(nn.Module):
         q = q.unflatten(-1, heads)  # (B, T, H·K) -> (B, T, H, K)
         k = k.unflatten(-1, heads)  # (B, T, G·K) -> (B, T, G, K)
         v = v.unflatten(-1, heads)  # (B, T, G·K) -> (B, T, G, K)
-        if self.qk_norm:  # in float32, the type of its weights, also under autocast
-            q = self.q_norm(q.float())
-            k = self.k_norm(k.float())
+        if self.qk_norm:  # in the type of its weights, float32 also under autocast
+            q = self.q_norm(q.to(self.q_norm.weight.dtype))
+            k = self.k_norm(k.to(self.k_norm.weight.dtype))
         q = q.transpose(1, 2)  # (B, H, T, K)
         k = k.transpose(1, 2)  # (B, G, T, K)
         v = v.transpose(1, 2)  # (B, G, T, K)
@@ -96,40 +95,46 @@ class Attention(nn.Module):
             k = apply_rotary(k, cos_sin)
         return q.type_as(v), k.type_as(v), v
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: "LayerCache | None" = None,
-        padding: Tensor | None = None,
-    ) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: "LayerCache | None" = None) -> Tensor:
         """Average, for each query, the values it sees: q (B, H, T, K) -> (B, H, T, K).
 
-        k and v (B, G, T, K) are appended to the cache, if there is one. `cache` and `padding` are
-        those of `forward`.
+        k and v (B, G, T, K) are appended to the cache, if there is one.
         """
         T = q.shape[2]
-        start = cache.length if cache is not None else 0
-        query_positions = torch.arange(start, start + T, device=q.device)  # (T,)
-        key_positions = query_positions
-        if cache is not None:
-            k, v, key_positions = cache.append(k, v)  # (B, G, S, K), (B, G, S, K), (S,)
-        mask = self.mask(query_positions, key_positions, padding)
+        made: Masks = {}
+        if cache is None:
+            query_positions = torch.arange(T, device=q.device)  # (T,)
+            key_positions = query_positions
+        else:
+            query_positions = cache.next_positions(T)  # (T,) or (B, T)
+            k, v, key_positions = cache.append(k, v)  # (B, G, S, K) twice, (S,) or (B, S)
+            made = cache.masks
+        mask = self.mask(query_positions, key_positions, made)
         dropout = self.dropout if self.training else 0.0
-        return attend(q, k, v, mask, dropout, self.backend)
+        backend = self.backend
+        if key_positions.ndim == 2 and backend == "flash":
+            backend = "auto"  # rows of different lengths need a mask, and flash takes none
+        return attend(q, k, v, mask, dropout, backend)
 
-    def mask(self, queries: Tensor, keys: Tensor, padding: Tensor | None) -> Tensor | None:
+    def mask(self, queries: Tensor, keys: Tensor, made: "Masks") -> Tensor | None:
         """Make the mask for `attend`, of queries at positions (T,) on keys at positions (S,).
 
-        This is the place for a bias on the scores, such as ALiBi's.
+        Positions are (B, T) and (B, S) where each row has its own. `made` may hold masks that
+        earlier layers of the same pass have made. This is the place for a bias on the scores, such
+        as ALiBi's.
         """
+        if keys.ndim == 2:
+            if self.window not in made:
+                mask = make_mask(queries, keys, self.window)  # (B, 1, T, S)
+                # As a bias, or torch's kernels would turn it into one in each layer.
+                made[self.window] = _make_bias(mask, self.k_proj.weight.dtype)
+            return made[self.window]  # (B, 1, T, S)
         T = len(queries)
         S = len(keys)
         window_hides = self.window is not None and self.window < S
-        if padding is None and not window_hides and T in (1, S):
+        if not window_hides and T in (1, S):
             return None  # `attend` needs none if T = S (causal) or T = 1 (sees every key)
-        return make_mask(queries, keys, self.window, padding)  # (T, S) or (B, 1, T, S)
+        return make_mask(queries, keys, self.window)  # (T, S)
 
 
 def joins_projections(device: torch.device) -> bool:
@@ -281,37 +286,28 @@ def _make_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 # -- masks: every mask of the model is made here; True means visible -------------------------------
 
 
-def make_mask(
-    queries: Tensor, keys: Tensor, window: int | None = None, padding: Tensor | None = None
-) -> Tensor:
-    """Say which keys at positions (S,) the queries at positions (T,) see: (T, S) or (B, 1, T, S).
+def make_mask(queries: Tensor, keys: Tensor, window: int | None = None) -> Tensor:
+    """Say which keys at positions (S,) the queries at positions (T,) see: (T, S).
 
     A query sees the keys at its own position and before, with a window only the last `window` of
-    them. The first `padding` (B,) positions of each row are visible only to themselves, so that no
-    row of the mask is empty and no softmax NaN.
+    them. Where each row has positions of its own, (B, T) and (B, S), the mask is (B, 1, T, S). Keys
+    at negative positions are places that hold none yet.
     """
-    distance = queries[:, None] - keys  # (T, S)
+    distance = queries[..., :, None] - keys[..., None, :]  # (T, S) or (B, T, S)
     mask = distance >= 0
     if window is not None:
         mask &= distance < window
-    if padding is None:
+    if keys.ndim == 1:
         return mask
-    is_token = keys >= padding[:, None]  # (B, S)
-    mask = (mask & is_token[:, None]) | (distance == 0)  # (B, T, S)
+    mask &= keys[:, None] >= 0
     return mask[:, None]  # (B, 1, T, S)
 
 
-def compute_left_padding(lengths: list[int]) -> Tensor:
-    """Count the padding (B,) that makes rows of these lengths end together.
-
-    Raises ConfigError for an empty row.
-    """
-    if 0 in lengths:
-        raise ConfigError(f"padding: row {lengths.index(0)} is empty; give each at least 1 token")
-    return torch.tensor([max(lengths) - length for length in lengths])
-
-
 # -- the KV cache ----------------------------------------------------------------------------------
+
+
+# The masks that the layers of a pass share, by window.
+Masks = dict[int | None, Tensor]
 
 
 class LayerCache:
@@ -326,6 +322,11 @@ class LayerCache:
         self.values = values
         self.size = keys.shape[2]
         self.length = 0  # positions seen so far
+        self.masks: Masks = {}
+
+    def next_positions(self, n: int) -> Tensor:
+        """Return the positions (n,) of the next tokens."""
+        return torch.arange(self.length, self.length + n, device=self.keys.device)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add k and v (B, G, T, K); return the keys and values (B, G, S, K) to attend to.
@@ -386,6 +387,10 @@ class KVCache:
     @property
     def length(self) -> int:
         return self.layers[0].length
+
+    def next_positions(self, n: int) -> Tensor:
+        """Return the positions (n,) of the next tokens."""
+        return self.layers[0].next_positions(n)
 
     @property
     def bytes(self) -> int:

@@ -29,14 +29,10 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        cache: LayerCache | None,
-        padding: Tensor | None,
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache | None
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); the arguments are those of `Attention.forward`."""
-        x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache, padding))
+        x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -73,29 +69,24 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
-    def forward(
-        self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Tokens (B, T) -> logits (B, T, V); the arguments are those of `forward_hidden`."""
-        hidden = self.forward_hidden(tokens, cache, padding)  # (B, T, D)
+        hidden = self.forward_hidden(tokens, cache)  # (B, T, D)
         return self.compute_logits(hidden)
 
-    def forward_hidden(
-        self, tokens: Tensor, cache: KVCache | None = None, padding: Tensor | None = None
-    ) -> Tensor:
+    def forward_hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Tokens (B, T) -> the normalized output of the last block (B, T, D).
 
-        With a cache, the tokens continue those already in it. `padding` (B,), as from
-        `compute_left_padding`, is the number of padding tokens at the left of each row; every row
-        gets the values it would get alone.
+        With a cache, the tokens continue those already in it.
         """
-        start = cache.length if cache is not None else 0
-        end = start + tokens.shape[1]
+        T = tokens.shape[1]
+        end = T if cache is None else cache.length + T
         if end > self.config.context_length:
             raise ValueError(f"{end} positions in a context of {self.config.context_length}")
-        positions = torch.arange(start, end, device=tokens.device)  # (T,)
-        if padding is not None:  # the first real token of every row is at position 0
-            positions = (positions - padding[:, None]).clamp(min=0)  # (B, T)
+        if cache is None:
+            positions = torch.arange(T, device=tokens.device)  # (T,)
+        else:
+            positions = cache.next_positions(T)  # (T,), or (B, T) where rows differ in length
         x = self.embed(tokens)  # (B, T, D)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -104,9 +95,9 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             layer_cache = cache.layers[layer] if cache is not None else None
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, cos_sin, layer_cache, padding, use_reentrant=False)
+                x = checkpoint(block, x, cos_sin, layer_cache, use_reentrant=False)
             else:
-                x = block(x, cos_sin, layer_cache, padding)
+                x = block(x, cos_sin, layer_cache)
         return self.final_norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

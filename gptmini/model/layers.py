@@ -92,7 +92,7 @@ class Rotary(nn.Module):
         """Look up positions (T,) -> a pair of (T, K/2), or (B, T) -> a pair of (B, 1, T, K/2)."""
         cosines = self.cosines[positions]
         sines = self.sines[positions]
-        if positions.ndim == 2:  # rows with padding of their own, the same for all heads
+        if positions.ndim == 2:  # rows with positions of their own, the same for all heads
             return cosines[:, None], sines[:, None]
         return cosines, sines
 

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
+from gptmini.generate.device_draw import Draw
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
-from gptmini.generate.sampler import draw_token
+from gptmini.generate.sampler import append_token, draw_tokens
 from gptmini.generate.texts import Text
 from gptmini.serve.limits import add_reserve, is_fair
 
@@ -185,11 +186,11 @@ class Scheduler(threading.Thread):
 
     def _advance(self, engine: Engine) -> None:
         """Work on a prompt that needs a prefill, or give every text a token."""
-        unready = [request for request in self.running if not self._is_ready(request, engine)]
+        unready = [request for request in self.running if not self._is_ready(request)]
         if unready:
             self._prefill(engine, self._take_turn(unready))
         else:
-            self._step(engine, self._choose_for_step(self.running, engine))
+            self._step(engine, self._choose_for_step(self.running))
 
     def _take_turn(self, unready: list[Request]) -> Request:
         """Choose the first prompt of the client whose last turn is longest ago."""
@@ -200,12 +201,12 @@ class Scheduler(threading.Thread):
         self._last_prefills[request.client] = max(last.values(), default=0) + 1
         return request
 
-    def _choose_for_step(self, requests: list[Request], engine: Engine) -> list[Request]:
+    def _choose_for_step(self, requests: list[Request]) -> list[Request]:
         """Choose the texts of a step; those of a client with many more than others take turns."""
         by_client: dict[str, list[Request]] = {}
         for request in requests:
             by_client.setdefault(request.client, []).append(request)
-        if len(by_client) < 2 or not engine.ragged:
+        if len(by_client) < 2:
             return requests
         fewest_first = sorted(by_client.values(), key=len)
         chosen = list(fewest_first[0])
@@ -214,20 +215,20 @@ class Scheduler(threading.Thread):
             chosen += sorted(texts, key=lambda request: request.last_turn)[:n_texts]
         return chosen
 
-    def _is_ready(self, request: Request, engine: Engine) -> bool:
+    def _is_ready(self, request: Request) -> bool:
         """Check whether a step can give the text a token, as little is left to prefill.
 
         A text with nothing left is in a call of the engine right now: its token is drawn when the
         call returns. The prefill of another text in the same call may be interrupted before.
         """
         unseen = len(request.text.context) - request.text.n_cached
-        return not engine.ragged or 0 < unseen <= SPARE_POSITIONS
+        return 0 < unseen <= SPARE_POSITIONS
 
     def _prefill(self, engine: Engine, request: Request) -> None:
         """Prefill a chunk of a prompt, or the rest of it and draw its first token."""
         self._was_interrupted = False
         start = request.text.n_cached
-        n_ready = sum(self._is_ready(other, engine) for other in self.running)
+        n_ready = sum(self._is_ready(other) for other in self.running)
         # While others wait for their next token, a slice costs two to three times as much as that.
         max_tokens = 2 * (WEIGHTS_COST_IN_TOKENS + n_ready) if n_ready else PREFILL_CHUNK
         if request.scores_prompt_next or not engine.prefill_chunk(request.text, max_tokens):
@@ -241,7 +242,7 @@ class Scheduler(threading.Thread):
 
         The compiled step calls no module of the model, so the hooks run in torch's prefill only.
         """
-        blocks = list(self._run.model.blocks) if engine.ragged else []
+        blocks = list(self._run.model.blocks) if engine.interruptible else []
 
         def interrupt(block: object, inputs: object, hidden: Tensor) -> None:
             # Other threads may use the same model; their prefills are not ours to interrupt.
@@ -261,10 +262,10 @@ class Scheduler(threading.Thread):
     def _record_work(self, engine: Engine, work: float) -> None:
         """Add up work on prompts; once it equals that of a step, give the other texts a token."""
         self._work_since_step += work
-        ready = [request for request in self.running if self._is_ready(request, engine)]
+        ready = [request for request in self.running if self._is_ready(request)]
         if ready and self._work_since_step >= WEIGHTS_COST_IN_TOKENS + len(ready):
             self._work_since_step = 0.0
-            self._step(engine, self._choose_for_step(ready, engine))
+            self._step(engine, self._choose_for_step(ready))
 
     def _step(self, engine: Engine, requests: list[Request]) -> None:
         """Draw one token for each text and deliver it."""
@@ -275,23 +276,31 @@ class Scheduler(threading.Thread):
             request.text.n_logits = len(request.text.context) if request.scores_prompt_next else 1
         all_logits = engine([request.text for request in live]) if live else []
         deliveries: Deliveries = []
-        for request, logits in zip(live, all_logits, strict=True):
-            deliveries.append((request.callback, self._draw_token(request, logits)))
+        for request, events in zip(live, self._draw_tokens(live, all_logits), strict=True):
+            deliveries.append((request.callback, events))
         self._deliver(deliveries)
 
-    def _draw_token(self, request: Request, logits: Tensor) -> TokenEvents | Exception:
-        """Draw the next token from logits (n_logits, V); return its event, or the error."""
+    def _draw_tokens(
+        self, requests: list[Request], all_logits: Sequence[Tensor]
+    ) -> Iterator[TokenEvents | Exception]:
+        """Draw a token for each text from logits, (n_logits, V) each; yield events, or an error."""
+        draws = [Draw(each.text, each.sample, each.logits_processor) for each in requests]
+        tokens = draw_tokens([logits[-1] for logits in all_logits], draws)
+        for request, logits, token in zip(requests, all_logits, tokens, strict=True):
+            if isinstance(token, GptminiError):
+                yield self._fail(request, token)
+            else:
+                yield self._add_token(request, logits, token)
+
+    def _add_token(self, request: Request, logits: Tensor, token: int) -> TokenEvents:
+        """Add a token, drawn from logits (n_logits, V), to its text; return its events."""
         text = request.text
         context_length = self._run.model.config.context_length
+        if request.n_logprobs is not None:
+            logits = logits.cpu()
         events = self._score_prompt(request, logits) if request.scores_prompt_next else []
-        logits = logits[-1]  # (V,)
-        try:
-            token = draw_token(
-                text, logits, request.logits_processor, request.sample, context_length
-            )
-        except GptminiError as error:  # such as a ban of every token
-            return self._fail(request, error)
-        logprob, top_logprobs = _find_top_logprobs(logits, token, request.n_logprobs)
+        append_token(text, token, request.sample, context_length)
+        logprob, top_logprobs = _find_top_logprobs(logits[-1], token, request.n_logprobs)
         characters = text.decode_token(token)
         events.append(TokenEvent(characters, token, logprob, top_logprobs, text.finish_reason))
         return events

@@ -51,7 +51,7 @@ def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
         compiled = open_engine(model, "float32", n_texts, files.DEFAULT_CACHE_DIR)
         assert isinstance(compiled, NativeEngine)
         return compiled
-    return TorchEngine(model, use_cache=engine == "torch")
+    return TorchEngine(model, n_texts, use_cache=engine == "torch")
 
 
 def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[list[int]]:

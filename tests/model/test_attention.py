@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gptmini.config.settings import AttentionConfig, ModelConfig
-from gptmini.errors import ConfigError, MachineError
+from gptmini.errors import MachineError
 from gptmini.model import mechanisms
 from gptmini.model.attention import (
     Attention,
@@ -16,7 +16,6 @@ from gptmini.model.attention import (
     LayerCache,
     attend,
     choose_backend,
-    compute_left_padding,
     make_mask,
 )
 from gptmini.model.layers import Rotary
@@ -407,20 +406,14 @@ def test_masks_equal_the_written_out_ones(window):
     assert torch.equal(make_mask(positions, shuffled, window), expected[:, shuffled])
 
 
-def test_padding_on_the_left_is_visible_to_itself_only():
-    positions = torch.arange(4)
-    padding = compute_left_padding([4, 2])
-    assert padding.tolist() == [0, 2]
-    full, padded = make_mask(positions, positions, None, padding)[:, 0]
-    assert torch.equal(full, mechanisms.causal_mask(4))
-    assert ["".join(".x"[int(cell)] for cell in row) for row in padded] == [
-        "x...",
-        ".x..",
-        "..x.",
-        "..xx",
-    ]
-
-
-def test_an_empty_row_cannot_be_padded():
-    with pytest.raises(ConfigError, match="row 1 is empty; give each at least 1 token"):
-        compute_left_padding([3, 0])
+def test_rows_with_positions_of_their_own_have_masks_of_their_own():
+    queries = torch.tensor([[2, 3], [0, 1]])
+    keys = torch.tensor([[0, 1, 2, 3], [0, 1, -2, -1]])  # negative: an index that holds no key yet
+    first, second = make_mask(queries, keys)[:, 0]
+    assert torch.equal(first, mechanisms.causal_mask(4)[2:])
+    assert second.tolist() == [[True, False, False, False], [True, True, False, False]]
+    first, second = make_mask(queries, keys, 2)[:, 0]
+    assert torch.equal(first, mechanisms.window_mask(4, 2)[2:])
+    assert second.tolist() == [[True, False, False, False], [True, True, False, False]]
+    (wide,) = make_mask(torch.tensor([[0]]), torch.tensor([[0, -1]]), 9)
+    assert wide.tolist() == [[[True, False]]]

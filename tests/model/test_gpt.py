@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model import attention, gpt
-from gptmini.model.attention import KVCache, compute_left_padding
+from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT, Block, compute_loss
+from gptmini.model.static_cache import StaticCache
 
 
 def make(**given) -> GPT:
@@ -216,21 +216,64 @@ WINDOWS = [{}, {"window": 3}, {"window": 3, "full_every": 2}, {"window": 1}, {"w
 @pytest.mark.parametrize("position", ["learned", "rope", "none"])
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
 def test_rows_of_different_lengths_get_the_values_they_get_alone(variant, position, attention):
+    """Three rows of a cache of five grow by pieces of their own, in any order."""
     torch.manual_seed(0)
     heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None}
     model = make(attention=heads | attention, position=position, n_layer=3).eval()
-    rows = [torch.randint(11, (length,)) for length in (12, 5, 1, 9)]
-    padding = compute_left_padding([len(row) for row in rows])
-    batch = torch.stack([F.pad(row, (12 - len(row), 0), value=7) for row in rows])
+    texts = {4: torch.randint(11, (12,)), 0: torch.randint(11, (5,)), 3: torch.randint(11, (9,))}
+    cache = StaticCache(model.config, 5, torch.device("cpu"), torch.float32, max_pass_tokens=4)
+    found: dict[int, list[Tensor]] = {row: [] for row in texts}
+    ends = dict.fromkeys(texts, 0)
+    pieces = [{4: 4, 3: 2}, {4: 3, 0: 1}, {0: 3, 4: 1, 3: 4}, {4: 4}, {3: 3, 0: 1}]
     with torch.no_grad():
-        alone = [model(row[None])[0] for row in rows]
-        whole = model(batch, padding=padding)
-        cache = KVCache(model.config, 4, torch.device("cpu"), torch.float32)
-        steps = [model(piece, cache, padding) for piece in batch.split([4, 1, 4, 1, 1, 1], dim=1)]
-    for row, expected in enumerate(alone):
-        length = len(expected)
-        for found in (whole, torch.cat(steps, dim=1)):
-            torch.testing.assert_close(found[row, -length:], expected, atol=1e-5, rtol=1e-4)
+        for lengths in pieces:
+            T = max(lengths.values())
+            tokens = torch.full((len(lengths), T), 7)
+            positions = torch.zeros(len(lengths), T, dtype=torch.long)
+            is_token = torch.zeros(len(lengths), T, dtype=torch.bool)
+            for place, (row, length) in enumerate(lengths.items()):
+                start = ends[row]
+                ends[row] += length
+                tokens[place, :length] = texts[row][start : ends[row]]
+                positions[place] = torch.arange(start, start + T).clamp(max=ends[row] - 1)
+                is_token[place, :length] = True
+            rows = torch.tensor([*lengths])
+            selected = cache.select(rows, positions, is_token, max(ends.values()))
+            logits = model(tokens, selected)
+            for place, (row, length) in enumerate(lengths.items()):
+                found[row].append(logits[place, :length])
+        assert ends == {row: len(text) for row, text in texts.items()}
+        for row, text in texts.items():
+            expected = model(text[None])[0]
+            torch.testing.assert_close(torch.cat(found[row]), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", WINDOWS, ids=str)
+def test_a_cache_of_equal_rows_takes_drafts_back_and_goes_on(attention):
+    torch.manual_seed(0)
+    model = make(attention=attention, n_layer=3).eval()
+    tokens = torch.randint(11, (2, 12))
+    cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32, spare=2)
+    pieces = []
+    with torch.no_grad():
+        for piece in tokens.split([4, 1, 1, 3, 1, 2], dim=1):
+            length = cache.length
+            if length:  # two wrong tokens, as far as there is room
+                model(torch.full((2, min(2, 12 - length)), 7), cache)
+                cache.truncate(length)
+            pieces.append(model(piece, cache))
+        expected = model(tokens)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_more_positions_than_the_context_are_refused():
+    model = make()
+    cache = KVCache(model.config, 1, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        model(torch.zeros(1, 12, dtype=torch.long), cache)  # as many as there are
+        for given in (cache, None):
+            with pytest.raises(ValueError, match="13 positions in a context of 12"):
+                model(torch.zeros(1, 1 if given else 13, dtype=torch.long), given)
 
 
 def test_a_windowed_layer_caches_its_window_only():

@@ -1,4 +1,4 @@
-"""Count what a training step and an evaluation ask of an accelerator, without having one.
+"""Count what training, evaluation and generation ask of an accelerator, without having one.
 
 Tensors on the device `gpu` have shapes and types but no numbers, and every operation on them is
 counted. It lacks what Apple's GPU lacks: 64-bit floats, and random whole numbers of 64 bits. Prints
@@ -8,17 +8,27 @@ a JSON object: operations that the device lacks, kernels, and how often the host
 import json
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.distributed.gradients import Gradients
 from gptmini.distributed.group import Group
+from gptmini.generate.device_draw import Draw, draw_on_device
+from gptmini.generate.engine import TorchEngine
+from gptmini.generate.filters import LogitsProcessor
+from gptmini.generate.native.precision import copy_to_bfloat16
+from gptmini.generate.texts import Text
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.kernels import linear_cross_entropy
@@ -28,6 +38,27 @@ from gptmini.train.step import train_step
 from tests.support import tiny
 
 VOCABULARY = 257
+GPT2: dict[str, Any] = {"position": "learned", "norm": "layernorm", "activation": "gelu"}
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "d_ff": 1536}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {
+        **GPT2,
+        "bias": True,
+        "n_layer": 12,
+        "n_head": 12,
+        "d_model": 768,
+        "vocab_size": 50257,
+        "attention": {"qk_norm": False},
+    },
+    "llama-135m": {
+        **LLAMA,
+        "n_layer": 30,
+        "n_head": 9,
+        "d_model": 576,
+        "vocab_size": 49152,
+        "attention": {"variant": "gqa", "n_kv_head": 3, "qk_norm": False},
+    },
+}
 # Operations of which torch has no deterministic kernel for CUDA, from the documentation of
 # torch.use_deterministic_algorithms; `train.deterministic` makes them errors.
 VARYING = (
@@ -60,6 +91,11 @@ class CountingDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled() and function.namespace == "aten":
+            with self:  # then operations come here before they are taken apart
+                parts = function.decompose(*args, **(kwargs or {}))
+                if parts is not NotImplemented:
+                    return parts
         name = str(function).removeprefix("aten.")
         inputs = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
         reads_device = any(each.device.type == "gpu" for each in inputs)
@@ -120,6 +156,55 @@ class Stage:
         self.progress = type("Progress", (), {"lr_scale": 1.0, "loss_scale": 1.0})()
 
 
+def count_token(name: str, n_texts: int) -> dict[str, Any]:
+    """Count what one more token of each text takes: the step, and then the draw."""
+    config = ModelConfig.model_validate({**MODELS[name], "context_length": 1024})
+    with torch.device("gpu"):
+        model = copy_to_bfloat16(GPT(config).eval())
+    engine = TorchEngine(model, n_texts)
+    texts = [Text(number, [1] * (5 + number), 1024) for number in range(n_texts)]
+    sample = SampleConfig(top_k=50, top_p=0.9)
+    processor = LogitsProcessor(sample, None)
+    engine(texts)
+    for text in texts:
+        text.context.append(1)
+    with CountingDevice() as step:
+        logits = engine(texts)
+    with CountingDevice() as draw:
+        rows = torch.stack([each[-1] for each in logits])
+        draw_on_device(rows, [Draw(text, sample, processor) for text in texts])
+    return {
+        "kernels": step.kernels.total(),
+        "draw_kernels": draw.kernels.total(),
+        "waits": dict(step.waits + draw.waits),
+    }
+
+
+@contextmanager
+def fuse() -> Iterator[None]:
+    """Take attention and RMSNorm as the one kernel each that they are on a GPU.
+
+    On a device that it does not know, torch takes them apart.
+    """
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return count("sdpa", torch.empty(*q.shape[:-1], v.shape[-1], device="gpu", dtype=q.dtype))
+
+    def rms_norm(x: Tensor, *_: Any) -> Tensor:
+        return count("rms_norm", torch.empty_like(x))
+
+    def count(name: str, result: Tensor) -> Tensor:
+        if isinstance(active := _get_current_dispatch_mode(), CountingDevice):
+            active.kernels[name] += 1
+        return result
+
+    with (
+        mock.patch.object(functional, "scaled_dot_product_attention", sdpa),
+        mock.patch.object(functional, "rms_norm", rms_norm),
+    ):
+        yield
+
+
 def count_kernels_of_the_loss(device: torch.device) -> int:
     """Count what 16 x 1,024 tokens take from the last hidden state to the loss and back to it."""
     hidden = torch.zeros(16 * 1024, 64, device=device, requires_grad=True)
@@ -167,6 +252,11 @@ def main() -> None:
                 "lacking": sorted(counts.lacking),
                 "varying": sorted(counts.varying),
             }
+        with fuse():
+            for name in MODELS:
+                for n_texts in (1, 32):
+                    found[f"{name}, {n_texts}"] = count_token(name, n_texts)
+
         found["prepared"] = stage.batches.prepared
         found["loss"] = count_kernels_of_the_loss(device)
         found["update"] = {layers: count_kernels_of_an_update(device, layers) for layers in (2, 6)}

@@ -1,4 +1,4 @@
-"""A step and an evaluation on an accelerator that is not here; see fake_accelerator.py."""
+"""A step, an evaluation and a token on an accelerator that is not here; see fake_accelerator.py."""
 
 import json
 import subprocess
@@ -26,6 +26,16 @@ def test_nothing_needs_what_apples_gpu_lacks(counted: dict[str, Any]):
 def test_a_step_waits_for_the_device_once(counted: dict[str, Any]):
     assert sum(counted["train_step"]["waits"].values()) == 1
     assert counted["train_step"]["kernels"] > 100
+
+
+@pytest.mark.parametrize(("model", "most"), [("gpt2-124m", 200), ("llama-135m", 1050)])
+def test_the_host_waits_once_for_the_tokens_of_all_texts(counted: dict[str, Any], model, most):
+    """And a step has as many kernels for 32 texts as for one, of which a graph launches all."""
+    one = counted[f"{model}, 1"]
+    many = counted[f"{model}, 32"]
+    assert sum(one["waits"].values()) == sum(many["waits"].values()) == 1
+    assert one["kernels"] == many["kernels"] <= most
+    assert one["draw_kernels"] == many["draw_kernels"] <= 60
 
 
 def test_a_step_needs_nothing_that_varies_on_a_gpu(counted: dict[str, Any]):

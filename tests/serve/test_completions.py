@@ -32,7 +32,7 @@ def generate(run: Run, completion: Completion) -> list[TokenEvents]:
         while request.text.finish_reason is None:
             request.text.n_logits = 1
             (logits,) = engine([request.text])
-            found = scheduler._draw_token(request, logits)
+            (found,) = scheduler._draw_tokens([request], [logits])
             assert isinstance(found, list)
             events += found
         generated.append(events)

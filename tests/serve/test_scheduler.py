@@ -18,10 +18,6 @@ def run() -> Run:
     return run_of()
 
 
-class RaggedEngine(TorchEngine):
-    ragged = True
-
-
 def make_request(run: Run, callback=lambda events: None, client: str = "") -> Request:
     sample = run.build_sample_config({"max_new_tokens": 3, "bias": {}, "temperature": 1.0})
     processor = LogitsProcessor(sample, None)
@@ -132,28 +128,23 @@ def test_clients_take_turns_with_their_prompts(run: Run):
 
 def test_a_step_has_at_most_as_many_texts_of_one_client_as_of_all_others(run: Run):
     scheduler = Scheduler(run, 32, 256, lambda _: None)
-    engine = RaggedEngine(run.model)
     greedy = make_requests(run, "greedy", 30)
-    assert scheduler._choose_for_step(greedy, engine) == greedy
+    assert scheduler._choose_for_step(greedy) == greedy
     normal = [each for number in range(10) for each in make_requests(run, f"normal {number}", 1)]
-    chosen = scheduler._choose_for_step(greedy + normal, engine)
+    chosen = scheduler._choose_for_step(greedy + normal)
     assert count_clients(chosen)["greedy"] == 10
     assert all(each in chosen for each in normal)
-    few = scheduler._choose_for_step(greedy + normal[:1], engine)
+    few = scheduler._choose_for_step(greedy + normal[:1])
     assert count_clients(few) == {"greedy": 8, "normal 0": 1}
-    # Left-padded batches of torch cannot leave a text out.
-    everyone = greedy + normal
-    assert scheduler._choose_for_step(everyone, TorchEngine(run.model)) == everyone
 
 
 def test_texts_that_are_left_out_come_next(run: Run):
     scheduler = Scheduler(run, 32, 256, lambda _: None)
     greedy = make_requests(run, "greedy", 20)
     normal = make_requests(run, "normal", 1)
-    engine = RaggedEngine(run.model)
     n_steps = Counter[int]()
     for _ in range(5):
-        for request in scheduler._choose_for_step(greedy + normal, engine):
+        for request in scheduler._choose_for_step(greedy + normal):
             request.last_turn = n_steps.total() + 1
             n_steps[id(request)] += 1
     assert n_steps[id(normal[0])] == 5

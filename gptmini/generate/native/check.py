@@ -20,6 +20,7 @@ from gptmini.generate.native.precision import create_cache
 from gptmini.generate.native.step import NativeStep, UnexpectedShapeError
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
+from gptmini.model.static_cache import StaticCache
 
 TOKENS_PER_ROW = 2
 # How long a context is compared. Attention to more positions would take most of the time.
@@ -63,8 +64,7 @@ def measure_difference(library: ctypes.CDLL, model: GPT) -> float:
     """Return how far the compiled logits are from torch's, as a share of the largest logit.
 
     The first row of tokens begins the context. The second ends it, behind keys and values of zero,
-    so that windows and long distances count too. torch takes both as one batch: to it, the first
-    row is padded on the left.
+    so that windows and long distances count too.
     """
     end = min(model.config.context_length, MAX_POSITIONS)
     T = min(TOKENS_PER_ROW, end)
@@ -77,9 +77,11 @@ def measure_difference(library: ctypes.CDLL, model: GPT) -> float:
     positions = [*range(T), *range(start, end)]
     found = step(tokens.flatten().tolist(), rows, positions, [T - 1, 2 * T - 1])  # (2, V)
 
-    cache = _create_zero_cache(model, end)
-    cache.truncate(start)
-    hidden = model.forward_hidden(tokens, cache, torch.tensor([start, 0]))  # (2, T, D)
+    config = model.config.model_copy(update={"context_length": end})
+    zeros = StaticCache(config, 2, model.device, torch.float32, max_pass_tokens=T)
+    is_token = torch.ones(2, T, dtype=torch.bool)
+    cache = zeros.select(slice(0, 2), torch.tensor(positions).view(2, T), is_token, end)
+    hidden = model.forward_hidden(tokens, cache)  # (2, T, D)
     expected = model.compute_logits(hidden[:, -1]).float()  # (2, V)
     return _compute_relative_difference(found, expected)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gptmini.console import show_elapsed
-from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine, TorchEngine, prefill
+from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine, TorchEngine
 from gptmini.generate.native.build import build_library
 from gptmini.generate.native.check import matches_torch
 from gptmini.generate.native.precision import PackedMatrices, create_cache
@@ -41,7 +41,6 @@ class NativeEngine:
     """Runs texts of any lengths together; each has a row of the KV cache, its slot."""
 
     name = "compiled"
-    ragged = True
 
     def __init__(
         self,
@@ -55,6 +54,7 @@ class NativeEngine:
         self._model = model
         # float32 prompts go through torch, whose products in float32 are as fast.
         self._torch_prefill = weights == "float32"
+        self.interruptible = self._torch_prefill
         # A call caches all its keys before its queries look at them. The first queries must still
         # find the keys of their window, so the rings of windowed layers have room for a whole call.
         spare_positions = SPARE_POSITIONS if self._torch_prefill else MAX_CALL_TOKENS
@@ -191,9 +191,9 @@ class NativeEngine:
     def _prefill(self, slot: int, text: Text) -> Tensor:
         """Pass the unseen tokens of a text through the model alone; logits (n_logits, V)."""
         if self._torch_prefill:
-            unseen = [text.context[text.n_cached :]]
+            unseen = text.context[text.n_cached :]
             cache = self._select_cache_row(slot, text)
-            logits = prefill(self._model, unseen, cache, text.n_logits)[0]
+            logits = prefill(self._model, unseen, cache, text.n_logits)
         else:
             logits = self._run_batch(self._build_entries(slot, text, len(text.context)))
         self._record_prefilled(slot, text, len(text.context))
@@ -221,6 +221,15 @@ class NativeEngine:
             self._prefilled[slot] = text.context[: end // PREFILL_CHUNK * PREFILL_CHUNK]
 
 
+def prefill(model: GPT, tokens: list[int], cache: KVCache, n_logits: int) -> Tensor:
+    """Compute logits (n_logits, V) for the last of T tokens, which pass the model in chunks."""
+    chunks = torch.tensor([tokens]).split(PREFILL_CHUNK, dim=1)
+    # The last chunk may be shorter than `n_logits`, so keep the end of every chunk.
+    ends = [model.forward_hidden(chunk, cache)[:, -n_logits:] for chunk in chunks]
+    hidden = torch.cat(ends, dim=1)[0, -n_logits:]  # (n_logits, D)
+    return model.compute_logits(hidden).float()
+
+
 def load_library(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
     """Return the compiled step if this machine can build one and it computes this model."""
     if not use_cache or model.device.type != "cpu":
@@ -243,5 +252,5 @@ def open_engine(
     """Open the fastest engine on this machine for up to `n_texts` texts at a time."""
     library = load_library(model, cache, use_cache)
     if library is None:
-        return TorchEngine(model, use_cache)
+        return TorchEngine(model, n_texts, use_cache, use_graphs=True)
     return NativeEngine(library, model, weights, n_texts, packed)

@@ -1,7 +1,9 @@
 """Round weights to a precision, and lay weights and keys out as the compiled step reads them."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,15 @@ def round_weights(model: GPT, precision: str) -> None:
             elif precision == "int8":
                 integers, scales = quantize(module.weight)
                 module.weight.copy_(integers * scales[:, None])
+
+
+def copy_to_bfloat16(model: GPT) -> GPT:
+    """Copy a model with all parameters in bfloat16; angles of rotary positions stay in float32."""
+    replaced: dict[int, Any] = {}
+    for parameter in model.parameters():
+        narrow = nn.Parameter(parameter.detach().bfloat16(), requires_grad=False)
+        replaced[id(parameter)] = narrow  # so that deepcopy takes it for the copy
+    return copy.deepcopy(model, replaced)
 
 
 def round_up(width: int, multiple: int = ROW_ALIGNMENT) -> int:

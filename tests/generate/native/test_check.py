@@ -17,7 +17,7 @@ from gptmini.generate.native import build, check
 from gptmini.generate.native import engine as native
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
-from gptmini.model.attention import Attention, KVCache, make_mask
+from gptmini.model.attention import Attention, KVCache, Masks, make_mask
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
 from tests.support import new_cache, tiny, train
@@ -25,13 +25,14 @@ from tests.support import new_cache, tiny, train
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 
 
-def alibi(module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | None) -> Tensor:
+def alibi(module: Attention, queries: Tensor, keys: Tensor, made: Masks) -> Tensor:
     """`Attention.mask` as someone would write it who adds ALiBi (Press et al. 2022)."""
     n_head = module.q_proj.out_features // module.head_dim
     slopes = 2.0 ** -torch.arange(1, n_head + 1)[:, None, None]  # (H, 1, 1)
-    distance = queries[:, None] - keys  # (T, S)
-    seen = make_mask(queries, keys, module.window, padding)
-    return torch.where(seen, -slopes * distance, -torch.inf)  # (H, T, S) or (B, H, T, S)
+    distance = queries[..., :, None] - keys[..., None, :]  # (T, S) or (B, T, S)
+    seen = make_mask(queries, keys, module.window)
+    bias = -slopes * distance[..., None, :, :]  # (H, T, S) or (B, H, T, S)
+    return torch.where(seen, bias, -torch.inf)
 
 
 def noisy(seed: int = 0, **settings: object) -> GPT:
@@ -66,10 +67,8 @@ def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
     assert capsys.readouterr().err == ""
 
 
-def wider_window(
-    module: Attention, queries: Tensor, keys: Tensor, padding: Tensor | None
-) -> Tensor:
-    return make_mask(queries, keys, 8, padding)
+def wider_window(module: Attention, queries: Tensor, keys: Tensor, made: Masks) -> Tensor:
+    return make_mask(queries, keys, 8)
 
 
 CHANGES = {

@@ -1,11 +1,12 @@
-"""Random use of the compiled engine: a text gets the same logits alone and together with others.
+"""Random use of the engines: a text gets the same logits alone and together with others.
 
 Hypothesis draws models, numbers of slots and sequences of what callers do: texts with common
 prefixes come, grow, are scored, draft ahead, take tokens back, slide, lose their slots and end;
 prompts are prefilled in chunks between the calls of others, and interrupted between two layers. The
-suite runs the same few sequences each time. For new ones, about ten minutes of them:
+compiled engine must give equal bits, that of PyTorch the logits of the plain model. The suite
+runs the same few sequences each time. For new ones, about ten minutes of them:
 
-    GPTMINI_EXAMPLES=800 python -m pytest tests/generate/native/test_engine_machine.py
+    GPTMINI_EXAMPLES=800 python -m pytest tests/generate/test_engine_machine.py
 """
 
 import os
@@ -26,12 +27,14 @@ from hypothesis.stateful import (
 )
 
 from gptmini import files
-from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS
+from gptmini.generate import graphs
+from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, TorchEngine
 from gptmini.generate.native.build import build_library
 from gptmini.generate.native.engine import NativeEngine
 from gptmini.generate.native.precision import PRECISIONS, PackedMatrices
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
+from tests.generate.recorded_graphs import RecordedGraph
 from tests.support import tiny
 
 EXAMPLES = int(os.environ.get("GPTMINI_EXAMPLES", "0"))
@@ -114,7 +117,7 @@ def engine_of(model: GPT, weights: str, n_slots: int) -> NativeEngine:
 class Known:
     """A text in the shared engine, and the same text alone in another one."""
 
-    def __init__(self, number: int, prompt: list[int], engine: NativeEngine) -> None:
+    def __init__(self, number: int, prompt: list[int], engine: NativeEngine | None) -> None:
         self.text = Text(number, prompt, LIMIT)
         self.alone = Text(number, prompt, LIMIT)
         self.engine = engine
@@ -138,9 +141,12 @@ class Company(RuleBasedStateMachine):
         self.windowed = attention["window"] is not None
         self.model = model_of(**attention)
         self.n_slots = n_slots
-        self.engine = engine_of(self.model, self.weights, n_slots)
+        self.engine = self.open_engine(n_slots)
         self.n_texts = 0
         self.live: list[Known] = []
+
+    def open_engine(self, n_slots: int) -> NativeEngine:
+        return engine_of(self.model, self.weights, n_slots)
 
     # -- what callers do ---------------------------------------------------------------------------
 
@@ -149,13 +155,11 @@ class Company(RuleBasedStateMachine):
     def come(self, beginning: int, n_beginning: int, rest: int, n_rest: int) -> None:
         self.add(SOURCES[beginning][:n_beginning] + SOURCES[rest][n_beginning:][:n_rest])
 
-    @precondition(lambda self: len(self.live) < MOST_TEXTS and any(self.engine._prefilled))
+    @precondition(lambda self: len(self.live) < MOST_TEXTS and self.offered())
     @rule(data=st.data(), rest=sources, n_rest=lengths, is_called=st.booleans())
     def come_behind(self, data: st.DataObject, rest: int, n_rest: int, is_called: bool) -> None:
         """Bring a text that begins with what a slot offers; two random texts rarely do."""
-        offered = data.draw(
-            st.sampled_from([tokens for tokens in self.engine._prefilled if tokens])
-        )
+        offered = data.draw(st.sampled_from(self.offered()))
         n_chunks = data.draw(st.integers(1, len(offered) // PREFILL_CHUNK))
         beginning = offered[: n_chunks * PREFILL_CHUNK]
         self.add(beginning + SOURCES[rest][len(beginning) :][:n_rest])
@@ -200,7 +204,7 @@ class Company(RuleBasedStateMachine):
         for _ in range(n_chunks):
             self.chunk(known, most)
 
-    @precondition(lambda self: self.weights == "float32" and self.long() and self.short())
+    @precondition(lambda self: self.engine.interruptible and self.long() and self.short())
     @rule(data=st.data(), source=sources)
     def interrupt(self, data: st.DataObject, source: int) -> None:
         """Give a text a token while PyTorch is between two layers of the prefill of another."""
@@ -253,7 +257,11 @@ class Company(RuleBasedStateMachine):
 
     def add(self, prompt: list[int]) -> None:
         self.n_texts += 1
-        self.live.append(Known(self.n_texts, prompt, engine_of(self.model, self.weights, 1)))
+        self.live.append(Known(self.n_texts, prompt, self.open_engine(1)))
+
+    def offered(self) -> list[list[int]]:
+        """Beginnings of texts that a slot holds for others."""
+        return [tokens for tokens in self.engine._prefilled if tokens]
 
     def long(self) -> list[Known]:
         """Texts of which a chunk can be prefilled."""
@@ -282,8 +290,11 @@ class Company(RuleBasedStateMachine):
             text = known.text
             assert text.n_cached == len(text.context)
             assert logits.shape == (text.n_logits, VOCABULARY)
-            assert torch.equal(logits, logits_alone)
+            self.compare(logits, logits_alone)
             known.written = max(known.written, text.n_cached)
+
+    def compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        assert torch.equal(found, expected)
 
     def chunk(self, known: Known, most: int) -> None:
         self.follow(known)
@@ -321,11 +332,60 @@ class Company(RuleBasedStateMachine):
         return logits
 
 
+class TorchCompany(Company):
+    """The same on PyTorch's engine, with graphs as on a GPU."""
+
+    max_pass_tokens = PREFILL_CHUNK
+
+    def open_engine(self, n_slots: int) -> TorchEngine:
+        engine = TorchEngine(self.model, n_slots)
+        engine._max_pass_tokens = self.max_pass_tokens
+        engine._on_cpu = self.max_pass_tokens == PREFILL_CHUNK
+        engine._graphs = graphs.StepGraphs(engine._compute_step)
+        return engine
+
+    def offered(self) -> list[list[int]]:
+        return []
+
+    def compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+    def chunk(self, known: Known, most: int) -> None:
+        self.follow(known)
+        end = known.text.n_cached + PREFILL_CHUNK
+        known.text.n_logits = 1
+        is_long = end < len(known.text.context)
+        assert self.engine.prefill_chunk(known.text, most) == is_long
+        if is_long:
+            assert known.text.n_cached == end
+        known.written = max(known.written, known.text.n_cached)
+
+    def follow(self, known: Known) -> None:
+        if known.text not in self.engine._slots or known.text.n_cached == 0:
+            known.text.n_cached = known.written = 0
+
+    def expected(self, known: Known) -> torch.Tensor:
+        self.follow(known)
+        text = known.text
+        return self.model(torch.tensor([text.context]))[0, -text.n_logits :]
+
+
+@pytest.mark.parametrize("max_pass_tokens", [PREFILL_CHUNK, 4 * PREFILL_CHUNK])
+@torch.inference_mode()
+def test_a_text_has_the_model_s_logits_on_the_torch_engine(max_pass_tokens: int, monkeypatch):
+    monkeypatch.setattr(graphs, "_Graph", RecordedGraph)
+    machine = type("TorchCompany", (TorchCompany,), {"max_pass_tokens": max_pass_tokens})
+    run_machine(machine)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 @pytest.mark.parametrize("weights", PRECISIONS)
 @torch.inference_mode()
 def test_a_text_has_the_same_logits_alone_and_with_others(weights: str):
-    machine = type("Company", (Company,), {"weights": weights})
+    run_machine(type("Company", (Company,), {"weights": weights}))
+
+
+def run_machine(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
