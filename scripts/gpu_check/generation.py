@@ -294,7 +294,11 @@ def commands(check: Check) -> Facts:
 
 
 # What each change of decoding brings: the name that is patched, and its value without the change.
-CHANGES: dict[str, tuple[str, Any]] = {}
+CHANGES: dict[str, tuple[str, Any]] = {
+    "CUDA graphs": ("gptmini.generate.engine.StepGraphs", lambda _: None),
+    "drawing on the GPU": ("gptmini.generate.sampler.DRAWING_DEVICES", ()),
+    "bfloat16": ("gptmini.generate.native.precision.copy_to_bfloat16", lambda model: model),
+}
 
 
 def changes(check: Check) -> Facts:
