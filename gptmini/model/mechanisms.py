@@ -12,6 +12,7 @@ Letters: B batch, T queries, S keys, H query heads, G KV heads, D width, K head 
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,33 +52,49 @@ def self_attention(
 
 
 def cross_attention(
-    x: Tensor, context: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, mask: Tensor | None = None
+    x: Tensor,
+    context: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, ...] = (None, None, None),
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Queries of x (..., T, D) on another sequence, context (..., S, D') -> (..., T, V).
 
-    w_q is (D, K), w_k (D', K), w_v (D', V). A decoder reads its encoder this way. There is no
-    future in another sequence, so only its padding is masked (`cross_mask`).
+    The weights are w_q (D, K), w_k (D', K) and w_v (D', V). A decoder reads its encoder this way.
+    There is no future in another sequence, so only its padding is masked (`cross_mask`).
     """
-    q = x @ w_q  # (..., T, K)
-    k = context @ w_k  # (..., S, K)
-    v = context @ w_v  # (..., S, V)
+    w_q, w_k, w_v = weights
+    b_q, b_k, b_v = biases
+    q = project(x, w_q, b_q)  # (..., T, K)
+    k = project(context, w_k, b_k)  # (..., S, K)
+    v = project(context, w_v, b_v)  # (..., S, V)
     return scaled_dot_product_attention(q, k, v, mask)
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """softmax(q kᵀ / √K + mask) v: q (..., T, K), k (..., S, K), v (..., S, V) -> (..., T, V)."""
-    return drop(attention_weights(q, k, mask), dropout) @ v
+    return drop(attention_weights(q, k, mask, bias), dropout) @ v
 
 
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+def attention_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """The weights (..., T, S) of q (..., T, K) on k (..., S, K) (Vaswani et al. 2017).
 
     Dividing by √K keeps long vectors from saturating the softmax. Where `mask` is false the
-    score is -∞ and the weight 0. A query that sees no key gets weights of 0, not NaN.
+    score is -∞ and the weight 0. A query that sees no key gets weights of 0, not NaN. `bias` is
+    added to the scores, as `alibi_bias` is.
     """
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (..., T, S)
+    if bias is not None:
+        scores = scores + bias
     if mask is None:
         return scores.softmax(dim=-1)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
@@ -98,17 +115,21 @@ def window_mask(T: int, window: int) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def padding_mask(lengths: Tensor, S: int) -> Tensor:
-    """(B, 1, S) for rows of lengths (B,), padded on the right: no query sees padding.
+def padding_mask(lengths: Tensor, S: int, side: Literal["left", "right"] = "right") -> Tensor:
+    """(B, 1, S) for rows of lengths (B,), padded on one side to S: no query sees padding.
 
-    The model pads on the left, so that rows of a batch end together and go on together.
+    Padded on the left, the rows of a batch end together and can go on together.
     """
-    return (torch.arange(S) < lengths[:, None])[:, None, :]
+    first = S - lengths if side == "left" else torch.zeros_like(lengths)  # (B,)
+    places = torch.arange(S) - first[:, None]  # (B, S), counted from the first token of a row
+    return ((places >= 0) & (places < lengths[:, None]))[:, None, :]
 
 
-def causal_padding_mask(lengths: Tensor, T: int) -> Tensor:
+def causal_padding_mask(
+    lengths: Tensor, T: int, side: Literal["left", "right"] = "right"
+) -> Tensor:
     """(B, T, T): both causal and padding."""
-    return causal_mask(T) & padding_mask(lengths, T)
+    return causal_mask(T) & padding_mask(lengths, T, side)
 
 
 def cross_mask(lengths: Tensor, T: int, S: int) -> Tensor:
@@ -127,9 +148,42 @@ def causal_attention_by_renormalizing(q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def drop(weights: Tensor, p: float) -> Tensor:
-    """Zero each weight with probability p and scale the others by 1 / (1 - p)."""
-    kept = torch.rand_like(weights) >= p
+    """Zero each weight with probability p and scale the others by 1 / (1 - p).
+
+    Attention dropout, as training uses it. It draws as nn.Dropout does, so that the same seed
+    drops the same weights.
+    """
+    kept = torch.empty_like(weights).bernoulli_(1 - p)
     return weights * kept / (1 - p)
+
+
+# -- positions: without them, attention reads a sequence as a set ----------------------------------
+
+
+def rotate_by_position(x: Tensor, theta: float = 10_000.0) -> Tensor:
+    """Rotary embedding of queries or keys (..., T, K), of the same shape (Su et al. 2021).
+
+    Number i of a head and number i + K/2 are a point in a plane. At position t it is turned by the
+    angle t · theta^(-2i/K): fast for the first pairs, slowly for the last. A score then depends on
+    how far query and key are apart, and not on where they are.
+    """
+    T, K = x.shape[-2:]
+    frequencies = theta ** (-torch.arange(0, K, 2) / K)  # (K / 2,)
+    angles = torch.arange(T)[:, None] * frequencies  # (T, K / 2)
+    first, second = x.chunk(2, dim=-1)  # (..., T, K / 2) each
+    turned_first = first * angles.cos() - second * angles.sin()
+    turned_second = first * angles.sin() + second * angles.cos()
+    return torch.cat([turned_first, turned_second], dim=-1)
+
+
+def alibi_bias(H: int, T: int) -> Tensor:
+    """(H, T, T): minus the distance of each key times a slope of the head (Press et al. 2022).
+
+    The slopes of H heads, a power of two, are 2^(-8/H), 2^(-16/H), ..., 2^(-8).
+    """
+    slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H)  # (H,)
+    distance = torch.arange(T)[:, None] - torch.arange(T)  # (T, T)
+    return -slopes[:, None, None] * distance
 
 
 # -- many heads ------------------------------------------------------------------------------------
@@ -189,6 +243,37 @@ def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
         head = scaled_dot_product_attention(q[..., h, :, :], k[..., g, :, :], v[..., g, :, :], mask)
         heads.append(head)  # (..., T, V)
     return torch.stack(heads, dim=-3)  # (..., H, T, V)
+
+
+# -- one tile at a time ----------------------------------------------------------------------------
+
+
+def attention_by_tiles(
+    q: Tensor, k: Tensor, v: Tensor, tile: int, mask: Tensor | None = None
+) -> Tensor:
+    """Attention without ever holding all scores, as flash attention does (Dao et al. 2022).
+
+    q (..., T, K), k (..., S, K), v (..., S, V) -> (..., T, V), with scores (..., T, tile) at a
+    time. A softmax needs the largest score and the sum of all exponentials. Both are kept so far;
+    when a tile brings a larger score, what was summed before is scaled down to it.
+    """
+    T, S = q.shape[-2], k.shape[-2]
+    largest = torch.full((*q.shape[:-1], 1), torch.finfo(q.dtype).min)  # (..., T, 1)
+    total = torch.zeros_like(largest)  # (..., T, 1)
+    mixed = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)  # (..., T, V)
+    visible = torch.ones(T, S, dtype=torch.bool) if mask is None else mask
+    for start in range(0, S, tile):
+        keys = slice(start, start + tile)
+        scores = q @ k[..., keys, :].transpose(-1, -2) / math.sqrt(q.shape[-1])  # (..., T, tile)
+        scores = scores.masked_fill(~visible[..., keys], -torch.inf)
+        new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
+        shrink = (largest - new_largest).exp()  # (..., T, 1)
+        exponentials = (scores - new_largest).exp()  # (..., T, tile)
+        total = total * shrink + exponentials.sum(dim=-1, keepdim=True)
+        mixed = mixed * shrink + exponentials @ v[..., keys, :]
+        largest = new_largest
+    # A query that sees no key has a total of 0, and gets 0.
+    return mixed / total.clamp(min=torch.finfo(q.dtype).tiny)
 
 
 # -- one token at a time ---------------------------------------------------------------------------

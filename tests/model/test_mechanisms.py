@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gptmini.config.settings import ModelConfig
 from gptmini.model import mechanisms as m
 from gptmini.model.attention import attend
+from gptmini.model.layers import Rotary, apply_rotary
 
 
 def close(found: Tensor, expected: list[list[float]]) -> None:
@@ -93,6 +95,8 @@ def test_masks_are_what_they_look_like():
     assert [rows(row) for row in m.padding_mask(lengths, 4)] == [["xxx."], ["x..."]]
     assert rows(m.causal_padding_mask(lengths, 3)[0]) == ["x..", "xx.", "xxx"]
     assert rows(m.causal_padding_mask(lengths, 3)[1]) == ["x..", "x..", "x.."]
+    assert [rows(row) for row in m.padding_mask(lengths, 4, "left")] == [[".xxx"], ["...x"]]
+    assert rows(m.causal_padding_mask(lengths, 4, "left")[0]) == ["....", ".x..", ".xx.", ".xxx"]
     assert rows(m.cross_mask(lengths, 2, 4)[0]) == ["xxx.", "xxx."]
 
 
@@ -112,6 +116,14 @@ def test_dropout_keeps_the_mean():
     assert weights.unique().tolist() == pytest.approx([0, 4 / 3])
     assert weights.mean().item() == pytest.approx(1, abs=0.02)
     assert torch.equal(m.drop(weights, 0.0), weights)
+
+
+def test_dropout_drops_what_torchs_drops_from_the_same_seed():
+    weights = torch.rand(50, 60)
+    torch.manual_seed(123)
+    expected = nn.Dropout(0.4)(weights)
+    torch.manual_seed(123)
+    torch.testing.assert_close(m.drop(weights, 0.4), expected)
 
 
 def test_stacked_and_split_heads_are_equal():
@@ -140,16 +152,18 @@ def test_many_heads_with_biases_on_a_batch_are_torchs():
 def test_cross_attention_is_torchs_and_sees_no_padding():
     torch.manual_seed(0)
     B, T, S, D = 2, 4, 6, 8
-    torchs = nn.MultiheadAttention(D, 1, bias=False, batch_first=True)
+    torchs = nn.MultiheadAttention(D, 1, batch_first=True)
+    nn.init.normal_(torchs.in_proj_bias)
     nn.init.eye_(torchs.out_proj.weight)
     x, context, lengths = torch.randn(B, T, D), torch.randn(B, S, D), torch.tensor([6, 3])
-    weights = torchs.in_proj_weight.view(3, D, D).mT
+    weights = tuple(torchs.in_proj_weight.view(3, D, D).mT)
+    biases = tuple(torchs.in_proj_bias.view(3, D))
     visible = m.cross_mask(lengths, T, S)
     expected, _ = torchs(x, context, context, key_padding_mask=~visible[:, 0])
-    mixed = m.cross_attention(x, context, *weights, visible)
+    mixed = m.cross_attention(x, context, weights, biases, visible)
     torch.testing.assert_close(mixed, expected)
     context[1, 3:] = 99.0
-    assert torch.equal(m.cross_attention(x, context, *weights, visible)[1], mixed[1])
+    assert torch.equal(m.cross_attention(x, context, weights, biases, visible)[1], mixed[1])
 
 
 def test_a_batch_is_its_rows():
@@ -164,6 +178,59 @@ def test_a_batch_is_its_rows():
     ):
         rows = [function(*row) for row in zip(*arguments, strict=True)]
         torch.testing.assert_close(function(*arguments), torch.stack(rows))
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+def test_rotation_is_that_of_the_model_and_depends_on_the_distance_alone():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 7, 8)  # (B, H, T, K)
+    config = ModelConfig(vocab_size=5, n_head=4, d_model=32, context_length=7, rope_theta=500.0)
+    expected = apply_rotary(x, Rotary(config)(torch.arange(7)))
+    torch.testing.assert_close(m.rotate_by_position(x, 500.0), expected)
+    q, k = torch.randn(2, 1, 8).expand(2, 7, 8)  # the same vector at each position
+    scores = m.rotate_by_position(q) @ m.rotate_by_position(k).T  # (T, T)
+    for distance in range(7):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
+    assert scores[6, 0] != scores[6, 1]
+
+
+def test_alibi_takes_from_a_score_its_distance_times_the_slope_of_the_head():
+    bias = m.alibi_bias(8, 4)
+    assert bias[0].tril().tolist() == [
+        [0, 0, 0, 0],
+        [-0.5, 0, 0, 0],
+        [-1.0, -0.5, 0, 0],
+        [-1.5, -1.0, -0.5, 0],
+    ]
+    assert [bias[h, 1, 0].item() for h in range(8)] == [-(2.0**-n) for n in range(1, 9)]
+    q, k = torch.zeros(2, 8, 4, 3)  # without content, the nearest keys weigh the most
+    weights = m.attention_weights(q, k, m.causal_mask(4), bias)  # (H, T, T)
+    e = math.exp(0.5)
+    total = e**3 + e**2 + e + 1
+    expected = [1 / total, e / total, e**2 / total, e**3 / total]
+    assert weights[0, 3].tolist() == pytest.approx(expected)
+
+
+# -- equal ways ------------------------------------------------------------------------------------
+
+
+@given(
+    T=st.integers(1, 9),
+    S=st.integers(1, 9),
+    tile=st.integers(1, 10),
+    scale=st.sampled_from([0.1, 1.0, 100.0]),
+    seed=st.integers(0, 99),
+)
+def test_attention_by_tiles_equals_attention_at_once(T, S, tile, scale, seed):
+    torch.manual_seed(seed)
+    q, k, v = scale * torch.randn(2, T, 4), torch.randn(2, S, 4), torch.randn(2, S, 6)
+    visible = torch.rand(T, S) < 0.7
+    for mask in (None, visible):
+        expected = m.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(m.attention_by_tiles(q, k, v, tile, mask), expected)
 
 
 SIZES = {"T": st.integers(1, 9), "G": st.integers(1, 3), "share": st.integers(1, 3)}
