@@ -182,7 +182,7 @@ def test_a_plain_block_adds_attention_and_feed_forward_to_its_input():
     block, x = make(norm="rmsnorm").blocks[0], torch.randn(2, 5, 32)
     for module in (block.attn.o_proj, block.mlp.down_proj):
         nn.init.zeros_(module.weight)
-    assert torch.equal(block(x, None, None, None), x)
+    assert torch.equal(block(x, None, None), x)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "weights"])
