@@ -1,6 +1,7 @@
 """The machine that a run is on: device, number type, memory, signals."""
 
 import ctypes
+import os
 import platform
 import re
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,9 @@ from gptmini.errors import ConfigError, MachineError
 from gptmini.files import IS_WINDOWS
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")  # with which cuBLAS adds in a fixed order
 
 # Parameters of glibc's mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -29,15 +33,40 @@ M_MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Compute:
-    """Where a model runs, and the type of its matrix products; weights stay in float32."""
+    """Where a model runs, and the type of its matrix products; weights stay in float32.
+
+    `deterministic` forbids kernels that add in an order which varies; a CPU has none of those.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    deterministic: bool = False
 
     def autocast(self) -> torch.autocast:
         """Create a context in which matrix products run in `dtype`."""
-        enabled = self.dtype == torch.bfloat16
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+        if self.dtype == torch.float32:
+            return torch.autocast(self.device.type, enabled=False)
+        return torch.autocast(self.device.type, self.dtype)
+
+    @contextmanager
+    def enter_training(self) -> Iterator[None]:
+        """Set how torch computes on the device while training; what it was is restored afterwards.
+
+        On CUDA, products of float32 numbers are in TF32 there: factors keep the range of float32
+        and the ten bits of float16, and the products take about a seventh of the time. All else
+        that runs in float32 (evaluate, score, inspect, generate, the check of an import) keeps
+        all bits, torch's default, since its results are compared with those of other machines.
+
+        With `deterministic`, flash and memory-efficient attention add their gradients in a fixed
+        order, torch leaves cuDNN's attention out, and torch.compile chooses kernels without timing
+        them. An operation that torch cannot make deterministic raises a RuntimeError.
+        """
+        with ExitStack() as restored:
+            if self.device.type == "cuda":
+                restored.enter_context(_use_tf32())
+            if self.deterministic:
+                restored.enter_context(_use_deterministic_algorithms(True))
+            yield
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device; an NVIDIA or AMD GPU goes on computing meanwhile."""
@@ -51,16 +80,84 @@ class Compute:
             torch.accelerator.synchronize()
 
 
-def pick_compute(device: str, dtype: str) -> Compute:
-    """Pick the device and number type for two settings, each of which may be `auto`.
+@contextmanager
+def _use_tf32() -> Iterator[None]:
+    """Multiply float32 matrices in TF32 where the GPU can."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the caller has set it for each kind of device: that is kept
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
-    `auto` takes bfloat16 where the processor multiplies it in hardware: six times as fast as
-    float32 on a CPU with AMX tiles. Other CPUs emulate it.
-    """
+
+@contextmanager
+def _use_deterministic_algorithms(on: bool) -> Iterator[None]:
+    """Forbid or allow algorithms whose results vary, without filling new memory to no purpose."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    # Not with warn_only, under which attention stays as it is.
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def allow_varying_algorithms() -> AbstractContextManager[None]:
+    """Allow algorithms that training may forbid, for what does not reach the weights."""
+    if torch.are_deterministic_algorithms_enabled():
+        return _use_deterministic_algorithms(False)
+    return nullcontext()
+
+
+def pick_compute(device: str, dtype: str, deterministic: str = "auto") -> Compute:
+    """Pick what three settings say, each of which may be `auto`: see TrainConfig."""
     picked = pick_device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if _multiplies_bfloat16(picked) else "float32"
-    return Compute(picked, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    picked_dtype = _pick_dtype(picked) if dtype == "auto" else DTYPES[dtype]
+    return Compute(picked, picked_dtype, _pick_deterministic(deterministic, picked))
+
+
+def _pick_dtype(device: torch.device) -> torch.dtype:
+    """Pick the number type that a device multiplies fast.
+
+    That is bfloat16 where the processor has it in hardware: six times as fast as float32 on a CPU
+    with AMX tiles. Other CPUs emulate it. NVIDIA's GPUs before Ampere have tensor cores for float16
+    alone, from compute capability 7.0 on.
+    """
+    if _multiplies_bfloat16(device):
+        return torch.bfloat16
+    if device.type == "cuda" and torch.cuda.get_device_capability() >= (7, 0):
+        return torch.float16
+    return torch.float32
+
+
+def _pick_deterministic(setting: str, device: torch.device) -> bool:
+    """Pick whether to forbid kernels whose sums vary.
+
+    `auto` does on NVIDIA's GPUs. There flash attention's backward pass loses 10 to 20 % by it, a
+    few percent of a step; nothing else of a step has another kernel. That is an estimate, as is
+    that AMD's kernels cannot. Raises MachineError if it comes too late for cuBLAS.
+    """
+    if device.type == "cpu" or setting == "off":
+        return False
+    if device.type != "cuda":
+        return setting == "on"
+    is_possible = os.environ.get(CUBLAS_VARIABLE) in DETERMINISTIC_CUBLAS
+    if setting == "on" and not is_possible:
+        raise MachineError(
+            f"train.deterministic: {CUBLAS_VARIABLE} must be {DETERMINISTIC_CUBLAS[0]} before "
+            f"this process uses the GPU; set it, or use auto"
+        )
+    is_nvidia = torch.version.hip is None
+    return is_possible and (setting == "on" or is_nvidia)
 
 
 def _multiplies_bfloat16(device: torch.device) -> bool:
@@ -85,10 +182,13 @@ def pick_device(name: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = "cpu" if accelerator is None else accelerator.type
     if name == "auto":
-        return torch.device(found if found in DEVICES else "cpu")
+        name = found if found in DEVICES else "cpu"
     if name not in ("cpu", found):
         others = "auto or cpu" if found == "cpu" else f"auto, {found} or cpu"
         raise MachineError(f"--device {name}: no such device found; use {others}")
+    if name == "cuda" and not torch.cuda.is_initialized():
+        # cuBLAS reads this once, when it begins; a fixed workspace costs nothing.
+        os.environ.setdefault(CUBLAS_VARIABLE, DETERMINISTIC_CUBLAS[0])
     return torch.device(name)
 
 

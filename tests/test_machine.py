@@ -1,8 +1,11 @@
 """Devices, memory and names of the machine, with accelerators that are not here."""
 
 import ctypes
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -14,7 +17,10 @@ from gptmini.cli.evaluate import evaluate as cli_evaluate
 from gptmini.cli.score import score as cli_score
 from gptmini.errors import ConfigError, MachineError
 from gptmini.generate import run as run_module
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
+from gptmini.plan import timing
+from gptmini.train import trainer
 from tests.support import tiny, train
 
 
@@ -85,6 +91,142 @@ def test_a_small_model_is_evaluated_on_the_gpu(monkeypatch, tmp_path):
     with pytest.raises(InterruptedError):
         cli_score(path, "a", None, **options)
     assert devices == ["cuda"] * 4
+
+
+# -- how torch computes in training ----------------------------------------------------------------
+
+
+def get_numerics() -> tuple[object, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Pretend that this machine has a GPU by NVIDIA, which nothing has used."""
+    have(monkeypatch, "cuda")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "within"),
+    [
+        ("cpu", False, (False, False, True, "highest")),
+        ("cuda", False, (False, False, True, "high")),
+        ("cuda", True, (True, False, False, "high")),
+        ("xpu", True, (True, False, False, "highest")),
+    ],
+)
+def test_training_sets_how_torch_computes_and_restores_it(device, deterministic, within):
+    compute = Compute(torch.device(device), torch.float32, deterministic)
+    before = get_numerics()
+    with pytest.raises(InterruptedError), compute.enter_training():
+        assert get_numerics() == within
+        with machine.allow_varying_algorithms():
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert get_numerics() == within
+        raise InterruptedError
+    assert get_numerics() == before
+
+
+def test_what_the_caller_had_set_is_kept():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("medium")
+    before = get_numerics()
+    try:
+        with Compute(torch.device("cuda"), torch.float32, True).enter_training():
+            assert get_numerics() == (True, False, False, "high")
+        assert get_numerics() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp_path):
+    """Only what trains, or times training, enters the numerics of training."""
+    inside = []
+    entered = Compute.enter_training
+
+    @contextmanager
+    def enter(compute: Compute) -> Iterator[None]:
+        inside.append(compute)
+        with entered(compute):
+            yield
+        inside.pop()
+
+    seen: dict[str, set[int]] = {}
+
+    def note(module: object, name: str) -> None:
+        whole = getattr(module, name)
+
+        def noting(*inputs: object, **settings: object) -> object:
+            seen.setdefault(f"{module.__name__}.{name}", set()).add(len(inside))
+            return whole(*inputs, **settings)
+
+        monkeypatch.setattr(module, name, noting)
+
+    monkeypatch.setattr(Compute, "enter_training", enter)
+    (tmp_path / "text.txt").write_text("a text. " * 200)
+    config = tiny(train={"steps": 1}, data={"path": str(tmp_path / "text.txt")})
+    note(timing, "compute_loss")
+    note(trainer, "train_step")
+    note(trainer, "evaluate")
+    note(evaluate, "evaluate")
+    train(config.with_train(compile="auto"), tmp_path / "run", tmp_path / "cache")
+    timing.time_step(config.with_tokenizer("byte", 257), machine.pick_compute("cpu", "float32"))
+    evaluate.evaluate_text(tmp_path / "run", cache=tmp_path / "cache")
+    assert seen == {
+        "gptmini.plan.timing.compute_loss": {1},
+        "gptmini.train.trainer.train_step": {1},
+        "gptmini.train.trainer.evaluate": {1},
+        "gptmini.analysis.evaluate.evaluate": {0},
+    }
+
+
+def test_auto_is_deterministic_on_nvidias_gpus_where_cublas_can_be(gpu):
+    assert machine.pick_compute("cuda", "auto").deterministic
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert machine.pick_compute("cuda", "auto", "on").deterministic
+    assert not machine.pick_compute("cuda", "auto", "off").deterministic
+    assert not machine.pick_compute("cpu", "auto", "on").deterministic  # it always is
+    gpu.setattr(torch.version, "hip", "7.0")
+    assert not machine.pick_compute("cuda", "auto").deterministic
+    assert machine.pick_compute("cuda", "auto", "on").deterministic
+    have(gpu, "mps")
+    assert not machine.pick_compute("mps", "auto").deterministic
+    assert machine.pick_compute("mps", "auto", "on").deterministic
+
+
+def test_a_gpu_in_use_is_deterministic_only_if_cublas_was_told_before(gpu):
+    gpu.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not machine.pick_compute("cuda", "auto").deterministic
+    with pytest.raises(MachineError, match="must be :4096:8 before this process uses the GPU"):
+        machine.pick_compute("cuda", "auto", "on")
+    gpu.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert machine.pick_compute("cuda", "auto").deterministic
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "capability", "dtype"),
+    [
+        (True, (8, 0), torch.bfloat16),
+        (False, (7, 5), torch.float16),  # T4
+        (False, (7, 0), torch.float16),  # V100
+        (False, (6, 1), torch.float32),  # slow at float16
+    ],
+)
+def test_auto_takes_the_type_that_the_gpu_multiplies_fast(gpu, has_bfloat16, capability, dtype):
+    gpu.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    gpu.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert machine.pick_compute("cuda", "auto").dtype == dtype
+    assert machine.pick_compute("cuda", "float16").dtype == torch.float16
 
 
 PEAK = """

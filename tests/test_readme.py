@@ -271,7 +271,9 @@ def test_every_script_that_is_named_exists():
     assert named
     assert all((ROOT / name).is_file() for name in named)
     for script in (ROOT / "scripts").rglob("*.py"):
-        name = str(script.relative_to(ROOT / "scripts"))
+        is_package = (script.parent / "__init__.py").exists()
+        named_path = script.parent if is_package else script
+        name = str(named_path.relative_to(ROOT / "scripts"))
         assert name in texts, f"{name} is in no README"
 
 

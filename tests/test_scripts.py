@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support import tiny, train
 
@@ -214,23 +216,120 @@ def test_bench_size_compares_plans_with_trainings():
     assert float(cells[5]) > 0
 
 
-def test_gpu_check_runs_every_part_on_a_cpu(tmp_path: Path):
-    output("gpu_check.py", "--small", "--device", "cpu", "--out", str(tmp_path / "check.json"))
-    parts = json.loads((tmp_path / "check.json").read_text())
+def test_bench_learning_compares_recipes_on_the_same_tokens(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}, and {n % 7} is.\n" for n in range(9000)))
+    results = tmp_path / "results.jsonl"
+    words = ["--texts", f"numbers={text}:char", "--sizes", "2x32", "--seeds", "1,2"]
+    words += ["--regimes", "once", "--steps", "9", "--folder", str(tmp_path / "texts")]
+    words += ["--recipes", "gptmini,nanochat"]
+    words += ["--recipe", "fast:train.lr=6e-3"]
+    output("bench/learning.py", "run", str(results), *words)
+    lines = results.read_text().splitlines()
+    assert len(lines) == 6
+    assert all(0 < json.loads(line)["bits_per_byte"] < 8 for line in lines)
+    output("bench/learning.py", "run", str(results), *words)  # nothing is left to do
+    assert results.read_text().splitlines() == lines
+    heading, _, row, *_ = output("bench/learning.py", "table", str(results)).splitlines()
+    recipes = ["gptmini", "nanochat", "fast"]
+    assert sorted(heading.strip("| ").split(" | ")[1:]) == sorted(recipes)
+    assert row.startswith("| numbers, once, 2x32, 9 | ")
+    assert row.count("±") == 2
+
+
+def test_the_update_of_nanochat_is_nearly_orthogonal(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS / "bench")
+    import nanochat
+
+    random = torch.Generator().manual_seed(0)
+    for shape in ((2, 24, 64), (2, 64, 24)):
+        matrices = nanochat.polar_express(torch.randn(shape, generator=random))
+        values = torch.linalg.svdvals(matrices)
+        torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=0.2)
+
+
+def check_gpu(run: str, folder: Path) -> dict[str, Any]:
+    """Run the check of a GPU on a CPU; return what each part found."""
+    out = folder / "check.json"
+    output("gpu_check", run, "--small", "--device", "cpu", "--out", str(out))
+    parts = json.loads(out.read_text())
     assert [name for name, part in parts.items() if not part["ok"]] == []
-    found = {name: part["found"] for name, part in parts.items()}
-    assert "14 passed" in found["tests"]["outcome"]
-    assert len(found["step"]) == 4
-    assert all(step["tokens_per_second"] > 0 for step in found["step"].values())
-    assert found["train"]["compile off"]["losses"][-1] < found["train"]["compile off"]["losses"][0]
-    assert all(case == {"repeated": True, "resumed": True} for case in found["resume"].values())
-    assert found["decode"]["32 rows"]["tokens"] == 32 * 8
+    page = (folder / "check.md").read_text()
+    assert all(f"## {name}\n" in page for name in parts)
+    return {name: part["found"] for name, part in parts.items()}
+
+
+def test_gpu_check_runs_every_part_of_training_on_a_cpu(tmp_path: Path):
+    found = check_gpu("training", tmp_path)
+    outcomes = found["tests"]["outcomes"]
+    assert outcomes.pop("PASSED") >= 14
+    assert outcomes == {"FAILED": 0, "ERROR": 0, "SKIPPED": 0}
+    assert found["tests"]["failed"] == []
+    for part in ("changes", "steps"):
+        assert all(step["tokens_per_second"] > 0 for step in found[part].values())
+    losses = found["train"]["losses, compile off"]
+    assert losses[-1] < losses[0]
+    assert all(case == {"repeated": True, "resumed": True} for case in found["bits"].values())
+    assert found["profile"]["aten::mm"]["calls"] >= 54  # three for each of 18 matrices
+    assert 0 < found["profile"]["busy"] <= 1
+
+
+def test_gpu_check_runs_every_part_of_generation_on_a_cpu(tmp_path: Path):
+    found = check_gpu("generation", tmp_path)
+    assert found["texts"] == {"in company as alone": True, "as on the CPU": [True] * 4}
+    assert found["decode"]["32 rows, bfloat16"]["tokens"] == 32 * 8
     assert found["precision"]["largest difference"] < 0.01
+    assert found["serve"]["8 clients, tokens/s"] > 0
+    assert all(command["exit_code"] == 0 for command in found["commands"].values())
+
+
+def test_the_page_of_gpu_check_has_a_table_for_rows_of_the_same_columns(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from gpu_check.page import write_page
+
+    found = {
+        "memory": 85_000_000_000,
+        "a | b": True,
+        "flash": {"ms": 0.123456, "mfu": None},
+        "eager": {"ms": 2.0, "mfu": 0.25},
+        "other": {"error": "out of memory"},
+    }
+    failed = {"ok": False, "seconds": 1.5, "found": {}, "ended": "after 3 s", "output": ["why"]}
+    page = write_page({"step": {"ok": True, "seconds": 2.5, "found": found}, "bits": failed})
+    assert page.splitlines() == [
+        "# gptmini on a GPU",
+        "",
+        "## step",
+        "",
+        "In 2.5 s.",
+        "",
+        "| | |",
+        "|---|---|",
+        "| memory | 85,000,000,000 |",
+        "| a \\| b | yes |",
+        "",
+        "| | ms | mfu |",
+        "|---|---|---|",
+        "| flash | 0.1235 | - |",
+        "| eager | 2 | 0.25 |",
+        "",
+        "| | error |",
+        "|---|---|",
+        "| other | out of memory |",
+        "",
+        "## bits",
+        "",
+        "**Failed**: ended after 3 s.",
+        "",
+        "```text",
+        "why",
+        "```",
+    ]
 
 
 def test_gpu_check_goes_on_after_a_part_that_fails_or_hangs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
-    import gpu_check
+    from gpu_check import __main__ as gpu_check
 
     def hangs(_: object) -> Iterator[tuple[str, int]]:
         yield "before", 1
@@ -243,15 +342,15 @@ def test_gpu_check_goes_on_after_a_part_that_fails_or_hangs(tmp_path, monkeypatc
     def works(_: object) -> Iterator[tuple[str, int]]:
         yield "before", 3
 
-    limits = {hangs: 3, fails: 60, works: 60}
-    monkeypatch.setattr(gpu_check, "LIMITS_SECONDS", limits)
-    monkeypatch.setattr(gpu_check, "PARTS", {part.__name__: part for part in limits})
-    words = ["--parts", "hangs,fails,works", "--out", str(tmp_path / "check.json")]
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    parts = {"hangs": (hangs, 3), "fails": (fails, 60), "works": (works, 60)}
+    monkeypatch.setattr(gpu_check, "RUNS", {"training": parts})
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_check", "training", "--out", str(tmp_path / "check.json")]
+    )
     with pytest.raises(SystemExit):
         gpu_check.main()
-    parts = json.loads((tmp_path / "check.json").read_text())
-    assert [part["ok"] for part in parts.values()] == [False, False, True]
-    assert [part["found"]["before"] for part in parts.values()] == [1, 2, 3]
-    assert parts["hangs"]["ended"] == "after 3 s"
-    assert parts["fails"]["ended"] == "with exit code 1"
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert [part["ok"] for part in found.values()] == [False, False, True]
+    assert [part["found"]["before"] for part in found.values()] == [1, 2, 3]
+    assert found["hangs"]["ended"] == "after 3 s"
+    assert found["fails"]["ended"] == "with exit code 1"

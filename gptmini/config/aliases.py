@@ -4,7 +4,7 @@ The names are those of nanoGPT's train.py and sample.py, of transformers' Traini
 model configurations, and of litgpt's TrainArgs, EvalArgs and `pretrain`.
 """
 
-_CHOSEN_DTYPE = "set train.dtype to float32 or bfloat16"
+_CHOSEN_DTYPE = "set train.dtype to float32, bfloat16 or float16"
 _DATALOADER = "leave it out; batches are read from prepared tokens, without a data loader"
 _DDP = "leave it out; train.reduce and train.shard are all that several processes need"
 _EVALUATION = "leave it out; evaluating reads batches of train.micro_batch_size rows"
@@ -141,7 +141,7 @@ ALIASES = {
     "fsdp_config": _SHARDS,
     "fsdp_min_num_params": _SHARDS,
     "fsdp_transformer_layer_cls_to_wrap": _SHARDS,
-    "full_determinism": "set train.reduce: exact",
+    "full_determinism": "train.deterministic",
     "gradient_checkpointing_kwargs": "train.gradient_checkpointing",
     "greater_is_better": _SAVES,
     "group_by_length": "leave it out; every row is full",

@@ -242,6 +242,9 @@ class TrainConfig(Section):
     """Shard weights, gradients and optimizer state over the processes (FSDP)."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, more time."""
+    deterministic: Literal["auto", "on", "off"] = "auto"
+    """Equal bits when a run is repeated or resumed on a GPU, as always on a CPU; auto: on NVIDIA's
+    GPUs, where it should cost a few percent."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile; auto: if there is a C++ compiler and a measurement shows that it pays."""
     patience: Count | None = 5
@@ -263,8 +266,9 @@ class TrainConfig(Section):
     """Random seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
     """Where to run; auto: the GPU if there is one (cuda, also for AMD; mps; xpu), else cpu."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number type of matrix products; auto: bfloat16 if the hardware has it, else float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number type of matrix products; auto: bfloat16 if the hardware has it; else float16 on
+    NVIDIA's GPUs from Volta (V100) on; else float32."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.warmup_steps > self.steps:

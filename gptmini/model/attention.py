@@ -174,9 +174,10 @@ def _attend(
     if backend == "eager":
         return _attend_eager(q, k, v, mask, causal, dropout)
     grouped = k.shape[1] < q.shape[1]
-    if grouped and q.device.type != "cpu" and (mask is not None or q.dtype == torch.float32):
-        # On CUDA only the flash kernel shares KV heads, and it takes neither masks nor float32.
-        # Without copies torch would fall back to plain products, which hold all scores.
+    if grouped and q.device.type != "cpu" and (mask is not None or q.dtype != torch.bfloat16):
+        # On CUDA only the flash kernel shares KV heads, and it takes neither masks nor float32;
+        # GPUs that train in float16 have none. Without copies torch would fall back to plain
+        # products, which hold all scores.
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, K)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, K)
         grouped = False

@@ -69,6 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         N, V = logits.shape
         size = LOGITS_PER_CHUNK_ON_CPU if logits.device.type == "cpu" else LOGITS_PER_CHUNK
         rows = max(1, size // V)
+        # In float16 most numbers divided by N would be 0: there the backward pass divides by it.
+        divisor = 1 if logits.dtype == torch.float16 else N
         total = logits.new_zeros((), dtype=torch.float32)
         for chunk, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
             logprobs = chunk.float().log_softmax(-1)  # (rows, V)
@@ -76,12 +78,15 @@ class _CrossEntropy(torch.autograd.Function):
             # The gradient of a row's loss is its softmax, minus 1 at the target.
             gradient = logprobs.exp_()  # (rows, V)
             gradient.scatter_add_(1, labels, torch.full_like(gradient[:, :1], -1))
-            chunk.copy_(gradient.div_(N))
+            chunk.copy_(gradient.div_(divisor))
         ctx.save_for_backward(logits)
+        ctx.left_to_divide = N / divisor
         return total / N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
+        if ctx.left_to_divide != 1:
+            gradient = gradient / ctx.left_to_divide
         return logits.mul_(gradient), None

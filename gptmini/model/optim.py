@@ -67,7 +67,8 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: Callable[[Tensor], Tensor] = orthogonalize,
     ) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
-        self.dtype = dtype
+        # Gradients are too small for float16.
+        self.dtype = torch.float32 if dtype == torch.float16 else dtype
         self.orthogonalize = orthogonalize
 
     @torch.no_grad()

@@ -61,10 +61,11 @@ def decide_on_all_ranks(
     )
     group.check_same({"the text": corpus.content[:12]}, SAME_START_REMEDY)
     machine.keep_freed_memory()
+    train = config.train
     return Decision(
         config=config,
         corpus=corpus,
-        compute=compute,
+        compute=machine.pick_compute(train.device, train.dtype, train.deterministic),
         started=started,
         paced=decided["paced"],
         seconds_per_step=decided["seconds_per_step"],

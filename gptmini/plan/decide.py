@@ -83,10 +83,11 @@ def decide(
     fit.
     """
     started = time.perf_counter() if started is None else started
-    compute = machine.pick_compute(requested.train.device, requested.train.dtype)
     machine.keep_freed_memory()
 
     config, existing = resume_or_start(requested, run)
+    train = config.train
+    compute = machine.pick_compute(train.device, train.dtype, train.deterministic)
     if existing is None and not dry_run:
         config = check_base_weights(config, compute)
 
@@ -171,7 +172,7 @@ def reuse_choices(requested: Config, earlier: Config, same_run: bool = True) -> 
         requested = inherit_model(requested, earlier)
 
     model_keys = ["dropout"]
-    train_keys = ["compile"]
+    train_keys = ["compile", "deterministic"]
     if by_minutes:
         model_keys += ["n_layer", "d_model", "head_dim", "d_ff"]
         train_keys += ["batch_size", "eval_tokens"]

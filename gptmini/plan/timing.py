@@ -118,6 +118,13 @@ def time_step(
 
     After `limit` seconds nothing is repeated: the first pass and update may then be all there is.
     """
+    with compute.enter_training():
+        return _time_step(config, compute, repeats, compiled, limit)
+
+
+def _time_step(
+    config: Config, compute: Compute, repeats: int, compiled: bool, limit: float
+) -> StepTime:
     timing_started = time.perf_counter()
     train = config.train
     size = train.micro_batch_size or choose_micro_batch_size(config, compute)

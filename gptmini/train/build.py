@@ -11,7 +11,7 @@ from gptmini.plan.decision import Decision
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.batches import Batches, seed_from
-from gptmini.train.state import Progress, Training
+from gptmini.train.state import FIRST_LOSS_SCALE, Progress, Training
 
 
 @show_elapsed("building the model")
@@ -96,4 +96,6 @@ def _start_progress(decision: Decision) -> Progress:
         device=machine.describe_device(compute.device),
         dtype=str(compute.dtype).removeprefix("torch."),
         compile=decision.config.train.compile,
+        loss_scale=FIRST_LOSS_SCALE if compute.dtype == torch.float16 else 1.0,
+        deterministic=compute.deterministic,
     )

@@ -13,7 +13,9 @@ from gptmini.train.messages import describe_changed_text, describe_divergence
 from gptmini.train.state import Progress, Training
 
 # What the last bit of a result depends on, besides the configuration.
-BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile")
+BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
+# What checkpoints of older versions lack; the defaults of Progress hold for them.
+ADDED_LATER = {"loss_scale", "deterministic"}
 
 
 def save_checkpoint(training: Training) -> None:
@@ -63,9 +65,9 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     run = training.run
     names = {entry.name for entry in fields(Progress)}
     missing = names - checkpoint.state.keys()
-    if missing:
+    if missing - ADDED_LATER:
         raise CheckpointError(f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}")
-    saved = Progress(**{name: checkpoint.state[name] for name in names})
+    saved = Progress(**{name: checkpoint.state[name] for name in names - missing})
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config, run))
     return saved
@@ -74,6 +76,8 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
 def _update_environment(training: Training, saved: Progress) -> None:
     """Note in a progress where it now continues; warn if the bits will no longer be the same."""
     now = training.progress
+    if saved.dtype != now.dtype:  # one begins or ends to need it
+        saved.loss_scale = now.loss_scale
     changes = []
     for name in BITS_DEPEND_ON:
         before = getattr(saved, name)

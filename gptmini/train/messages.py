@@ -64,6 +64,8 @@ def _describe_machine(training: Training, decision: Decision) -> str:
         train.optimizer,
         f"micro-batch {train.micro_batch_size}",
     ]
+    if progress.deterministic:
+        parts.append("deterministic")
     if training.placement.is_sharded:
         parts.append(f"sharded over {training.group.world_size} processes")
     if train.compile == "on" and decision.compile_outcome:

@@ -33,6 +33,7 @@ CHANGEABLE_SETTINGS = {
     "train.log_every",
     "train.log_to",
     "train.device",
+    "train.deterministic",
     "train.compile",
     "train.micro_batch_size",
     "train.gradient_checkpointing",

@@ -25,6 +25,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.train.batches import Batches
 
 RECENT_LOSSES = 50  # with which a new one is compared
+FIRST_LOSS_SCALE = 2.0**16  # in float16
 
 
 @dataclass
@@ -32,7 +33,9 @@ class Progress:
     """How far a run has come, and on what: the content of state.json.
 
     `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
-    each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests.
+    each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
+    `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
+    is that of Compute.
     """
 
     corpus: str
@@ -48,6 +51,8 @@ class Progress:
     elapsed: float = 0.0
     lr_scale: float = 1.0
     best: dict[str, Any] | None = None
+    loss_scale: float = 1.0
+    deterministic: bool = False
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""

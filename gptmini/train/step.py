@@ -7,7 +7,9 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gptmini.console import say
 from gptmini.errors import DivergedError
 from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import get_learning_rate
@@ -15,30 +17,67 @@ from gptmini.train.batches import seed_from
 from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
 
+# In float16, steps after which the loss scale is doubled; the next overflow halves it again.
+LOSS_SCALE_INTERVAL = 1000
+MAX_LOSS_SCALE = 2.0**24
+
 
 def train_step(training: Training) -> dict[str, Any]:
-    """Make one optimizer update on the windows of the step, and return its metrics.
+    """Make one optimizer update on the windows of the step, and return its metrics."""
+    settings = training.config.train
+    progress = training.progress
+    step = training.step
+    training.model.train()
+    tokens, targets = training.batches.get_batch(step)  # (B / W, T) each
+    total_loss, norm = _compute_gradients(training, tokens, targets)
+    # Gradients beyond the range of float16 say nothing of the loss: the step is made again at half
+    # the scale, so that none is lost. All ranks see the same norm and do the same.
+    while math.isfinite(total_loss) and not math.isfinite(norm) and progress.loss_scale > 1:
+        progress.loss_scale /= 2
+        say(
+            f"step {step + 1}: gradients overflow float16; again with the loss scaled by "
+            f"{progress.loss_scale:,.0f}"
+        )
+        training.model.zero_grad()
+        total_loss, norm = _compute_gradients(training, tokens, targets)
+    # Clipping by a norm that is NaN makes every gradient NaN: none of them may reach the weights.
+    if not math.isfinite(total_loss + norm):
+        problem = f"loss {total_loss:.4g}, gradient norm {norm}"
+        raise DivergedError(describe_divergence(training, problem))
+    lr = get_learning_rate(settings, step) * progress.lr_scale
+    training.optimizer.step(lr)
+    metrics = {"train_loss": total_loss, "lr": lr, "grad_norm": norm}
+    if training.compute.dtype == torch.float16:
+        metrics["loss_scale"] = progress.loss_scale
+        # By the number of the step alone, so that a run that is resumed does the same.
+        if (step + 1) % LOSS_SCALE_INTERVAL == 0:
+            progress.loss_scale = min(2 * progress.loss_scale, MAX_LOSS_SCALE)
+    return metrics
+
+
+def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Leave the clipped gradients of a batch (B / W, T); return its loss and their norm before.
 
     The batch is computed in micro-batches, whose gradients add up to those of the whole.
     """
     settings = training.config.train
-    model = training.model
-    step = training.step
-    model.train()
-    tokens, targets = training.batches.get_batch(step)  # (B / W, T) each
+    loss_scale = training.progress.loss_scale
     size = settings.micro_batch_size or len(tokens)
-    losses: list[torch.Tensor] = []  # of this rank's micro-batches
+    losses: list[Tensor] = []  # of this rank's micro-batches
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
-        torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
+        torch.manual_seed(seed_from(settings.seed, training.step, micro))  # for dropout
         with training.compute.autocast():
-            mean_loss = compute_loss(model, training.compute.copy(x), training.compute.copy(y))
+            inputs = training.compute.copy(x)
+            mean_loss = compute_loss(training.model, inputs, training.compute.copy(y))
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
             loss = mean_loss * len(x) / settings.batch_size
-        loss.backward()
+        scaled_loss = loss if loss_scale == 1 else loss * loss_scale
+        scaled_loss.backward()
         training.gradients.after_backward()
         losses.append(loss.detach())
     training.gradients.finish()
+    training.gradients.unscale(loss_scale)
     clipped_norm = training.gradients.clip(settings.grad_clip)
     # In a single process, the only wait for the device in a step.
     *own_losses, norm = torch.stack([*losses, clipped_norm]).cpu().tolist()
@@ -47,11 +86,4 @@ def train_step(training: Training) -> dict[str, Any]:
     all_losses = [0.0] * (settings.batch_size // size)
     for micro, value in zip(training.micro_batches, own_losses, strict=True):
         all_losses[micro] = value
-    total_loss = training.group.all_reduce_sum(all_losses)
-    # Clipping by a norm that is NaN makes every gradient NaN: none of them may reach the weights.
-    if not math.isfinite(total_loss + norm):
-        problem = f"loss {total_loss:.4g}, gradient norm {norm}"
-        raise DivergedError(describe_divergence(training, problem))
-    lr = get_learning_rate(settings, step) * training.progress.lr_scale
-    training.optimizer.step(lr)
-    return {"train_loss": total_loss, "lr": lr, "grad_norm": norm}
+    return training.group.all_reduce_sum(all_losses), norm

@@ -52,7 +52,7 @@ def train(decision: Decision, out: Path) -> bool:
     run = RunDirectory(out)
     training = build_training(decision, run)
     group = training.group
-    with group.enter_on_rank_zero(run.lock()):
+    with decision.compute.enter_training(), group.enter_on_rank_zero(run.lock()):
         create_or_resume(training)
         if _is_finished(training):
             say(f"{out}: {describe_finished(training)}; {describe_how_to_continue(training)}")
@@ -198,7 +198,7 @@ def generate_sample(training: Training) -> str:
     model.eval()
     started = time.perf_counter()
     seconds = _get_sample_seconds(training)
-    with training.enter_inference():
+    with training.enter_inference(), machine.allow_varying_algorithms():
         drawn = sample_tokens(TorchEngine(model), [text], settings, context_length, training.bias)
         for _, token, _ in drawn:
             text.decode_token(token)

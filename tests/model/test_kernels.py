@@ -51,6 +51,17 @@ def test_cross_entropy_is_that_of_torch_in_float32(rows: int, dtype, monkeypatch
     torch.testing.assert_close(ours.grad, torchs.grad)
 
 
+def test_cross_entropy_keeps_small_gradients_in_float16():
+    """Each is divided by 40,000 rows, and multiplied by the scale of the loss."""
+    torch.manual_seed(0)
+    scores, targets = torch.randn(40_000, 9).half(), torch.randint(9, (40_000,))
+    ours, torchs = scores.clone().requires_grad_(), scores.float().requires_grad_()
+    for logits, loss in ((ours, cross_entropy_), (torchs, F.cross_entropy)):
+        (loss(logits * 1, targets) * 2**16).backward()
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad.float(), torchs.grad, rtol=2e-3, atol=0)
+
+
 def test_cross_entropy_holds_no_second_tensor_of_the_size_of_the_logits(monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK_ON_CPU", 1000)
     targets = torch.randint(1000, (512,))

@@ -37,6 +37,21 @@ def nan(rank: int) -> None:
     step.compute_loss = broken
 
 
+def overflowing(rank: int) -> None:
+    """Gradients of rank 1 overflow in its third micro-batch, which is of its second step."""
+    loss = step.compute_loss
+    calls = []
+
+    def broken(*inputs: object) -> object:
+        calls.append(1)
+        found = loss(*inputs)
+        if rank == 1 and len(calls) == 3:
+            found.register_hook(lambda gradient: gradient * math.inf)
+        return found
+
+    step.compute_loss = broken
+
+
 def seeded(rank: int) -> None:
     """Every rank draws its own initial weights."""
     seed_from = build.seed_from
@@ -120,7 +135,18 @@ def unreadable(rank: int) -> None:
 
 FAULTS = {
     fault.__name__: fault
-    for fault in (nan, seeded, killed, stopped, full, silent, watched, misread, unreadable)
+    for fault in (
+        nan,
+        overflowing,
+        seeded,
+        killed,
+        stopped,
+        full,
+        silent,
+        watched,
+        misread,
+        unreadable,
+    )
 } | {"none": lambda _: None}
 
 

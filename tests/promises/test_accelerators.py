@@ -26,3 +26,8 @@ def test_nothing_needs_what_apples_gpu_lacks(counted: dict[str, Any]):
 def test_a_step_waits_for_the_device_once(counted: dict[str, Any]):
     assert sum(counted["train_step"]["waits"].values()) == 1
     assert counted["train_step"]["kernels"] > 100
+
+
+def test_a_step_needs_nothing_that_varies_on_a_gpu(counted: dict[str, Any]):
+    assert counted["train_step"]["varying"] == []
+    assert counted["evaluate"]["varying"] == []

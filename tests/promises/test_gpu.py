@@ -1,6 +1,6 @@
 """A GPU computes what a CPU does. Nothing of conftest.py is used, so that these run anywhere.
 
-`scripts/gpu_check.py` runs them on a bare machine, and on a CPU in place of the GPU in the suite.
+`scripts/gpu_check` runs them on a bare machine, and on a CPU in place of the GPU in the suite.
 """
 
 import copy
@@ -161,7 +161,18 @@ def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_p
     assert together == alone == expected
 
 
-def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize(
+    ("attention", "deterministic"),
+    [
+        ({"backend": "eager"}, "off"),
+        ({}, "auto"),
+        ({"variant": "gqa", "n_kv_head": 2, "window": 8}, "on"),  # another kernel, for its mask
+    ],
+)
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
+    attention, deterministic, dtype, tmp_path
+):
     update = trainer.train_step
 
     def stopping(training: Any) -> dict[str, Any]:
@@ -169,8 +180,8 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
         return update(training)
 
-    model = {"dropout": 0.1, "attention": {"backend": "eager"}}  # fused kernels may vary
-    asked = settings(tmp_path, DEVICE, model)
+    model = {"dropout": 0.1, "attention": attention}
+    asked = settings(tmp_path, DEVICE, model, deterministic=deterministic, dtype=dtype)
     with mock.patch.object(trainer, "train_step", stopping), pytest.raises(Stopped):
         fit(asked, tmp_path / "stopped", tmp_path / "cache")
     assert RunDirectory(tmp_path / "stopped").list_steps()[0] == 5

@@ -214,6 +214,21 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(train):
     assert run.list_steps() == [2]
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_overflow_on_one_rank_makes_all_repeat_the_step_at_the_same_scale(train, shard):
+    changes = {"dtype": "float16", "micro_batch_size": 2, "shard": shard}
+    one, *_ = train(1, "one", train=changes)
+    run, codes, said = train(2, fault="overflowing", train=changes)
+    assert codes == [0, 0]
+    assert said.count("step 2: gradients overflow float16; again with") == 1
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    assert [line["loss_scale"] for line in lines] == [2**16, 2**15, 2**15, 2**15]
+    expected = losses(one)
+    for line, loss in zip(lines, expected, strict=True):
+        assert line["train_loss"] == pytest.approx(loss["train_loss"], abs=1e-3)
+        assert line["grad_norm"] == pytest.approx(loss["grad_norm"], rel=1e-2)
+
+
 def test_ranks_with_other_weights_are_found_before_anything_is_saved(train):
     run, codes, said = train(2, fault="seeded")
     assert codes == [7, 7]

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from gptmini.machine import catch_signals, pick_device
 from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import get_learning_rate
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import state, trainer
+from gptmini.train import build, state, trainer
 from gptmini.train.resume import check_same_settings
 from tests.support import prepared, tiny
 from tests.support import train as begin_training
@@ -327,6 +328,29 @@ def test_another_configuration_is_refused_with_its_differences(train, config, te
     ]
     assert "--out" in error.value.lines[-1]
     assert before == {p: p.read_bytes() for p in before}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("torch", "1.0"),
+        ("threads", 99),
+        ("device", "cuda (a GPU, 13.0)"),
+        ("dtype", "float16"),
+        ("compile", "on"),
+        ("deterministic", True),
+    ],
+)
+def test_a_run_that_goes_on_elsewhere_says_that_its_bits_will_differ(
+    train, config, monkeypatch, capsys, name, other
+):
+    begin = build._start_progress
+    train(config.with_train(steps=3))
+    monkeypatch.setattr(build, "_start_progress", lambda to: replace(begin(to), **{name: other}))
+    train(config)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "bit-identical" in line]
+    assert f"run: {name} was " in line
+    assert line.endswith(f", is {other}; results will no longer be bit-identical")
 
 
 # One other value for each setting that decides the weights. They must not change within a run.
