@@ -18,6 +18,7 @@ from gptmini.config.settings import ModelConfig
 from gptmini.generate.native import build, precision
 from gptmini.model.gpt import GPT
 from tests.generate.native.samples import LENGTH, models, run, step_of
+from tests.support import needs_posix
 
 TARGETS = [build.NATIVE_TARGET]  # this processor, and what it would do with fewer instructions
 if platform.machine() == "x86_64":
@@ -157,6 +158,7 @@ def test_rounding_leaves_norms_and_positions_unchanged():
     precision.round_weights(model, "float32")
 
 
+@needs_posix
 def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -178,6 +180,7 @@ def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
         assert reason in line
 
 
+@needs_posix
 def test_a_compiler_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -242,6 +245,7 @@ def list_options(log: Path) -> list[str]:
     return [" ".join(word for word in call if word in varying) for call in calls]
 
 
+@needs_posix
 @needs_compiler
 def test_apples_clang_gets_a_target_that_it_knows_and_torchs_openmp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -264,6 +268,7 @@ def test_apples_clang_gets_a_target_that_it_knows_and_torchs_openmp(
     assert [path.suffix for path in (tmp_path / "cache" / "native").iterdir()] == [".so"]
 
 
+@needs_posix
 @needs_compiler
 def test_a_mac_whose_torch_lacks_openmp_computes_with_one_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +279,7 @@ def test_a_mac_whose_torch_lacks_openmp_computes_with_one_thread(
     assert list_options(log)[-2:] == ["-fopenmp -lomp", ""]
 
 
+@needs_posix
 def test_a_compiler_that_refuses_everything_is_asked_six_times_and_quoted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -289,6 +295,7 @@ def test_a_compiler_that_refuses_everything_is_asked_six_times_and_quoted_once(
     assert list((tmp_path / "cache" / "native").iterdir()) == []
 
 
+@needs_posix
 @needs_compiler
 def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = tmp_path / "quick.cpp"
@@ -311,6 +318,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest
     build.build_library.cache_clear()
 
 
+@needs_posix
 @needs_compiler
 def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
     assert build.build_library(tmp_path) is not None
