@@ -1,6 +1,7 @@
 """The machine that a run is on: device, number type, memory, signals."""
 
 import ctypes
+import gc
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 import torch
@@ -55,7 +57,7 @@ class Compute:
         On CUDA, products of float32 numbers are in TF32 there: factors keep the range of float32
         and the ten bits of float16, and the products take about a seventh of the time. All else
         that runs in float32 (evaluate, score, inspect, generate, the check of an import) keeps
-        all bits, torch's default, since its results are compared with those of other machines.
+        full float32, torch's default: its results are compared with those of other machines.
 
         With `deterministic`, flash and memory-efficient attention add their gradients in a fixed
         order, torch leaves cuDNN's attention out, and torch.compile chooses kernels without timing
@@ -100,15 +102,16 @@ def _use_deterministic_algorithms(on: bool) -> Iterator[None]:
     """Forbid or allow algorithms whose results vary, without filling new memory to no purpose."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    options: Any = torch.utils.deterministic
+    filled = options.fill_uninitialized_memory
     # Not with warn_only, under which attention stays as it is.
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    options.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        options.fill_uninitialized_memory = filled
 
 
 def allow_varying_algorithms() -> AbstractContextManager[None]:
@@ -129,8 +132,8 @@ def _pick_dtype(device: torch.device) -> torch.dtype:
     """Pick the number type that a device multiplies fast.
 
     That is bfloat16 where the processor has it in hardware: six times as fast as float32 on a CPU
-    with AMX tiles. Other CPUs emulate it. NVIDIA's GPUs before Ampere have tensor cores for float16
-    alone, from compute capability 7.0 on.
+    with AMX tiles. Other CPUs emulate it. Before Ampere, NVIDIA's GPUs of compute capability 7 have
+    tensor cores for float16 alone.
     """
     if _multiplies_bfloat16(device):
         return torch.bfloat16
@@ -142,9 +145,9 @@ def _pick_dtype(device: torch.device) -> torch.dtype:
 def _pick_deterministic(setting: str, device: torch.device) -> bool:
     """Pick whether to forbid kernels whose sums vary.
 
-    `auto` does on NVIDIA's GPUs. There flash attention's backward pass loses 10 to 20 % by it, a
-    few percent of a step; nothing else of a step has another kernel. That is an estimate, as is
-    that AMD's kernels cannot. Raises MachineError if it comes too late for cuBLAS.
+    `auto` does on NVIDIA's GPUs, where it should cost a few percent of a step: flash attention's
+    backward pass loses 10 to 20 %. That is an estimate, not measured. Other accelerators may lack
+    such kernels, so there it must be asked for. Raises MachineError if it is too late for cuBLAS.
     """
     if device.type == "cpu" or setting == "off":
         return False
@@ -233,6 +236,21 @@ def get_peak_memory(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.max_memory_reserved(device)
     return _get_peak_resident_memory()
+
+
+def release_freed_memory(device: torch.device) -> None:
+    """Give back what an accelerator keeps of tensors that are gone, and begin its peak anew.
+
+    For what follows timing runs: their models are in reference cycles once they are compiled.
+    """
+    if device.type == "cpu":
+        return
+    gc.collect()
+    if device.type == "mps":
+        torch.mps.empty_cache()
+        return
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
 
 
 def _get_peak_resident_memory() -> int:

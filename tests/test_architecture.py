@@ -49,6 +49,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "finetune",
         "minutes",
         "timing",
+        "estimates",
         "cost",
         "memory",
         "report",

@@ -41,6 +41,8 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 JOIN_TIMEOUT_SECONDS = 120  # to wait for the other ranks at the start
 HEARTBEAT_INTERVAL_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 60  # without a heartbeat, after which a rank counts as lost
+# Further seconds in which whoever waits for a lost rank may say so, before the process is ended.
+TIME_TO_NOTICE_SECONDS = 15
 COLLECTIVE_TIMEOUT_SECONDS = 600
 # gloo and NCCL raise plain RuntimeErrors when a connection breaks; only their text tells.
 CONNECTION_ERROR = re.compile("gloo|NCCL|[Cc]onnection|Socket|Broken pipe")
@@ -172,7 +174,7 @@ class Group:
         last_heard = time.monotonic()
         while not self.store.check([key]):
             time.sleep(0.005)
-            beat = self._read_heartbeat(rank)
+            beat = self.read_heartbeat(rank)
             if beat != last_beat:
                 last_beat = beat
                 last_heard = time.monotonic()
@@ -180,7 +182,7 @@ class Group:
                 raise self.lost_ranks_error([rank])
         return json.loads(self.store.get(key))
 
-    def _read_heartbeat(self, rank: int) -> bytes:
+    def read_heartbeat(self, rank: int) -> bytes:
         """Return the counter that a rank increments; empty before its first heartbeat."""
         key = f"beat/{rank}"
         return bytes(self.store.get(key)) if self.store.check([key]) else b""
@@ -201,19 +203,17 @@ class Group:
         that has noticed leaves and breaks more connections.
         """
         try:
-            before = [self._read_heartbeat(rank) for rank in range(self.world_size)]
+            before = [self.read_heartbeat(rank) for rank in range(self.world_size)]
             time.sleep(3 * HEARTBEAT_INTERVAL_SECONDS)
             lost = [
-                rank
-                for rank in range(self.world_size)
-                if self._read_heartbeat(rank) == before[rank]
+                rank for rank in range(self.world_size) if self.read_heartbeat(rank) == before[rank]
             ]
             # The first list counts: whoever notices later would also find those silent who noticed
             # first, and left.
             lost = json.loads(self.store.compare_set("lost", "", json.dumps(lost)))
             return self.lost_ranks_error(lost, _NO_ANSWER if lost else reason)
         except dist.DistError:  # the store has gone with its machine
-            return RankError(f"{os.environ['MASTER_ADDR']}, the machine of rank 0, {_NO_ANSWER}")
+            return _lost_store_error()
 
     # -- tensors, through collectives --------------------------------------------------------------
 
@@ -364,6 +364,8 @@ def _connect_all_ranks(group: Group, ended: threading.Event) -> None:
         target=_send_heartbeats, args=(group.rank, store.clone(), ended), daemon=True
     )
     heartbeat.start()
+    observer = Group(group.rank, group.world_size, group.local_rank, store.clone())
+    threading.Thread(target=_watch_ranks, args=(observer, ended), daemon=True).start()
     backends = "cpu:gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():  # Windows has no NCCL
         backends += ",cuda:nccl"
@@ -400,6 +402,39 @@ def _send_heartbeats(rank: int, store: Any, ended: threading.Event) -> None:
         while not ended.wait(HEARTBEAT_INTERVAL_SECONDS):
             count += 1
             store.set(f"beat/{rank}", str(count))
+
+
+def _watch_ranks(group: Group, ended: threading.Event) -> None:
+    """End this process, with a message, if a rank is lost while it waits for it in a collective.
+
+    NCCL does not notice that a rank of the same machine is gone: the main thread would wait for the
+    GPU until torch's watchdog kills the process, after COLLECTIVE_TIMEOUT_SECONDS and without our
+    message. It cannot be interrupted there, so this thread ends the process for it. Nothing is
+    lost by that: checkpoints are whole or absent.
+    """
+    others = [rank for rank in range(group.world_size) if rank != group.rank]
+    beats = dict.fromkeys(others, b"")
+    heard = dict.fromkeys(others, time.monotonic())
+    try:
+        while not ended.wait(HEARTBEAT_INTERVAL_SECONDS):
+            for rank in others:
+                beat = group.read_heartbeat(rank)
+                if beat != beats[rank]:
+                    beats[rank] = beat
+                    heard[rank] = time.monotonic()
+            limit = time.monotonic() - HEARTBEAT_TIMEOUT_SECONDS - TIME_TO_NOTICE_SECONDS
+            lost = [rank for rank in others if heard[rank] < limit]
+            if lost and not ended.is_set():
+                error = group.lost_ranks_error(lost)
+                console.end_process(error.lines, error.exit_code)
+    except dist.DistError:  # the store has gone, with rank 0 or its machine; or all is over
+        if not ended.wait(TIME_TO_NOTICE_SECONDS):
+            error = _lost_store_error()
+            console.end_process(error.lines, error.exit_code)
+
+
+def _lost_store_error() -> RankError:
+    return RankError(f"{os.environ['MASTER_ADDR']}, the machine of rank 0, {_NO_ANSWER}")
 
 
 def _leave(group: Group) -> None:

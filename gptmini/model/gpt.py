@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention, KVCache, LayerCache
-from gptmini.model.kernels import cross_entropy_
+from gptmini.model.kernels import cross_entropy_, linear_cross_entropy
 from gptmini.model.layers import MLP, Dropout, Rotary, create_norm
 
 
@@ -50,6 +50,7 @@ class GPT(nn.Module):
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
         self.config = config
         self.gradient_checkpointing = False  # recompute each block in backward
+        self.compiled = False  # whether `compile_blocks` has changed the blocks
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.positions: nn.Embedding | None = None
         if config.position == "learned":
@@ -107,14 +108,29 @@ class GPT(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden (..., D) -> logits (..., V), by the head or, if tied, the embedding table."""
+        return F.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight (V, D) of the head or, if tied, the embedding table."""
         head = self.head if self.head is not None else self.embed
-        return F.linear(hidden, head.weight)
+        return head.weight
 
 
 def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
     """Compute the mean cross-entropy of targets (B, T), in nats per token and in float32."""
-    logits = model(tokens)  # (B, T, V)
-    return cross_entropy_(logits.flatten(0, 1), targets.flatten())
+    if not joins_head_and_loss(tokens.device):
+        logits = model(tokens)  # (B, T, V)
+        return cross_entropy_(logits.flatten(0, 1), targets.flatten())
+    hidden = model.forward_hidden(tokens)  # (B, T, D)
+    return linear_cross_entropy(
+        hidden.flatten(0, 1), model.head_weight, targets.flatten(), model.compiled
+    )
+
+
+def joins_head_and_loss(device: torch.device) -> bool:
+    """Whether `compute_loss` takes `linear_cross_entropy`, which is made for accelerators."""
+    return device.type != "cpu"
 
 
 @torch.no_grad()

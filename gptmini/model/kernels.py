@@ -1,8 +1,9 @@
 """RMSNorm and cross-entropy, in less time and memory than torch's own.
 
-Letters: N rows, V vocabulary.
+Letters: N rows, D width, V vocabulary.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LOGITS_PER_CHUNK_ON_CPU = 2**22  # in float32; more would leave the caches
-LOGITS_PER_CHUNK = 2**27  # elsewhere: 512 MiB, and few kernels to launch
+LOGITS_PER_CHUNK = 2**29  # elsewhere: 1 GiB in bfloat16, and products that fill a large GPU
+ROW_MULTIPLE = 256  # to which chunks are rounded up: no tile of a product is partly empty
+VOCABULARY_MULTIPLE = 64  # to which `linear_cross_entropy` pads; 1 for no padding
 
 
 class RMSNorm(nn.RMSNorm):
@@ -67,8 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         N, V = logits.shape
-        size = LOGITS_PER_CHUNK_ON_CPU if logits.device.type == "cpu" else LOGITS_PER_CHUNK
-        rows = max(1, size // V)
+        rows = max(1, LOGITS_PER_CHUNK_ON_CPU // V)
         # In float16 most numbers divided by N would be 0: there the backward pass divides by it.
         divisor = 1 if logits.dtype == torch.float16 else N
         total = logits.new_zeros((), dtype=torch.float32)
@@ -90,3 +92,92 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.left_to_divide != 1:
             gradient = gradient / ctx.left_to_divide
         return logits.mul_(gradient), None
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, compiled: bool = False
+) -> Tensor:
+    """Compute the mean cross-entropy of the logits hidden (N, D) @ weight (V, D)ᵀ, in float32.
+
+    For accelerators: head and loss in one, on chunks of rows, so that all logits never exist at
+    once. Each chunk gives its share of the gradients as soon as it has its loss, while its logits
+    are there; in bfloat16, the shares of the weight's gradient are added in float32. With
+    `compiled`, the softmax and its gradient are one pass of torch.compile over the logits.
+
+    The rows of the weight, and so those of the logits, are padded to a multiple of 64. A GPU reads
+    16 bytes at a time, and a row of 50,257 numbers begins anywhere: all three products, logits and
+    both gradients, would fall back to slow kernels.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, targets, compiled)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compiled: bool
+    ) -> Tensor:
+        N, V = len(hidden), len(weight)
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        padded = _pad_rows(weight, dtype)  # (padded V, D)
+        overwrite_by_softmax = _compile_softmax() if compiled else overwrite_by_softmax_
+        total = hidden.new_zeros((), dtype=torch.float32)
+        dhidden = torch.empty_like(hidden)  # (N, D)
+        dweight = torch.zeros_like(padded, dtype=weight.dtype)  # (padded V, D)
+        rows = _choose_rows(N, len(padded))
+        labels = targets[:, None]  # (N, 1)
+        chunks = zip(hidden.split(rows), dhidden.split(rows), labels.split(rows), strict=True)
+        for chunk, dchunk, chunk_labels in chunks:
+            x = chunk.to(dtype)  # (rows, D)
+            logits = x @ padded.T  # (rows, padded V)
+            logits[:, V:] = -torch.inf  # no share in the softmax, so no gradient
+            label_logprobs = overwrite_by_softmax(logits, chunk_labels)  # (rows, 1)
+            total -= label_logprobs.sum()
+            if any(ctx.needs_input_grad):
+                # The gradient of a row's loss is its softmax, minus 1 at the label.
+                logits.scatter_(1, chunk_labels, label_logprobs.expm1().to(dtype))
+                dchunk.copy_(logits @ padded)
+                dweight += logits.T @ x
+            del logits  # before the next chunk has its own
+        ctx.save_for_backward(dhidden, dweight[:V])
+        return total / N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dhidden, dweight = ctx.saved_tensors
+        scale = gradient / len(dhidden)
+        return dhidden.mul_(scale), dweight.mul_(scale), None, None
+
+
+def _pad_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy a weight (V, D) to a type, with rows of zeros up to a multiple (padded V, D)."""
+    V, D = weight.shape
+    padding = -V % VOCABULARY_MULTIPLE
+    if padding == 0:
+        return weight.to(dtype)
+    padded = weight.new_empty(V + padding, D, dtype=dtype)
+    padded[:V] = weight
+    padded[V:] = 0
+    return padded
+
+
+def _choose_rows(N: int, V: int) -> int:
+    """Choose how many of N rows of V logits make a chunk; all chunks but the last are equal."""
+    n_chunks = -(-N * V // LOGITS_PER_CHUNK)
+    rows = -(-N // n_chunks)
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def overwrite_by_softmax_(logits: Tensor, labels: Tensor) -> Tensor:
+    """Overwrite logits (N, V) with their softmax; returns its logarithm at the labels (N, 1)."""
+    logprobs = logits.float().log_softmax(-1)  # (N, V)
+    label_logprobs = logprobs.gather(1, labels)  # (N, 1)
+    logits.copy_(logprobs.exp_())
+    return label_logprobs
+
+
+@functools.cache
+def _compile_softmax() -> Any:
+    return torch.compile(overwrite_by_softmax_, dynamic=False)

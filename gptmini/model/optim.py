@@ -5,7 +5,6 @@ Letters: N matrices, R rows, C columns.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,37 +73,58 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the matrices; overwrites their gradients.
+
+        On an accelerator, a `_foreach_` function takes all matrices of a shape in one kernel.
+        """
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[Tensor]] = {}  # a transpose has the same shape
             for matrix in group["params"]:
                 shape = (min(matrix.shape), max(matrix.shape))  # (R, C)
                 by_shape.setdefault(shape, []).append(matrix)
             for matrices in by_shape.values():
-                momenta = [self._update_momentum(matrix, group) for matrix in matrices]
-                updates = self.orthogonalize(torch.stack(momenta))  # (N, R, C)
-                for matrix, wide in zip(matrices, updates, strict=True):
-                    rows, columns = matrix.shape
-                    update = wide.T if rows > columns else wide  # (rows, columns)
-                    # An orthogonal matrix keeps the length of its input. Spread over more outputs,
-                    # that changes each only √(columns/rows) times as much; `scale` compensates.
-                    scale = max(1, rows / columns) ** 0.5
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                    matrix.add_(update, alpha=-group["lr"] * scale)
+                momenta = self._update_momenta(matrices, group["momentum"])  # (R, C) each
+                updates = self.orthogonalize(torch.stack(momenta).to(self.dtype))  # (N, R, C)
+                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+                _add_updates(matrices, updates.to(matrices[0].dtype), group["lr"])
 
-    def _update_momentum(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the mean gradient of a matrix and return its Nesterov momentum (R, C).
+    def _update_momenta(self, matrices: list[Tensor], momentum: float) -> list[Tensor]:
+        """Update the mean gradients of matrices and return their Nesterov momenta (R, C).
 
-        The momentum is transposed if it needs to be, so that R <= C.
+        A momentum is transposed if it needs to be, so that R <= C.
         """
-        assert matrix.grad is not None
-        state = self.state[matrix]
-        if not state:
-            state["momentum"] = torch.zeros_like(matrix)
-        mean = state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
+        gradients = []
+        means = []
+        for matrix in matrices:
+            assert matrix.grad is not None
+            state = self.state[matrix]
+            if not state:
+                state["momentum"] = torch.zeros_like(matrix)
+            gradients.append(matrix.grad)
+            means.append(state["momentum"])
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
         # Nesterov looks one step ahead: the mean counts the current gradient a second time.
-        update = matrix.grad.lerp(mean, group["momentum"]).to(self.dtype)
+        torch._foreach_lerp_(gradients, means, momentum)
         # R <= C makes the iteration's Gram matrix, (R, R), the smaller one.
-        return update.T if update.shape[0] > update.shape[1] else update
+        return [each.T if each.shape[0] > each.shape[1] else each for each in gradients]
+
+
+def _add_updates(matrices: list[Tensor], updates: Tensor, lr: float) -> None:
+    """Subtract lr times their updates (N, R, C), transposed back, from matrices."""
+    # An orthogonal matrix keeps the length of its input. Spread over more outputs, that changes
+    # each only √(columns/rows) times as much; the scale of tall matrices compensates.
+    R, C = updates.shape[1:]
+    wide = []
+    tall = []
+    for matrix, update in zip(matrices, updates, strict=True):
+        if matrix.shape[0] > matrix.shape[1]:
+            tall.append((matrix, update.T))
+        else:
+            wide.append((matrix, update))
+    for pairs, scale in ((wide, 1.0), (tall, (C / R) ** 0.5)):
+        if pairs:
+            chosen, chosen_updates = zip(*pairs, strict=True)
+            torch._foreach_add_(chosen, chosen_updates, alpha=-lr * scale)
 
 
 # The tensors that each optimizer keeps for a parameter.

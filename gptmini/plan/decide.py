@@ -111,6 +111,7 @@ def decide(
     trial = CompileTrial(config.train.compile == "on")  # not tried: nothing was timed
     if not dry_run and not _is_compile_settled(config, existing, world_size):
         config, trial = choose_compile(config, compute, world_size, step_time)
+    machine.release_freed_memory(compute.device)
     return Decision(
         config=config,
         corpus=corpus,

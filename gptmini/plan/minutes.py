@@ -3,15 +3,15 @@
 import math
 from typing import Any
 
+from gptmini import machine
 from gptmini.config.load import fill_open_settings
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, format_duration, say, say_header, warn
 from gptmini.machine import Compute
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
+from gptmini.plan.estimates import get_estimates
 from gptmini.plan.timing import (
-    COMPILE_SPEEDUP,
-    MIN_SECONDS_TO_COMPILE,
     SECONDS_AFTER_EVALUATION,
     StepTime,
     estimate_evaluation_seconds,
@@ -49,21 +49,6 @@ ASSUMED_VOCAB_SIZE = 1024
 # optimizer's update takes longer than the passes: smaller batches would hardly be faster.
 TARGET_UPDATES = 60
 MIN_ROW_LENGTH = 256
-# Tokens timed to find out how large a batch may be.
-PROBE_TOKENS = 64
-
-# The models to choose from, small to large: layers, width, rows per batch.
-MODEL_LADDER = (
-    (2, 128, 8),
-    (3, 128, 8),
-    (4, 128, 8),
-    (4, 192, 16),
-    (4, 256, 16),
-    (6, 256, 16),
-    (6, 384, 16),
-    (8, 512, 32),
-    (12, 768, 64),
-)
 
 # How many tokens a model must see for each weight of its blocks to beat the rung below. Bits per
 # byte on Tiny Shakespeare by character after equal seconds of updates on one core, in brackets the
@@ -100,12 +85,14 @@ def choose_sizes(
     chosen = config
     steps = 0  # none yet
     unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    for n_layer, width, rows in MODEL_LADDER:
+    for n_layer, width, rows in get_estimates(compute.device).model_ladder:
         model = {"n_layer": n_layer, **_choose_width_and_heads(config.model, width)}
         train = {"batch_size": math.ceil(rows / unit) * unit}
         candidate = fill_open_settings(config, {"model": model, "train": train})
         if steps and candidate == chosen:  # the sizes in which the two rungs differ are stated
             continue
+        if steps and _is_too_large(candidate, compute, world_size):
+            break
         per_step = _measure_seconds_per_step(candidate, seconds, compute, world_size)
         possible = _get_stated_steps(config) or max(1, int(seconds / per_step))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
@@ -135,10 +122,12 @@ def choose_batch(
     """
     stated_time = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing the base for the {stated_time} given ...")
-    probe_length = min(PROBE_TOKENS, longest_row, config.seq_len)
-    probe = config.with_train(batch_size=1, micro_batch_size=1, seq_len=probe_length)
+    estimates = get_estimates(compute.device)
+    probe_rows = estimates.probe_rows
+    probe_length = min(estimates.probe_length, longest_row, config.seq_len)
+    probe = config.with_train(batch_size=probe_rows, micro_batch_size=None, seq_len=probe_length)
     timed = time_step(probe, compute, limit=MAX_TIMING_SHARE * seconds)
-    seconds_per_token = timed.passes / probe_length
+    seconds_per_token = timed.passes / (probe_rows * probe_length)
     probe_flops = count_training_flops(config.model, probe_length)
     unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
     is_batch_size_open = "batch_size" not in requested.train.model_fields_set
@@ -150,7 +139,7 @@ def choose_batch(
         rows = config.train.batch_size
         growth = count_training_flops(config.model, length) / probe_flops
         step_time = StepTime(seconds_per_token * growth * length * rows, timed.update)
-        per_step = _combine_step_time(step_time, config, seconds, world_size)
+        per_step = _combine_step_time(step_time, config, seconds, compute, world_size)
         makes_enough_updates = TARGET_UPDATES * per_step <= seconds
         if makes_enough_updates or step_time.passes / world_size <= step_time.update:
             return config, step_time
@@ -179,7 +168,7 @@ def choose_steps(
     if step_time is None:
         per_step = _measure_seconds_per_step(config, seconds, compute, world_size)
     else:
-        per_step = _combine_step_time(step_time, config, seconds, world_size)
+        per_step = _combine_step_time(step_time, config, seconds, compute, world_size)
     config = _limit_eval_tokens(config, seconds, per_step, held_out)
     evaluation = estimate_evaluation_seconds(config, per_step, held_out)
     evaluations = min(MAX_EVALUATIONS, max(1, int(MAX_EVALUATION_SHARE * seconds / evaluation)))
@@ -229,19 +218,34 @@ def _measure_seconds_per_step(
     config: Config, seconds: float, compute: Compute, world_size: int
 ) -> float:
     """Time a step, and count in the gain of compiling where the seconds left are worth that."""
+    sized = _assume_vocabulary(config)
+    step_time = time_step(sized, compute, limit=MAX_TIMING_SHARE * seconds)
+    return _combine_step_time(step_time, config, seconds, compute, world_size)
+
+
+def _assume_vocabulary(config: Config) -> Config:
+    """Fill in the size of the vocabulary before the text is read."""
     vocab_size = config.model.vocab_size or ASSUMED_VOCAB_SIZE
     model = config.model.model_copy(update={"vocab_size": vocab_size})
-    sized = config.model_copy(update={"model": model})
-    step_time = time_step(sized, compute, limit=MAX_TIMING_SHARE * seconds)
-    return _combine_step_time(step_time, config, seconds, world_size)
+    return config.model_copy(update={"model": model})
+
+
+def _is_too_large(config: Config, compute: Compute, world_size: int) -> bool:
+    """Return whether the weights and the optimizer of a model would not even fit."""
+    count = count_parameters(_assume_vocabulary(config).model)
+    sharded = config.train.shard or world_size > 1  # a model that does not fit whole is sharded
+    needed = machine.estimate_training_bytes(count, compute.device, world_size, sharded)
+    return needed > machine.get_total_memory(compute.device)
 
 
 def _combine_step_time(
-    step_time: StepTime, config: Config, seconds: float, world_size: int
+    step_time: StepTime, config: Config, seconds: float, compute: Compute, world_size: int
 ) -> float:
     """Compute the seconds of a step on all processes, with the gain of compiling if it is tried."""
-    tries_compile = config.train.compile != "off" and seconds > 2 * MIN_SECONDS_TO_COMPILE
-    speedup = COMPILE_SPEEDUP if tries_compile and has_compiler() else 1
+    estimates = get_estimates(compute.device)
+    enough_seconds = 2 * estimates.min_seconds_to_compile
+    tries_compile = config.train.compile != "off" and seconds > enough_seconds
+    speedup = estimates.compile_speedup if tries_compile and has_compiler() else 1
     return step_time.passes / world_size / speedup + step_time.update
 
 

@@ -18,9 +18,9 @@ from gptmini.data.token_file import Corpus
 from gptmini.machine import Compute
 from gptmini.plan import cost
 from gptmini.plan.decide import count_epochs, decide
+from gptmini.plan.estimates import get_estimates
 from gptmini.plan.memory import Memory, estimate_memory
 from gptmini.plan.timing import (
-    COMPILE_SPEEDUP,
     estimate_evaluation_seconds,
     is_worth_compiling,
     make_proxy,
@@ -30,10 +30,6 @@ from gptmini.plan.timing import (
 if TYPE_CHECKING:  # importing it takes a second, which only accelerators need
     from gptmini.plan.cluster import Accelerator
 
-# What a command takes before its steps: imports, text, timing, the first kernels.
-STARTUP_SECONDS = 5
-# On two cores.
-COMPILE_SECONDS = 12
 # The KV cache is listed at these multiples of the context length.
 CACHE_CONTEXTS = (1, 4, 16)
 INDENT = " " * 12
@@ -213,7 +209,8 @@ def _measure_steps(
     heap keeps what is freed and gets up to twice as large as its content), and the times.
     """
     train = config.train
-    small = make_proxy(config)
+    small = make_proxy(config, compute.device)
+    estimates = get_estimates(compute.device)
     # The smallest step first: what it leaves resident is torch itself and its kernels.
     predict_step_time(small.with_train(batch_size=1, micro_batch_size=1), compute)
     program = machine.get_resident_memory(compute.device)
@@ -222,17 +219,19 @@ def _measure_steps(
     added = machine.get_resident_memory(compute.device) - program
     grown = added - memory.weights - memory.gradients
     overhead = max(1.0, grown / memory.activations)
-    compiled = is_worth_compiling(config, step_time.passes * train.steps)
-    speedup = COMPILE_SPEEDUP if compiled else 1
+    compiled = is_worth_compiling(config, step_time.passes * train.steps, compute.device)
+    speedup = estimates.compile_speedup if compiled else 1
     per_step = step_time.passes / speedup + step_time.update
     per_evaluation = estimate_evaluation_seconds(config, step_time.passes, corpus.held_out)
     evaluations = math.ceil(train.steps / train.eval_every)
     if config.base.run is not None:
         evaluations += 1  # of the base, before the first step
     # The first step allocates for all the others and takes twice the time.
-    seconds = STARTUP_SECONDS + (train.steps + 1) * per_step + evaluations * per_evaluation
+    seconds = (
+        estimates.startup_seconds + (train.steps + 1) * per_step + evaluations * per_evaluation
+    )
     if compiled:
-        seconds += COMPILE_SECONDS
+        seconds += estimates.compile_seconds
     time = {
         "on": f"this machine, {compute.device.type}",
         "seconds_per_step": per_step,

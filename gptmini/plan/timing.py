@@ -20,14 +20,9 @@ from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters
+from gptmini.plan.estimates import get_estimates
 from gptmini.plan.memory import estimate_memory
 
-# On a CPU, a forward pass of more tokens leaves the caches and is no faster.
-MAX_CPU_TOKENS_PER_PASS = 8192
-# How much faster passes become where compiling pays: 1.05 to 1.45 times.
-COMPILE_SPEEDUP = 1.2
-# Compiling takes less than a quarter of that.
-MIN_SECONDS_TO_COMPILE = 90
 # Layers of the model that is timed in place of a deeper one.
 PROXY_LAYERS = 3
 # Passes until their times settle to within a few percent.
@@ -71,8 +66,9 @@ def choose_micro_batch_size(config: Config, compute: Compute, world_size: int = 
     world_sizes = list_equivalent_world_sizes(config, world_size)
     shared_rows = config.train.batch_size // max(world_sizes)
     rows = shared_rows
-    if compute.device.type == "cpu":
-        rows = min(rows, max(1, MAX_CPU_TOKENS_PER_PASS // config.seq_len))
+    most_tokens = get_estimates(compute.device).max_tokens_per_pass
+    if most_tokens is not None:
+        rows = min(rows, max(1, most_tokens // config.seq_len))
     count = count_parameters(config.model)
     total = machine.get_total_memory(compute.device)
     left = [
@@ -168,10 +164,10 @@ def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) 
     return SECONDS_AFTER_EVALUATION + per_step / 4 * tokens_read / tokens_per_step
 
 
-def make_proxy(config: Config) -> Config:
+def make_proxy(config: Config, device: torch.device) -> Config:
     """Make a run of the same shape with few layers and one micro-batch, quick to measure."""
     train = config.train
-    most_rows = max(1, MAX_CPU_TOKENS_PER_PASS // config.seq_len)
+    most_rows = max(1, get_estimates(device).proxy_tokens // config.seq_len)
     size = min(train.micro_batch_size or train.batch_size, most_rows)
     # One layer of each kind at least.
     layers = max(PROXY_LAYERS, config.model.attention.full_every or 0)
@@ -189,7 +185,7 @@ def predict_step_time(config: Config, compute: Compute) -> StepTime:
 
     Layers take equal times, and so do micro-batches.
     """
-    small = make_proxy(config)
+    small = make_proxy(config, compute.device)
     timed = time_step(small, compute, PASSES_UNTIL_STEADY)
     passes = timed.passes
     update = timed.update
@@ -205,18 +201,21 @@ def predict_step_time(config: Config, compute: Compute) -> StepTime:
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks; one kernel serves them all, so depth adds no time to compile.
 
-    Raises MachineError if a CPU has no C++ compiler to call.
+    On an accelerator the loss is compiled as well. The embedding is not: its backward pass would
+    add in an order that changes from run to run. Raises MachineError if a CPU has no C++ compiler
+    to call.
     """
     if model.device.type == "cpu" and not has_compiler():
         raise MachineError("train.compile: no C++ compiler found; use auto or off")
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
+    model.compiled = True
 
 
-def is_worth_compiling(config: Config, seconds: float) -> bool:
+def is_worth_compiling(config: Config, seconds: float, device: torch.device) -> bool:
     """Decide whether to try torch.compile, if all passes take these seconds without it."""
     if config.train.compile == "auto":
-        return seconds >= MIN_SECONDS_TO_COMPILE and has_compiler()
+        return seconds >= get_estimates(device).min_seconds_to_compile and has_compiler()
     return config.train.compile == "on"
 
 
@@ -234,7 +233,7 @@ def try_compile(config: Config, compute: Compute, eager: StepTime | None = None)
     if setting == "off" or (setting == "auto" and not has_compiler()):
         return CompileTrial(compiled=False)
     eager = eager or time_step(config, compute)
-    if not is_worth_compiling(config, eager.passes * config.train.steps):
+    if not is_worth_compiling(config, eager.passes * config.train.steps, compute.device):
         return CompileTrial(compiled=False, step_time=eager)
     say("  timing a compiled model; this can take half a minute ...")
     try:

@@ -63,9 +63,18 @@ class Batches:
         owners = np.repeat(np.arange(len(self.cycle_shares)), self.cycle_shares)[order]
         self.owners = owners.tolist()
         self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
+        self._prepared: dict[int, tuple[Tensor, Tensor]] = {}  # the batch of a step, or nothing
+
+    def prepare(self, step: int) -> None:
+        """Read the batch of a step ahead, so that the next `get_batch` has it at once."""
+        self._prepared = {step: self._read_batch(step)}
 
     def get_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Read this process's tokens of a step, and as targets those one position later: (B, T)."""
+        """Return this process's tokens of a step, and as targets those one later: (B, T) each."""
+        prepared = self._prepared.pop(step, None)
+        return prepared or self._read_batch(step)
+
+    def _read_batch(self, step: int) -> tuple[Tensor, Tensor]:
         rows = []
         for row in self.rows:
             which, start = self._locate_window(step * self.batch_size + row)

@@ -61,12 +61,13 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     The batch is computed in micro-batches, whose gradients add up to those of the whole.
     """
     settings = training.config.train
+    step = training.step
     loss_scale = training.progress.loss_scale
     size = settings.micro_batch_size or len(tokens)
     losses: list[Tensor] = []  # of this rank's micro-batches
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
-        torch.manual_seed(seed_from(settings.seed, training.step, micro))  # for dropout
+        torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
         with training.compute.autocast():
             inputs = training.compute.copy(x)
             mean_loss = compute_loss(training.model, inputs, training.compute.copy(y))
@@ -79,6 +80,8 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     training.gradients.finish()
     training.gradients.unscale(loss_scale)
     clipped_norm = training.gradients.clip(settings.grad_clip)
+    if training.compute.device.type != "cpu" and step + 1 < settings.steps:
+        training.batches.prepare(step + 1)  # while the device still computes this one
     # In a single process, the only wait for the device in a step.
     *own_losses, norm = torch.stack([*losses, clipped_norm]).cpu().tolist()
     # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the

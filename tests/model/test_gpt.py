@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
+from gptmini.model import attention, gpt
 from gptmini.model.attention import KVCache, compute_left_padding
 from gptmini.model.gpt import GPT, Block, compute_loss
 
@@ -303,6 +305,52 @@ def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(11, (3, 12)), torch.randint(11, (3, 12))
     chosen = model(tokens).softmax(-1).gather(-1, targets[..., None])
     torch.testing.assert_close(compute_loss(model, tokens, targets), -chosen.log().mean())
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt-2": {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
+    "llama": {"activation": "swiglu", "tie_embeddings": False, "attention": {"variant": "mqa"}},
+    "default": {"attention": {"variant": "gqa", "n_kv_head": 2}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("change", ["head and loss", "q, k and v"])
+def test_what_an_accelerator_joins_has_the_same_gradients(change, style, dtype, monkeypatch):
+    """Run here, on a CPU, which by itself takes the plain path."""
+    torch.manual_seed(0)
+    model = make(**STYLES[style]).train()
+    tokens, targets = torch.randint(11, (2, 4, 12))
+
+    def compute_gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = compute_loss(model, tokens, targets)
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert len(found) == len(list(model.parameters()))
+        return found | {"loss": loss.detach()}
+
+    plain = compute_gradients()
+    calls = []
+    for module, name in JOINED[change]:
+        joined = getattr(module, name)
+        if name.startswith("joins"):
+            monkeypatch.setattr(module, name, lambda _: True)
+        else:
+            monkeypatch.setattr(module, name, lambda *a, do=joined: calls.append(1) or do(*a))
+    together = compute_gradients()
+    assert calls
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    for name, right in plain.items():
+        assert (together[name] - right).norm() <= tolerance * right.norm(), name
+
+
+JOINED = {
+    "head and loss": [(gpt, "joins_head_and_loss"), (gpt, "linear_cross_entropy")],
+    "q, k and v": [(attention, "joins_projections"), (attention, "apply_jointly")],
+}
 
 
 def test_weights_are_drawn_by_role():

@@ -3,9 +3,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptmini.model import kernels
-from gptmini.model.kernels import RMSNorm, cross_entropy_
+from gptmini.model.kernels import RMSNorm, cross_entropy_, linear_cross_entropy
 from gptmini.plan.memory import StorageCounter
 
 
@@ -70,3 +72,113 @@ def test_cross_entropy_holds_no_second_tensor_of_the_size_of_the_logits(monkeypa
         copy = logits * 1
         cross_entropy_(copy, targets).backward()
     assert storages.peak < 3.1 * copy.nbytes  # logits, copy, their gradient of `* 1`
+
+
+def compute_by_definition(
+    hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and a quarter of its gradients, in float64."""
+    inputs = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    loss = F.cross_entropy(F.linear(*inputs), targets)
+    return (loss.detach(), *torch.autograd.grad(loss / 4, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [50, 64, 65])
+@pytest.mark.parametrize("rows", [1, 7, 512, 700])
+def test_head_and_loss_in_chunks_are_those_of_torch(rows, vocab_size, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 300 * 64)  # a tile of 256 rows at a time
+    torch.manual_seed(rows)
+    hidden = torch.randn(rows, 16, requires_grad=True)
+    weight = torch.randn(vocab_size, 16, requires_grad=True)
+    targets = torch.randint(vocab_size, (rows,))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    assert loss.dtype == torch.float32
+    (loss * 0.25).backward()  # as a micro-batch of four
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01  # bfloat16 rounds by up to 0.004
+    found = (loss.detach(), hidden.grad, weight.grad)
+    for ours, right in zip(found, compute_by_definition(hidden, weight, targets), strict=True):
+        assert ours.shape == right.shape
+        assert (ours - right).norm() < tolerance * right.norm()
+
+
+def test_all_products_of_the_head_have_rows_of_whole_blocks(monkeypatch):
+    """A GPU's fast kernels read 16 bytes at a time: rows must not begin between two blocks."""
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 300 * 64)
+    hidden = torch.randn(700, 16, requires_grad=True)
+    weight = torch.randn(50, 16, requires_grad=True)
+    with Products() as products, torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(hidden, weight, torch.zeros(700, dtype=torch.long)).backward()
+    assert len(products.strides) == 3 * 3 * 3  # chunks, products, and the tensors of each
+    assert {stride * 2 % 16 for stride in products.strides} == {0}
+
+
+class Products(TorchDispatchMode):
+    """Notes the distance between two rows, or columns, of the tensors of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function == torch.ops.aten.mm.default:
+            self.strides += [max(tensor.stride()) for tensor in (*args, result)]
+        return result
+
+
+def test_gradients_of_many_chunks_are_added_in_float32(monkeypatch):
+    """In bfloat16, 64 equal summands lose more than each product does."""
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1)  # 256 rows at a time
+    chunk = torch.randn(256, 16)
+    weight = torch.randn(64, 16, requires_grad=True)
+    targets = torch.randint(64, (256,))
+    gradients = []
+    for count in (1, 64):
+        hidden = chunk.repeat(count, 1).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy(hidden, weight, targets.repeat(count))
+        (gradient,) = torch.autograd.grad(loss, weight)
+        gradients.append(gradient)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_head_and_loss_never_hold_all_logits(monkeypatch):
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 256 * 1024)
+    weight = torch.randn(1000, 8, requires_grad=True)
+    peaks = []
+    for rows in (256, 1024):
+        hidden = torch.randn(rows, 8, requires_grad=True)
+        targets = torch.randint(1000, (rows,))
+        with StorageCounter() as storages, torch.autocast("cpu", torch.bfloat16):
+            linear_cross_entropy(hidden, weight, targets).backward()
+        peaks.append(storages.peak)
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_without_gradients_only_the_loss_is_computed():
+    hidden = torch.randn(5, 8)
+    weight = torch.randn(50, 8)
+    targets = torch.randint(50, (5,))
+    with Products() as products:
+        loss = linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(loss, F.cross_entropy(F.linear(hidden, weight), targets))
+    assert len(products.strides) == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own
+def test_the_compiled_softmax_is_the_plain_one(monkeypatch):
+    """Traced as one graph, without generating code."""
+    plain = kernels.overwrite_by_softmax_
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(kernels, "_compile_softmax", lambda: compiled)
+    monkeypatch.setattr(kernels, "overwrite_by_softmax_", lambda *_: pytest.fail("not compiled"))
+    hidden = torch.randn(20, 8, requires_grad=True)
+    weight = torch.randn(50, 8, requires_grad=True)
+    targets = torch.randint(50, (20,))
+    loss = linear_cross_entropy(hidden, weight, targets, compiled=True)
+    (loss / 4).backward()
+    right = compute_by_definition(hidden, weight, targets)
+    found = (loss.detach(), hidden.grad, weight.grad)
+    torch.testing.assert_close(found, tuple(tensor.float() for tensor in right))

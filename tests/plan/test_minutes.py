@@ -1,6 +1,7 @@
 """Sizes and steps for a number of minutes, and keeping to them."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,34 +9,58 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptmini import machine
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.machine import Compute
 from gptmini.model.optim import get_learning_rate
-from gptmini.plan import cost, minutes
+from gptmini.plan import cost, estimates, minutes
 from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from tests.support import tiny, train
 
 CPU = Compute(torch.device("cpu"), torch.float32)
+GPU = Compute(torch.device("cuda"), torch.bfloat16)
 
 
 def planned(
-    config: Config, seconds: float, monkeypatch: pytest.MonkeyPatch, held_out: int = 0
+    config: Config,
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    held_out: int = 0,
+    compute: Compute = CPU,
+    flops: float = 1e11,
 ) -> Config:
-    """A plan on a machine that makes 10¹⁰ multiplications with a parameter in a second."""
+    """A plan on a machine that makes so many operations in a second."""
 
     def computed(config: Config, *_: Any, **__: Any) -> StepTime:
         tokens = config.train.batch_size * config.seq_len
-        return StepTime(6 * cost.count_parameters(config.model) * tokens / 1e11, 0.0)
+        return StepTime(6 * cost.count_parameters(config.model) * tokens / flops, 0.0)
 
     monkeypatch.setattr(minutes, "time_step", computed)
     monkeypatch.setattr(minutes, "has_compiler", lambda: False)
     config = config.with_tokenizer("byte", 257)
-    sizes, _ = minutes.choose_sizes(config, seconds, CPU)
+    sizes, _ = minutes.choose_sizes(config, seconds, compute)
     assert minutes.states_all_sizes(sizes)
-    return minutes.choose_steps(sizes, seconds, CPU, 1, held_out)
+    return minutes.choose_steps(sizes, seconds, compute, 1, held_out)
+
+
+def test_a_fast_machine_gets_models_that_a_cpu_never_trains(monkeypatch):
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 80 << 30)
+    shapes = []
+    for seconds in (10, 60, 600, 6000, 60_000):
+        model = planned(Config(), seconds, monkeypatch, compute=GPU, flops=2e14).model
+        shapes.append((model.n_layer, model.d_model))
+    assert shapes == [(6, 384), (8, 512), (12, 768), (24, 1024), (24, 1024)]
+
+
+def test_no_model_is_timed_whose_weights_do_not_fit(monkeypatch):
+    config = Config().with_tokenizer("byte", 257)
+    for gigabytes, width in ((80, 1024), (3, 768), (1, 512)):
+        monkeypatch.setattr(machine, "get_total_memory", lambda _, n=gigabytes: n << 30)
+        model = planned(config, 60_000, monkeypatch, compute=GPU, flops=2e14).model
+        assert model.d_model == width
 
 
 def test_more_minutes_make_a_larger_model(monkeypatch):
@@ -104,7 +129,7 @@ def tuned(
     model |= {"context_length": 2048, "attention": grouped, "vocab_size": 49_152}
     requested = validate({"base": {"run": "base"}, "model": model, "train": train}, {})
     config, step = minutes.choose_batch(requested, requested, seconds, CPU, 1, 10_000)
-    assert probed == [minutes.PROBE_TOKENS]  # nothing larger is timed
+    assert probed == [64]  # nothing larger is timed
     tokens = config.train.batch_size * config.seq_len
     flops = cost.count_training_flops(config.model, config.seq_len)
     assert step.passes == pytest.approx(flops * tokens / 1e11)
@@ -118,6 +143,22 @@ def test_fine_tuning_makes_dozens_of_updates_where_the_time_allows(monkeypatch):
         assert plan.train.steps > 0.7 * minutes.TARGET_UPDATES
         shapes.append((plan.train.batch_size, plan.seq_len))
     assert shapes == [(2, 256), (4, 256), (16, 512), (16, 2048)]
+
+
+def test_a_gpu_is_probed_by_a_pass_that_keeps_it_busy(monkeypatch):
+    """On a device that takes a second for 16,384 tokens, and for fewer."""
+    probed: list[int] = []
+
+    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+        tokens = config.train.batch_size * config.seq_len
+        probed.append(tokens)
+        return StepTime(max(1.0, tokens / 16_384), 0.001)
+
+    monkeypatch.setattr(minutes, "time_step", computed)
+    requested = validate({"base": {"run": "base"}, "model": {"context_length": 1024}}, {})
+    config, step = minutes.choose_batch(requested, requested, 6000, GPU, 1, 10_000)
+    assert probed == [16_384]
+    assert step.passes == pytest.approx(config.train.batch_size * config.seq_len / 16_384)
 
 
 def test_fine_tuning_keeps_what_is_stated_and_no_row_is_longer_than_the_text(monkeypatch):
@@ -250,7 +291,8 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     update = trainer.train_step
     evaluation = trainer.evaluate_and_sample
-    monkeypatch.setattr(minutes, "MODEL_LADDER", minutes.MODEL_LADDER[:1])
+    first_rung = replace(estimates.CPU, model_ladder=estimates.CPU.model_ladder[:1])
+    monkeypatch.setattr(estimates, "CPU", first_rung)
 
     def timed(training: Any) -> Any:
         clock.now += speeds[training.step > 100] / 2

@@ -1,6 +1,9 @@
 """What a run chooses for itself: micro-batches, compiled blocks, sizes and steps for minutes."""
 
+import gc
 import shutil
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +15,15 @@ from gptmini import machine
 from gptmini.errors import MachineError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
-from gptmini.plan import cost, timing
+from gptmini.plan import cost, estimates, timing
+from gptmini.plan.decide import decide
 from gptmini.plan.memory import estimate_memory
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from tests.support import tiny, train
 
 CPU = Compute(torch.device("cpu"), torch.float32)
+GPU = Compute(torch.device("cuda"), torch.bfloat16)
 
 
 def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
@@ -34,8 +39,10 @@ def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
         timing, "estimate_memory", lambda *_: pytest.fail("weighed a row for nothing")
     )
     assert timing.choose_micro_batch_size(config, CPU) == 12
-    monkeypatch.setattr(timing, "MAX_CPU_TOKENS_PER_PASS", 4 * config.seq_len)
+    small = replace(estimates.CPU, max_tokens_per_pass=4 * config.seq_len)
+    monkeypatch.setattr(estimates, "CPU", small)
     assert timing.choose_micro_batch_size(config, CPU) == 4
+    assert timing.choose_micro_batch_size(config, GPU) == 12
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
@@ -135,9 +142,55 @@ def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
     ],
 )
 def test_a_proxy_has_every_kind_of_layer(layers, attention, windows):
-    proxy = timing.make_proxy(tiny(model={"n_layer": layers, "attention": attention}))
+    config = tiny(model={"n_layer": layers, "attention": attention})
+    proxy = timing.make_proxy(config, CPU.device)
     found = [proxy.model.get_window(layer) for layer in range(proxy.model.n_layer)]
     assert found == windows
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "tokens_on_cpu", "tokens_on_gpu"),
+    [(None, 8192, 65_536), (16, 8192, 16_384), (4, 4096, 4096)],
+)
+def test_a_proxy_is_as_large_as_its_device_needs(micro_batch_size, tokens_on_cpu, tokens_on_gpu):
+    train = {"batch_size": 128, "micro_batch_size": micro_batch_size}
+    config = tiny(model={"context_length": 1024}, train=train)
+    for compute, tokens in ((CPU, tokens_on_cpu), (GPU, tokens_on_gpu)):
+        proxy = timing.make_proxy(config, compute.device)
+        assert proxy.train.batch_size * proxy.seq_len == tokens
+
+
+def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file, tmp_path):
+    """When memory is given back, compiled models, which are in reference cycles, are gone."""
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    models: list[weakref.ref[GPT]] = []
+    made = timing.GPT
+
+    def make(*inputs: Any) -> GPT:
+        model = made(*inputs)
+        models.append(weakref.ref(model))
+        return model
+
+    calls = []
+
+    def empty() -> None:
+        assert len(models) == 2
+        assert not any(model() for model in models)
+        calls.append("empty")
+
+    monkeypatch.setattr(timing, "GPT", make)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", empty)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    release = machine.release_freed_memory
+    monkeypatch.setattr(machine, "release_freed_memory", lambda _: release(torch.device("cuda")))
+    settings = {"compile": "on", "micro_batch_size": 4}
+    gc.disable()  # it might happen to run in time
+    try:
+        decide(tiny(data={"path": str(text_file)}, train=settings), None, tmp_path)
+    finally:
+        gc.enable()
+    assert calls == ["empty", "reset"]
 
 
 def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
@@ -174,7 +227,7 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
     config = tiny(train={"steps": 100}).with_tokenizer("byte", 257)
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
-    monkeypatch.setattr(timing, "MIN_SECONDS_TO_COMPILE", 0)
+    monkeypatch.setattr(estimates, "CPU", replace(estimates.CPU, min_seconds_to_compile=0))
     compiled, timed, outcome = timing.try_compile(config, CPU)
     assert not compiled
     assert timed is not None

@@ -21,7 +21,8 @@ from gptmini.distributed.gradients import Gradients
 from gptmini.distributed.group import Group
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import Optimizer
+from gptmini.model.kernels import linear_cross_entropy
+from gptmini.model.optim import Muon, Optimizer
 from gptmini.train.evaluate import compute_token_losses
 from gptmini.train.step import train_step
 from tests.support import tiny
@@ -40,7 +41,10 @@ VARYING = (
     "kthvalue",
 )
 # Views and memory that is only reserved: no kernel runs.
-FREE = ("view", "detach", "t.", "transpose", "split", "expand", "select", "slice", "empty", "alias")
+FREE = (
+    "view", "_unsafe_view", "detach", "t.", "transpose", "permute", "expand", "alias", "split",
+    "unbind", "unsqueeze", "select", "slice", "empty", "new_empty",
+)  # fmt: skip
 
 
 class CountingDevice(TorchDispatchMode):
@@ -71,7 +75,8 @@ class CountingDevice(TorchDispatchMode):
             is_wide_random = "rand" in name and each.dtype == torch.int64
             if each.dtype == torch.float64 or is_wide_random:
                 self.lacking.add(name)
-        if on_device and not name.startswith(FREE):
+        returns_nothing = reads_device and name.startswith(("_foreach_", "_fused_"))
+        if (on_device or returns_nothing) and not name.startswith(FREE):
             self.kernels[name] += 1
         if on_device and name.startswith(VARYING):
             self.varying.add(name)
@@ -87,6 +92,12 @@ class FakeCompute(Compute):
 
 class ZeroBatches:
     """Batches of zeros."""
+
+    def __init__(self) -> None:
+        self.prepared: list[int] = []
+
+    def prepare(self, step: int) -> None:
+        self.prepared.append(step)
 
     def get_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.zeros(4, 16, dtype=torch.long)
@@ -107,6 +118,28 @@ class Stage:
         self.group = Group()
         self.optimizer = Optimizer(model, config.train)
         self.progress = type("Progress", (), {"lr_scale": 1.0, "loss_scale": 1.0})()
+
+
+def count_kernels_of_the_loss(device: torch.device) -> int:
+    """Count what 16 x 1,024 tokens take from the last hidden state to the loss and back to it."""
+    hidden = torch.zeros(16 * 1024, 64, device=device, requires_grad=True)
+    weight = torch.zeros(50_257, 64, device=device, requires_grad=True)
+    targets = torch.zeros(16 * 1024, dtype=torch.long, device=device)
+    with CountingDevice() as counts:
+        linear_cross_entropy(hidden, weight, targets).backward()
+    return counts.kernels.total()
+
+
+def count_kernels_of_an_update(device: torch.device, layers: int) -> int:
+    """Count what Muon takes for the matrices of so many layers."""
+    matrices = [torch.zeros(shape, device=device) for shape in [(8, 8), (32, 8), (8, 32)] * layers]
+    muon = Muon(matrices, 0.1, torch.bfloat16)
+    for _ in range(2):  # the second has the momenta of the first
+        for matrix in matrices:
+            matrix.grad = torch.zeros_like(matrix)
+        with CountingDevice() as counts:
+            muon.step()
+    return counts.kernels.total()
 
 
 def main() -> None:
@@ -134,6 +167,9 @@ def main() -> None:
                 "lacking": sorted(counts.lacking),
                 "varying": sorted(counts.varying),
             }
+        found["prepared"] = stage.batches.prepared
+        found["loss"] = count_kernels_of_the_loss(device)
+        found["update"] = {layers: count_kernels_of_an_update(device, layers) for layers in (2, 6)}
     json.dump(found, sys.stdout)
 
 

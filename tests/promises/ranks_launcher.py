@@ -103,6 +103,13 @@ def silent(rank: int) -> None:
         trainer.save_checkpoint = hanging
 
 
+def stuck(rank: int) -> None:
+    """Rank 1 hangs in its third update, while rank 0 waits in a collective."""
+    group.HEARTBEAT_TIMEOUT_SECONDS = 2
+    group.TIME_TO_NOTICE_SECONDS = 2
+    signalled(rank, signal.SIGSTOP)
+
+
 def watched(rank: int) -> None:
     """Every rank but 0 notes the files that it opens to write."""
     if rank:
@@ -143,6 +150,7 @@ FAULTS = {
         stopped,
         full,
         silent,
+        stuck,
         watched,
         misread,
         unreadable,

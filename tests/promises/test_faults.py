@@ -587,3 +587,17 @@ def test_too_little_memory_is_the_limit_of_the_machine(gptmini, text_file, monke
     code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
     assert code == 5
     assert "out of memory; lower train.micro_batch_size" in err
+
+
+def test_an_operation_that_cannot_be_deterministic_is_named(gptmini, text_file, monkeypatch):
+    def fail(_: object) -> None:
+        torch.use_deterministic_algorithms(True)
+        try:
+            torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    monkeypatch.setattr(trainer, "train_step", fail)
+    code, _, err = gptmini("train", "--data", str(text_file), *SMALL)
+    assert code == 5
+    assert "gptmini: train.deterministic: put_ has no deterministic kernel here; use off" in err

@@ -197,6 +197,16 @@ def test_a_rank_that_hangs_is_named(train):
     assert "gptmini: rank 1 (process" in said
 
 
+@pytest.mark.parametrize("reduce", ["exact", "fast"])
+def test_a_rank_that_hangs_within_a_step_is_named_long_before_the_collective_ends(train, reduce):
+    """The main thread of rank 0 is in a collective, where nothing reaches it for ten minutes."""
+    run, codes, said = train(2, fault="stuck", train={"reduce": reduce})
+    assert codes[0] == 7
+    (line,) = errors(said)
+    assert re.match(r"gptmini: rank 1 \(process \d+ on .+\) no longer answers; run the same", line)
+    assert run.list_steps() == [2]
+
+
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(train):
     whole, *_ = train(2, "whole")
     run, codes, said = train(2, fault="stopped")

@@ -124,6 +124,22 @@ def test_windows_are_a_function_of_seed_and_step():
     assert tokens[:, 0].tolist() == [start for _, start in make(1).locate_windows(3)]
 
 
+def test_a_batch_that_was_read_ahead_is_the_same_and_no_other(monkeypatch):
+    def make() -> Batches:
+        return Batches([text_of(500)], None, 16, 4, 0)
+
+    data = make()
+    reads = []
+    read = data._read_batch
+    monkeypatch.setattr(data, "_read_batch", lambda step: reads.append(step) or read(step))
+    data.prepare(3)
+    assert reads == [3]
+    for step in (2, 3, 3):  # another step, as after a rewind; then the one that was read; again
+        for ours, right in zip(data.get_batch(step), make().get_batch(step), strict=True):
+            assert torch.equal(ours, right)
+    assert reads == [3, 2, 3]
+
+
 @given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9), st.data())
 def test_validation_sees_every_target_once_behind_enough_of_the_text(
     total, seq_len, batch_size, data

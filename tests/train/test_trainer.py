@@ -348,8 +348,10 @@ def test_a_run_that_goes_on_elsewhere_says_that_its_bits_will_differ(
     train(config.with_train(steps=3))
     monkeypatch.setattr(build, "_start_progress", lambda to: replace(begin(to), **{name: other}))
     train(config)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "bit-identical" in line]
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if "bit-identical" in line]
     assert f"run: {name} was " in line
+    assert ("; deterministic\n" in said) == (name == "deterministic")
     assert line.endswith(f", is {other}; results will no longer be bit-identical")
 
 
