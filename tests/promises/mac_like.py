@@ -124,6 +124,7 @@ def pretend() -> None:
     torch.accelerator.synchronize = lambda: None  # type: ignore[assignment]
     torch.mps.recommended_max_memory = lambda: 16 << 30
     torch.mps.driver_allocated_memory = lambda: 1 << 30
+    torch.mps.empty_cache = lambda: None
 
 
 if __name__ == "__main__":

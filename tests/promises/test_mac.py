@@ -14,23 +14,26 @@ _fused_adamw_.default _local_scalar_dense.default _log_softmax.default
 _softmax_backward_data.default add.Tensor add_.Tensor addmm.default all.default any.default
 baddbmm.default bernoulli_.float bitwise_and_.Tensor bmm.default cat.default clamp.default
 div.Tensor div_.Tensor embedding_dense_backward.default empty.memory_format eq.Scalar eq.Tensor
-exp_.default gather.default ge.Scalar ge.Tensor gelu.default gelu_backward.default gt.Tensor
-index.Tensor lerp.Scalar lerp_.Scalar linalg_vector_norm.default linear.default lt.Scalar
-mean.dim mm.default mul.Tensor mul_.Tensor native_layer_norm.default
+exp_.default expm1.default gather.default ge.Scalar ge.Tensor gelu.default gelu_backward.default
+gt.Tensor index.Tensor lerp.Scalar lerp_.Scalar linalg_vector_norm.default linear.default
+lt.Scalar mean.dim mm.default mul.Tensor mul_.Tensor native_layer_norm.default
 native_layer_norm_backward.default ne.Scalar neg.default permute.default pow.Tensor_Scalar
-reciprocal.default rsqrt.default scatter_add_.default silu.default silu_backward.default
-sub.Tensor sub_.Tensor sum.dim_IntList tril.default view.default where.self
+reciprocal.default rsqrt.default scatter_.src scatter_add_.default silu.default
+silu_backward.default sub.Tensor sub_.Tensor sum.dim_IntList tril.default view.default
+where.self
 """
 COMPOSITE = """
-__and__.Tensor __iand__.Tensor __or__.Tensor _foreach_add_.Scalar _safe_softmax.default
-_to_copy.default _unsafe_view.default abs.default add_.Scalar alias.default arange.default
-arange.start chunk.default clone.default copy_.default detach.default div.Scalar div_.Scalar
+__and__.Tensor __iand__.Tensor __or__.Tensor _foreach_add_.List _foreach_add_.Scalar
+_foreach_lerp_.Scalar _foreach_mul_.Scalar _safe_softmax.default _to_copy.default
+_unsafe_view.default abs.default add_.Scalar alias.default arange.default arange.start
+chunk.default clone.default copy_.default detach.default div.Scalar div_.Scalar
 embedding.default empty_like.default expand.default flatten.using_ints full_like.default
-is_nonzero.default layer_norm.default logsumexp.default mul.Scalar new_zeros.default
-ones.default ones_like.default repeat_interleave.self_int reshape.default rms_norm.default
-scalar_tensor.default scaled_dot_product_attention.default select.int slice.Tensor split.Tensor
-squeeze.dim stack.default sum.default t.default to.dtype to.dtype_layout transpose.int
-type_as.default unbind.int unflatten.int unsqueeze.default zeros.default zeros_like.default
+is_nonzero.default layer_norm.default logsumexp.default mul.Scalar new_empty.default
+new_zeros.default ones.default ones_like.default repeat_interleave.self_int reshape.default
+rms_norm.default scalar_tensor.default scaled_dot_product_attention.default select.int
+slice.Tensor split.Tensor split_with_sizes.default squeeze.dim stack.default sum.default
+t.default to.dtype to.dtype_layout transpose.int type_as.default unbind.int unflatten.int
+unsqueeze.default zeros.default zeros_like.default
 """
 
 ON_MPS = ["--device", "mps"]
