@@ -35,6 +35,17 @@ def test_every_command_runs_where_open_files_cannot_be_replaced(tmp_path: Path):
     assert said.count("warning: clang++: not found; generating with PyTorch") == 1
 
 
+def test_a_damaged_token_file_is_written_again(tmp_path: Path):
+    prepare = ["evaluate", "run", "--data", "text.txt"]
+    train = [*TRAIN, "--out", "run"]
+    codes, _, said = run_in(WINDOWS, tmp_path, [train, prepare], **ENVIRONMENT)
+    assert codes == [0, 0], said
+    for path in (tmp_path / "cache").glob("*.tokens"):
+        path.write_bytes(path.read_bytes()[:-1])
+    codes, _, said = run_in(WINDOWS, tmp_path, [prepare], **ENVIRONMENT)
+    assert codes == [0], said
+
+
 def test_no_command_is_left_out():
     commands = [*app.registered_commands]
     names = {each.name or each.callback.__name__ for each in commands if each.callback}
