@@ -1,6 +1,8 @@
 """Terminal output: lines on stderr, texts on stdout, progress bars."""
 
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -13,6 +15,8 @@ from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
 
+from gptmini.files import IS_WINDOWS
+
 T = TypeVar("T")
 
 _silent = False
@@ -22,6 +26,15 @@ def silence() -> None:
     """Print no more lines and bars: of several processes that train together, one speaks."""
     global _silent  # noqa: PLW0603 - one stderr per process
     _silent = True
+
+
+def quote(word: object) -> str:
+    """Quote a word of a command that is printed, for the user's shell."""
+    text = str(word)
+    if not IS_WINDOWS:
+        return shlex.quote(text)
+    is_safe = re.fullmatch(r"[\w\\/:.+-]+", text)
+    return text if is_safe else f'"{text}"'  # which no name there has
 
 
 def is_interactive() -> bool:

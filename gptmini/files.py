@@ -109,7 +109,7 @@ def atomic_output(out: Path) -> Iterator[Path]:
 
     Nothing of it stays if the block raises. Raises ConfigError if `out` exists or its name is not
     UTF-8, which not every program can open; MachineError if it cannot be written, or if another
-    process is writing it (except on Windows, which locks no folders).
+    process is writing it.
     """
     if not out.name:  # `.` and `/`, beside which no folder can be made
         raise ConfigError(f"--out {out}: already exists; choose another name")
@@ -168,13 +168,30 @@ def _report_failed_output(out: Path, partial: Path) -> Iterator[None]:
 def _lock_folder(folder: Path) -> Iterator[bool]:
     """Lock a folder as `try_lock` does a file, until the block ends."""
     if IS_WINDOWS:  # cannot open directories
-        yield True
+        with _lock_file_in(folder) as locked:
+            yield locked
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield try_lock(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _lock_file_in(folder: Path) -> Iterator[bool]:
+    """Lock a file in a folder; at the end delete it, and the folder if nothing else is left."""
+    path = folder / "lock"
+    locked = False
+    try:
+        with path.open("ab") as file:
+            locked = try_lock(file.fileno())
+            yield locked
+    finally:
+        if locked:
+            with suppress(OSError):  # another process has opened it
+                path.unlink()
+                folder.rmdir()
 
 
 def _remove_output(path: Path) -> None:
@@ -192,6 +209,8 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=IS_WINDOWS)
     if path.exists():
         trash = path.with_name(f".trash-{path.name}")
+        while trash.exists():  # of the last call, which could not delete it
+            trash = trash.with_name(f"{trash.name}~")
         try:
             _replace(path, trash)
         except PermissionError:

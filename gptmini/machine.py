@@ -5,7 +5,9 @@ import gc
 import os
 import platform
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -307,6 +309,26 @@ def keep_freed_memory() -> None:
     # Older versions accept at most 32 MiB.
     if mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 32 << 20):
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def find_compiler(*names: str) -> str | None:
+    """Find the first C++ compiler of these names that is there.
+
+    On a Mac without Apple's command line tools, those in /usr/bin only open an installer.
+    """
+    for name in names:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        if sys.platform == "darwin" and path.startswith("/usr/bin/") and not _has_apple_tools():
+            continue
+        return path
+    return None
+
+
+def _has_apple_tools() -> bool:
+    asked = subprocess.run(["/usr/bin/xcode-select", "-p"], capture_output=True, check=False)
+    return asked.returncode == 0
 
 
 @dataclass

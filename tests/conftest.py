@@ -13,8 +13,8 @@ from pathlib import Path
 # are then the same in this process and its children.
 os.environ["OMP_NUM_THREADS"] = "1"
 # The cache of compiled code is in HOME: each process compiles once, for all of its tests.
-os.environ["HOME"] = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, os.environ["HOME"])
+os.environ["HOME"] = os.environ["USERPROFILE"] = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)  # Windows keeps loaded code
 
 import pytest
 import tiktoken
@@ -46,11 +46,9 @@ def default_signals() -> Iterator[None]:
 
     nohup and background shells start the tests with SIGHUP or SIGINT ignored.
     """
-    defaults = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_DFL,
-    }
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    if hasattr(signal, "SIGHUP"):  # Windows lacks it
+        defaults[signal.SIGHUP] = signal.SIG_DFL
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
     for number, handler in before.items():

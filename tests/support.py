@@ -21,6 +21,8 @@ from gptmini.train import trainer
 from gptmini.train.build import build_training
 from gptmini.train.state import Training
 
+needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell or signals")
+
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "

@@ -158,3 +158,10 @@ def test_short_work_shows_nothing(monkeypatch, capsys):
         raise KeyError
     assert capsys.readouterr().err == ""
     assert not [thread for thread in threading.enumerate() if "_show_seconds" in thread.name]
+
+
+def test_words_of_printed_commands_are_quoted_for_the_users_shell(monkeypatch):
+    assert console.quote("it's") == """'it'"'"'s'"""
+    monkeypatch.setattr(console, "IS_WINDOWS", True)
+    words = [r"C:\runs\my-run_1.0", "my run", "R&D", "it's"]
+    assert [console.quote(word) for word in words] == [words[0], '"my run"', '"R&D"', '"it\'s"']

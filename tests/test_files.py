@@ -151,6 +151,19 @@ def test_a_folder_that_others_read_is_removed_later(tmp_path, monkeypatch, windo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_windows_locks_a_file_in_the_folder_of_an_output(tmp_path, monkeypatch, windows):
+    def locking(descriptor: int, mode: int, size: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EACCES, "Permission denied") from None
+
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setitem(sys.modules, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2))
+    test_of_two_writers_of_an_output_the_second_is_told(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(("error", "locked"), [(None, True), ("EACCES", False), ("ENOLCK", True)])
 def test_windows_locks_a_byte_that_nobody_reads(error, locked, tmp_path, monkeypatch, windows):
     places = []

@@ -21,7 +21,7 @@ from gptmini.config import load
 from gptmini.config.load import CONFIGS_DIR, list_config_files
 from gptmini.data import fetch
 from gptmini.serve import server
-from tests.support import new_cache, run_command
+from tests.support import needs_posix, new_cache, run_command
 
 ROOT = Path(__file__).parents[1]
 READMES = [
@@ -216,6 +216,7 @@ def test_no_configuration_has_the_name_of_a_text():
     assert not configurations & texts
 
 
+@needs_posix
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (143, True), (2, False), (137, False)])
 def test_the_slurm_script_queues_a_job_again_only_if_it_was_stopped(tmp_path, code, requeued):
     """With stand-ins for Slurm's commands; one task of four ends with the code."""

@@ -1,6 +1,5 @@
 """`gptmini convert`: start a run from a trained model with fewer KV heads or a window."""
 
-import shlex
 from pathlib import Path
 
 from gptmini.cli.options import AttentionName, Cache, RunName, option, parse_attention, resolve_run
@@ -23,7 +22,7 @@ def convert(
     path = resolve_run(run)
     path = path.resolve() if path.name == "" else path  # "." has no name
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
-    from gptmini.console import say, show_elapsed
+    from gptmini.console import quote, say, show_elapsed
     from gptmini.generate.run import load_run
     from gptmini.train import convert
 
@@ -35,8 +34,8 @@ def convert(
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"
     if new.n_kv_head == old.n_kv_head:
         change = f"window {old.attention.window or 'none'} -> {new.attention.window}"
-    name = shlex.quote(str(out))
-    command = f"gptmini train {shlex.quote(str(out / 'config.yaml'))} --out {name}"
+    name = quote(out)
+    command = f"gptmini train {quote(out / 'config.yaml')} --out {name}"
     if not trained.corpus:  # an imported model has no text of its own
         command = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
     say(

@@ -1,6 +1,5 @@
 """`gptmini data`: download and prepare texts."""
 
-import shlex
 from pathlib import Path
 
 import typer
@@ -62,7 +61,7 @@ def prepare(
         number, n_parts = _parse_part(part or "1/1")
         prepared = shards.prepare_part(settings, number, n_parts, out)
         print(f"{prepared.path}: {prepared.text_bytes:,} bytes of text -> {len(prepared):,} tokens")
-        console.say(f"train on all parts with: gptmini train --data {shlex.quote(str(out))}")
+        console.say(f"train on all parts with: gptmini train --data {console.quote(out)}")
         return
     if part is not None:
         raise ConfigError(f"--part {part}: where to? add --out DIR, a folder for all parts")

@@ -1,6 +1,5 @@
 """`gptmini export`: write a trained model for other programs."""
 
-import shlex
 from pathlib import Path
 
 from gptmini.cli.options import Cache, RunName, option, resolve_run
@@ -29,7 +28,7 @@ def export(
     kind = weights or "f16"
     if out is None:
         out = path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
-    from gptmini.console import say, show_elapsed
+    from gptmini.console import quote, say, show_elapsed
     from gptmini.interop.export import export_run
 
     with show_elapsed("writing and reading back"):
@@ -45,9 +44,9 @@ def export(
     if to == "hf":
         say(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
         return
-    file = shlex.quote(str(out))
-    name = shlex.quote(path.name)
-    modelfile = shlex.quote(str(out.parent / "Modelfile"))
+    file = quote(out)
+    name = quote(path.name)
+    modelfile = quote(out.parent / "Modelfile")
     say(f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT")
     say(
         f"Ollama:     echo 'FROM ./{out.name}' > {modelfile} && "

@@ -3,7 +3,6 @@
 What can be wrong with the command line is checked before torch is loaded and the text is prepared.
 """
 
-import shlex
 import time
 from itertools import chain
 from pathlib import Path
@@ -100,5 +99,5 @@ def train(
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
     console.stream_to_stdout(chain(run.stream(""), ["\n"]))
     console.say(
-        f"\ncontinue your own prompt with: gptmini generate {shlex.quote(str(out))} --prompt TEXT"
+        f"\ncontinue your own prompt with: gptmini generate {console.quote(out)} --prompt TEXT"
     )

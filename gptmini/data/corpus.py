@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 
@@ -286,13 +286,13 @@ def _report_progress(texts: Iterator[str], advance: Callable[[int], object]) -> 
 def _get_token_file(source: Source, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     """Open the token file of a text in the cache; write it if it is missing or damaged."""
     path = _name_token_file(source, tokenizer, cache)
-    try:
+    with suppress(FileNotFoundError, DataError):  # not there yet, or damaged
         return TokenFile(path, tokenizer)
-    except (FileNotFoundError, DataError):  # not there yet, or damaged
-        with show_byte_progress("preparing the tokens", source.bytes) as advance:
-            output = TokenOutput(path, source.digest)
-            token_file.write_token_file(output, source.iter_checked_chunks(), tokenizer, advance)
-        return TokenFile(path, tokenizer)
+    # Windows replaces no file that is open, and as long as the error lives, so does the TokenFile.
+    with show_byte_progress("preparing the tokens", source.bytes) as advance:
+        output = TokenOutput(path, source.digest)
+        token_file.write_token_file(output, source.iter_checked_chunks(), tokenizer, advance)
+    return TokenFile(path, tokenizer)
 
 
 def _get_side_files(

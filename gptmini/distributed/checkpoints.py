@@ -4,13 +4,15 @@ There are two ways, for the two placements of a model: rank 0 writes a whole one
 one each rank writes its rows. Both read either. A run picks one when it is built.
 """
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gptmini.distributed.group import Group
-from gptmini.distributed.sharding import Sharded
 from gptmini.errors import CheckpointError
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gptmini.distributed.sharding import Sharded
 
 
 class CheckpointStore(Protocol):
@@ -84,7 +86,7 @@ class WholeCheckpoints:
 class ShardedCheckpoints:
     """Each rank writes its rows of every tensor, and reads its rows of what any number wrote."""
 
-    def __init__(self, run: RunDirectory, group: Group, placement: Sharded) -> None:
+    def __init__(self, run: RunDirectory, group: Group, placement: "Sharded") -> None:
         self.run = run
         self.group = group
         self.placement = placement

@@ -24,7 +24,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gptmini import console
 from gptmini.errors import (
@@ -280,7 +279,8 @@ def _do_nothing() -> None:
 def join_group() -> Iterator[Group]:
     """Join the ranks that torchrun's variables name; a plain command is alone.
 
-    ConfigError for variables that are set in part, RankError if a rank never joins or is lost.
+    ConfigError for variables that are set in part, MachineError for a PyTorch without
+    torch.distributed, RankError if a rank never joins or is lost.
     """
     names = [name for name in TORCHRUN_VARIABLES if name in os.environ]
     if not {"RANK", "WORLD_SIZE"} & set(names):
@@ -297,6 +297,10 @@ def join_group() -> Iterator[Group]:
     if world_size == 1:
         yield Group(rank, world_size, local_rank)
         return
+    if not dist.is_available():
+        raise MachineError(
+            "this PyTorch lacks torch.distributed; start a single process, without torchrun"
+        )
     group = Group(rank, world_size, local_rank, _create_store(rank))
     if rank > 0:
         console.silence()
@@ -332,7 +336,7 @@ def _create_store(rank: int) -> Any:
     Keys carry the number of torchrun's restart, so that a restart finds none of the old values.
     """
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and not torchrun_serves,
@@ -342,7 +346,7 @@ def _create_store(rank: int) -> Any:
         use_libuv=not IS_WINDOWS,  # whose wheels of torch lack it
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return PrefixStore(f"gptmini/{attempt}", store)
+    return dist.PrefixStore(f"gptmini/{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _connect_all_ranks(group: Group, ended: threading.Event) -> None:
@@ -369,7 +373,7 @@ def _connect_all_ranks(group: Group, ended: threading.Event) -> None:
         backends += ",xpu:xccl"
     dist.init_process_group(
         backends,
-        store=PrefixStore("collectives", store),
+        store=dist.PrefixStore("collectives", store),  # type: ignore[attr-defined]
         rank=group.rank,
         world_size=group.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),

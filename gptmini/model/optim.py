@@ -41,7 +41,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Five steps of a Newton-Schulz iteration, whose coefficients make small singular values grow
     fastest. They end between 0.7 and 1.2, not exactly at 1 (Jordan et al. 2024).
     """
-    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values <= 1
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)  # (N, 1, 1)
+    x = matrices / (norms + 1e-7)  # singular values <= 1
     for _ in range(5):
         gram = torch.bmm(x, x.mT)  # (N, R, R)
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from gptmini.config.settings import Config
 from gptmini.console import show_elapsed
+from gptmini.errors import MachineError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
@@ -76,7 +77,13 @@ def estimate_memory(config: Config, compute: Compute) -> Memory:
     """Estimate the memory of a training run without allocating it; `micro_batch_size` must be set.
 
     The steps are real ones (our model, our optimizers), so nothing is estimated by formula.
+    MachineError for a PyTorch without torch.distributed, which its fake tensors need.
     """
+    if not torch.distributed.is_available():
+        raise MachineError(
+            "memory: cannot be estimated, as this PyTorch lacks torch.distributed; install one "
+            "with it, or set train.micro_batch_size to train without the estimate"
+        )
     train = config.train
     size = train.micro_batch_size or train.batch_size
     with FakeTensorMode(), StorageCounter() as storages, compute.device:

@@ -5,7 +5,6 @@ thrown away, so measuring never touches the run.
 """
 
 import math
-import shutil
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -221,7 +220,7 @@ def is_worth_compiling(config: Config, seconds: float, device: torch.device) -> 
 
 
 def has_compiler() -> bool:
-    return any(shutil.which(name) for name in ("g++", "clang++", "cl"))
+    return machine.find_compiler("g++", "clang++", "cl") is not None
 
 
 def try_compile(config: Config, compute: Compute, eager: StepTime | None = None) -> CompileTrial:

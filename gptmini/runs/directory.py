@@ -77,7 +77,6 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
         self.tokenizer_file = path / "tokenizer.json"
-        self._temporary = self.checkpoints / ".tmp"
 
     @property
     def exists(self) -> bool:
@@ -149,6 +148,11 @@ class RunDirectory:
             return "unknown"
         return "free"
 
+    @property
+    def _temporary(self) -> Path:
+        """The folder of the checkpoint that is being written, the last one of `begin_save`."""
+        return max(self.checkpoints.glob(".tmp*"), default=self.checkpoints / ".tmp")
+
     # -- saving ------------------------------------------------------------------------------------
 
     def check_space(self, needed: int) -> None:
@@ -176,8 +180,12 @@ class RunDirectory:
 
     def begin_save(self) -> None:
         """Make an empty folder for the files of a checkpoint."""
-        files.remove_tree(self._temporary)
-        self._temporary.mkdir()  # without parents: if the run has been moved away, fail
+        for leftover in self.checkpoints.glob(".tmp*"):  # of a process that was killed
+            files.remove_tree(leftover)
+        # On Windows those stay of which another process reads a file.
+        held = max((path.name for path in self.checkpoints.glob(".tmp*")), default=None)
+        name = ".tmp" if held is None else f"{held}~"
+        (self.checkpoints / name).mkdir()  # without parents: if the run has been moved away, fail
 
     def save_shard(
         self, step: int, number: int, count: int, slices: dict[str, dict[str, RowSlice]]
@@ -260,7 +268,7 @@ class RunDirectory:
         if self._probe_lock() != "free":
             return []
         removable = [*self.path.glob(".tmp-*"), *self.checkpoints.glob(".trash-*")]
-        removable += [*self.checkpoints.glob(".tmp"), *self.checkpoints.glob("step-*.damaged")]
+        removable += [*self.checkpoints.glob(".tmp*"), *self.checkpoints.glob("step-*.damaged")]
         removable += [self._get_folder(step) for step in self._list_unneeded_steps()]
         return sorted(removable)
 

@@ -9,7 +9,6 @@ optional packages. Once training runs, one that fails is dropped with a warning.
 import importlib.util
 import json
 import secrets
-import shlex
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import Config
-from gptmini.console import format_count, say_header, warn
+from gptmini.console import format_count, quote, say_header, warn
 from gptmini.errors import MachineError, make_missing_package_error
 
 Metrics = dict[str, Any]
@@ -164,7 +163,7 @@ def open_tensorboard(run: Path, config: Config, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
     writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
-    command = f"tensorboard --logdir {shlex.quote(str(run.parent))}"
+    command = f"tensorboard --logdir {quote(run.parent)}"
     say_header(f"  tracking  {run / 'tensorboard'}; see it with: {command}")
 
     def write(line: Metrics) -> None:

@@ -6,7 +6,6 @@ from gptmini import machine
 from gptmini.console import show_elapsed
 from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints, WholeCheckpoints
 from gptmini.distributed.placement import Placement, Replicated
-from gptmini.distributed.sharding import Sharded
 from gptmini.generate.texts import build_token_bias
 from gptmini.plan.decision import Decision
 from gptmini.plan.timing import compile_blocks
@@ -76,6 +75,10 @@ def _choose_placement(decision: Decision, run: RunDirectory) -> tuple[Placement,
     group = decision.group
     train = decision.config.train
     if train.shard and group.world_size > 1:
+        # Imported for several ranks alone, as it needs what some builds of PyTorch lack: those made
+        # without torch.distributed, on Macs and small boards, train on a single process.
+        from gptmini.distributed.sharding import Sharded  # noqa: PLC0415
+
         sharded = Sharded(group, decision.compute, train.reduce)
         return sharded, ShardedCheckpoints(run, group, sharded)
     return Replicated(group, decision.compute, train.reduce), WholeCheckpoints(run, group)

@@ -14,7 +14,7 @@ from gptmini.analysis import compare
 from gptmini.cli import app, generate
 from gptmini.config.settings import Config
 from gptmini.errors import GptminiError
-from tests.support import SMALL
+from tests.support import SMALL, needs_posix
 
 DIGITS = "9" * 5000  # more than Python converts
 ERRORS = [
@@ -267,6 +267,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(words, tmp_path: Path):
     assert done.returncode == (0 if words == "settings" else 141)
 
 
+@needs_posix
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
@@ -291,6 +292,7 @@ def test_optimized_python_lists_the_settings(tmp_path: Path):
     assert (done.stdout[:9], done.stderr) == ("train.lr:", "")
 
 
+@needs_posix
 def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     command = f"'{sys.executable}' -m gptmini generate runs/text --max-new-tokens 4000 | head -c 5"
@@ -301,6 +303,7 @@ def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path)
     assert len(done.stdout) == 5
 
 
+@needs_posix
 def test_a_closed_output_is_not_an_error(gptmini, text_file: Path):
     assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
     command = f"'{sys.executable}' -m gptmini generate runs/text --prompt The"

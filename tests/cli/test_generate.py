@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pty
 import select
 import shutil
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 from gptmini import console
 from gptmini.cli.options import MAX_INPUT_BYTES
-from tests.support import SMALL
+from tests.support import SMALL, needs_posix
 
 FEW = ["--max-new-tokens", "6"]
 
@@ -268,9 +267,11 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(gptmini, run, monkeypatch
     assert len(calls) == 3  # a text, the end of its line, and the text of the second prompt
 
 
+@needs_posix
 @pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_in_a_terminal(run, tmp_path):
     """In a real terminal, a text of a million tokens stops and the prompt comes back."""
+    pty = pytest.importorskip("pty")
     pid, terminal = pty.fork()
     if pid == 0:
         command = ["-m", "gptmini", "generate", run, "-i", "--max-new-tokens", "1000000"]

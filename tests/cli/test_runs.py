@@ -1,6 +1,5 @@
 """`gptmini runs`: what it lists, and what it says can be deleted."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -69,6 +68,7 @@ def test_the_best_checkpoint_stays(gptmini, run):
 
 
 def test_nothing_of_a_run_in_training_can_be_deleted(gptmini, run):
+    fcntl = pytest.importorskip("fcntl")
     (Path(run) / "checkpoints" / ".tmp").mkdir()
     with (Path(run) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "tokens": 1, "seconds": 1}\n')

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import pickle
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -16,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+resource = pytest.importorskip("resource", reason="kills, signals and limits of POSIX")
 
 from gptmini import files
 from gptmini.config import load

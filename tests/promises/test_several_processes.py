@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from gptmini.distributed import group
 from gptmini.errors import ConfigError, RankError
 from gptmini.runs.directory import RunDirectory
-from tests.support import prose
+from tests.support import needs_posix, prose
+
+pytestmark = needs_posix  # its launcher forks
 
 LAUNCHER = Path(__file__).with_name("ranks_launcher.py")
 SETTINGS = {

@@ -1,58 +1,67 @@
 """Commands on a machine that is much like Windows; see windows_like.py."""
 
-import json
-import os
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, SMALL, prose
+from gptmini.cli.app import app
+from tests.promises.commands import COMMANDS, TRAIN, run_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pretends on Linux only")
 
-TRAIN = ["train", "--data", "text.txt", "--set", "tokenizer.kind=byte", *SMALL]
-COMMANDS = [
-    [*TRAIN, "--out", "run"],
-    [*TRAIN, "--out", "run", "--steps", "8"],  # resumes, and deletes old checkpoints
-    ["train", "attention/mqa", *TRAIN[1:], "--out", "mqa"],
-    ["generate", "run", "--prompt", "Übéra ✓"],
-    ["generate", "run", "--prompts", "prompts.jsonl", "--out", "texts.jsonl"],
-    ["evaluate", "run"],
-    ["score", "run", "--file", "text.txt", "--json"],
-    ["convert", "run", "--attention", "gqa:2", "--out", "converted"],
-    [*TRAIN, "--from", "run", "--out", "tuned"],
-    ["export", "run", "--out", "exported"],
-    ["import", "exported", "--out", "imported"],
-    ["data", "prepare", "--data", "text.txt", "--out", "tokens", "--set", "tokenizer.kind=byte"],
-    ["tokenizer", "train", "text.txt", "--vocab-size", "300", "--out", "t.json"],
-    ["size", *SMALL, "--set", "tokenizer.kind=byte"],
-    ["plot", "run"],
-]
-
-
-def run_as_on_windows(folder: Path, commands: list[list[str]]) -> tuple[list[int], str, str]:
-    words = [sys.executable, "-m", "tests.promises.windows_like", str(folder)]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONIOENCODING": "cp1252",  # of a pipe there
-        "GPTMINI_CACHE": str(folder / "cache"),
-        "PATH": str(Path(sys.executable).parent),  # without a compiler
-    }
-    done = subprocess.run(
-        [*words, json.dumps(commands)], cwd=ROOT, env=environment, capture_output=True, check=False
-    )
-    said = done.stderr.decode("utf-8")
-    assert done.returncode == 0, said
-    return json.loads(said.splitlines()[-1]), done.stdout.decode("utf-8"), said
+WINDOWS = "tests.promises.windows_like"
+ENVIRONMENT = {
+    "PYTHONIOENCODING": "cp1252",  # of a pipe there
+    "PATH": str(Path(sys.executable).parent),  # without a compiler
+}
+# As LLVM's for Windows: it refuses -fPIC, and would link a second OpenMP.
+CLANG = """#!/bin/sh
+for word; do
+  case $word in -fPIC | -fopenmp) echo "error: unsupported option '$word'" >&2; exit 1;; esac
+done
+PATH=/usr/bin:/bin exec {compiler} -fPIC -O0 "$@" -O0
+"""
 
 
 def test_every_command_runs_where_open_files_cannot_be_replaced(tmp_path: Path):
-    (tmp_path / "text.txt").write_text(prose())
-    (tmp_path / "prompts.jsonl").write_text('"It"\n"was"\n')
-    codes, out, said = run_as_on_windows(tmp_path, COMMANDS)
+    codes, out, said = run_in(WINDOWS, tmp_path, COMMANDS, **ENVIRONMENT)
     assert codes == [0] * len(COMMANDS), said
     assert "Übéra ✓" in out  # not `?`, which is all that cp1252 has for it
+    assert '"object":"text_completion"' in out.replace(" ", "")  # the server has answered
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert steps[-1] == "step-00000008"
+    assert said.count("warning: clang++: not found; generating with PyTorch") == 1
+
+
+def test_a_damaged_token_file_is_written_again(tmp_path: Path):
+    prepare = ["evaluate", "run", "--data", "text.txt"]
+    train = [*TRAIN, "--out", "run"]
+    codes, _, said = run_in(WINDOWS, tmp_path, [train, prepare], **ENVIRONMENT)
+    assert codes == [0, 0], said
+    for path in (tmp_path / "cache").glob("*.tokens"):
+        path.write_bytes(path.read_bytes()[:-1])
+    codes, _, said = run_in(WINDOWS, tmp_path, [prepare], **ENVIRONMENT)
+    assert codes == [0], said
+
+
+def test_no_command_is_left_out():
+    commands = [*app.registered_commands]
+    names = {each.name or each.callback.__name__ for each in commands if each.callback}
+    assert names <= {words[0] for words in COMMANDS}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_the_engine_compiles_with_llvms_compiler(tmp_path: Path):
+    folder = tmp_path / "llvm"
+    folder.mkdir()
+    compiler = folder / "clang++"
+    compiler.write_text(CLANG.format(compiler=shutil.which("g++")))
+    compiler.chmod(0o755)
+    commands = [[*TRAIN, "--out", "run"], ["generate", "run", "--json", "--prompt", "It"]]
+    path = f"{folder}:{ENVIRONMENT['PATH']}"
+    codes, out, said = run_in(WINDOWS, tmp_path, commands, **(ENVIRONMENT | {"PATH": path}))
+    assert codes == [0, 0], said
+    assert '"engine": "compiled"' in out, said
+    assert [each.suffix for each in (tmp_path / "cache" / "native").iterdir()] == [".dll"]

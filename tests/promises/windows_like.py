@@ -2,14 +2,12 @@
 
     python -m tests.promises.windows_like FOLDER COMMANDS
 
-COMMANDS is a JSON list of command lines, which run in FOLDER, in one process. What Windows lacks is
-hidden. As there, a file that is open cannot be renamed, replaced or deleted, nor can a folder with
-such a file. Prints a JSON list of exit codes as the last line of stderr.
+See commands.py for both. What Windows lacks is hidden. As there, a file that is open cannot be
+renamed, replaced or deleted, nor can a folder with such a file.
 """
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -20,9 +18,7 @@ from typing import Any
 
 import psutil
 import safetensors.torch  # noqa: F401 - imports what is hidden below
-import torch
-import torch.distributed
-import torch.distributed.fsdp
+import torch.distributed.fsdp  # noqa: F401
 import tqdm  # noqa: F401
 
 HIDDEN_MODULES = ("fcntl", "resource", "termios", "readline")
@@ -88,22 +84,8 @@ def pretend() -> None:
     assert gptmini.files.IS_WINDOWS
 
 
-def main() -> None:
-    folder, commands = sys.argv[1:]
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    pretend()
-    from gptmini.cli import app
-
-    codes = []
-    for words in json.loads(commands):
-        sys.argv = ["gptmini", *words]
-        try:
-            app.main()
-        except SystemExit as end:
-            codes.append(end.code or 0)
-    print(json.dumps(codes), file=sys.stderr)
-
-
 if __name__ == "__main__":
-    main()
+    pretend()
+    from tests.promises.commands import run_all
+
+    run_all(*sys.argv[1:])

@@ -2,23 +2,39 @@
 
 import ctypes
 import hashlib
+import json
 import os
 import platform
-import shutil
 import subprocess
-import threading
+import sys
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from gptmini import files
 from gptmini.console import warn
+from gptmini.files import IS_WINDOWS
+from gptmini.machine import find_compiler
 
 SOURCE_FILES = [
     Path(__file__).with_name(name) for name in ("decode.cpp", "product.h", "attention.h")
 ]
-COMPILER_FLAGS = ["-O3", "-shared", "-fPIC"]
+if IS_WINDOWS:
+    # LLVM's alone. Microsoft's compiler lacks the vector types of decode.cpp, and MinGW's g++ does
+    # not align the stack for them (GCC's bug 54412), so its code would crash.
+    COMPILERS = ["clang++"]
+    COMPILER_FLAGS = ["-O3", "-shared"]
+    LIBRARY_SUFFIX = ".dll"
+else:
+    COMPILERS = ["clang++", "g++"] if sys.platform == "darwin" else ["g++"]
+    COMPILER_FLAGS = ["-O3", "-shared", "-fPIC"]
+    LIBRARY_SUFFIX = ".so"
 COMPILE_TIMEOUT_SECONDS = 120  # it takes 5 to 20
 NATIVE_TARGET = ("-march=native",)
+# Where that is refused, as by Apple's clang before version 15 on Apple's processors.
+OTHER_NATIVE_TARGETS: list[tuple[str, ...]] = [("-mcpu=native",), ()]
 
 
 @lru_cache
@@ -28,27 +44,60 @@ def build_library(cache: Path, target: tuple[str, ...] = NATIVE_TARGET) -> ctype
     If compiling fails, warns and returns None; as the result is remembered, once per process.
     `target` chooses the processor's instructions.
     """
-    compiler = shutil.which("g++")
-    if compiler is None or os.name != "posix":
+    compiler = find_compiler(*COMPILERS)
+    if compiler is None:
+        if IS_WINDOWS:  # where no system comes with one
+            warn("clang++: not found; generating with PyTorch, which is slower; install LLVM")
         return None
+    command = [compiler, *COMPILER_FLAGS, str(SOURCE_FILES[0])]
+    attempts = _list_attempts(target)
     # The name of the library covers all that its bytes depend on, so a change compiles another.
     digest = hashlib.sha256()
     for source in SOURCE_FILES:
         digest.update(source.read_bytes())
-    command = [compiler, *COMPILER_FLAGS, *target]
-    digest.update(" ".join([*command, _read_processor()]).encode())
+    digest.update(json.dumps([command, attempts, _read_processor()]).encode())
     folder = cache / "native"
     name = digest.hexdigest()[:16]
     try:
-        library = _find_library(folder, name) or _compile(command, folder, name)
-        # Never load code that another user could have written.
-        status = library.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            return None
-        return ctypes.CDLL(str(library))
+        library = _find_library(folder, name) or _compile(command, attempts, folder, name)
+        return ctypes.CDLL(str(library)) if _is_ours_alone(library) else None
     except (OSError, subprocess.SubprocessError) as error:
-        warn(f"g++: {_describe_failure(error)}; generating with PyTorch, which is slower")
+        reason = _describe_failure(error)
+        warn(f"{Path(compiler).stem}: {reason}; generating with PyTorch, which is slower")
         return None
+
+
+def _list_attempts(target: tuple[str, ...]) -> list[list[str]]:
+    """List the options to try one after the other, those of the fastest code first."""
+    targets = [target]
+    if target == NATIVE_TARGET:
+        targets += OTHER_NATIVE_TARGETS
+    return [[*each, *openmp] for each in targets for openmp in [*_list_openmp(), []]]
+
+
+def _list_openmp() -> list[list[str]]:
+    """List the ways to OpenMP: to the one that torch has loaded, whose threads are there already.
+
+    A second copy of LLVM's would end the process ("OMP: Error #15").
+    """
+    if IS_WINDOWS:  # torch's package has the library, but not what a linker needs
+        return []
+    if sys.platform != "darwin":
+        return [["-fopenmp"]]
+    # Apple's clang knows OpenMP but comes without it; torch's package has header and library.
+    torch_folder = Path(torch.__file__).parent
+    library_folder = torch_folder / "lib"
+    compiling = ["-Xclang", "-fopenmp", f"-I{torch_folder / 'include'}"]
+    linking = [f"-L{library_folder}", "-lomp", f"-Wl,-rpath,{library_folder}"]
+    return [[*compiling, *linking]]
+
+
+def _is_ours_alone(library: Path) -> bool:
+    """Tell whether no other user could have written a library; never load one otherwise."""
+    if IS_WINDOWS:  # which gives a user's folder to this user alone
+        return True
+    status = library.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _describe_failure(error: OSError | subprocess.SubprocessError) -> str:
@@ -69,9 +118,11 @@ def _read_processor() -> str:
     -march=native compiles for this processor only, but machines may share a home directory.
     """
     try:
+        if sys.platform == "darwin":
+            return str(_run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]))
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
+    except (OSError, StopIteration, subprocess.SubprocessError):
         features = platform.processor()
     return f"{platform.machine()} {features}"
 
@@ -81,7 +132,7 @@ def _find_library(folder: Path, name: str) -> Path | None:
 
     Loading one that a full disk or a power cut has cut off would end the process (SIGBUS).
     """
-    for library in sorted(folder.glob(f"{name}-*.so")):
+    for library in sorted(folder.glob(f"{name}-*{LIBRARY_SUFFIX}")):
         if library.stem == f"{name}-{_compute_digest(library)}":
             return library
         library.unlink(missing_ok=True)  # another process may have found it, too
@@ -92,25 +143,31 @@ def _compute_digest(library: Path) -> str:
     return hashlib.sha256(files.read_regular(library)).hexdigest()[:16]
 
 
-def _compile(compiler: list[str], folder: Path, name: str) -> Path:
+def _compile(command: list[str], attempts: list[list[str]], folder: Path, name: str) -> Path:
     """Compile a library; its name is that of its sources and flags, and a digest of its bytes."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Compile under a name of this thread's own and rename at the end, so that nobody loads half a
+    # Compile in a folder of this call's own and rename at the end, so that nobody loads half a
     # library; if several compile at once, the last one wins.
-    partial = folder / f"{name}.{os.getpid()}-{threading.get_ident()}"
-    command = [*compiler, str(SOURCE_FILES[0]), "-o", str(partial)]
-    try:  # with OpenMP, whose threads torch has started already
-        _run([*command, "-fopenmp"])
-    except subprocess.CalledProcessError:  # most Macs lack OpenMP: use one thread
-        _run(command)
-    partial.chmod(0o700)
-    library = folder / f"{name}-{_compute_digest(partial)}.so"
-    os.replace(partial, library)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder) as scratch:
+        partial = Path(scratch) / f"{name}{LIBRARY_SUFFIX}"
+        *first_attempts, last = attempts
+        for options in first_attempts:
+            try:
+                _run([*command, *options, "-o", str(partial)])
+                break
+            except subprocess.CalledProcessError:  # it lacks OpenMP, or does not know an option
+                continue
+        else:
+            _run([*command, *last, "-o", str(partial)])
+        partial.chmod(0o700)
+        library = folder / f"{name}-{_compute_digest(partial)}{LIBRARY_SUFFIX}"
+        files.rename(partial, library)
     return library
 
 
-def _run(command: list[str]) -> None:
-    """Run the compiler; CalledProcessError if it fails, TimeoutExpired if it hangs."""
-    subprocess.run(  # noqa: S603
+def _run(command: list[str]) -> bytes:
+    """Return what a command prints; CalledProcessError if it fails, TimeoutExpired if it hangs."""
+    done = subprocess.run(  # noqa: S603
         command, capture_output=True, check=True, timeout=COMPILE_TIMEOUT_SECONDS
     )
+    return done.stdout

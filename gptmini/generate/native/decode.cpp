@@ -18,6 +18,12 @@
 #include <omp.h>
 #endif
 
+#ifdef _WIN32  // where a library shows only the functions that say so
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT
+#endif
+
 namespace {
 
 enum { GELU, RELU2, SWIGLU };
@@ -317,7 +323,7 @@ struct Call {
 // Passes M tokens through the model, each with its slot of the cache (`rows`) and its position. The
 // tokens of a slot are in order, and the cache holds all positions before them. Writes the logits
 // (n, padded V) of the n tokens that `indices` names: a prompt needs only those of its last token.
-extern "C" void gptmini_step(const Model* model, int M, const int* tokens, const int* rows,
+extern "C" EXPORT void gptmini_step(const Model* model, int M, const int* tokens, const int* rows,
                              const int* positions, int n, const int* indices, float* logits) {
   const Model& g = *model;
 #pragma omp parallel num_threads(g.n_threads)
