@@ -1,5 +1,6 @@
 """Terminal output: lines on stderr, texts on stdout, progress bars."""
 
+import errno
 import os
 import re
 import shlex
@@ -87,10 +88,24 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
         for text in texts:
             sys.stdout.write(escape_control_characters(text) if escape else text)
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not is_closed_pipe(error):
+            raise
         discard_stdout()
         return False
     return True
+
+
+def is_closed_pipe(error: BaseException | None) -> bool:
+    """Check whether an error says that nobody reads the output any more.
+
+    Windows reports that as an invalid argument, of no file.
+    """
+    if isinstance(error, BrokenPipeError):
+        return True
+    if not IS_WINDOWS or not isinstance(error, OSError):
+        return False
+    return error.errno == errno.EINVAL and error.filename is None
 
 
 def discard_stdout() -> None:

@@ -11,6 +11,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
@@ -21,7 +22,7 @@ from gptmini.tokenizer.load import create_tokenizer
 ROOT = Path(__file__).parents[1]
 WORDS = ["Life", "is", "short", "eat", "dessert", "first"]
 BLUE, ORANGE, GREY = "#2f6db5", "#d9772b", "#b8bec6"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -29,7 +30,6 @@ STYLE = {
     "figure.dpi": 110,
     "savefig.bbox": "tight",
 }
-Axs = Any  # one or several axes, as pyplot.subplots returns them
 
 
 def embed_words() -> Tensor:
@@ -72,7 +72,7 @@ def draw_tokens() -> Figure:
         axes.text(-0.3, -row, f"{len(pieces)} {name}", ha="right", va="center")
         for place, piece in enumerate(pieces):
             color = BLUE if place % 2 else ORANGE
-            box = pyplot.Rectangle(
+            box = Rectangle(
                 (place * width, -row - 0.4), width, 0.8, color=color, alpha=0.25, linewidth=0
             )
             axes.add_patch(box)
@@ -175,7 +175,7 @@ def draw_heads() -> Figure:
     def draw_block(axes: Axes, x: float, y: float, color: str) -> None:
         for row in range(T):
             for column in range(K):
-                box = pyplot.Rectangle(
+                box = Rectangle(
                     (x + column, y + row), 0.92, 0.92, color=color, alpha=0.55, linewidth=0
                 )
                 axes.add_patch(box)
@@ -299,8 +299,9 @@ def draw_drawing() -> Figure:
         sample = SampleConfig(**{"temperature": 1.0, "top_k": None, **changed})
         found, weights = filter_probabilities(logits, sample)
         chances = [0.0] * len(words)
-        for place, weight in zip(range(6) if found is None else found, weights, strict=True):
-            chances[int(place)] = float(weight / weights.sum())
+        places = list(range(6)) if found is None else found.tolist()
+        for place, weight in zip(places, weights, strict=True):
+            chances[place] = float(weight / weights.sum())
         axes.bar(words, chances, color=BLUE)
         axes.set_ylim(0, 0.75)
         axes.set_title(name)

@@ -127,13 +127,13 @@ def main() -> None:
         # Not standalone: typer would answer wrong usage and Ctrl-C in its own way.
         code = app(_read_arguments(), prog_name="gptmini", standalone_mode=False)
         sys.stdout.flush()  # here, as Python would report a failure at exit in words of its own
-    except BrokenPipeError:
-        _end_after_closed_pipe()
     except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # typer turns one into a SystemExit
+        if not console.is_closed_pipe(end.__context__):  # typer turns one into a SystemExit
             raise
         _end_after_closed_pipe()
     except Exception as error:
+        if console.is_closed_pipe(error):
+            _end_after_closed_pipe()
         if "--debug" in sys.argv:
             raise
         _fail(*_explain(error))
