@@ -181,7 +181,7 @@ def _lock_folder(folder: Path) -> Iterator[bool]:
 @contextmanager
 def _lock_file_in(folder: Path) -> Iterator[bool]:
     """Lock a file in a folder; at the end delete it, and the folder if nothing else is left."""
-    path = folder / "lock"
+    path = folder / f"{folder.name}.lock"  # no output in the folder has this name
     locked = False
     try:
         with path.open("ab") as file:

@@ -206,9 +206,9 @@ def _explain_failed_computation(error: Exception) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure that torch reports, or of one of our own."""
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
         return ["out of memory; lower train.micro_batch_size, --batch-size or the model's size"], 5
-    if "use_deterministic_algorithms" in str(error):
-        operation = str(error).split()[0]
-        return [f"train.deterministic: {operation} has no deterministic kernel here; use off"], 5
+    varying = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+    if varying:
+        return [f"train.deterministic: {varying[1]} has no deterministic kernel here; use off"], 5
     return [f"internal error: {error!r}; rerun with --debug and report it"], 1
 
 

@@ -414,16 +414,16 @@ def _watch_ranks(group: Group, ended: threading.Event) -> None:
     """
     others = [rank for rank in range(group.world_size) if rank != group.rank]
     beats = dict.fromkeys(others, b"")
-    heard = dict.fromkeys(others, time.monotonic())
+    # Looks since the last new beat, not seconds: while this process is stopped, it looks at nobody.
+    silent_looks = dict.fromkeys(others, 0)
+    limit = (HEARTBEAT_TIMEOUT_SECONDS + TIME_TO_NOTICE_SECONDS) / HEARTBEAT_INTERVAL_SECONDS
     try:
         while not ended.wait(HEARTBEAT_INTERVAL_SECONDS):
             for rank in others:
                 beat = group.read_heartbeat(rank)
-                if beat != beats[rank]:
-                    beats[rank] = beat
-                    heard[rank] = time.monotonic()
-            limit = time.monotonic() - HEARTBEAT_TIMEOUT_SECONDS - TIME_TO_NOTICE_SECONDS
-            lost = [rank for rank in others if heard[rank] < limit]
+                silent_looks[rank] = silent_looks[rank] + 1 if beat == beats[rank] else 0
+                beats[rank] = beat
+            lost = [rank for rank in others if silent_looks[rank] > limit]
             if lost and not ended.is_set():
                 error = group.lost_ranks_error(lost)
                 console.end_process(error.lines, error.exit_code)

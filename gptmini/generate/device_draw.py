@@ -2,7 +2,7 @@
 
 A GPU has all logits at hand; copying 50,000 of them to the host for each row, and drawing there row
 by row, would take longer than computing them. The results are those of filters.py, up to rounding.
-The host waits once, for the tokens.
+The host waits once a step, for the tokens.
 
 Letters: R rows, B rows that are drawn alike, V vocabulary, N tokens that pass the filters.
 """

@@ -78,12 +78,13 @@ class TorchEngine:
         self._compute = Compute(model.device, model.embed.weight.dtype)
         self._graphs: StepGraphs | None = None
         if use_graphs and use_cache and model.device.type == "cuda":
-            self._graphs = StepGraphs(self._compute_step)
+            self._graphs = StepGraphs()
 
     @torch.inference_mode()
     def __call__(self, texts: list[Text]) -> list[Tensor]:
         if not self._use_cache:
             return [self._compute_alone(text) for text in texts]
+        self._grow_for(texts)
         for text in texts:
             self._assign_slot(text, texts)
         pieces: dict[Text, list[Tensor]] = {text: [] for text in texts}
@@ -174,8 +175,10 @@ class TorchEngine:
             text.n_cached = len(text.context)
         n_keys = self._count_keys(max(text.n_cached for text in texts))
         inputs = self._upload([tokens, positions, is_token])  # (3, R, 1)
-        run = self._graphs or self._compute_step
-        logits = run(inputs, n_keys)  # (R, V)
+        if self._graphs is None:
+            logits = self._compute_step(inputs, n_keys)  # (R, V)
+        else:
+            logits = self._graphs(self._compute_step, inputs, n_keys)  # (R, V)
         return [logits[slot : slot + 1] for slot in slots]
 
     def _compute_step(self, inputs: Tensor, n_keys: int) -> Tensor:
@@ -239,8 +242,18 @@ class TorchEngine:
             if text is None or (text.finish_reason is not None and text not in texts)
         ]
 
+    def _grow_for(self, texts: list[Text]) -> None:
+        """Grow the cache at once for all new texts that have no free slot."""
+        n_new = sum(text not in self._slots for text in texts)
+        wanted = len(self._slots) + n_new - len(self._find_free_slots(texts))
+        n_rows = round_up_rows(min(wanted, max(self.n_slots, len(texts))))
+        if n_rows > len(self._slots):
+            self._grow(n_rows)
+
     def _grow(self, n_rows: int) -> None:
         """Replace the cache by one of more rows."""
+        if self._graphs is not None:
+            self._graphs.clear()  # they hold the addresses of the old cache
         old = self._cache
         self._cache = self._create_cache(n_rows)
         for row in range(old.n_rows):
@@ -248,8 +261,6 @@ class TorchEngine:
         n_new = n_rows - len(self._slots)
         self._slots += [None] * n_new
         self._assigned_at += [0] * n_new
-        if self._graphs is not None:
-            self._graphs.clear()  # they hold the addresses of the old cache
 
     def _create_cache(self, n_rows: int) -> StaticCache:
         weight = self._model.embed.weight

@@ -1,8 +1,8 @@
 """From logits to one token: bias and bans, penalties, top-k, temperature, top-p, min-p, the draw.
 
 A draw is a pure function of the logits, the settings and one number in [0, 1), and that number
-depends only on the seed, the number of the text and the position in it. So a text comes out the
-same in every batch, and a drafted token (speculative.py) is verified by drawing the real one.
+depends only on the seed, the number of the text and the position in it. So equal logits give equal
+texts in every batch, and a drafted token (speculative.py) is verified by drawing the real one.
 
 Letters: V vocabulary, N tokens that pass the filters.
 """

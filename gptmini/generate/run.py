@@ -10,6 +10,7 @@ for characters in run.stream("The "):
 
 import hashlib
 import re
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,6 +42,10 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 # An estimate, not measured: launching the kernels of a token takes two to three milliseconds. The
 # compiled engine needs five on two cores for a token of GPT-2's 124 million parameters.
 MIN_PARAMETERS_FOR_GPU = 50_000_000
+
+
+# Threads that share a run share one copy of its model.
+_copying = threading.Lock()
 
 
 class Run:
@@ -116,7 +121,7 @@ class Run:
     def generate(self, prompt: str | list[str] = "", **settings: Any) -> str | list[str]:
         """Return the continuation of a prompt, or those of a list of prompts.
 
-        Each prompt of a list gets the text that it gets alone.
+        Each prompt of a list gets the text that it gets alone, as `start` does.
         `settings` override those of the section `sample`, such as `temperature`, `top_k`, `seed`,
         `max_new_tokens` or `stop`; `gptmini settings sample` lists them. The same settings give the
         same text. Raises ConfigError for a wrong setting, DataError for a prompt that is not valid
@@ -146,6 +151,8 @@ class Run:
         **settings: Any,
     ) -> Generation:
         """Continue several prompts in one batch; each gets the text that it gets alone.
+
+        (Exactly with the compiled engine; PyTorch's rounds logits of other batches otherwise.)
 
             generation = run.start(["The ", "A "], max_new_tokens=50)
             for number, characters in generation:  # as they grow
@@ -273,7 +280,8 @@ class Run:
         """Lend an engine for up to `n_texts` texts; nobody else uses it until the block ends."""
         engine = self._take_idle_engine(n_texts) if use_cache else None
         if engine is None:
-            model = self._decoding_model
+            with _copying:
+                model = self._decoding_model
             engine = native.open_engine(
                 model, self.weights, n_texts, self._cache, use_cache, self._packed_matrices
             )

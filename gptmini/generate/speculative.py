@@ -2,7 +2,8 @@
 
 Every token is drawn from the model's own logits with the random number of its position, as in the
 plain sampling loop. A drafted token that equals the draw saves a pass; any other is discarded. So
-the text is the same with and without drafting, greedy or sampled, however bad the drafts are.
+the text is the same with and without drafting, greedy or sampled, however bad the drafts are: with
+PyTorch's engine, up to the rounding of logits.
 
 V is the vocabulary.
 """

@@ -79,7 +79,10 @@ def scaled_dot_product_attention(
     bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(q kᵀ / √K + mask) v: q (..., T, K), k (..., S, K), v (..., S, V) -> (..., T, V)."""
+    """softmax(q kᵀ / √K + bias) v: q (..., T, K), k (..., S, K), v (..., S, V) -> (..., T, V).
+
+    See `attention_weights` for mask and bias. Dropout is of the weights.
+    """
     return drop(attention_weights(q, k, mask, bias), dropout) @ v
 
 
@@ -258,9 +261,9 @@ def attention_by_tiles(
     when a tile brings a larger score, what was summed before is scaled down to it.
     """
     T, S = q.shape[-2], k.shape[-2]
-    largest = torch.full((*q.shape[:-1], 1), torch.finfo(q.dtype).min)  # (..., T, 1)
+    largest = q.new_full((*q.shape[:-1], 1), torch.finfo(q.dtype).min)  # (..., T, 1)
     total = torch.zeros_like(largest)  # (..., T, 1)
-    mixed = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)  # (..., T, V)
+    mixed = q.new_zeros(*q.shape[:-1], v.shape[-1])  # (..., T, V)
     visible = torch.ones(T, S, dtype=torch.bool) if mask is None else mask
     for start in range(0, S, tile):
         keys = slice(start, start + tile)

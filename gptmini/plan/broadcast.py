@@ -62,10 +62,14 @@ def decide_on_all_ranks(
     group.check_same({"the text": corpus.content[:12]}, SAME_START_REMEDY)
     machine.keep_freed_memory()
     train = config.train
+    compute = group.on_all_ranks(
+        lambda: machine.pick_compute(train.device, train.dtype, train.deterministic)
+    )
+    group.check_same({"deterministic": compute.deterministic}, SAME_START_REMEDY)
     return Decision(
         config=config,
         corpus=corpus,
-        compute=machine.pick_compute(train.device, train.dtype, train.deterministic),
+        compute=compute,
         started=started,
         paced=decided["paced"],
         seconds_per_step=decided["seconds_per_step"],

@@ -5,8 +5,8 @@ a long prompt does not hold up everyone else, texts that are already generating 
 between parts of a prefill. How a prompt is cut must not change a bit of any text:
 
 - the compiled step gives the same bits for slices of any length, so it reads short slices;
-- PyTorch, which reads prompts with float32 weights, gives other bits for other lengths. So it
-  always reads whole chunks, and a hook interrupts the forward pass between two layers.
+- PyTorch gives other bits for other lengths, so it always reads whole chunks. Where it reads
+  prompts for the compiled step, with float32 weights, a hook interrupts it between two layers.
 
 Clients have their shares, so that one with many or long texts costs the others little: of the rows
 and of the queue (limits.py); of prefill, where clients take turns with their chunks; and of steps,
@@ -89,7 +89,7 @@ class Request:
 
 
 class Scheduler(threading.Thread):
-    """The thread that generates; each text is the one that `Run.start` gives alone.
+    """The thread that generates; each text is one that `Run.start` would give.
 
     Other threads call `submit` and `stop`. They may read `waiting` and `running`, which only this
     thread and `submit` change.

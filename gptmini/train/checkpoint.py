@@ -64,10 +64,11 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     """Return the progress that a checkpoint holds, which must be on the same text."""
     run = training.run
     names = {entry.name for entry in fields(Progress)}
-    missing = names - checkpoint.state.keys()
-    if missing - ADDED_LATER:
+    found = names & checkpoint.state.keys()
+    missing = names - found - ADDED_LATER
+    if missing:
         raise CheckpointError(f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}")
-    saved = Progress(**{name: checkpoint.state[name] for name in names - missing})
+    saved = Progress(**{name: checkpoint.state[name] for name in found})
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config, run))
     return saved

@@ -6,11 +6,11 @@ python scripts/bench/learning.py run RESULTS.jsonl [--texts code,NAME=PATH:TOKEN
 python scripts/bench/learning.py table RESULTS.jsonl [--beside gptmini]
 
 Every recipe reads the same windows in the same order, with the same tokenizer, batch, number of
-steps, layers and width. It is measured by bits per byte of the last tenth of the text, which
-nothing is chosen on. A regime is how often the text is read: a quarter, once, twelve times; the
-text is cut to the length that this takes. Each result is a line of RESULTS.jsonl; those that are
-there already are not repeated. `table` gives the mean over seeds, and the difference to one recipe
-with its interval over pairs of equal seeds.
+steps, layers and width. It is measured by bits per byte of the end of the text (a tenth, at most
+300,000 characters), which nothing is chosen on. A regime is how often the text is read: a quarter,
+once, twelve times; the text is cut to the length that this takes. Each result is a line of
+RESULTS.jsonl; those that are there already are not repeated. `table` gives the mean over seeds, and
+the difference to one recipe with its interval over pairs of equal seeds.
 """
 
 import argparse
@@ -47,8 +47,8 @@ from gptmini.train.batches import Batches, iter_validation_batches, seed_from
 from gptmini.train.evaluate import evaluate
 
 Settings = dict[str, Any]
-MAX_TEXT_BYTES = 14_000_000
-MAX_TEST_BYTES = 300_000
+MAX_TEXT_LENGTH = 14_000_000  # characters
+MAX_TEST_LENGTH = 300_000
 VALIDATION = 0.02  # of what may be trained on: gptmini needs some
 BATCH_SIZE = 8
 SEQ_LEN = 256
@@ -114,9 +114,9 @@ def prepare(name: str, path: str, tokenizer: str, folder: Path) -> PreparedText:
     text = ""
     for chunk, _ in source.iter_checked_chunks():
         text += chunk
-        if len(text) > MAX_TEXT_BYTES:
+        if len(text) > MAX_TEXT_LENGTH:
             break
-    held_out = min(len(text) // 10, MAX_TEST_BYTES)
+    held_out = min(len(text) // 10, MAX_TEST_LENGTH)
     training.write_text(text[:-held_out], "utf-8")
     test.write_text(text[-held_out:], "utf-8")
     if not saved.exists():
@@ -136,8 +136,7 @@ def cut_text(text: PreparedText, trial: Trial, folder: Path) -> tuple[Path, int]
     steps = min(trial.steps, int(epochs * len(data) / step_bytes))
     kept = data[: math.ceil(steps * step_bytes / epochs / (1 - VALIDATION))]
     path = folder / f"{trial.text}-{trial.regime}-{trial.steps}.txt"
-    if not path.exists():
-        files.atomic_write_bytes(path, kept.decode("utf-8", "ignore").encode())
+    files.atomic_write_bytes(path, kept.decode("utf-8", "ignore").encode())
     return path, steps
 
 

@@ -41,7 +41,7 @@ RUNS: dict[str, dict[str, tuple[Part, float]]] = {
         "setup": (training.setup, 60),
         "ceilings": (training.ceilings, 20),
         "train": (training.train, 110),
-        "nanogpt": (training.nanogpt, 90),
+        "nanogpt": (training.nanogpt, 110),
         "profile": (training.profile_steps, 60),
         "changes": (training.changes, 150),
         "bits": (training.equal_bits, 70),

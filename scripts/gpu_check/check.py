@@ -3,14 +3,15 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
-from gptmini import files, fit
+from gptmini import files, fit, machine
 from gptmini.config import yamlfile
 from gptmini.config.load import find_config_file, validate
 from gptmini.config.settings import Config
@@ -142,6 +143,23 @@ def describe_error(error: Exception) -> Mapping[str, str]:
 def free_memory(device: str) -> None:
     """Forget what was compiled, and give the GPU's memory back, before the next measurement."""
     torch.compiler.reset()
+    machine.release_freed_memory(torch.device(device))
+
+
+def list_kernels(events: Iterable[Any], device: str) -> list[tuple[float, Any]]:
+    """List what a profile took time in, the longest first, with its microseconds.
+
+    On a GPU those are its kernels; the operations that launched them have the same times again. On
+    a CPU they are the operations.
+    """
     if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
+        kernels = [
+            (event.self_device_time_total, event)
+            for event in on_gpu
+            if not event.is_user_annotation
+        ]
+    else:
+        kernels = [(event.self_cpu_time_total, event) for event in events]
+    kernels = [kernel for kernel in kernels if kernel[0] > 0]
+    return sorted(kernels, key=lambda kernel: -kernel[0])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,9 @@ import gptmini
 from gptmini import machine
 from gptmini.generate.run import Run
 from gptmini.runs.directory import RunDirectory
-from gpu_check.check import Check, Facts, Settings, free_memory
+from gpu_check.check import Check, Facts, Settings, free_memory, list_kernels
 
+ROOT = Path(__file__).parents[2]
 PROMPT = "def read(self):"
 ROWS = (1, 8, 32)
 KERNELS_SHOWN = 15
@@ -113,19 +115,14 @@ def profile_tokens(check: Check) -> Facts:
         stream = iter(run.start([PROMPT] * rows, max_new_tokens=2 * n_tokens))
         for _ in range(rows * 2):
             next(stream)
-        started = time.perf_counter()
         with profile(activities=activities) as profiler:
+            started = time.perf_counter()
             for _ in range(rows * n_tokens // 2):
                 if next(stream, None) is None:
                     break
-            machine.pick_compute(check.device, "auto").synchronize()
-        seconds = time.perf_counter() - started
-        on_gpu = check.device == "cuda"
-        times = [
-            (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event)
-            for event in profiler.key_averages()
-        ]
-        kernels = sorted((pair for pair in times if pair[0] > 0), key=lambda pair: -pair[0])
+            check.compute.synchronize()
+            seconds = time.perf_counter() - started
+        kernels = list_kernels(profiler.key_averages(), check.device)
         total = sum(microseconds for microseconds, _ in kernels)
         n_kernels = sum(event.count for _, event in kernels)
         yield f"{rows} rows, kernels per token", n_kernels / (n_tokens // 2)
@@ -226,7 +223,7 @@ def start_server(check: Check) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "gptmini", "serve", str(check.folder / "model")]
     command += ["--port", str(port), "--device", check.device, "--cache", str(check.cache)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, cwd=ROOT)
     try:
         while True:
             try:
@@ -279,6 +276,7 @@ def commands(check: Check) -> Facts:
         started = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "gptmini", *words],
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -40,6 +40,7 @@ from gpu_check.check import (
     describe_error,
     find_peak_flops,
     free_memory,
+    list_kernels,
     time_repeats,
 )
 
@@ -95,9 +96,13 @@ def ceilings(check: Check) -> Facts:
 
 def train(check: Check) -> Facts:
     """A hundred steps by `gptmini.fit`, not compiled and compiled."""
-    for compiled in ("off",) if check.small else ("on", "off"):
+    for compiled in ("off",) if check.small else ("off", "on"):
         config = check.build_config(compile=compiled)
-        lines = check.fit(config, f"train-{compiled}")
+        try:
+            lines = check.fit(config, f"train-{compiled}")
+        except Exception as error:
+            yield f"compile {compiled}", describe_error(error)
+            continue
         settled = [line["tokens_per_second"] for line in lines[len(lines) // 5 :]]
         seconds = config.train.batch_size * config.seq_len / statistics.median(settled)
         last = {key: lines[-1][key] for key in ("val_loss", "val_bpb", "peak_memory")}
@@ -111,6 +116,9 @@ def nanogpt(check: Check) -> Facts:
         yield "skipped", "give the folder of a checkout with --nanogpt"
         return
     rows = 1 if check.small else 16
+    config = check.build_config(batch_size=rows, micro_batch_size=rows)
+    step = time_step(config, check.compute, 3 if check.small else 20, compiled=not check.small)
+    yield "gptmini", compute_speed(config, step.passes + step.update)
     options = [f"--batch_size={rows}", "--real_data=False", "--bias=True"]
     if check.small:
         options += ["--device=cpu", "--dtype=float32", "--compile=False", "--block_size=8"]
@@ -125,16 +133,12 @@ def nanogpt(check: Check) -> Facts:
     found = NANOGPT_RESULT.search(done.stdout)
     if found is None:
         sys.exit("bench.py printed no time per iteration")
-    theirs = float(found[1]) / 1e3
-    config = check.build_config(batch_size=rows, micro_batch_size=rows)
-    yield "nanoGPT", compute_speed(config, theirs)
-    step = time_step(config, check.compute, 3 if check.small else 20, compiled=not check.small)
-    yield "gptmini", compute_speed(config, step.passes + step.update)
+    yield "nanoGPT", compute_speed(config, float(found[1]) / 1e3)
 
 
 def profile_steps(check: Check) -> Facts:
     """Which kernels take the time of a step, how long the GPU is idle, how often the host waits."""
-    compiled = "off" if check.small else "on"
+    compiled = "off" if check.small else "auto"
     first = 2 if check.small else 12
     config = check.build_config(compile=compiled, steps=first + PROFILED_STEPS + 2)
     activities = [ProfilerActivity.CPU]
@@ -159,27 +163,18 @@ def profile_steps(check: Check) -> Facts:
 
     with mock.patch.object(trainer, "train_step", profiled_step):
         check.fit(config, "profile")
-    events = recorded["profiler"].key_averages()
-    on_gpu = check.device == "cuda"
-
-    def get_time(event: Any) -> float:
-        """The microseconds of a kernel, or on a CPU of an operation."""
-        return event.self_device_time_total if on_gpu else event.self_cpu_time_total
-
-    kernels = [event for event in events if get_time(event) > 0]
-    kernels.sort(key=get_time, reverse=True)
-    total = sum(map(get_time, kernels))
+    kernels = list_kernels(recorded["profiler"].key_averages(), check.device)
+    total = sum(microseconds for microseconds, _ in kernels)
     yield "ms per step", 1e3 * recorded["seconds"] / PROFILED_STEPS
     yield "ms of kernels per step", total / 1e3 / PROFILED_STEPS
     yield "busy", total / 1e6 / recorded["seconds"]
-    yield "kernels per step", sum(event.count for event in kernels) / PROFILED_STEPS
+    yield "kernels per step", sum(event.count for _, event in kernels) / PROFILED_STEPS
     yield "host waits per step", recorded["waits"]
-    for event in kernels[:KERNELS_SHOWN]:
-        per_step = get_time(event) / 1e3 / PROFILED_STEPS
+    for microseconds, event in kernels[:KERNELS_SHOWN]:
         row = {
             "calls": event.count / PROFILED_STEPS,
-            "ms": per_step,
-            "share": get_time(event) / total,
+            "ms": microseconds / 1e3 / PROFILED_STEPS,
+            "share": microseconds / total,
         }
         yield event.key[:90], row
 
@@ -241,7 +236,10 @@ def steps(check: Check) -> Facts:
     for name, (model, train_settings) in models.items():
         config = check.build_config(model, **one_pass, **train_settings)
         found = time_settings(check, config, compiled)
-        found["estimated_memory"] = estimate_memory(config, check.compute).peak
+        try:
+            found["estimated_memory"] = estimate_memory(config, check.compute).peak
+        except Exception as error:
+            found |= describe_error(error)
         yield name, found
 
 
@@ -291,7 +289,7 @@ def stop_at_step_four(training: Any) -> dict[str, Any]:
 def tests(check: Check) -> Facts:
     """The tests marked `gpu`, without conftest.py, which needs more packages."""
     command = [sys.executable, "-u", "-m", "pytest", "tests/promises/test_gpu.py", "-m", "gpu"]
-    command += ["--noconftest", "-p", "no:cacheprovider"]
+    command += ["--noconftest", "-p", "no:cacheprovider", "-W", "default"]
     command += ["-o", "addopts=-v --import-mode=importlib"]  # one at a time: xdist may be missing
     if check.small:
         command += ["-k", "mha or bfloat16 or muon or bits"]

@@ -33,11 +33,12 @@ class RecordedGraph:
     would do now, and writes its output where that of the recording is.
     """
 
-    def __init__(self, step: Step, inputs: Tensor, n_keys: int) -> None:
+    def __init__(self, step: Step, inputs: Tensor, n_keys: int, pool: Any) -> None:
         self._inputs = inputs.clone()
         with Recorder() as recorder:
             self._logits = step(self._inputs, n_keys)
         self._operations = recorder.operations
+        self.pool = pool
 
     def __call__(self, inputs: Tensor) -> Tensor:
         self._inputs.copy_(inputs)

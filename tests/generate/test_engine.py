@@ -98,7 +98,7 @@ def test_a_recorded_step_reads_new_tokens_and_a_grown_cache(monkeypatch):
     monkeypatch.setattr(graphs, "_Graph", RecordedGraph)
     model = model_of(extra={"window": 30, "full_every": 2}, length=LONG)
     engine = TorchEngine(model, 8)
-    engine._graphs = graphs.StepGraphs(engine._compute_step)
+    engine._graphs = graphs.StepGraphs()
     engine._on_cpu = False
     texts = make_texts(5)
     for n_texts in (1, 1, 2, 1, 5, 5, 3, 5):
@@ -115,7 +115,7 @@ def test_where_no_graph_is_recorded_there_is_one_warning_and_the_same_logits(cap
     model = model_of(length=LONG)
     engine = TorchEngine(model, 2)
     assert engine._graphs is None  # a CPU has no use for them
-    engine._graphs = graphs.StepGraphs(engine._compute_step)
+    engine._graphs = graphs.StepGraphs()
     texts = make_texts(2)
     for n_texts in (1, 2, 2):
         check(engine, model, texts[:n_texts])

@@ -341,7 +341,7 @@ class TorchCompany(Company):
         engine = TorchEngine(self.model, n_slots)
         engine._max_pass_tokens = self.max_pass_tokens
         engine._on_cpu = self.max_pass_tokens == PREFILL_CHUNK
-        engine._graphs = graphs.StepGraphs(engine._compute_step)
+        engine._graphs = graphs.StepGraphs()
         return engine
 
     def offered(self) -> list[list[int]]:

@@ -231,6 +231,10 @@ def test_attention_by_tiles_equals_attention_at_once(T, S, tile, scale, seed):
     for mask in (None, visible):
         expected = m.scaled_dot_product_attention(q, k, v, mask)
         torch.testing.assert_close(m.attention_by_tiles(q, k, v, tile, mask), expected)
+    in_float64 = [each.double() for each in (q, k, v)]
+    torch.testing.assert_close(
+        m.attention_by_tiles(*in_float64, tile), m.scaled_dot_product_attention(*in_float64)
+    )
 
 
 SIZES = {"T": st.integers(1, 9), "G": st.integers(1, 3), "share": st.integers(1, 3)}

@@ -148,7 +148,9 @@ def _compile(command: list[str], attempts: list[list[str]], folder: Path, name: 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Compile in a folder of this call's own and rename at the end, so that nobody loads half a
     # library; if several compile at once, the last one wins.
-    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix=".tmp-", dir=folder, ignore_cleanup_errors=True
+    ) as scratch:
         partial = Path(scratch) / f"{name}{LIBRARY_SUFFIX}"
         *first_attempts, last = attempts
         for options in first_attempts:
