@@ -12,10 +12,11 @@ from tests.promises.commands import TRAIN, run_in
 METAL = """
 _fused_adamw_.default _local_scalar_dense.default _log_softmax.default
 _softmax_backward_data.default add.Tensor add_.Tensor addmm.default all.default any.default
-baddbmm.default bernoulli_.float bitwise_and_.Tensor bmm.default cat.default clamp.default
+baddbmm.default bernoulli_.float bitwise_and_.Tensor bitwise_not.default bmm.default cat.default
+clamp.default
 div.Tensor div_.Tensor embedding_dense_backward.default empty.memory_format eq.Scalar eq.Tensor
 exp_.default expm1.default gather.default ge.Scalar ge.Tensor gelu.default gelu_backward.default
-gt.Tensor index.Tensor lerp.Scalar lerp_.Scalar linalg_vector_norm.default linear.default
+gt.Scalar gt.Tensor index.Tensor lerp.Scalar lerp_.Scalar linalg_vector_norm.default linear.default
 lt.Scalar mean.dim mm.default mul.Tensor mul_.Tensor native_layer_norm.default
 native_layer_norm_backward.default ne.Scalar neg.default permute.default pow.Tensor_Scalar
 reciprocal.default rsqrt.default scatter_.src scatter_add_.default silu.default
@@ -28,8 +29,10 @@ _foreach_lerp_.Scalar _foreach_mul_.Scalar _safe_softmax.default _to_copy.defaul
 _unsafe_view.default abs.default add_.Scalar alias.default arange.default arange.start
 chunk.default clone.default copy_.default detach.default div.Scalar div_.Scalar
 embedding.default empty_like.default expand.default flatten.using_ints full_like.default
-is_nonzero.default layer_norm.default logsumexp.default mul.Scalar new_empty.default
-new_zeros.default ones.default ones_like.default repeat_interleave.self_int reshape.default
+index_put_.default is_nonzero.default layer_norm.default logsumexp.default masked_fill.Scalar
+mul.Scalar new_empty.default
+new_zeros.default ones.default ones_like.default remainder.Scalar repeat_interleave.self_int
+reshape.default where.ScalarOther
 rms_norm.default scalar_tensor.default scaled_dot_product_attention.default select.int
 slice.Tensor split.Tensor split_with_sizes.default squeeze.dim stack.default sum.default
 t.default to.dtype to.dtype_layout transpose.int type_as.default unbind.int unflatten.int
