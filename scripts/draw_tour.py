@@ -230,9 +230,9 @@ def draw_positions() -> Figure:
         axes.axis("off")
     slopes = mechanisms.alibi_bias(2, 16)[:, -1]  # (H, T), of the last query
     for head, color in enumerate((BLUE, ORANGE)):
-        bias.plot(range(16), slopes[head], color=color)
-        bias.text(0.3, float(slopes[head, 0]) + 0.1, f"head {head + 1}", va="bottom")
-    bias.set_title("ALiBi: added to scores of the last query")
+        bias.plot(range(16), slopes[head], color=color, label=f"head {head + 1}")
+    bias.legend(frameon=False, loc="lower right")
+    bias.set_title("ALiBi, for the last query")
     bias.set_xlabel("key")
     bias.set_xlim(0, 15)
     return figure

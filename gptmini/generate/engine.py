@@ -23,8 +23,8 @@ from gptmini.model.static_cache import Rows, StaticCache
 
 # Prompt tokens of a text per forward pass. This bounds the memory of their attention scores.
 PREFILL_CHUNK = 128
-# A text with at most so many unseen tokens needs no prefill. Caches of windowed layers store at
-# least so many positions beyond the window: rejected drafts have overwritten no key that it needs.
+# A text with at most this many unseen tokens needs no prefill. Caches of windowed layers store at
+# least this many positions beyond the window, so rejected drafts overwrite no key that is needed.
 SPARE_POSITIONS = 16
 # Tokens of all texts in a pass. A CPU gains nothing by taking several prompts at once.
 PASS_TOKENS_ON_CPU = PREFILL_CHUNK

@@ -138,7 +138,7 @@ class Attention(nn.Module):
 
 
 def joins_projections(device: torch.device) -> bool:
-    """Whether q, k and v come from one product in training, which fills an accelerator better.
+    """Check whether training computes q, k and v in one product: it fills an accelerator better.
 
     In generation, joining the weights would cost more than it saves.
     """

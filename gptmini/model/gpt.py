@@ -123,7 +123,7 @@ def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def joins_head_and_loss(device: torch.device) -> bool:
-    """Whether `compute_loss` takes `linear_cross_entropy`, which is made for accelerators."""
+    """Check whether `compute_loss` takes `linear_cross_entropy`, made for accelerators."""
     return device.type != "cpu"
 
 

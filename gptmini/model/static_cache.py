@@ -23,7 +23,7 @@ class StaticCache:
     """Keys and values of R texts in every layer, (R, G, size + 1, K).
 
     As in `LayerCache`, position p lies at index p % size. A pass writes all its keys before its
-    queries look at them, so layers with a window store `max_pass_tokens` more than the window; so
+    queries look at them, so layers with a window store `max_pass_tokens` more than the window; that
     many tokens may also be taken back. The last index takes what must not be kept: keys of padding
     and of idle rows. It is never read.
     """

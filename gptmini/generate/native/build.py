@@ -93,7 +93,7 @@ def _list_openmp() -> list[list[str]]:
 
 
 def _is_ours_alone(library: Path) -> bool:
-    """Tell whether no other user could have written a library; never load one otherwise."""
+    """Check that no other user could have written a library; never load one otherwise."""
     if IS_WINDOWS:  # which gives a user's folder to this user alone
         return True
     status = library.stat()
