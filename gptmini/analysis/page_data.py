@@ -1,10 +1,10 @@
 """Builds the data of a page on a model that reads a text.
 
-For each token: what every head attends to, what the model expects next, how much the KV cache
-holds, and from which tokens the sampler drew.
+For each token: what every head attends to and how it is computed, what the model expects next,
+what the KV cache holds, and from which tokens the sampler drew.
 
-Letters: L layers, H query heads, T positions, V vocabulary, S = L + 1 stages (the embedding, then
-each layer), N tokens listed.
+Letters: L layers, H query heads, K head size, T positions, V vocabulary, S = L + 1 stages (the
+embedding, then each layer), N tokens listed.
 """
 
 import codecs
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gptmini import console
-from gptmini.analysis import page
+from gptmini.analysis import arithmetic, page
 from gptmini.analysis.attention_maps import (
     compute_attention_weights,
     is_part_of_character,
@@ -33,8 +33,8 @@ from gptmini.plan import cost
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 LISTED_TOKENS = 10  # N: the likeliest next tokens
-PAGE_OVERHEAD_BYTES = 50_000  # of a page on no tokens
-BYTES_PER_TOKEN = 200  # besides weights and expectations
+PAGE_OVERHEAD_BYTES = 80_000  # of a page on no tokens
+BYTES_PER_TOKEN = 600  # besides weights and expectations
 
 
 class LogitLens(NamedTuple):
@@ -113,7 +113,7 @@ def continue_prompt(run: Run, prompt: str, count: int) -> Text:
 def build_page(run: Run, tokens: list[int], text: Text | None, start: tuple[int, int]) -> bytes:
     """Build the page of a model that reads these tokens; see `build_reading`."""
     check_page_size(run.config.model, len(tokens))
-    reading = build_reading([run], tokens, "", text, start)
+    reading = build_reading([run], tokens, "", text, start, with_arithmetic=True)
     return page.render_page(str(run.path), _describe_reading(run, tokens, text), [reading])
 
 
@@ -142,18 +142,23 @@ def build_reading(
     heading: str,
     text: Text | None = None,
     start: tuple[int, int] = (0, 0),
+    with_arithmetic: bool = False,
 ) -> page.PageItem:
     """Build the part of a page on a model that reads these tokens.
 
     `runs` are one or several checkpoints of it. They may come one by one, as several may not fit
     in memory. `text` is the text that was generated as these tokens, if it was; `start` is the
-    layer and head to show first.
+    layer and head to show first. `with_arithmetic` shows how the weights of the last checkpoint are
+    computed.
     """
     spellings = _Spellings()
     readings = []
     for run in runs:
         token_numbers = [spellings.index_of(run.tokenizer, token) for token in tokens]
         readings.append(_read_at_checkpoint(run, tokens, spellings, text))
+    shown_arithmetic = None
+    if with_arithmetic:
+        shown_arithmetic = build_arithmetic(run, tokens, spellings, start[0])
     config = run.config.model
     notes = build_notes(config)
     if spellings.any_bytes:
@@ -171,8 +176,11 @@ def build_reading(
         "sampling": _describe_filters(run.config.sample) if text else "",
         "vocab_size": config.vocab_size,
         "memory": compute_cache_sizes(config, len(tokens)),
+        "cache_lengths": [config.get_cache_length(layer) for layer in range(config.n_layer)],
+        "head_dim": config.head_dim,
         "notes": notes,
         "readings": readings,
+        "arithmetic": shown_arithmetic,
         "spellings": spellings.texts,
     }
 
@@ -198,6 +206,14 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
     window = config.attention.window
     if window:
         memory += f" Layers with a window keep only the last {window} tokens."
+    kept = (
+        "Each token adds a key and a value to every KV head of every layer, and they stay until the "
+        "text ends. Blue: kept. Empty: not read yet."
+    )
+    if window:
+        kept += (
+            f" Hatched: overwritten, since no later query of the layer sees it (window {window})."
+        )
     return {
         "text": "Point at a token, tap it, or use the arrow keys: the tokens it attends to light "
         "up. It can only look back; whatever it cannot see is hatched. The orange bar shows a "
@@ -211,6 +227,7 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
         "stages": "What the output head would predict after each layer (the logit lens); the last "
         "one decides. Choose one to see its list.",
         "memory": memory,
+        "kept": kept,
         "weights": "Weights show where a head reads from, not why the model answers as it does: "
         "quite different weights can give the same answer (Jain and Wallace 2019). Here they are "
         "rounded to 8 bits: off by at most 0.4 percentage points, small ones by less.",
@@ -371,14 +388,119 @@ def _describe_filters(sample: SampleConfig) -> str:
     return ", ".join(f"{name} {values[name]:g}" for name in shaping)
 
 
-def estimate_page_bytes(config: ModelConfig, T: int) -> int:
-    """Estimate the size of the page on T tokens: weights and expectations in base64, and texts."""
+def build_arithmetic(
+    run: Run, tokens: list[int], spellings: _Spellings, start_layer: int
+) -> page.PageItem:
+    """Build what a page needs to compute attention itself, and the neighbors of each token."""
+    model = run.model
+    config = model.config
+    layers = choose_layers(config, len(tokens), start_layer)
+    encoded: list[page.PageItem | None] = [None] * config.n_layer
+    for layer, numbers in zip(
+        layers, arithmetic.record_layers(model, tokens, layers), strict=True
+    ):
+        encoded[layer] = arithmetic.encode_layer(numbers)
+    distinct = sorted(set(tokens))
+    neighbors, cosines = arithmetic.find_neighbors(
+        model.embed.weight, distinct, arithmetic.LISTED_NEIGHBORS
+    )  # (N, count) each
+    frequencies = arithmetic.get_frequencies(model)
+    return {
+        "layers": encoded,
+        "d_model": config.d_model,
+        "position": config.position,
+        "frequencies": None if frequencies is None else frequencies.tolist(),
+        "slopes": None,
+        "neighbors": [
+            [
+                spellings.index_of(run.tokenizer, token),
+                [spellings.index_of(run.tokenizer, neighbor) for neighbor in row.tolist()],
+                [round(cosine, 4) for cosine in row_cosines.tolist()],
+            ]
+            for token, row, row_cosines in zip(distinct, neighbors, cosines, strict=True)
+        ],
+        "notes": build_arithmetic_notes(config, len(layers) < config.n_layer),
+    }
+
+
+def build_arithmetic_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
+    """Write a sentence or two on each step of the arithmetic, as this model computes it."""
+    H = config.n_head
+    K = config.head_dim
+    all_biased = config.bias
+    qkv_biased = all_biased if config.attention.qkv_bias is None else config.attention.qkv_bias
+    made = "Three products of the normed residual stream with the matrices q_proj, k_proj, v_proj"
+    if qkv_biased:
+        made += ", plus their biases"
+    made += ". The query is what the token looks for, the key what it is found by, the value what "
+    made += "it passes on."
+    if config.attention.qk_norm:
+        made += " Here query and key are also normed (RMSNorm), so that no score can grow too large."
+    if config.n_kv_head < H:
+        shared = console.format_count(H // config.n_kv_head, "query head")
+        made += f" {shared[0].upper()}{shared[1:]} share one key and one value."
+    positions = {
+        "rope": "RoPE takes the numbers of q and k in pairs, each a point in a plane, and turns "
+        f"pair i (numbers i and i + {K // 2}) by position times the angle of the pair. What a "
+        "pair adds to a score then depends only on how far query and key are apart.",
+        "learned": "This model adds a learned row for each position to the embedding, before the "
+        "first layer; q and k are not turned.",
+        "none": "This model has no positions: it knows the order of the tokens only by what the "
+        "causal mask hides.",
+        "alibi": "ALiBi leaves q and k as they are and takes from each score the distance times "
+        "the slope of the head.",
+    }
+    scores = (
+        f"The product q·k of the query with each key says how well they match. Divided by √{K}, "
+        "so that long vectors do not saturate the softmax; masked (-∞) where the query must not "
+        "look; and turned by the softmax into weights that sum to 1."
+    )
+    output = (
+        f"o_proj turns the {K} numbers of each head into {config.d_model:,}. Those of "
+        f"all {H} heads are added up{', plus a bias,' if all_biased else ''} and to the residual "
+        "stream, which every layer reads from and adds to."
+    )
+    shown = min(config.d_model, arithmetic.MAX_STREAM_NUMBERS)
+    if shown < config.d_model:
+        output += f" Of its numbers this page has the first {shown}."
+    partial = ""
+    if is_partial:
+        partial = (
+            "With the numbers of all layers this page would be too large, so it has those of one; "
+            "--layer N chooses which."
+        )
+    return {
+        "vectors": made,
+        "position": positions[config.position],
+        "scores": scores,
+        "mixed": "Each value times its weight, added up: a mean of what the tokens pass on.",
+        "output": output,
+        "partial": partial,
+        "near": "By the cosine of the angle between rows of the trained embedding table: 1 points "
+        "the same way, 0 is unrelated. Tokens that are used alike come to lie near each other.",
+    }
+
+
+def choose_layers(config: ModelConfig, T: int, start_layer: int) -> list[int]:
+    """Choose the layers whose arithmetic a page on T tokens has: all or, if too large, one."""
+    if estimate_page_bytes(config, T, config.n_layer) <= page.MAX_PAGE_BYTES:
+        return list(range(config.n_layer))
+    return [start_layer]
+
+
+def estimate_page_bytes(config: ModelConfig, T: int, n_layers: int = 1) -> int:
+    """Estimate the size of the page on T tokens, with the arithmetic of `n_layers`.
+
+    It has weights, expectations and the arithmetic in base64, and texts.
+    """
     L = config.n_layer
     S = L + 1
     weights = L * config.n_head * T * (T + 1) // 2
     expectations = S * T * (LISTED_TOKENS + 1) * 8
-    spellings = 40 * min(config.vocab_size or 0, S * T * LISTED_TOKENS // 4)
-    in_base64 = 4 * (weights + expectations) // 3
+    numbers = 4 * n_layers * arithmetic.count_layer_numbers(config, T)
+    n_spelled = S * T * LISTED_TOKENS // 4 + T * arithmetic.LISTED_NEIGHBORS
+    spellings = 40 * min(config.vocab_size or 0, n_spelled)
+    in_base64 = 4 * (weights + expectations + numbers) // 3
     return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + in_base64 + spellings
 
 
@@ -386,7 +508,8 @@ def check_page_size(config: ModelConfig, T: int) -> None:
     """Raise ConfigError if the page is too large for a browser; name the longest text that fits."""
     if config.context_length < T or estimate_page_bytes(config, T) <= page.MAX_PAGE_BYTES:
         return  # `compute_attention_weights` refuses a text that exceeds the context
-    longest = max(n for n in range(T) if estimate_page_bytes(config, n) <= page.MAX_PAGE_BYTES)
+    fitting = [n for n in range(1, T) if estimate_page_bytes(config, n) <= page.MAX_PAGE_BYTES]
+    longest = max(fitting, default=0)
     raise ConfigError(
         f"--prompt: a page of {T} tokens and {config.n_layer * config.n_head} heads would be "
         f"larger than {page.MAX_PAGE_BYTES // 10**6} MB; give at most {longest} tokens"
