@@ -10,7 +10,7 @@ function formatReal(x, digits = 3) {
   if (!Number.isFinite(x)) return "−∞";
   return x.toFixed(Math.abs(x) < 1000 ? digits : 0).replace("-", "−");
 }
-const formatTurn = (angle) => `${formatReal(angle, Math.abs(angle) < .1 ? 5 : 3)} rad`;
+const formatTurn = (angle) => `${formatNumber(angle).replace("-", "−")} rad`;
 
 // Return the chances of scores; -∞ has none.
 function softmax(scores) {
@@ -198,8 +198,8 @@ function buildArithmetic(part, reading) {
     share.textContent = `This pair's share of the score q·k: `
       + `${formatReal(dot(query.after, found.after))}; without turning it would be `
       + `${formatReal(dot(query.before, found.before))}. The two are turned apart by `
-      + `(${q} − ${key}) · ${formatTurn(frequency)} = ${formatTurn((q - key) * frequency)}: only `
-      + "their distance counts.";
+      + `(${q} − ${key}) · ${formatTurn(frequency)} = ${formatTurn((q - key) * frequency)}: `
+      + "only their distance counts.";
   }
   const slopeBars = make("div.bars");
   function showSlopes() {
@@ -339,8 +339,8 @@ function buildArithmetic(part, reading) {
     showOutput(heads);
   }
   const card = make("section.card.arithmetic", {id: "arithmetic"}, title,
-    make("p.note", {}, "Follow one head at work. q, k and v are the model's own; this page computes "
-      + "the rest from them."),
+    make("p.note", {}, "Follow one head at work. q, k and v are the model's own; this page "
+      + "computes the rest from them."),
     make("div.row", {}, layerChoice, headChoice, step(-1, "Token before", "◂"), tokenChoice,
       step(1, "Token after", "▸")),
     make("p.note", {}, notes.partial), missing, steps);

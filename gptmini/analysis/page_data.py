@@ -396,9 +396,7 @@ def build_arithmetic(
     config = model.config
     layers = choose_layers(config, len(tokens), start_layer)
     encoded: list[page.PageItem | None] = [None] * config.n_layer
-    for layer, numbers in zip(
-        layers, arithmetic.record_layers(model, tokens, layers), strict=True
-    ):
+    for layer, numbers in zip(layers, arithmetic.record_layers(model, tokens, layers), strict=True):
         encoded[layer] = arithmetic.encode_layer(numbers)
     distinct = sorted(set(tokens))
     neighbors, cosines = arithmetic.find_neighbors(
@@ -435,7 +433,9 @@ def build_arithmetic_notes(config: ModelConfig, is_partial: bool) -> dict[str, s
     made += ". The query is what the token looks for, the key what it is found by, the value what "
     made += "it passes on."
     if config.attention.qk_norm:
-        made += " Here query and key are also normed (RMSNorm), so that no score can grow too large."
+        made += (
+            " Here query and key are also normed (RMSNorm), so that no score can grow too large."
+        )
     if config.n_kv_head < H:
         shared = console.format_count(H // config.n_kv_head, "query head")
         made += f" {shared[0].upper()}{shared[1:]} share one key and one value."
