@@ -38,7 +38,7 @@ function makeVector(name) {
   const spread = make("small");
   const bars = make("div");
   const readout = make("small");
-  const numbers = make("p.numbers");
+  const numbers = make("div.numbers");
   const details = make("details", {}, make("summary", {}, "Numbers"), numbers);
   let values = [];
   bars.addEventListener("pointermove", (event) => {
@@ -56,7 +56,7 @@ function makeVector(name) {
     spread.textContent = `${formatCount(values.length, "number")}, ${formatReal(low)} to `
       + `${formatReal(maxOf(values))}; length ${formatReal(Math.sqrt(dot(values, values)))}`;
     bars.replaceChildren(drawBars(values));
-    numbers.textContent = values.map((x) => formatReal(x).padStart(6)).join(" ");
+    numbers.replaceChildren(...values.map((x) => make("span", {}, formatReal(x))));
   }
   return {element, update};
 }

@@ -109,3 +109,74 @@ def count_layer_numbers(config: ModelConfig, T: int) -> int:
     R = min(config.d_model, MAX_STREAM_NUMBERS)
     of_token = (H + 2 * config.n_kv_head) * config.head_dim + 2 * R
     return T * of_token + R * (H * config.head_dim + 1)
+
+
+def build_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
+    """Write a sentence or two on each step, as this model computes it.
+
+    `is_partial` says that the page has the numbers of one layer only.
+    """
+    H = config.n_head
+    K = config.head_dim
+    output_bias = ", plus a bias," if config.bias else ""
+    output = (
+        f"o_proj turns the {K} numbers of each head into {config.d_model:,}. Those of all {H} "
+        f"heads are added up{output_bias} and to the residual stream, which every layer reads from "
+        "and adds to."
+    )
+    if config.d_model > MAX_STREAM_NUMBERS:
+        output += f" Of its numbers this page has the first {MAX_STREAM_NUMBERS}."
+    partial = ""
+    if is_partial:
+        partial = (
+            "With the numbers of all layers this page would be too large, so it has those of one; "
+            "--layer N chooses which."
+        )
+    return {
+        "vectors": _describe_vectors(config),
+        "position": _describe_position(config),
+        "scores": "The product q·k of the query with each key says how well they match. It is "
+        f"divided by √{K}, so that long vectors do not saturate the softmax; it becomes -∞ where "
+        "the mask hides the key; and the softmax turns all scores into weights that sum to 1.",
+        "mixed": "Each value times its weight, added up: a mean of what the tokens pass on.",
+        "output": output,
+        "partial": partial,
+        "near": "By the cosine of the angle between rows of the trained embedding table: 1 points "
+        "the same way, 0 is unrelated. Tokens that are used alike come to lie near each other.",
+    }
+
+
+def _describe_vectors(config: ModelConfig) -> str:
+    """Say how q, k and v are made."""
+    qkv_bias = config.attention.qkv_bias
+    has_bias = config.bias if qkv_bias is None else qkv_bias
+    sentences = [
+        "The matrices q_proj, k_proj and v_proj make them from the normed residual stream"
+        f"{', plus biases' if has_bias else ''}.",
+        "The query is what the token looks for, the key what it is found by, the value what it "
+        "passes on.",
+    ]
+    if config.attention.qk_norm:
+        sentences.append("Query and key are normed too (RMSNorm), which keeps scores small.")
+    if config.n_kv_head < config.n_head:
+        sharing = config.n_head // config.n_kv_head
+        sentences.append(f"Groups of {sharing} query heads share a key and a value.")
+    return " ".join(sentences)
+
+
+def _describe_position(config: ModelConfig) -> str:
+    """Say how the model knows where a token is."""
+    half = config.head_dim // 2
+    sentences = {
+        "rope": "RoPE takes the numbers of q and k in pairs, each a point in a plane, and turns "
+        f"pair i (numbers i and i + {half}) by the position times an angle, which is smaller for "
+        "each further pair. What a pair adds to a score then depends only on how far query and key "
+        "are apart.",
+        "learned": "This model adds a learned row for each position to the embedding, before the "
+        "first layer. Its heads have nothing more to do with positions.",
+        "alibi": "ALiBi leaves q and k as they are, and takes from each score the distance times "
+        "the slope of the head.",
+        "none": "This model has no positions. It knows the order of tokens only from what the mask "
+        "hides.",
+    }
+    return sentences[config.position]

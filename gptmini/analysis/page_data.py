@@ -207,13 +207,11 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
     if window:
         memory += f" Layers with a window keep only the last {window} tokens."
     kept = (
-        "Each token adds a key and a value to every KV head of every layer, and they stay until the "
-        "text ends. Blue: kept. Empty: not read yet."
+        "Each token adds a key and a value to every KV head (a row) of every layer. They stay as "
+        "long as a later token may look at them. Filled: kept. Empty: not read yet."
     )
     if window:
-        kept += (
-            f" Hatched: overwritten, since no later query of the layer sees it (window {window})."
-        )
+        kept += f" Hatched: overwritten, as it has left the window of {window}."
     return {
         "text": "Point at a token, tap it, or use the arrow keys: the tokens it attends to light "
         "up. It can only look back; whatever it cannot see is hatched. The orange bar shows a "
@@ -417,67 +415,7 @@ def build_arithmetic(
             ]
             for token, row, row_cosines in zip(distinct, neighbors, cosines, strict=True)
         ],
-        "notes": build_arithmetic_notes(config, len(layers) < config.n_layer),
-    }
-
-
-def build_arithmetic_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
-    """Write a sentence or two on each step of the arithmetic, as this model computes it."""
-    H = config.n_head
-    K = config.head_dim
-    all_biased = config.bias
-    qkv_biased = all_biased if config.attention.qkv_bias is None else config.attention.qkv_bias
-    made = "Three products of the normed residual stream with the matrices q_proj, k_proj, v_proj"
-    if qkv_biased:
-        made += ", plus their biases"
-    made += ". The query is what the token looks for, the key what it is found by, the value what "
-    made += "it passes on."
-    if config.attention.qk_norm:
-        made += (
-            " Here query and key are also normed (RMSNorm), so that no score can grow too large."
-        )
-    if config.n_kv_head < H:
-        shared = console.format_count(H // config.n_kv_head, "query head")
-        made += f" {shared[0].upper()}{shared[1:]} share one key and one value."
-    positions = {
-        "rope": "RoPE takes the numbers of q and k in pairs, each a point in a plane, and turns "
-        f"pair i (numbers i and i + {K // 2}) by position times the angle of the pair. What a "
-        "pair adds to a score then depends only on how far query and key are apart.",
-        "learned": "This model adds a learned row for each position to the embedding, before the "
-        "first layer; q and k are not turned.",
-        "none": "This model has no positions: it knows the order of the tokens only by what the "
-        "causal mask hides.",
-        "alibi": "ALiBi leaves q and k as they are and takes from each score the distance times "
-        "the slope of the head.",
-    }
-    scores = (
-        f"The product q·k of the query with each key says how well they match. Divided by √{K}, "
-        "so that long vectors do not saturate the softmax; masked (-∞) where the query must not "
-        "look; and turned by the softmax into weights that sum to 1."
-    )
-    output = (
-        f"o_proj turns the {K} numbers of each head into {config.d_model:,}. Those of "
-        f"all {H} heads are added up{', plus a bias,' if all_biased else ''} and to the residual "
-        "stream, which every layer reads from and adds to."
-    )
-    shown = min(config.d_model, arithmetic.MAX_STREAM_NUMBERS)
-    if shown < config.d_model:
-        output += f" Of its numbers this page has the first {shown}."
-    partial = ""
-    if is_partial:
-        partial = (
-            "With the numbers of all layers this page would be too large, so it has those of one; "
-            "--layer N chooses which."
-        )
-    return {
-        "vectors": made,
-        "position": positions[config.position],
-        "scores": scores,
-        "mixed": "Each value times its weight, added up: a mean of what the tokens pass on.",
-        "output": output,
-        "partial": partial,
-        "near": "By the cosine of the angle between rows of the trained embedding table: 1 points "
-        "the same way, 0 is unrelated. Tokens that are used alike come to lie near each other.",
+        "notes": arithmetic.build_notes(config, len(layers) < config.n_layer),
     }
 
 

@@ -143,7 +143,7 @@ def test_a_wide_residual_stream_is_cut():
     assert numbers.output_weight.shape == (256, 288)
     torch.testing.assert_close(numbers.stream, whole[1][:, :256])
     torch.testing.assert_close(numbers.stream + numbers.added, whole[2][:, :256])
-    note = page_data.build_arithmetic_notes(run.config.model, False)["output"]
+    note = arithmetic.build_notes(run.config.model, False)["output"]
     assert note.endswith("Of its numbers this page has the first 256.")
 
 

@@ -1,5 +1,6 @@
 """The pages in a real browser: Chromium with the network off, driven by Playwright."""
 
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
 
 TEXT = list(b"the cat sat on")
+MINUS = "\N{MINUS SIGN}"
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +145,13 @@ def test_the_expectations_are_those_of_python(visit):
 
 def real(text: str) -> float:
     """The first number in a text, as the page writes it."""
-    text = text.replace("−", "-")
+    text = text.replace(MINUS, "-")
     return float("-inf") if text.startswith("-∞") else float(re.search(r"-?[\d.]+", text)[0])
 
 
 def numbers_of(figure: Any) -> torch.Tensor:
-    text = figure.locator(".numbers").text_content()
-    return torch.tensor([real(word) for word in text.split()])
+    texts = figure.locator(".numbers > span").all_text_contents()
+    return torch.tensor([real(text) for text in texts])
 
 
 @pytest.mark.parametrize(
@@ -224,19 +226,20 @@ def test_rope_turns_the_chosen_pair_of_the_chosen_key(visit):
     run.model(torch.tensor([TEXT]))
     hook.remove()
     unturned = [each[0, 3].detach() for each in attention.project_qkv(found["x"], None)[:2]]
-    pairs = [unturned[0][13, [1, 5]], unturned[1][6, [1, 5]]]
-    for note, pair, position in zip(card.locator(".planes .note").all(), pairs, (13, 6)):
+    pairs = [unturned[0][13, [1, 5]].tolist(), unturned[1][6, [1, 5]].tolist()]
+    notes = card.locator(".planes .note").all()
+    for note, pair, position in zip(notes, pairs, (13, 6), strict=True):
         text = note.inner_text()
         assert f"turned by {position} · 0.1 rad = {position / 10:g} rad = " in text
-        angle = torch.tensor(position / 10)
+        angle = position / 10
         turned = [
-            pair[0] * angle.cos() - pair[1] * angle.sin(),
-            pair[0] * angle.sin() + pair[1] * angle.cos(),
+            pair[0] * math.cos(angle) - pair[1] * math.sin(angle),
+            pair[0] * math.sin(angle) + pair[1] * math.cos(angle),
         ]
         points = re.search(r"from \((\S+), (\S+)\), hollow, to \((\S+), (\S+)\)", text).groups()
-        assert [real(x) for x in points] == pytest.approx([*pair.tolist(), *turned], abs=6e-4)
+        assert [real(x) for x in points] == pytest.approx([*pair, *turned], abs=6e-4)
     share = tab.locator(".planes + p").inner_text()
-    assert "(13 − 6) · 0.1 rad = 0.7 rad" in share
+    assert f"(13 {MINUS} 6) · 0.1 rad = 0.7 rad" in share
     assert card.locator(".planes svg path.turned").count() == 2
 
 
@@ -248,7 +251,7 @@ def test_neighbors_and_the_cache_follow_the_token(visit):
     for _ in range(5):
         slider.press("ArrowRight")
     table = run.model.embed.weight.detach()
-    nearest, cosines = arithmetic.find_neighbors(table, [TEXT[5]], 8)
+    _, cosines = arithmetic.find_neighbors(table, [TEXT[5]], 8)
     texts = tab.locator(".near .bars > span").all_inner_texts()
     assert [float(text) for text in texts[2::3]] == pytest.approx(cosines[0].tolist(), abs=0.006)
     assert tab.locator(".near h3").inner_text() == "The nearest embeddings to a"
@@ -424,9 +427,9 @@ def test_a_large_map_has_labels_where_there_is_room(visit):
     for side, start, length in (("across", "x", "width"), ("down", "y", "height")):
         spans = tab.locator(f".{side} > span")
         labels = [label.strip() for label in spans.all_inner_texts()]
-        assert labels == [chr(byte) for byte in text[::3]]
+        assert labels == [f"{4 * n} {chr(byte)}" for n, byte in enumerate(text[::4])]
         place = spans.nth(10).bounding_box()[start] - canvas[start]
-        assert place == pytest.approx(30 / 61 * canvas[length], abs=3)
+        assert place == pytest.approx(40 / 61 * canvas[length], abs=3)
     rows = tab.locator(".scores tbody tr")
     assert rows.count() == 12  # the last token has none after it
     toggle = tab.get_by_role("button", name="show all 61 keys")
@@ -435,4 +438,4 @@ def test_a_large_map_has_labels_where_there_is_room(visit):
     toggle.click()
     tab.locator(".token").nth(40).click()
     assert rows.count() == 13
-    assert rows.last.locator(".signed").nth(2).inner_text() == "−∞"
+    assert rows.last.locator(".signed").nth(2).inner_text() == f"{MINUS}∞"
