@@ -7,7 +7,6 @@ Letters: L layers, H query heads, T positions, V vocabulary, S = L + 1 stages (t
 each layer), N tokens listed.
 """
 
-import codecs
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -17,12 +16,7 @@ from torch import Tensor
 
 from gptmini import console
 from gptmini.analysis import page
-from gptmini.analysis.attention_maps import (
-    compute_attention_weights,
-    is_part_of_character,
-    spell_token,
-    summarize_heads,
-)
+from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
@@ -30,6 +24,7 @@ from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost
+from gptmini.tokenizer.spelling import is_part_of_character, label_token, label_tokens, spell_token
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 LISTED_TOKENS = 10  # N: the likeliest next tokens
@@ -157,7 +152,10 @@ def build_reading(
     config = run.config.model
     notes = build_notes(config)
     if spellings.any_bytes:
-        notes["text"] += " Tokens in hexadecimal are only some bytes of a character."
+        notes["text"] += (
+            " Tokens in hexadecimal are only some bytes of a character; 中1/2 is the first of two "
+            "tokens that spell 中."
+        )
     return {
         "type": "reading",
         "heading": heading,
@@ -166,7 +164,7 @@ def build_reading(
         "windows": [config.get_window(layer) for layer in range(config.n_layer)],
         "start": start,
         "tokens": token_numbers,
-        "whole": complete_characters(run.tokenizer, tokens),
+        "whole": label_parts(run.tokenizer, tokens),
         "drawn": len(text.tokens) if text else 0,
         "sampling": _describe_filters(run.config.sample) if text else "",
         "vocab_size": config.vocab_size,
@@ -271,16 +269,13 @@ def _read_at_checkpoint(
     }
 
 
-def complete_characters(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Return for each token the character it completes, if earlier tokens have its first bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    completed = []
-    for token in tokens:
-        pending_bytes, _ = decoder.getstate()
-        first = decoder.decode(tokenizer.decode_token(token))[:1]
-        is_character = first.isprintable() and first != "\ufffd"
-        completed.append(first if pending_bytes and is_character else "")
-    return completed
+def label_parts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """Label the tokens of a text that are part of a character: 中1/3; "" for the others."""
+    labels = label_tokens(tokenizer, tokens)
+    return [
+        "" if label == label_token(tokenizer, token) else label
+        for token, label in zip(tokens, labels, strict=True)
+    ]
 
 
 def compute_cache_sizes(config: ModelConfig, T: int) -> list[dict[str, Any]]:
