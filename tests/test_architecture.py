@@ -23,6 +23,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "load",
         "choose",
         "tokenizer_json",
+        "spelling",
     ],
     "data": ["formats", "sources", "fetch", "token_file", "shards", "corpus"],
     "model": ["attention", "static_cache", "layers", "gpt", "optim", "kernels", "mechanisms"],

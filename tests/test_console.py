@@ -182,3 +182,15 @@ def test_windows_reports_a_closed_pipe_as_an_invalid_argument(monkeypatch):
     monkeypatch.setattr(console, "IS_WINDOWS", True)
     assert not console.stream_to_stdout(["a"])
     assert not console.is_closed_pipe(OSError(errno.EINVAL, "Invalid argument", "a file"))
+
+
+def test_columns_are_aligned_on_a_terminal_where_some_characters_take_two():
+    assert [console.measure_width(text) for text in ("", "abc", "中文", "。", "😀", "e\u0301")] == [
+        *(0, 3, 4, 2, 2, 1)
+    ]
+    rows = [["run", "text", "n"], ["中文", "é", "5"], ["a", "日本語です", "12"]]
+    assert console.format_table(rows).splitlines() == [
+        "run   text         n",
+        "中文  é            5",
+        "a     日本語です  12",
+    ]

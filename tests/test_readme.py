@@ -27,9 +27,11 @@ ROOT = Path(__file__).parents[1]
 READMES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(set((ROOT / "docs").glob("*.md")) - set((ROOT / "docs").glob("*.zh.md"))),
     *(ROOT / folder / "README.md" for folder in ("configs", "data", "scripts", "tests")),
 ]
+# Their code is that of the English pages, which tests/test_translations.py compares them with.
+TRANSLATIONS = [*ROOT.glob("*.zh.md"), *sorted((ROOT / "docs").glob("*.zh.md"))]
 SMALL = [
     "model.n_layer=2",
     "model.d_model=32",
@@ -44,7 +46,7 @@ TEXT = "".join(
     f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
 )
 FILE_OPTIONS = ("--data", "--prompts", "--prompt-file", "--file")
-PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html"}
+PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html", ".js"}
 
 
 def blocks(language: str, readme: Path) -> list[str]:
@@ -294,7 +296,9 @@ def test_the_file_tree_names_the_files_of_the_package():
     assert shown - {"gptmini/cli/..."} == names
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "readme", READMES + TRANSLATIONS, ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_links_and_pictures_exist(readme: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", readme.read_text()):
         if not target.startswith(("http://", "https://")):

@@ -7,7 +7,6 @@ Letters: L layers, H query heads, K head size, T positions, V vocabulary, S = L 
 embedding, then each layer), N tokens listed.
 """
 
-import codecs
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -17,12 +16,7 @@ from torch import Tensor
 
 from gptmini import console
 from gptmini.analysis import arithmetic, page
-from gptmini.analysis.attention_maps import (
-    compute_attention_weights,
-    is_part_of_character,
-    spell_token,
-    summarize_heads,
-)
+from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
@@ -30,6 +24,7 @@ from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost
+from gptmini.tokenizer.spelling import is_part_of_character, spell_token, spell_tokens
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 LISTED_TOKENS = 10  # N: the likeliest next tokens
@@ -162,7 +157,10 @@ def build_reading(
     config = run.config.model
     notes = build_notes(config)
     if spellings.any_bytes:
-        notes["text"] += " Tokens in hexadecimal are only some bytes of a character."
+        notes["text"] += (
+            " Tokens in hexadecimal are only some bytes of a character; 中1/2 is the first of two "
+            "tokens that spell 中."
+        )
     return {
         "type": "reading",
         "heading": heading,
@@ -171,7 +169,7 @@ def build_reading(
         "windows": [config.get_window(layer) for layer in range(config.n_layer)],
         "start": start,
         "tokens": token_numbers,
-        "whole": complete_characters(run.tokenizer, tokens),
+        "in_text": spell_parts(run.tokenizer, tokens),
         "drawn": len(text.tokens) if text else 0,
         "sampling": _describe_filters(run.config.sample) if text else "",
         "vocab_size": config.vocab_size,
@@ -286,16 +284,13 @@ def _read_at_checkpoint(
     }
 
 
-def complete_characters(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Return for each token the character it completes, if earlier tokens have its first bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    completed = []
-    for token in tokens:
-        pending_bytes, _ = decoder.getstate()
-        first = decoder.decode(tokenizer.decode_token(token))[:1]
-        is_character = first.isprintable() and first != "\ufffd"
-        completed.append(first if pending_bytes and is_character else "")
-    return completed
+def spell_parts(tokenizer: Tokenizer, tokens: list[int]) -> list[list[str] | None]:
+    """Spell the tokens of a text that are part of a character, 中1/3; None for the others."""
+    in_text = spell_tokens(tokenizer, tokens)
+    return [
+        None if spelling == spell_token(tokenizer, token) else spelling
+        for token, spelling in zip(tokens, in_text, strict=True)
+    ]
 
 
 def compute_cache_sizes(config: ModelConfig, T: int) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.attention import KVCache
 from gptmini.model.layers import scale_frequencies
+from gptmini.tokenizer.spelling import spell_token
 from tests.analysis.samples import TOKENS, run_of
 from tests.support import tiny
 
@@ -125,7 +126,7 @@ def test_neighbors_have_the_smallest_angles():
 
 
 def run_label(run: Run, token: int) -> list[str]:
-    return page_data.spell_token(run.tokenizer, token)
+    return spell_token(run.tokenizer, token)
 
 
 @pytest.mark.parametrize("name", ["rope", "windows"])

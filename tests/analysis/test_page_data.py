@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from gptmini.analysis import page, page_data
-from gptmini.analysis.attention_maps import compute_attention_weights, spell_token, summarize_heads
+from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import draw_uniform, sample_token
 from gptmini.model.attention import KVCache
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.spelling import spell_token
 from gptmini.tokenizer.tokenizers import CharTokenizer
 from gptmini.train.evaluate import compute_token_losses
 from tests.analysis.samples import HOSTILE, TOKENS, data_of, model_of, run_of
@@ -127,9 +128,9 @@ def test_the_notes_say_what_shares_and_what_a_window_hides():
 
 
 def test_a_page_explains_bytes_in_hex_if_it_has_any():
-    sentence = "Tokens in hexadecimal are only some bytes of a character."
+    sentence = "Tokens in hexadecimal are only some bytes of a character"
     part = page_data.build_reading([run_of()], list("中".encode()), "")
-    assert part["notes"]["text"].endswith(sentence)
+    assert sentence in part["notes"]["text"]
     assert ["", "e4"] in part["spellings"]
     whole = run_of(tokenizer=CharTokenizer(""))
     whole.tokenizer.decode_token = lambda token: b"a"  # type: ignore[method-assign]
@@ -229,8 +230,9 @@ def test_tokens_are_spelled_in_text_and_symbols():
         *(["", x] for x in ("f0", "9f", "98", "80")),
         ["a"],
     ]
-    assert page_data.complete_characters(tokenizer, emoji) == ["", "", "", "😀", ""]
-    assert page_data.complete_characters(tokenizer, [0xF0, 65, 0xE4, 0xBD]) == ["", "", "", ""]
+    parts = [["😀", f"{n}/4"] for n in (1, 2, 3, 4)]
+    assert page_data.spell_parts(tokenizer, emoji) == [*parts, None]
+    assert page_data.spell_parts(tokenizer, [0xF0, 65, 0xE4, 0xBD]) == [None] * 4
 
 
 def test_nothing_in_the_data_can_leave_its_place():

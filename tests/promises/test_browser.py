@@ -324,7 +324,7 @@ def test_draws_show_what_the_filters_removed(visit):
 def test_hostile_texts_are_shown_and_run_nothing(visit):
     part = page_data.build_reading([run_of()], TEXT, HOSTILE)
     part["spellings"] = [[HOSTILE, HOSTILE] for _ in part["spellings"]]
-    part["whole"] = [HOSTILE] * len(TEXT)
+    part["in_text"][3:6] = [[HOSTILE, HOSTILE]] * 3
     part["sampling"] = HOSTILE
     lines = [page.build_series(HOSTILE, [(0, 1), (1, 2)])]
     parts = [
