@@ -396,12 +396,13 @@ def build_arithmetic(
         model.embed.weight, distinct, arithmetic.LISTED_NEIGHBORS
     )  # (N, count) each
     frequencies = arithmetic.get_frequencies(model)
+    slopes = arithmetic.get_slopes(model)
     return {
         "layers": encoded,
         "d_model": config.d_model,
         "position": config.position,
         "frequencies": None if frequencies is None else frequencies.tolist(),
-        "slopes": None,
+        "slopes": None if slopes is None else slopes.tolist(),
         "neighbors": [
             [
                 spellings.index_of(run.tokenizer, token),

@@ -322,7 +322,8 @@ def test_draws_show_what_the_filters_removed(visit):
 
 
 def test_hostile_texts_are_shown_and_run_nothing(visit):
-    part = page_data.build_reading([run_of()], TEXT, HOSTILE)
+    part = page_data.build_reading([run_of()], TEXT, HOSTILE, with_arithmetic=True)
+    part["arithmetic"]["notes"] = dict.fromkeys(part["arithmetic"]["notes"], HOSTILE)
     part["spellings"] = [[HOSTILE, HOSTILE] for _ in part["spellings"]]
     part["in_text"][3:6] = [[HOSTILE, HOSTILE]] * 3
     part["sampling"] = HOSTILE
@@ -337,7 +338,16 @@ def test_hostile_texts_are_shown_and_run_nothing(visit):
     tab = visit(page.render_page(HOSTILE, HOSTILE, parts))
     assert tab.evaluate("document.scripts.length") == plain
     assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
-    for selector in ("h1", "#lead", "td", "pre", "svg + *, .card h3", ".token", ".label"):
+    for selector in (
+        "h1",
+        "#lead",
+        "td",
+        "pre",
+        "svg + *, .card h3",
+        ".token",
+        ".label",
+        ".scores th .label",
+    ):
         assert "<img src=x onerror=alert(1)>" in tab.locator(selector).first.text_content()
     assert tab.evaluate("document.querySelector('pre').textContent") == HOSTILE
     # The policy also stops what somebody would write into the page later.
@@ -371,7 +381,7 @@ def test_a_plot_shows_the_heads_at_every_checkpoint(visit, plotted):
 
 def of_long_words() -> bytes:
     long = "x" * 300
-    part = page_data.build_reading([run_of()], TEXT, long)
+    part = page_data.build_reading([run_of()], TEXT, long, with_arithmetic=True)
     part["spellings"] = [[long, "␣" * 300] for _ in part["spellings"]]
     lines = [page.build_series(long, [(0, 1), (1, 2)])]
     samples = {"type": "samples", "heading": long, "items": [[long, long]]}
