@@ -167,6 +167,8 @@ def _describe_vectors(config: ModelConfig) -> str:
     if config.n_kv_head < config.n_head:
         sharing = config.n_head // config.n_kv_head
         sentences.append(f"Groups of {sharing} query heads share a key and a value.")
+    if config.position == "rope":
+        sentences.append("Query and key are shown as the scores need them, turned by step 2.")
     return " ".join(sentences)
 
 

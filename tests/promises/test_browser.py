@@ -245,7 +245,9 @@ def test_rope_turns_the_chosen_pair_of_the_chosen_key(visit):
 
 def test_neighbors_and_the_cache_follow_the_token(visit):
     run = run_of(model={"n_layer": 3}, variant="gqa", n_kv_head=2, window=4, full_every=3)
-    tab = visit(page_data.build_page(run, TEXT, None, (0, 0)))
+    part = page_data.build_reading([run], TEXT, "", with_arithmetic=True)
+    part["arithmetic"]["layers"][1] = None
+    tab = visit(page.render_page("", "", [part]))
     slider = tab.get_by_label("Tokens read")
     slider.press("Home")
     for _ in range(5):
@@ -264,6 +266,10 @@ def test_neighbors_and_the_cache_follow_the_token(visit):
     widths = "cells => cells.map(cell => cell.style.flexGrow + cell.className)"
     strips = [strip.locator("span").evaluate_all(widths) for strip in tab.locator(".strip").all()]
     assert strips == [["2hatched", "4kept", "8"]] * 2 + [["6kept", "8"]]
+    card = tab.locator(".arithmetic")
+    card.get_by_label("Layer").select_option("layer 1")  # one that the page had no room for
+    assert "This page has no numbers of layer 1." in card.inner_text()
+    assert not tab.locator(".scores").is_visible()
 
 
 def test_several_heads_are_averaged(visit):
