@@ -83,6 +83,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "attention_maps",
         "plots",
         "page",
+        "arithmetic",
         "page_data",
         "report",
         "listing",

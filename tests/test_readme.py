@@ -46,7 +46,7 @@ TEXT = "".join(
     f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
 )
 FILE_OPTIONS = ("--data", "--prompts", "--prompt-file", "--file")
-PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html"}
+PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html", ".js"}
 
 
 def blocks(language: str, readme: Path) -> list[str]:

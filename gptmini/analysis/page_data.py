@@ -1,10 +1,10 @@
 """Builds the data of a page on a model that reads a text.
 
-For each token: what every head attends to, what the model expects next, how much the KV cache
-holds, and from which tokens the sampler drew.
+For each token: what every head attends to and how it is computed, what the model expects next,
+what the KV cache holds, and from which tokens the sampler drew.
 
-Letters: L layers, H query heads, T positions, V vocabulary, S = L + 1 stages (the embedding, then
-each layer), N tokens listed.
+Letters: L layers, H query heads, K head size, T positions, V vocabulary, S = L + 1 stages (the
+embedding, then each layer), N tokens listed.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmini import console
-from gptmini.analysis import page
+from gptmini.analysis import arithmetic, page
 from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
@@ -24,12 +24,12 @@ from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost
-from gptmini.tokenizer.spelling import is_part_of_character, label_token, label_tokens, spell_token
+from gptmini.tokenizer.spelling import is_part_of_character, spell_token, spell_tokens
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 LISTED_TOKENS = 10  # N: the likeliest next tokens
-PAGE_OVERHEAD_BYTES = 50_000  # of a page on no tokens
-BYTES_PER_TOKEN = 200  # besides weights and expectations
+PAGE_OVERHEAD_BYTES = 80_000  # of a page on no tokens
+BYTES_PER_TOKEN = 600  # besides weights and expectations
 
 
 class LogitLens(NamedTuple):
@@ -108,7 +108,7 @@ def continue_prompt(run: Run, prompt: str, count: int) -> Text:
 def build_page(run: Run, tokens: list[int], text: Text | None, start: tuple[int, int]) -> bytes:
     """Build the page of a model that reads these tokens; see `build_reading`."""
     check_page_size(run.config.model, len(tokens))
-    reading = build_reading([run], tokens, "", text, start)
+    reading = build_reading([run], tokens, "", text, start, with_arithmetic=True)
     return page.render_page(str(run.path), _describe_reading(run, tokens, text), [reading])
 
 
@@ -137,18 +137,23 @@ def build_reading(
     heading: str,
     text: Text | None = None,
     start: tuple[int, int] = (0, 0),
+    with_arithmetic: bool = False,
 ) -> page.PageItem:
     """Build the part of a page on a model that reads these tokens.
 
     `runs` are one or several checkpoints of it. They may come one by one, as several may not fit
     in memory. `text` is the text that was generated as these tokens, if it was; `start` is the
-    layer and head to show first.
+    layer and head to show first. `with_arithmetic` shows how the weights of the last checkpoint are
+    computed.
     """
     spellings = _Spellings()
     readings = []
     for run in runs:
         token_numbers = [spellings.index_of(run.tokenizer, token) for token in tokens]
         readings.append(_read_at_checkpoint(run, tokens, spellings, text))
+    shown_arithmetic = None
+    if with_arithmetic:
+        shown_arithmetic = build_arithmetic(run, tokens, spellings, start[0])
     config = run.config.model
     notes = build_notes(config)
     if spellings.any_bytes:
@@ -164,13 +169,16 @@ def build_reading(
         "windows": [config.get_window(layer) for layer in range(config.n_layer)],
         "start": start,
         "tokens": token_numbers,
-        "whole": label_parts(run.tokenizer, tokens),
+        "in_text": spell_parts(run.tokenizer, tokens),
         "drawn": len(text.tokens) if text else 0,
         "sampling": _describe_filters(run.config.sample) if text else "",
         "vocab_size": config.vocab_size,
         "memory": compute_cache_sizes(config, len(tokens)),
+        "cache_lengths": [config.get_cache_length(layer) for layer in range(config.n_layer)],
+        "head_dim": config.head_dim,
         "notes": notes,
         "readings": readings,
+        "arithmetic": shown_arithmetic,
         "spellings": spellings.texts,
     }
 
@@ -196,6 +204,12 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
     window = config.attention.window
     if window:
         memory += f" Layers with a window keep only the last {window} tokens."
+    kept = (
+        "Each token adds a key and a value to every KV head (a row) of every layer. They stay as "
+        "long as a later token may look at them. Filled: kept. Empty: not read yet."
+    )
+    if window:
+        kept += f" Hatched: overwritten, as it has left the window of {window}."
     return {
         "text": "Point at a token, tap it, or use the arrow keys: the tokens it attends to light "
         "up. It can only look back; whatever it cannot see is hatched. The orange bar shows a "
@@ -209,6 +223,7 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
         "stages": "What the output head would predict after each layer (the logit lens); the last "
         "one decides. Choose one to see its list.",
         "memory": memory,
+        "kept": kept,
         "weights": "Weights show where a head reads from, not why the model answers as it does: "
         "quite different weights can give the same answer (Jain and Wallace 2019). Here they are "
         "rounded to 8 bits: off by at most 0.4 percentage points, small ones by less.",
@@ -269,12 +284,12 @@ def _read_at_checkpoint(
     }
 
 
-def label_parts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Label the tokens of a text that are part of a character: 中1/3; "" for the others."""
-    labels = label_tokens(tokenizer, tokens)
+def spell_parts(tokenizer: Tokenizer, tokens: list[int]) -> list[list[str] | None]:
+    """Spell the tokens of a text that are part of a character, 中1/3; None for the others."""
+    in_text = spell_tokens(tokenizer, tokens)
     return [
-        "" if label == label_token(tokenizer, token) else label
-        for token, label in zip(tokens, labels, strict=True)
+        None if spelling == spell_token(tokenizer, token) else spelling
+        for token, spelling in zip(tokens, in_text, strict=True)
     ]
 
 
@@ -366,14 +381,59 @@ def _describe_filters(sample: SampleConfig) -> str:
     return ", ".join(f"{name} {values[name]:g}" for name in shaping)
 
 
-def estimate_page_bytes(config: ModelConfig, T: int) -> int:
-    """Estimate the size of the page on T tokens: weights and expectations in base64, and texts."""
+def build_arithmetic(
+    run: Run, tokens: list[int], spellings: _Spellings, start_layer: int
+) -> page.PageItem:
+    """Build what a page needs to compute attention itself, and the neighbors of each token."""
+    model = run.model
+    config = model.config
+    layers = choose_layers(config, len(tokens), start_layer)
+    encoded: list[page.PageItem | None] = [None] * config.n_layer
+    for layer, numbers in zip(layers, arithmetic.record_layers(model, tokens, layers), strict=True):
+        encoded[layer] = arithmetic.encode_layer(numbers)
+    distinct = sorted(set(tokens))
+    neighbors, cosines = arithmetic.find_neighbors(
+        model.embed.weight, distinct, arithmetic.LISTED_NEIGHBORS
+    )  # (N, count) each
+    frequencies = arithmetic.get_frequencies(model)
+    return {
+        "layers": encoded,
+        "d_model": config.d_model,
+        "position": config.position,
+        "frequencies": None if frequencies is None else frequencies.tolist(),
+        "slopes": None,
+        "neighbors": [
+            [
+                spellings.index_of(run.tokenizer, token),
+                [spellings.index_of(run.tokenizer, neighbor) for neighbor in row.tolist()],
+                [round(cosine, 4) for cosine in row_cosines.tolist()],
+            ]
+            for token, row, row_cosines in zip(distinct, neighbors, cosines, strict=True)
+        ],
+        "notes": arithmetic.build_notes(config, len(layers) < config.n_layer),
+    }
+
+
+def choose_layers(config: ModelConfig, T: int, start_layer: int) -> list[int]:
+    """Choose the layers whose arithmetic a page on T tokens has: all or, if too large, one."""
+    if estimate_page_bytes(config, T, config.n_layer) <= page.MAX_PAGE_BYTES:
+        return list(range(config.n_layer))
+    return [start_layer]
+
+
+def estimate_page_bytes(config: ModelConfig, T: int, n_layers: int = 1) -> int:
+    """Estimate the size of the page on T tokens, with the arithmetic of `n_layers`.
+
+    It has weights, expectations and the arithmetic in base64, and texts.
+    """
     L = config.n_layer
     S = L + 1
     weights = L * config.n_head * T * (T + 1) // 2
     expectations = S * T * (LISTED_TOKENS + 1) * 8
-    spellings = 40 * min(config.vocab_size or 0, S * T * LISTED_TOKENS // 4)
-    in_base64 = 4 * (weights + expectations) // 3
+    numbers = 4 * n_layers * arithmetic.count_layer_numbers(config, T)
+    n_spelled = S * T * LISTED_TOKENS // 4 + T * arithmetic.LISTED_NEIGHBORS
+    spellings = 40 * min(config.vocab_size or 0, n_spelled)
+    in_base64 = 4 * (weights + expectations + numbers) // 3
     return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + in_base64 + spellings
 
 
@@ -381,7 +441,8 @@ def check_page_size(config: ModelConfig, T: int) -> None:
     """Raise ConfigError if the page is too large for a browser; name the longest text that fits."""
     if config.context_length < T or estimate_page_bytes(config, T) <= page.MAX_PAGE_BYTES:
         return  # `compute_attention_weights` refuses a text that exceeds the context
-    longest = max(n for n in range(T) if estimate_page_bytes(config, n) <= page.MAX_PAGE_BYTES)
+    fitting = [n for n in range(1, T) if estimate_page_bytes(config, n) <= page.MAX_PAGE_BYTES]
+    longest = max(fitting, default=0)
     raise ConfigError(
         f"--prompt: a page of {T} tokens and {config.n_layer * config.n_head} heads would be "
         f"larger than {page.MAX_PAGE_BYTES // 10**6} MB; give at most {longest} tokens"

@@ -29,16 +29,18 @@ HOSTILE = (
 )
 
 
-def run_of(sample=None, tokenizer=None, **attention) -> Run:
+def run_of(sample=None, tokenizer=None, model=None, **attention) -> Run:
     """A model, of bytes if no tokenizer is given, with random weights."""
     tokenizer = tokenizer or ByteTokenizer()
-    config = tiny(model={"attention": attention}, sample=sample or {})
+    config = tiny(model={**(model or {}), "attention": attention}, sample=sample or {})
     config = config.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
     torch.manual_seed(0)
     model = GPT(config.model).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
+            if name.endswith("proj.bias"):  # begins as 0
+                parameter.normal_()
     return Run(Path("runs/<b>"), config, tokenizer, model, {"step": 7, "corpus": ""})
 
 

@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch):
 def test_a_page_of_many_heads_and_tokens_stays_small():
     config = tiny(model={"n_layer": 6, "n_head": 6, "d_model": 384, "context_length": 512})
     model = config.with_tokenizer("gpt2", 50257).model
-    assert page_data.estimate_page_bytes(model, 128) < 2_000_000
+    assert page_data.estimate_page_bytes(model, 128, 0) < 2_000_000
     assert page_data.estimate_page_bytes(model, 512) < 30_000_000
 
 
@@ -230,8 +230,9 @@ def test_tokens_are_spelled_in_text_and_symbols():
         *(["", x] for x in ("f0", "9f", "98", "80")),
         ["a"],
     ]
-    assert page_data.label_parts(tokenizer, emoji) == ["😀1/4", "😀2/4", "😀3/4", "😀4/4", ""]
-    assert page_data.label_parts(tokenizer, [0xF0, 65, 0xE4, 0xBD]) == ["", "", "", ""]
+    parts = [["😀", f"{n}/4"] for n in (1, 2, 3, 4)]
+    assert page_data.spell_parts(tokenizer, emoji) == [*parts, None]
+    assert page_data.spell_parts(tokenizer, [0xF0, 65, 0xE4, 0xBD]) == [None] * 4
 
 
 def test_nothing_in_the_data_can_leave_its_place():
@@ -267,7 +268,8 @@ def test_the_policy_allows_the_script_of_the_page_and_nothing_else():
 
 
 def test_the_template_sets_only_text():
-    lines = page.TEMPLATE_FILE.read_text(encoding="utf-8").splitlines()
+    template = page.TEMPLATE_FILE.read_text(encoding="utf-8")
+    lines = (template + page.ARITHMETIC_FILE.read_text(encoding="utf-8")).splitlines()
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)
     for wrong in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "style="):
