@@ -66,7 +66,9 @@ def say_header(line: str) -> None:
     if not is_interactive():
         say(line)
         return
-    width = max(40, shutil.get_terminal_size().columns - 1)
+    width = shutil.get_terminal_size().columns - 1
+    width -= measure_width(line) - len(line)  # textwrap counts characters; this never overflows
+    width = max(40, width)
     indent = " " * 12
     say(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
 

@@ -111,6 +111,10 @@ def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     assert all(re.match(" {12}(one-two|three|end)", each) for each in rest)
     assert " ".join([first, *rest]).split() == line.split()
     assert max(map(len, [first, *rest])) < 80
+    console.say_header("  data      " + "中文 " * 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.count("中文") for line in lines] == [9, 9, 2]
+    assert max(map(console.measure_width, lines)) < 80
 
 
 @pytest.mark.parametrize(

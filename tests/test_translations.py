@@ -66,11 +66,12 @@ def read_block(block: str, anchors: list[str]) -> Block:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_chinese_page_has_the_blocks_code_links_and_numbers_of_the_english_one(page: Path):
-    text = page.read_text()
-    translation = page.with_suffix(".zh.md").read_text()
-    for expected, found in zip(read_blocks(text), read_blocks(translation), strict=False):
-        assert found == expected
-    assert len(read_blocks(text)) == len(read_blocks(translation))
+    chinese = page.with_suffix(".zh.md")
+    expected = read_blocks(page.read_text())
+    found = read_blocks(chinese.read_text())
+    for number, (ours, theirs) in enumerate(zip(expected, found, strict=False)):
+        assert theirs == ours, f"{chinese.name}, block {number}: say what {page.name} says"
+    assert len(found) == len(expected)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -8,7 +8,7 @@ embedding, then each layer), N tokens listed.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,13 @@ from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost
-from gptmini.tokenizer.spelling import is_part_of_character, spell_token, spell_tokens
+from gptmini.tokenizer.spelling import (
+    is_part_of_character,
+    list_unfinished,
+    spell_next,
+    spell_token,
+    spell_tokens,
+)
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 LISTED_TOKENS = 10  # N: the likeliest next tokens
@@ -244,14 +250,16 @@ class _Spellings:
     def __init__(self) -> None:
         self.texts: list[list[str]] = []
         self.any_bytes = False  # whether some are bytes in hex
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[int | bytes, ...], int] = {}
 
-    def index_of(self, tokenizer: Tokenizer, token: int) -> int:
-        if token not in self._numbers:
-            self._numbers[token] = len(self.texts)
-            self.texts.append(spell_token(tokenizer, token))
+    def index_of(self, tokenizer: Tokenizer, token: int, unfinished: Sequence[bytes] = ()) -> int:
+        """Return the number of a token that stands alone, or after a character's first bytes."""
+        key = (token, *unfinished)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.texts)
+            self.texts.append(spell_next(tokenizer, unfinished, token))
             self.any_bytes = self.any_bytes or is_part_of_character(tokenizer, token)
-        return self._numbers[token]
+        return self._numbers[key]
 
 
 def _read_at_checkpoint(
@@ -265,8 +273,17 @@ def _read_at_checkpoint(
         raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
     is_past = torch.ones(T, T, dtype=torch.bool).tril()
     past_weights = weights[:, :, is_past].numpy()  # (L, H, T(T+1)/2)
-    listed_tokens = lens.tokens.flatten().tolist()
-    numbers = [spellings.index_of(run.tokenizer, token) for token in listed_tokens]
+    unfinished = list_unfinished([run.tokenizer.decode_token(token) for token in tokens])
+    numbers = [
+        spellings.index_of(run.tokenizer, token, unfinished[position])
+        for stage_tokens in lens.tokens.tolist()
+        for position, listed_tokens in enumerate(stage_tokens)
+        for token in listed_tokens
+    ]
+    next_numbers = [
+        spellings.index_of(run.tokenizer, token, pieces)
+        for token, pieces in zip(tokens[1:], unfinished, strict=False)
+    ]
     measures = []
     for summary in summarize_heads(weights):
         means = [summary.previous, summary.first, summary.itself, summary.entropy]
@@ -277,6 +294,7 @@ def _read_at_checkpoint(
         "weights": page.encode_base64(page.quantize_to_bytes(past_weights)),
         "listed": lens.tokens.shape[2],
         "tokens": page.encode_base64(torch.tensor(numbers, dtype=torch.int32).numpy()),
+        "next": next_numbers,
         "probabilities": page.encode_base64(lens.probabilities.numpy()),
         "ranks": page.encode_base64(lens.target_ranks.int().numpy()),
         "came": page.encode_base64(lens.target_probabilities.numpy()),
@@ -433,9 +451,8 @@ def estimate_page_bytes(config: ModelConfig, T: int, n_layers: int = 1) -> int:
     expectations = S * T * (LISTED_TOKENS + 1) * 8
     numbers = 4 * n_layers * arithmetic.count_layer_numbers(config, T)
     n_spelled = S * T * LISTED_TOKENS // 4 + T * arithmetic.LISTED_NEIGHBORS
-    spellings = 40 * min(config.vocab_size or 0, n_spelled)
     in_base64 = 4 * (weights + expectations + numbers) // 3
-    return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + in_base64 + spellings
+    return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + in_base64 + 40 * n_spelled
 
 
 def check_page_size(config: ModelConfig, T: int) -> None:
