@@ -42,12 +42,12 @@ def visit(browser, tmp_path: Path) -> Iterator[Any]:
     """Opens a page from its bytes or path; fails at the end if anything went wrong inside."""
     contexts, wrong = [], []
 
-    def visit(content: bytes | Path, width: int = 1280, scheme: str = "light") -> Any:
+    def visit(content: bytes | Path) -> Any:
         if isinstance(content, bytes):
             (tmp_path / "page.html").write_bytes(content)
             content = tmp_path / "page.html"
-        size = {"width": width, "height": 900}
-        context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
+        size = {"width": 1280, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme="light", offline=True)
         contexts.append(context)
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(message.text))
@@ -407,9 +407,11 @@ def test_nothing_overflows(visit, plotted):
     # Texts that are wider than what they are in.
     script = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1)
       .map(node => node.className)"""
-    for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
-        for content in pages:
-            tab = visit(content, width, scheme)
+    for content in pages:
+        tab = visit(content)
+        for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
+            tab.set_viewport_size({"width": width, "height": 900})
+            tab.emulate_media(color_scheme=scheme)
             assert tab.evaluate("document.documentElement.scrollWidth") == width
             inner = ".card, .tile, .token, .measure, .row"
             assert tab.eval_on_selector_all(inner, script) == []
