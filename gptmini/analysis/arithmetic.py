@@ -87,8 +87,10 @@ def get_frequencies(model: GPT) -> Tensor | None:
 
 def get_slopes(model: GPT) -> Tensor | None:
     """Get the slopes (H,) by which ALiBi takes distance from scores; None without ALiBi."""
-    slopes: Tensor | None = getattr(model.blocks[0].attn, "alibi_slopes", None)
-    return slopes if slopes is None else slopes.float().cpu()
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    slopes = block.attn.alibi_slopes
+    return None if slopes is None else slopes.float().cpu()
 
 
 @torch.no_grad()

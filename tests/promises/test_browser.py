@@ -158,9 +158,9 @@ def numbers_of(figure: Any) -> torch.Tensor:
     ("model", "attention"),
     [
         ({}, {}),
-        ({"position": "learned", "bias": True}, {"variant": "gqa", "n_kv_head": 2, "window": 4}),
+        ({"position": "alibi", "bias": True}, {"variant": "gqa", "n_kv_head": 2, "window": 4}),
     ],
-    ids=["rope", "windows"],
+    ids=["rope", "alibi"],
 )
 def test_the_arithmetic_is_that_of_python(visit, model, attention):
     run = run_of(model=model, **attention)
@@ -184,18 +184,23 @@ def test_the_arithmetic_is_that_of_python(visit, model, attention):
     found = torch.tensor(
         [[real(cell) for cell in row.locator(".signed").all_inner_texts()] for row in rows.all()]
     )
-    masked = scaled.masked_fill(~mask, -torch.inf)
-    expected = torch.stack([raw, scaled, masked, weights], dim=1)
+    steps = [raw, scaled]
+    biased = scaled
+    if model:
+        bias = mechanisms.alibi_bias(4, 14)[2, 8]
+        steps.append(bias)
+        biased = scaled + bias
+    expected = torch.stack([*steps, biased.masked_fill(~mask, -torch.inf), weights], dim=1)
     torch.testing.assert_close(found, expected, atol=6e-4, rtol=0)
     bars = (
         rows.nth(7)
         .locator(".bar > i")
         .evaluate_all("bars => bars.map(bar => [bar.style.left, bar.style.width].map(parseFloat))")
     )
-    largest = torch.stack([raw, scaled]).abs().max()
+    largest = torch.stack(steps).abs().max()
     share = 50 * (raw[7] / largest).item()
     assert bars[0] == pytest.approx([50 + min(share, 0), abs(share)], abs=1e-3)
-    assert bars[3][1] == pytest.approx(100 * weights[7].item(), abs=1e-3)
+    assert bars[-1][1] == pytest.approx(100 * weights[7].item(), abs=1e-3)
 
     output = layer.output_weight[:, 2 * K : 3 * K] @ (weights @ values)
     stream = layer.stream[8]
