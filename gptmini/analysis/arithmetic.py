@@ -134,6 +134,7 @@ def build_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
     )
     if config.d_model > MAX_STREAM_NUMBERS:
         output += f" Of its numbers this page has the first {MAX_STREAM_NUMBERS}."
+    bias = "the bias of position is added; " if config.position == "alibi" else ""
     partial = ""
     if is_partial:
         partial = (
@@ -144,8 +145,9 @@ def build_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
         "vectors": _describe_vectors(config),
         "position": _describe_position(config),
         "scores": "The product q·k of the query with each key says how well they match. It is "
-        f"divided by √{K}, so that long vectors do not saturate the softmax; it becomes -∞ where "
-        "the mask hides the key; and the softmax turns all scores into weights that sum to 1.",
+        f"divided by √{K}, so that long vectors do not saturate the softmax; {bias}it becomes -∞ "
+        "where the mask hides the key; and the softmax turns all scores into weights, which sum "
+        "to 1.",
         "mixed": "Each value times its weight, added up: a mean of what the tokens pass on.",
         "output": output,
         "partial": partial,
