@@ -85,6 +85,12 @@ def get_frequencies(model: GPT) -> Tensor | None:
     return torch.atan2(model.rotary.sines[position], model.rotary.cosines[position]).cpu()
 
 
+def get_slopes(model: GPT) -> Tensor | None:
+    """Get the slopes (H,) by which ALiBi takes distance from scores; None without ALiBi."""
+    slopes: Tensor | None = getattr(model.blocks[0].attn, "alibi_slopes", None)
+    return slopes if slopes is None else slopes.float().cpu()
+
+
 @torch.no_grad()
 def find_neighbors(table: Tensor, tokens: list[int], count: int) -> tuple[Tensor, Tensor]:
     """Find the rows of an embedding table (V, D) with the smallest angles to those of N tokens.
@@ -161,6 +167,8 @@ def _describe_vectors(config: ModelConfig) -> str:
     if config.n_kv_head < config.n_head:
         sharing = config.n_head // config.n_kv_head
         sentences.append(f"Groups of {sharing} query heads share a key and a value.")
+    if config.position == "rope":
+        sentences.append("Query and key are shown as the scores need them, turned by step 2.")
     return " ".join(sentences)
 
 

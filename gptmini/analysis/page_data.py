@@ -163,10 +163,10 @@ def build_reading(
     config = run.config.model
     notes = build_notes(config)
     if spellings.any_bytes:
-        notes["text"] += (
-            " Tokens in hexadecimal are only some bytes of a character; 中1/2 is the first of two "
-            "tokens that spell 中."
-        )
+        notes["text"] += " Tokens in hexadecimal are only some bytes of a character."
+    in_text = spell_parts(run.tokenizer, tokens)
+    if any(in_text):
+        notes["text"] += " A character and 1/2 is the first of two tokens that spell the character."
     return {
         "type": "reading",
         "heading": heading,
@@ -175,7 +175,7 @@ def build_reading(
         "windows": [config.get_window(layer) for layer in range(config.n_layer)],
         "start": start,
         "tokens": token_numbers,
-        "in_text": spell_parts(run.tokenizer, tokens),
+        "in_text": in_text,
         "drawn": len(text.tokens) if text else 0,
         "sampling": _describe_filters(run.config.sample) if text else "",
         "vocab_size": config.vocab_size,
@@ -414,12 +414,13 @@ def build_arithmetic(
         model.embed.weight, distinct, arithmetic.LISTED_NEIGHBORS
     )  # (N, count) each
     frequencies = arithmetic.get_frequencies(model)
+    slopes = arithmetic.get_slopes(model)
     return {
         "layers": encoded,
         "d_model": config.d_model,
         "position": config.position,
         "frequencies": None if frequencies is None else frequencies.tolist(),
-        "slopes": None,
+        "slopes": None if slopes is None else slopes.tolist(),
         "neighbors": [
             [
                 spellings.index_of(run.tokenizer, token),

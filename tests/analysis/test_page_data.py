@@ -134,6 +134,8 @@ def test_a_page_explains_bytes_in_hex_if_it_has_any():
     assert ["", "e4"] in part["spellings"]
     (read,) = part["readings"]
     assert [part["spellings"][n] for n in read["next"]] == [["", "b8"], ["中", "3/3"]]
+    assert part["in_text"] == [["中", f"{n}/3"] for n in (1, 2, 3)]
+    assert part["notes"]["text"].endswith("first of two tokens that spell the character.")
     whole = run_of(tokenizer=CharTokenizer(""))
     whole.tokenizer.decode_token = lambda token: b"a"  # type: ignore[method-assign]
     part = page_data.build_reading([whole], TOKENS, "")

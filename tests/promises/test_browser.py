@@ -245,7 +245,9 @@ def test_rope_turns_the_chosen_pair_of_the_chosen_key(visit):
 
 def test_neighbors_and_the_cache_follow_the_token(visit):
     run = run_of(model={"n_layer": 3}, variant="gqa", n_kv_head=2, window=4, full_every=3)
-    tab = visit(page_data.build_page(run, TEXT, None, (0, 0)))
+    part = page_data.build_reading([run], TEXT, "", with_arithmetic=True)
+    part["arithmetic"]["layers"][1] = None
+    tab = visit(page.render_page("", "", [part]))
     slider = tab.get_by_label("Tokens read")
     slider.press("Home")
     for _ in range(5):
@@ -264,6 +266,10 @@ def test_neighbors_and_the_cache_follow_the_token(visit):
     widths = "cells => cells.map(cell => cell.style.flexGrow + cell.className)"
     strips = [strip.locator("span").evaluate_all(widths) for strip in tab.locator(".strip").all()]
     assert strips == [["2hatched", "4kept", "8"]] * 2 + [["6kept", "8"]]
+    card = tab.locator(".arithmetic")
+    card.get_by_label("Layer").select_option("layer 1")  # one that the page had no room for
+    assert "This page has no numbers of layer 1." in card.inner_text()
+    assert not tab.locator(".scores").is_visible()
 
 
 def test_several_heads_are_averaged(visit):
@@ -322,7 +328,8 @@ def test_draws_show_what_the_filters_removed(visit):
 
 
 def test_hostile_texts_are_shown_and_run_nothing(visit):
-    part = page_data.build_reading([run_of()], TEXT, HOSTILE)
+    part = page_data.build_reading([run_of()], TEXT, HOSTILE, with_arithmetic=True)
+    part["arithmetic"]["notes"] = dict.fromkeys(part["arithmetic"]["notes"], HOSTILE)
     part["spellings"] = [[HOSTILE, HOSTILE] for _ in part["spellings"]]
     part["in_text"][3:6] = [[HOSTILE, HOSTILE]] * 3
     part["sampling"] = HOSTILE
@@ -337,7 +344,16 @@ def test_hostile_texts_are_shown_and_run_nothing(visit):
     tab = visit(page.render_page(HOSTILE, HOSTILE, parts))
     assert tab.evaluate("document.scripts.length") == plain
     assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
-    for selector in ("h1", "#lead", "td", "pre", "svg + *, .card h3", ".token", ".label"):
+    for selector in (
+        "h1",
+        "#lead",
+        "td",
+        "pre",
+        "svg + *, .card h3",
+        ".token",
+        ".label",
+        ".scores th .label",
+    ):
         assert "<img src=x onerror=alert(1)>" in tab.locator(selector).first.text_content()
     assert tab.evaluate("document.querySelector('pre').textContent") == HOSTILE
     # The policy also stops what somebody would write into the page later.
@@ -371,7 +387,7 @@ def test_a_plot_shows_the_heads_at_every_checkpoint(visit, plotted):
 
 def of_long_words() -> bytes:
     long = "x" * 300
-    part = page_data.build_reading([run_of()], TEXT, long)
+    part = page_data.build_reading([run_of()], TEXT, long, with_arithmetic=True)
     part["spellings"] = [[long, "␣" * 300] for _ in part["spellings"]]
     lines = [page.build_series(long, [(0, 1), (1, 2)])]
     samples = {"type": "samples", "heading": long, "items": [[long, long]]}
