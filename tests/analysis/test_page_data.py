@@ -132,10 +132,10 @@ def test_a_page_explains_bytes_in_hex_if_it_has_any():
     part = page_data.build_reading([run_of()], list("中".encode()), "")
     assert sentence in part["notes"]["text"]
     assert ["", "e4"] in part["spellings"]
-    (read,) = part["readings"]
-    assert [part["spellings"][n] for n in read["next"]] == [["", "b8"], ["中", "3/3"]]
     assert part["in_text"] == [["中", f"{n}/3"] for n in (1, 2, 3)]
     assert part["notes"]["text"].endswith("first of two tokens that spell the character.")
+    (read,) = part["readings"]
+    assert [part["spellings"][n] for n in read["next"]] == [["", "b8"], ["中", "3/3"]]
     whole = run_of(tokenizer=CharTokenizer(""))
     whole.tokenizer.decode_token = lambda token: b"a"  # type: ignore[method-assign]
     part = page_data.build_reading([whole], TOKENS, "")
