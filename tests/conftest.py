@@ -1,12 +1,14 @@
 """Fixtures, and the environment that every test runs in."""
 
 import atexit
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # pytest runs a process for each core (`-n auto` in pyproject.toml), so each takes one thread. Bits
@@ -21,7 +23,7 @@ import tiktoken
 from hypothesis import HealthCheck, Phase, settings
 
 from gptmini.cli import app
-from tests.support import WORDS, new_cache
+from tests.support import ROOT, WORDS, new_cache
 
 # A busy machine is not a failure: nothing that hypothesis runs has to be fast.
 settings.register_profile(
@@ -69,6 +71,30 @@ def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
         return end.value.code or 0, out, err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def start_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., tuple[list[int], str]]]:
+    """Runs a command line in several ranks: (exit codes, stderr)."""
+    if not hasattr(os, "fork"):
+        pytest.skip("ranks are forks of their launcher")
+    launcher = ROOT / "tests" / "promises" / "ranks_launcher.py"
+    said = tmp_path_factory.mktemp("ranks") / "said.txt"
+    with subprocess.Popen(
+        [sys.executable, launcher], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def start(size: int, *words: str, fault: str = "none") -> tuple[list[int], str]:
+            said.write_text("")
+            request = {"size": size, "words": words, "fault": fault, "said": str(said)}
+            print(json.dumps(request), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+            return json.loads(answer), said.read_text()
+
+        yield start
+        process.stdin.close()
 
 
 @pytest.fixture

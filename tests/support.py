@@ -66,9 +66,11 @@ def tiny(**sections: dict[str, Any]) -> Config:
 
 
 def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
-    """Decide and train, as the command does, without weighing each of a thousand small runs."""
+    """Decide and train, as the command does, without timing each of a thousand small runs."""
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=config.train.batch_size)
+    if config.train.compile == "auto":
+        config = config.with_train(compile="off")
     trainer.train(decide(config, RunDirectory(out), cache, started), out)
 
 
