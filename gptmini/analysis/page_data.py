@@ -254,7 +254,7 @@ class _Spellings:
 
     def index_of(self, tokenizer: Tokenizer, token: int, unfinished: Sequence[bytes] = ()) -> int:
         """Return the number of a token that stands alone, or after a character's first bytes."""
-        key = (token, *unfinished)
+        key: tuple[int | bytes, ...] = (token, *unfinished)
         if key not in self._numbers:
             self._numbers[key] = len(self.texts)
             self.texts.append(spell_next(tokenizer, unfinished, token))
