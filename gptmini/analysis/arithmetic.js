@@ -75,7 +75,7 @@ function drawPlane(before, after, angle) {
     `${(100 * share * x / radius).toFixed(1)} ${(-100 * share * y / radius).toFixed(1)}`;
   const rest = angle % (2 * Math.PI);
   const arc = range(49).map((n) => place(turn(before, rest * n / 48), .45));
-  const dot = (point, style) => {
+  const mark = (point, style) => {
     const [cx, cy] = place(point).split(" ");
     return make(`circle.${style}`, {cx, cy, r: 7});
   };
@@ -83,8 +83,8 @@ function drawPlane(before, after, angle) {
     make("line.axis", {x1: -112, x2: 112, y1: 0, y2: 0}),
     make("line.axis", {x1: 0, x2: 0, y1: -112, y2: 112}),
     make("circle.ring", {cx: 0, cy: 0, r: 100}),
-    make("path.curve.dashed", {d: `M0 0L${place(before)}`}), dot(before, "open"),
-    make("path.curve", {d: `M0 0L${place(after)}`}), dot(after, "closed"),
+    make("path.curve.dashed", {d: `M0 0L${place(before)}`}), mark(before, "open"),
+    make("path.curve", {d: `M0 0L${place(after)}`}), mark(after, "closed"),
     make("path.curve.turned", {d: `M${arc.join("L")}`}));
 }
 
@@ -108,10 +108,9 @@ function buildArithmetic(part, reading) {
   }
   // Row n of an array of rows that are `width` long.
   const row = (array, n, width) => array.subarray(n * width, (n + 1) * width);
-  const kvHeadOf = (h) => reading.kvHeadOf(h);
   const queryOf = (h) => row(numbersOf(layer).q, h * T + q, K);
-  const keyOf = (h, k) => row(numbersOf(layer).k, kvHeadOf(h) * T + k, K);
-  const valueOf = (h, k) => row(numbersOf(layer).v, kvHeadOf(h) * T + k, K);
+  const keyOf = (h, k) => row(numbersOf(layer).k, reading.kvHeadOf(h) * T + k, K);
+  const valueOf = (h, k) => row(numbersOf(layer).v, reading.kvHeadOf(h) * T + k, K);
 
   // All that a head computes for the query, one array over keys for each step.
   function compute(h) {
@@ -168,7 +167,7 @@ function buildArithmetic(part, reading) {
     const pair = Number(pairSlider.value);
     const frequency = frequencies[pair];
     const pairOf = (vector) => [vector[pair], vector[pair + K / 2]];
-    const show = (name, vector, position) => {
+    const turnOne = (name, vector, position) => {
       const after = pairOf(vector);
       const angle = position * frequency;
       const before = turn(after, -angle);
@@ -192,8 +191,8 @@ function buildArithmetic(part, reading) {
     pairText.textContent = `pair ${pair} of ${K / 2}: numbers ${pair} and ${pair + K / 2}, `
       + `${formatTurn(frequency)} for each position`;
     keyText.replaceChildren(`key at position ${key} `, labelAt(key));
-    const query = show("q", queryOf(head), q);
-    const found = show("k", keyOf(head, key), key);
+    const query = turnOne("q", queryOf(head), q);
+    const found = turnOne("k", keyOf(head, key), key);
     planes.replaceChildren(query.figure, found.figure);
     share.textContent = `This pair's share of the score q·k: `
       + `${formatReal(dot(query.after, found.after))}; without turning it would be `
@@ -244,9 +243,9 @@ function buildArithmetic(part, reading) {
         make("td", {}, make("span.signed", {}, weights[k].toFixed(4), makeBar(weights[k]))),
         make("td", {}, drawBars(valueOf(head, k))));
     }));
-    const rest = seen.filter((k) => !rows.includes(k));  // too many to show
+    const rest = seen.filter((k) => !rows.includes(k));
     const sum = rest.reduce((total, k) => total + weights[k], 0);
-    const tooOld = range(q + 1).length - seen.length;
+    const tooOld = q + 1 - seen.length;
     const sentences = [
       rest.length ? `${formatCount(rest.length, "more key")} with weights of `
         + `${sum.toFixed(4)} together.` : "",

@@ -87,8 +87,10 @@ def get_frequencies(model: GPT) -> Tensor | None:
 
 def get_slopes(model: GPT) -> Tensor | None:
     """Get the slopes (H,) by which ALiBi takes distance from scores; None without ALiBi."""
-    slopes: Tensor | None = getattr(model.blocks[0].attn, "alibi_slopes", None)
-    return slopes if slopes is None else slopes.float().cpu()
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    slopes = block.attn.alibi_slopes
+    return None if slopes is None else slopes.float().cpu()
 
 
 @torch.no_grad()
@@ -132,6 +134,7 @@ def build_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
     )
     if config.d_model > MAX_STREAM_NUMBERS:
         output += f" Of its numbers this page has the first {MAX_STREAM_NUMBERS}."
+    bias = "the bias of position is added; " if config.position == "alibi" else ""
     partial = ""
     if is_partial:
         partial = (
@@ -142,8 +145,9 @@ def build_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
         "vectors": _describe_vectors(config),
         "position": _describe_position(config),
         "scores": "The product q·k of the query with each key says how well they match. It is "
-        f"divided by √{K}, so that long vectors do not saturate the softmax; it becomes -∞ where "
-        "the mask hides the key; and the softmax turns all scores into weights that sum to 1.",
+        f"divided by √{K}, so that long vectors do not saturate the softmax; {bias}it becomes -∞ "
+        "where the mask hides the key; and the softmax turns all scores into weights, which sum "
+        "to 1.",
         "mixed": "Each value times its weight, added up: a mean of what the tokens pass on.",
         "output": output,
         "partial": partial,

@@ -27,6 +27,7 @@ RUNS = {
         model={"norm": "rmsnorm", "activation": "swiglu", "head_dim": 8, "d_model": 48},
         **{"variant": "gqa", "n_kv_head": 2, "qk_norm": False, "qkv_bias": True},
     ),
+    "alibi": run_of(model={"position": "alibi", "bias": True}, variant="gqa", n_kv_head=2),
     "windows": run_of(
         model={"position": "none"}, variant="mqa", window=3, full_every=2, qk_norm=True
     ),
@@ -76,16 +77,23 @@ def test_the_numbers_of_a_page_compute_what_the_model_computes(name: str):
     config = run.model.config
     part = page_data.build_reading([run], TOKENS, "", with_arithmetic=True)
     weights = compute_attention_weights(run.model, TOKENS)
+    slopes = part["arithmetic"]["slopes"]
+    bias = None
+    if name == "alibi":
+        assert slopes == [2**-2, 2**-4, 2**-6, 2**-8]
+        bias = mechanisms.alibi_bias(H, T)
+    else:
+        assert slopes is None
     for layer, (x, before, after) in enumerate(record_inputs(run)):
         numbers = decode(part["arithmetic"]["layers"][layer], config)
         attention = run.model.blocks[layer].attn
         mask = mechanisms.window_mask(T, part["windows"][layer] or T)
         keys = numbers["k"].repeat_interleave(H // config.n_kv_head, dim=0)
         torch.testing.assert_close(
-            mechanisms.attention_weights(numbers["q"], keys, mask), weights[layer]
+            mechanisms.attention_weights(numbers["q"], keys, mask, bias), weights[layer]
         )
         mixed = mechanisms.grouped_query_attention(
-            numbers["q"], numbers["k"], numbers["v"], mask
+            numbers["q"], numbers["k"], numbers["v"], mask, bias
         )  # (H, T, K)
         heads = numbers["output_weight"].view(-1, H, K)  # (R, H, K)
         output = torch.einsum("rhk,htk->tr", heads, mixed) + numbers["output_bias"]

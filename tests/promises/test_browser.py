@@ -42,12 +42,12 @@ def visit(browser, tmp_path: Path) -> Iterator[Any]:
     """Opens a page from its bytes or path; fails at the end if anything went wrong inside."""
     contexts, wrong = [], []
 
-    def visit(content: bytes | Path, width: int = 1280, scheme: str = "light") -> Any:
+    def visit(content: bytes | Path) -> Any:
         if isinstance(content, bytes):
             (tmp_path / "page.html").write_bytes(content)
             content = tmp_path / "page.html"
-        size = {"width": width, "height": 900}
-        context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
+        size = {"width": 1280, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme="light", offline=True)
         contexts.append(context)
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(message.text))
@@ -158,9 +158,9 @@ def numbers_of(figure: Any) -> torch.Tensor:
     ("model", "attention"),
     [
         ({}, {}),
-        ({"position": "learned", "bias": True}, {"variant": "gqa", "n_kv_head": 2, "window": 4}),
+        ({"position": "alibi", "bias": True}, {"variant": "gqa", "n_kv_head": 2, "window": 4}),
     ],
-    ids=["rope", "windows"],
+    ids=["rope", "alibi"],
 )
 def test_the_arithmetic_is_that_of_python(visit, model, attention):
     run = run_of(model=model, **attention)
@@ -184,18 +184,23 @@ def test_the_arithmetic_is_that_of_python(visit, model, attention):
     found = torch.tensor(
         [[real(cell) for cell in row.locator(".signed").all_inner_texts()] for row in rows.all()]
     )
-    masked = scaled.masked_fill(~mask, -torch.inf)
-    expected = torch.stack([raw, scaled, masked, weights], dim=1)
+    steps = [raw, scaled]
+    biased = scaled
+    if model:
+        bias = mechanisms.alibi_bias(4, 14)[2, 8]
+        steps.append(bias)
+        biased = scaled + bias
+    expected = torch.stack([*steps, biased.masked_fill(~mask, -torch.inf), weights], dim=1)
     torch.testing.assert_close(found, expected, atol=6e-4, rtol=0)
     bars = (
         rows.nth(7)
         .locator(".bar > i")
         .evaluate_all("bars => bars.map(bar => [bar.style.left, bar.style.width].map(parseFloat))")
     )
-    largest = torch.stack([raw, scaled]).abs().max()
+    largest = torch.stack(steps).abs().max()
     share = 50 * (raw[7] / largest).item()
     assert bars[0] == pytest.approx([50 + min(share, 0), abs(share)], abs=1e-3)
-    assert bars[3][1] == pytest.approx(100 * weights[7].item(), abs=1e-3)
+    assert bars[-1][1] == pytest.approx(100 * weights[7].item(), abs=1e-3)
 
     output = layer.output_weight[:, 2 * K : 3 * K] @ (weights @ values)
     stream = layer.stream[8]
@@ -407,9 +412,11 @@ def test_nothing_overflows(visit, plotted):
     # Texts that are wider than what they are in.
     script = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1)
       .map(node => node.className)"""
-    for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
-        for content in pages:
-            tab = visit(content, width, scheme)
+    for content in pages:
+        tab = visit(content)
+        for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
+            tab.set_viewport_size({"width": width, "height": 900})
+            tab.emulate_media(color_scheme=scheme)
             assert tab.evaluate("document.documentElement.scrollWidth") == width
             inner = ".card, .tile, .token, .measure, .row"
             assert tab.eval_on_selector_all(inner, script) == []
