@@ -30,15 +30,13 @@ class Block(NamedTuple):
     fenced: str  # the content of a code block, whose comments stay in English
     numbers: list[str]  # numerals, in the order of the text
     code: list[str]  # inline, sorted, as the order of words is the language's
-    links: list[str]  # sorted; a heading of the page itself by its place
+    links: list[str]  # sorted; headings by their places, as their names are translated
 
 
-def read_blocks(text: str) -> list[Block]:
+def read_blocks(page: Path) -> list[Block]:
     """Read the blocks of a page, without the line that leads to the other language."""
-    headings = HEADING.findall(FENCED.sub("", text))
-    anchors = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings]
-    title, _, *blocks = split_blocks(text)
-    return [read_block(block, anchors) for block in (title, *blocks)]
+    title, _, *blocks = split_blocks(page.read_text())
+    return [read_block(block, page) for block in (title, *blocks)]
 
 
 def split_blocks(text: str) -> Iterator[str]:
@@ -50,25 +48,35 @@ def split_blocks(text: str) -> Iterator[str]:
             yield from re.findall(r"(?:.+\n)+", part)
 
 
-def read_block(block: str, anchors: list[str]) -> Block:
+def name_link(link: str, page: Path) -> str:
+    """Name the target of a link by the English page and the place of the heading there."""
+    path, _, anchor = link.partition("#")
+    if anchor:
+        target = page.parent / path if path else page
+        headings = HEADING.findall(FENCED.sub("", target.read_text()))
+        anchors = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings]
+        anchor = f"#{anchors.index(anchor)}"
+    return path.replace(".zh.md", ".md") + anchor
+
+
+def read_block(block: str, page: Path) -> Block:
     if block.startswith("```"):
         return Block("```", block, [], [], [])
     start = re.match(r"#+|!\[|-|\||\d+\.", block)
     kind = start[0] if start else ""
     if kind and kind[0] not in "#!":
         kind = "".join(ITEM.findall(block))
-    links = [link.replace(".zh.md", ".md") for link in LINK.findall(block)]
-    links = [f"#{anchors.index(link[1:])}" if link[0] == "#" else link for link in links]
+    links = sorted(name_link(link, page) for link in LINK.findall(block))
     prose = LINK.sub("", MONTH.sub("", block))
     code = sorted(CODE.findall(prose.replace(".zh.md", ".md").replace("\n", " ")))
-    return Block(kind, "", NUMBER.findall(CODE.sub("", prose)), code, sorted(links))
+    return Block(kind, "", NUMBER.findall(CODE.sub("", prose)), code, links)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_chinese_page_has_the_blocks_code_links_and_numbers_of_the_english_one(page: Path):
     chinese = page.with_suffix(".zh.md")
-    expected = read_blocks(page.read_text())
-    found = read_blocks(chinese.read_text())
+    expected = read_blocks(page)
+    found = read_blocks(chinese)
     for number, (ours, theirs) in enumerate(zip(expected, found, strict=False)):
         assert theirs == ours, f"{chinese.name}, block {number}: say what {page.name} says"
     assert len(found) == len(expected)
@@ -99,10 +107,14 @@ def test_chinese_stands_apart_from_latin_letters_and_digits():
         assert not re.findall(r"[一-鿿][,;:?!](?=.)", text)
 
 
-def test_a_figure_that_changes_in_one_page_is_noticed():
+def test_a_figure_that_changes_in_one_page_is_noticed(tmp_path: Path):
+    page = tmp_path / "a.md"
+    translation = tmp_path / "a.zh.md"
     english = "# A\n\nEnglish\n\nIt takes `b` 9 seconds; see [this](#a).\n\n- 1\n- 2\n"
     chinese = "# 甲\n\n中文\n\n`b` 用时 9 秒。见[这里](#甲)。\n\n- 1\n- 2\n"
-    expected = read_blocks(english)
-    assert read_blocks(chinese) == expected
+    page.write_text(english)
+    translation.write_text(chinese)
+    assert read_blocks(translation) == read_blocks(page)
     for old, new in (("9", "8"), ("`b`", "`c`"), ("- 2\n", ""), ("#甲", "x.md"), ("# 甲", "## 甲")):
-        assert read_blocks(chinese.replace(old, new)) != expected
+        translation.write_text(chinese.replace(old, new))
+        assert read_blocks(translation) != read_blocks(page)
