@@ -16,7 +16,7 @@ from gptmini.model.attention import KVCache
 from gptmini.model.layers import scale_frequencies
 from gptmini.tokenizer.spelling import spell_token
 from tests.analysis.samples import TOKENS, run_of
-from tests.support import tiny
+from tests.support import POSITIONS, tiny
 
 T = len(TOKENS)
 H, K = 4, 8
@@ -110,6 +110,10 @@ def test_the_numbers_of_a_page_compute_what_the_model_computes(name: str):
                 if kind != "v" and config.position == "rope":
                     made = mechanisms.rotate_by_position(made, config.rope_theta)
                 torch.testing.assert_close(numbers[kind], made, atol=1e-5, rtol=1e-5)
+
+
+def test_every_position_of_the_settings_is_tried_here():
+    assert {run.model.config.position for run in RUNS.values()} == set(POSITIONS)
 
 
 def test_the_angles_of_a_page_are_those_of_the_model():
