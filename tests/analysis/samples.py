@@ -15,9 +15,10 @@ from tests.support import tiny
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def model_of(**attention) -> GPT:
+def model_of(position: str = "rope", **attention) -> GPT:
     torch.manual_seed(0)
-    model = GPT(tiny(model={"attention": attention}).with_tokenizer("byte", 50).model).eval()
+    config = tiny(model={"position": position, "attention": attention})
+    model = GPT(config.with_tokenizer("byte", 50).model).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)

@@ -17,7 +17,7 @@ MASK = attention_maps.build_mask("causal", 5).numpy()
     [
         {"variant": "mha"},
         {"variant": "gqa", "n_kv_head": 2, "qk_norm": True},
-        {"variant": "mqa", "window": 3},
+        {"variant": "mqa", "window": 3, "position": "alibi"},
     ],
     ids=str,
 )

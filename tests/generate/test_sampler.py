@@ -93,7 +93,7 @@ def test_windows_slide_the_same_with_and_without_the_cache(attention):
 
 
 @pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
-@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, attention):
     """Any length, past the context, with its own random numbers, beside texts that end sooner."""
