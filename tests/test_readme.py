@@ -266,6 +266,17 @@ def test_every_configuration_is_described():
         assert f"`{path.relative_to(CONFIGS_DIR).with_suffix('')}`" in described
 
 
+def test_code_that_the_page_on_extending_quotes_is_in_the_files_it_names():
+    page = (ROOT / "docs" / "extending.md").read_text()
+    quotes = list(re.finditer(r"```(?:python|cpp)\n(.*?)```", page, re.DOTALL))
+    assert quotes
+    for quote in quotes:
+        file = re.findall(r"`((?:gptmini|tests)/[\w/.]+)`", page[: quote.start()])[-1]
+        source = (ROOT / file).read_text()
+        for part in quote[1].split("    ...\n"):
+            assert part in source, f"{file} has changed: {part}"
+
+
 def test_every_script_that_is_named_exists():
     texts = "".join(path.read_text() for path in READMES)
     named = set(re.findall(r"python ((?:scripts|tests)/[\w/]+\.py)", texts))
