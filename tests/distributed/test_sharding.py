@@ -36,7 +36,7 @@ TRAIN = {
 CASES: dict[str, dict[str, Any]] = {
     "muon": {
         "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "dropout": 0.1}
-        | {"attention": {"variant": "mqa"}},
+        | {"attention": {"variant": "mqa"}, "position": "alibi"},
         "train": TRAIN
         | {"batch_size": 24, "micro_batch_size": 2, "grad_clip": 0.1, "dtype": "float32"},
     },
