@@ -1,9 +1,9 @@
 """Start ranks as forks of one process, which spares each of them seconds of imports.
 
-Each line of stdin asks for one start, as JSON: `words` is run as `gptmini WORDS...` in `size`
-ranks, with the variables that torchrun sets. They write to the file `said`; a line of stdout has
-their exit codes. `fault` breaks one thing in one rank; `none` breaks nothing. {rank} in a word is
-the number of the rank.
+Each line of stdin asks for one start, as JSON: `words` is run as `gptmini WORDS...` in `folder` by
+`size` ranks, with the variables that torchrun sets. They write to the file `said`; a line of stdout
+has their exit codes. `fault` breaks one thing in one rank; `none` breaks nothing. {rank} in a word
+is the number of the rank.
 """
 
 import json
@@ -169,6 +169,7 @@ def start(rank: int, port: int, request: dict[str, Any]) -> int:
     said = os.open(request["said"], os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
+    os.chdir(request["folder"])
     size = request["size"]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if size > 1:

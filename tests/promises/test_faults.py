@@ -7,7 +7,6 @@ import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,6 @@ class Disk:
         self.remains[tuple(found)] = None
 
 
-
 def restore(remains: Remains, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for path, content in remains:
@@ -134,7 +132,9 @@ def restore(remains: Remains, folder: Path) -> None:
             path.write_bytes(content)
 
 
-def lost(train: Callable[..., RunDirectory], config: Config, stride: int, tmp: Path) -> Iterator[str]:
+def lost(
+    train: Callable[..., RunDirectory], config: Config, stride: int, tmp: Path
+) -> Iterator[str]:
     """Cut the power at every stride-th moment and resume; yield what ends unlike an uncut run."""
     run = tmp / "run"
     with pytest.MonkeyPatch.context() as patch:
