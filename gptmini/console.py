@@ -66,7 +66,9 @@ def say_header(line: str) -> None:
     if not is_interactive():
         say(line)
         return
-    width = max(40, shutil.get_terminal_size().columns - 1)
+    width = shutil.get_terminal_size().columns - 1
+    width -= measure_width(line) - len(line)  # textwrap counts characters; this never overflows
+    width = max(40, width)
     indent = " " * 12
     say(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
 
@@ -282,6 +284,22 @@ def iter_with_progress(items: Iterable[T], description: str, total: int) -> Iter
     return tqdm(items, desc=description, total=total, delay=1, leave=False, disable=hidden)
 
 
+def measure_width(text: str) -> int:
+    """Count the columns that a text takes on a terminal: two for Chinese characters and emoji."""
+    width = 0
+    for character in text:
+        if unicodedata.category(character) in ("Mn", "Me", "Cf"):  # over the one before, or unseen
+            continue
+        width += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return width
+
+
+def pad(text: str, width: int, to_right: bool = False) -> str:
+    """Fill a text with spaces to a width on a terminal."""
+    spaces = " " * (width - measure_width(text))
+    return spaces + text if to_right else text + spaces
+
+
 def format_table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
     """Format rows of cells as aligned text, or as a Markdown table; the first row is the header.
 
@@ -289,12 +307,12 @@ def format_table(rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
     """
     columns = list(zip(*rows, strict=True))
     min_width = 3 if markdown else 0
-    widths = [max(min_width, *map(len, column)) for column in columns]
+    widths = [max(min_width, *map(measure_width, column)) for column in columns]
     numeric = [all(cell[:1] in "+-0123456789" for cell in column[1:]) for column in columns]
 
     def format_row(cells: Sequence[str]) -> str:
         aligned = [
-            cell.rjust(width) if is_numeric else cell.ljust(width)
+            pad(cell, width, to_right=is_numeric)
             for cell, width, is_numeric in zip(cells, widths, numeric, strict=True)
         ]
         if markdown:

@@ -1,13 +1,16 @@
 """Fixtures, and the environment that every test runs in."""
 
 import atexit
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 # pytest runs a process for each core (`-n auto` in pyproject.toml), so each takes one thread. Bits
 # are then the same in this process and its children.
@@ -21,7 +24,7 @@ import tiktoken
 from hypothesis import HealthCheck, Phase, settings
 
 from gptmini.cli import app
-from tests.support import WORDS, new_cache
+from tests.support import ROOT, WORDS, new_cache
 
 # A busy machine is not a failure: nothing that hypothesis runs has to be fast.
 settings.register_profile(
@@ -69,6 +72,55 @@ def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
         return end.value.code or 0, out, err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def start_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., tuple[list[int], str]]]:
+    """Runs a command line in several ranks: (exit codes, stderr)."""
+    if not hasattr(os, "fork"):
+        pytest.skip("ranks are forks of their launcher")
+    launcher = ROOT / "tests" / "promises" / "ranks_launcher.py"
+    said = tmp_path_factory.mktemp("ranks") / "said.txt"
+    with subprocess.Popen(
+        [sys.executable, launcher], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def start(size: int, *words: str, fault: str = "none") -> tuple[list[int], str]:
+            said.write_text("")
+            request = {"size": size, "words": words, "fault": fault, "said": str(said)}
+            request["folder"] = os.getcwd()
+            print(json.dumps(request), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+            return json.loads(answer), said.read_text()
+
+        yield start
+        process.stdin.close()
+
+
+@pytest.fixture
+def forked_trainings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainings of a comparison import nothing: they are forks that `start_ranks` starts."""
+    if not hasattr(os, "fork"):
+        return
+    start_ranks = request.getfixturevalue("start_ranks")
+
+    class Training:
+        """Stands for `subprocess.Popen` of gptmini; it ends before anybody asks for it."""
+
+        def __init__(self, command: list[str], **_: object) -> None:
+            assert command[1:3] == ["-m", "gptmini"]
+            (self.returncode,), said = start_ranks(1, *command[3:])
+            sys.stderr.write(said)
+
+        def poll(self) -> int:
+            return self.returncode
+
+        wait = poll
+
+    stand_in = SimpleNamespace(Popen=Training, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr("gptmini.analysis.compare.subprocess", stand_in)
 
 
 @pytest.fixture

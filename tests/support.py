@@ -6,12 +6,12 @@ import os
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from gptmini.cli import app
-from gptmini.config.settings import Config
+from gptmini.config.settings import Config, ModelConfig
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
@@ -26,6 +26,9 @@ needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "
+
+# Tests that try them all take them from here, so that a new one is tried as well.
+POSITIONS: tuple[str, ...] = get_args(ModelConfig.model_fields["position"].annotation)
 
 SMALL = [
     "--set",
@@ -63,9 +66,11 @@ def tiny(**sections: dict[str, Any]) -> Config:
 
 
 def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
-    """Decide and train, as the command does, without weighing each of a thousand small runs."""
+    """Decide and train, as the command does, without timing each of a thousand small runs."""
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=config.train.batch_size)
+    if config.train.compile == "auto":
+        config = config.with_train(compile="off")
     trainer.train(decide(config, RunDirectory(out), cache, started), out)
 
 

@@ -111,6 +111,10 @@ def test_a_header_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     assert all(re.match(" {12}(one-two|three|end)", each) for each in rest)
     assert " ".join([first, *rest]).split() == line.split()
     assert max(map(len, [first, *rest])) < 80
+    console.say_header("  data      " + "中文 " * 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.count("中文") for line in lines] == [9, 9, 2]
+    assert max(map(console.measure_width, lines)) < 80
 
 
 @pytest.mark.parametrize(
@@ -182,3 +186,15 @@ def test_windows_reports_a_closed_pipe_as_an_invalid_argument(monkeypatch):
     monkeypatch.setattr(console, "IS_WINDOWS", True)
     assert not console.stream_to_stdout(["a"])
     assert not console.is_closed_pipe(OSError(errno.EINVAL, "Invalid argument", "a file"))
+
+
+def test_columns_are_aligned_on_a_terminal_where_some_characters_take_two():
+    assert [console.measure_width(text) for text in ("", "abc", "中文", "。", "😀", "e\u0301")] == [
+        *(0, 3, 4, 2, 2, 1)
+    ]
+    rows = [["run", "text", "n"], ["中文", "é", "5"], ["a", "日本語です", "12"]]
+    assert console.format_table(rows).splitlines() == [
+        "run   text         n",
+        "中文  é            5",
+        "a     日本語です  12",
+    ]

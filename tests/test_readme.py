@@ -27,9 +27,11 @@ ROOT = Path(__file__).parents[1]
 READMES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(set((ROOT / "docs").glob("*.md")) - set((ROOT / "docs").glob("*.zh.md"))),
     *(ROOT / folder / "README.md" for folder in ("configs", "data", "scripts", "tests")),
 ]
+# Their code is that of the English pages, which tests/test_translations.py compares them with.
+TRANSLATIONS = [*ROOT.glob("*.zh.md"), *sorted((ROOT / "docs").glob("*.zh.md"))]
 SMALL = [
     "model.n_layer=2",
     "model.d_model=32",
@@ -44,7 +46,7 @@ TEXT = "".join(
     f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
 )
 FILE_OPTIONS = ("--data", "--prompts", "--prompt-file", "--file")
-PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html"}
+PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html", ".js"}
 
 
 def blocks(language: str, readme: Path) -> list[str]:
@@ -133,6 +135,7 @@ def train_missing_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
             assert run_command(command, monkeypatch) == 0
 
 
+@pytest.mark.usefixtures("forked_trainings")
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_runs(
     readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -266,6 +269,17 @@ def test_every_configuration_is_described():
         assert f"`{path.relative_to(CONFIGS_DIR).with_suffix('')}`" in described
 
 
+def test_code_that_the_page_on_extending_quotes_is_in_the_files_it_names():
+    page = (ROOT / "docs" / "extending.md").read_text()
+    quotes = list(re.finditer(r"```(?:python|cpp)\n(.*?)```", page, re.DOTALL))
+    assert quotes
+    for quote in quotes:
+        file = re.findall(r"`((?:gptmini|tests)/[\w/.]+)`", page[: quote.start()])[-1]
+        source = (ROOT / file).read_text()
+        for part in quote[1].split("    ...\n"):
+            assert part in source, f"{file} has changed: {part}"
+
+
 def test_every_script_that_is_named_exists():
     texts = "".join(path.read_text() for path in READMES)
     named = set(re.findall(r"python ((?:scripts|tests)/[\w/]+\.py)", texts))
@@ -294,7 +308,9 @@ def test_the_file_tree_names_the_files_of_the_package():
     assert shown - {"gptmini/cli/..."} == names
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "readme", READMES + TRANSLATIONS, ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_links_and_pictures_exist(readme: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", readme.read_text()):
         if not target.startswith(("http://", "https://")):

@@ -1,16 +1,28 @@
 """The tour: every block of Python runs, in order, and prints what stands below it."""
 
 import contextlib
+import importlib
 import io
+import operator
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, WORDS
 
 TOUR = ROOT / "docs" / "tour.md"
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+SMALL = [
+    "--set=model={n_layer: 2, n_head: 4, d_model: 16, context_length: 64}",
+    "--set=train={steps: 2, batch_size: 4, compile: off}",
+    "--set=sample={max_new_tokens: 4}",
+    "--set=tokenizer.kind=byte",
+]
 
 
 def list_chapters() -> dict[str, list[tuple[str, str]]]:
@@ -53,3 +65,34 @@ def test_every_chapter_has_a_picture_and_is_listed():
     for chapter in chapters:
         assert f". [{chapter.partition('. ')[2]}](#" in text
     assert len(re.findall(r"^!\[.+\]\(\.\./data/tour/.+\.png\)$", text, re.MULTILINE)) >= 12
+
+
+def test_the_table_names_functions_and_tests_that_exist():
+    row = re.compile(r"^\|.*?\| `([\w.]+):([\w.]+)` \|.*\| `(\w+)` \|$", re.MULTILINE)
+    rows = row.findall(TOUR.read_text())
+    assert len(rows) > 25
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for module, name, test in rows:
+        assert callable(operator.attrgetter(name)(importlib.import_module(f"gptmini.{module}")))
+        assert f"def {test}(" in tests, test
+
+
+@pytest.mark.usefixtures("forked_trainings")
+def test_the_commands_within_the_text_run(gptmini):
+    """In one folder, as a reader would type them: none is refused for what another has left."""
+    pytest.importorskip("matplotlib")
+    for name in ("python-docs.txt", "other.txt"):
+        Path(name).write_text(WORDS * 20)
+    run = "runs/python-docs"
+    own = ["--data", "python-docs.txt", *SMALL]
+    assert gptmini("train", *own)[0] == 0
+    commands = re.findall(r"`gptmini\s([^`]+ [^`]+)`", TOUR.read_text())
+    assert len(commands) > 25
+    for command in dict.fromkeys(" ".join(each.split()) for each in commands):
+        words = shlex.split(command.replace("RUN", run).replace("TEXT", "'a text'"))
+        if "--from" in words:
+            words += ["--steps", "2"]
+        elif words[0] in ("train", "compare"):
+            words += own
+        code, _, err = gptmini(*words)
+        assert code == 0, f"{command}: {err}"

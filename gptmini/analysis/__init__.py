@@ -1,7 +1,7 @@
 """Measures and inspects trained models; nothing here is needed to train one.
 
-Read `evaluate` and `score` (losses on a text, token by token), then `variants` (measured runs as
-plain data, and statistics), `measure` and `compare` (which produce them), `attention_maps`,
-`page_data` and `report` (what is shown), `plots` and `page` (how: pictures, and pages from
-page.html). Those two take plain data and know neither trainer nor model.
+Read evaluate.py and score.py first (the loss of a text, and token by token); then measure.py and
+compare.py, which measure runs beside each other, with variants.py and statistics.py for the tables.
+attention_maps.py, page_data.py and report.py compute what is shown; plots.py and page.py show it,
+from plain data, and know neither trainer nor model.
 """

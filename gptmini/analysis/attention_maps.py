@@ -1,4 +1,4 @@
-"""Computes the attention weights of a model, spells its tokens, and shows masks.
+"""Computes the attention weights of a model, and shows them and masks.
 
 Letters: L layers, H query heads, T positions.
 """
@@ -17,9 +17,8 @@ from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.attention import Attention, make_mask
 from gptmini.model.gpt import GPT
-from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.tokenizer.spelling import explain_labels, label_tokens
 
-BYTES_LEGEND = "in hex: tokens that are only some bytes of a character"
 MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
 
 MAX_MASK_POSITIONS = 256  # more would overflow the screen
@@ -29,7 +28,7 @@ MAX_MASK_POSITIONS = 256  # more would overflow the screen
 class AttentionView:
     """The attention weights (L, H, T, T) of a model on a prompt, and which heads to show.
 
-    `head` is None for all heads of these layers. With `any_bytes`, some labels are bytes in hex.
+    `head` is None for all heads of these layers. `legend` explains marks in the labels.
     """
 
     weights: Tensor
@@ -37,7 +36,7 @@ class AttentionView:
     n_kv_head: int
     layers: list[int]
     head: int | None
-    any_bytes: bool = False
+    legend: tuple[str, ...] = ()
 
     def format_text(self) -> str:
         """Return a table of the heads to show and its legend; of a single head also its weights."""
@@ -53,8 +52,8 @@ class AttentionView:
             parts.append(f"{T} tokens: {' '.join(self.labels)}\n{MORE_OPTIONS_HINT}")
         else:
             parts.append(self._format_head(self.weights[self.layers[0], self.head]))
-        if self.any_bytes:
-            parts.append(BYTES_LEGEND)
+        if self.legend:
+            parts.append("\n".join(self.legend))
         return "\n\n".join(parts)
 
     def _format_head(self, weights: Tensor) -> str:
@@ -113,9 +112,9 @@ def view_attention(
     if head is not None and not 0 <= head < config.n_head:
         raise ConfigError(f"--head {head}: this model has heads 0 to {config.n_head - 1}")
     weights = compute_attention_weights(run.model, tokens)
-    labels = [label_token(run.tokenizer, token) for token in tokens]
-    any_bytes = any(is_part_of_character(run.tokenizer, token) for token in tokens)
-    return AttentionView(weights, labels, config.n_kv_head, layers, head, any_bytes)
+    labels = label_tokens(run.tokenizer, tokens)
+    legend = explain_labels([run.tokenizer.decode_token(token) for token in tokens])
+    return AttentionView(weights, labels, config.n_kv_head, layers, head, tuple(legend))
 
 
 @torch.no_grad()
@@ -186,43 +185,6 @@ def summarize_heads(weights: Tensor) -> list[HeadSummary]:
         for layer in range(L)
         for head in range(H)
     ]
-
-
-def label_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as a picture can show it."""
-    return "".join(spell_token(tokenizer, token))
-
-
-def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
-    """Spell a token as text and symbols in turn, text first; [] for an empty one.
-
-    Symbols make the rest visible: spaces, line ends and other control characters, bytes that are
-    only part of a character (in hex), and the end-of-text token.
-    """
-    if token == tokenizer.eos_token_id:
-        return ["", "<doc>"]
-    if is_part_of_character(tokenizer, token):
-        return ["", tokenizer.decode_token(token).hex()]
-    text = tokenizer.decode([token])
-    spelling: list[str] = []  # text at even places, symbols at odd ones
-    for character in text:
-        is_text = character.isprintable() and character != " "
-        if not spelling:
-            spelling.append("")
-        ends_with_text = len(spelling) % 2 == 1
-        if is_text != ends_with_text:
-            spelling.append("")
-        spelling[-1] += character if is_text else _symbol_for(character)
-    return spelling
-
-
-def is_part_of_character(tokenizer: Tokenizer, token: int) -> bool:
-    """Tell whether a token is not whole characters."""
-    return "\ufffd" in tokenizer.decode([token])
-
-
-def _symbol_for(character: str) -> str:
-    return "␣" if character == " " else repr(character)[1:-1]
 
 
 def build_mask(name: str, size: int | None = None) -> Tensor:

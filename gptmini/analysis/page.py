@@ -1,4 +1,4 @@
-"""Writes a page as one HTML file: page.html with data in it, which its script shows.
+"""Writes a page as one HTML file: page.html with arithmetic.js and the data that they show.
 
 Nothing in the data can become markup or script: it is JSON in ASCII without `<`, `>` and `&`; the
 script only ever sets texts; and the page's Content-Security-Policy allows no script but its own, no
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
+ARITHMETIC_FILE = Path(__file__).with_name("arithmetic.js")  # a part of the template's script
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -25,6 +26,8 @@ Series = dict[str, Any]
 def render_page(title: str, introduction: str, parts: list[PageItem]) -> bytes:
     """Render a page; `introduction` is a sentence or two below its title."""
     page = TEMPLATE_FILE.read_text(encoding="utf-8")
+    arithmetic = ARITHMETIC_FILE.read_text(encoding="utf-8")
+    page = page.replace("\nARITHMETIC\n", f"\n{arithmetic}\n", 1)
     policy = "; ".join(
         [
             "default-src 'none'",

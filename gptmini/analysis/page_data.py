@@ -1,28 +1,22 @@
 """Builds the data of a page on a model that reads a text.
 
-For each token: what every head attends to, what the model expects next, how much the KV cache
-holds, and from which tokens the sampler drew.
+For each token: what every head attends to and how it is computed, what the model expects next,
+what the KV cache holds, and from which tokens the sampler drew.
 
-Letters: L layers, H query heads, T positions, V vocabulary, S = L + 1 stages (the embedding, then
-each layer), N tokens listed.
+Letters: L layers, H query heads, K head size, T positions, V vocabulary, S = L + 1 stages (the
+embedding, then each layer), N tokens listed.
 """
 
-import codecs
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gptmini import console
-from gptmini.analysis import page
-from gptmini.analysis.attention_maps import (
-    compute_attention_weights,
-    is_part_of_character,
-    spell_token,
-    summarize_heads,
-)
+from gptmini.analysis import arithmetic, page
+from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
@@ -30,11 +24,18 @@ from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from gptmini.plan import cost
+from gptmini.tokenizer.spelling import (
+    is_part_of_character,
+    list_unfinished,
+    spell_next,
+    spell_token,
+    spell_tokens,
+)
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 LISTED_TOKENS = 10  # N: the likeliest next tokens
-PAGE_OVERHEAD_BYTES = 50_000  # of a page on no tokens
-BYTES_PER_TOKEN = 200  # besides weights and expectations
+PAGE_OVERHEAD_BYTES = 80_000  # of a page on no tokens
+BYTES_PER_TOKEN = 600  # besides weights and expectations
 
 
 class LogitLens(NamedTuple):
@@ -113,7 +114,7 @@ def continue_prompt(run: Run, prompt: str, count: int) -> Text:
 def build_page(run: Run, tokens: list[int], text: Text | None, start: tuple[int, int]) -> bytes:
     """Build the page of a model that reads these tokens; see `build_reading`."""
     check_page_size(run.config.model, len(tokens))
-    reading = build_reading([run], tokens, "", text, start)
+    reading = build_reading([run], tokens, "", text, start, with_arithmetic=True)
     return page.render_page(str(run.path), _describe_reading(run, tokens, text), [reading])
 
 
@@ -142,22 +143,30 @@ def build_reading(
     heading: str,
     text: Text | None = None,
     start: tuple[int, int] = (0, 0),
+    with_arithmetic: bool = False,
 ) -> page.PageItem:
     """Build the part of a page on a model that reads these tokens.
 
     `runs` are one or several checkpoints of it. They may come one by one, as several may not fit
     in memory. `text` is the text that was generated as these tokens, if it was; `start` is the
-    layer and head to show first.
+    layer and head to show first. `with_arithmetic` shows how the weights of the last checkpoint are
+    computed.
     """
     spellings = _Spellings()
     readings = []
     for run in runs:
         token_numbers = [spellings.index_of(run.tokenizer, token) for token in tokens]
         readings.append(_read_at_checkpoint(run, tokens, spellings, text))
+    shown_arithmetic = None
+    if with_arithmetic:
+        shown_arithmetic = build_arithmetic(run, tokens, spellings, start[0])
     config = run.config.model
     notes = build_notes(config)
     if spellings.any_bytes:
         notes["text"] += " Tokens in hexadecimal are only some bytes of a character."
+    in_text = spell_parts(run.tokenizer, tokens)
+    if any(in_text):
+        notes["text"] += " A character and 1/2 is the first of two tokens that spell the character."
     return {
         "type": "reading",
         "heading": heading,
@@ -166,13 +175,16 @@ def build_reading(
         "windows": [config.get_window(layer) for layer in range(config.n_layer)],
         "start": start,
         "tokens": token_numbers,
-        "whole": complete_characters(run.tokenizer, tokens),
+        "in_text": in_text,
         "drawn": len(text.tokens) if text else 0,
         "sampling": _describe_filters(run.config.sample) if text else "",
         "vocab_size": config.vocab_size,
         "memory": compute_cache_sizes(config, len(tokens)),
+        "cache_lengths": [config.get_cache_length(layer) for layer in range(config.n_layer)],
+        "head_dim": config.head_dim,
         "notes": notes,
         "readings": readings,
+        "arithmetic": shown_arithmetic,
         "spellings": spellings.texts,
     }
 
@@ -198,6 +210,12 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
     window = config.attention.window
     if window:
         memory += f" Layers with a window keep only the last {window} tokens."
+    kept = (
+        "Each token adds a key and a value to every KV head (a row) of every layer. They stay as "
+        "long as a later token may look at them. Filled: kept. Empty: not read yet."
+    )
+    if window:
+        kept += f" Hatched: overwritten, as it has left the window of {window}."
     return {
         "text": "Point at a token, tap it, or use the arrow keys: the tokens it attends to light "
         "up. It can only look back; whatever it cannot see is hatched. The orange bar shows a "
@@ -211,6 +229,7 @@ def build_notes(config: ModelConfig) -> dict[str, Any]:
         "stages": "What the output head would predict after each layer (the logit lens); the last "
         "one decides. Choose one to see its list.",
         "memory": memory,
+        "kept": kept,
         "weights": "Weights show where a head reads from, not why the model answers as it does: "
         "quite different weights can give the same answer (Jain and Wallace 2019). Here they are "
         "rounded to 8 bits: off by at most 0.4 percentage points, small ones by less.",
@@ -231,14 +250,16 @@ class _Spellings:
     def __init__(self) -> None:
         self.texts: list[list[str]] = []
         self.any_bytes = False  # whether some are bytes in hex
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[int | bytes, ...], int] = {}
 
-    def index_of(self, tokenizer: Tokenizer, token: int) -> int:
-        if token not in self._numbers:
-            self._numbers[token] = len(self.texts)
-            self.texts.append(spell_token(tokenizer, token))
+    def index_of(self, tokenizer: Tokenizer, token: int, unfinished: Sequence[bytes] = ()) -> int:
+        """Return the number of a token that stands alone, or after a character's first bytes."""
+        key: tuple[int | bytes, ...] = (token, *unfinished)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.texts)
+            self.texts.append(spell_next(tokenizer, unfinished, token))
             self.any_bytes = self.any_bytes or is_part_of_character(tokenizer, token)
-        return self._numbers[token]
+        return self._numbers[key]
 
 
 def _read_at_checkpoint(
@@ -252,8 +273,17 @@ def _read_at_checkpoint(
         raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
     is_past = torch.ones(T, T, dtype=torch.bool).tril()
     past_weights = weights[:, :, is_past].numpy()  # (L, H, T(T+1)/2)
-    listed_tokens = lens.tokens.flatten().tolist()
-    numbers = [spellings.index_of(run.tokenizer, token) for token in listed_tokens]
+    unfinished = list_unfinished([run.tokenizer.decode_token(token) for token in tokens])
+    numbers = [
+        spellings.index_of(run.tokenizer, token, unfinished[position])
+        for stage_tokens in lens.tokens.tolist()
+        for position, listed_tokens in enumerate(stage_tokens)
+        for token in listed_tokens
+    ]
+    next_numbers = [
+        spellings.index_of(run.tokenizer, token, pieces)
+        for token, pieces in zip(tokens[1:], unfinished, strict=False)
+    ]
     measures = []
     for summary in summarize_heads(weights):
         means = [summary.previous, summary.first, summary.itself, summary.entropy]
@@ -264,6 +294,7 @@ def _read_at_checkpoint(
         "weights": page.encode_base64(page.quantize_to_bytes(past_weights)),
         "listed": lens.tokens.shape[2],
         "tokens": page.encode_base64(torch.tensor(numbers, dtype=torch.int32).numpy()),
+        "next": next_numbers,
         "probabilities": page.encode_base64(lens.probabilities.numpy()),
         "ranks": page.encode_base64(lens.target_ranks.int().numpy()),
         "came": page.encode_base64(lens.target_probabilities.numpy()),
@@ -271,16 +302,13 @@ def _read_at_checkpoint(
     }
 
 
-def complete_characters(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Return for each token the character it completes, if earlier tokens have its first bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    completed = []
-    for token in tokens:
-        pending_bytes, _ = decoder.getstate()
-        first = decoder.decode(tokenizer.decode_token(token))[:1]
-        is_character = first.isprintable() and first != "\ufffd"
-        completed.append(first if pending_bytes and is_character else "")
-    return completed
+def spell_parts(tokenizer: Tokenizer, tokens: list[int]) -> list[list[str] | None]:
+    """Spell the tokens of a text that are part of a character, 中1/3; None for the others."""
+    in_text = spell_tokens(tokenizer, tokens)
+    return [
+        None if spelling == spell_token(tokenizer, token) else spelling
+        for token, spelling in zip(tokens, in_text, strict=True)
+    ]
 
 
 def compute_cache_sizes(config: ModelConfig, T: int) -> list[dict[str, Any]]:
@@ -371,22 +399,68 @@ def _describe_filters(sample: SampleConfig) -> str:
     return ", ".join(f"{name} {values[name]:g}" for name in shaping)
 
 
-def estimate_page_bytes(config: ModelConfig, T: int) -> int:
-    """Estimate the size of the page on T tokens: weights and expectations in base64, and texts."""
+def build_arithmetic(
+    run: Run, tokens: list[int], spellings: _Spellings, start_layer: int
+) -> page.PageItem:
+    """Build what a page needs to compute attention itself, and the neighbors of each token."""
+    model = run.model
+    config = model.config
+    layers = choose_layers(config, len(tokens), start_layer)
+    encoded: list[page.PageItem | None] = [None] * config.n_layer
+    for layer, numbers in zip(layers, arithmetic.record_layers(model, tokens, layers), strict=True):
+        encoded[layer] = arithmetic.encode_layer(numbers)
+    distinct = sorted(set(tokens))
+    neighbors, cosines = arithmetic.find_neighbors(
+        model.embed.weight, distinct, arithmetic.LISTED_NEIGHBORS
+    )  # (N, count) each
+    frequencies = arithmetic.get_frequencies(model)
+    slopes = arithmetic.get_slopes(model)
+    return {
+        "layers": encoded,
+        "d_model": config.d_model,
+        "position": config.position,
+        "frequencies": None if frequencies is None else frequencies.tolist(),
+        "slopes": None if slopes is None else slopes.tolist(),
+        "neighbors": [
+            [
+                spellings.index_of(run.tokenizer, token),
+                [spellings.index_of(run.tokenizer, neighbor) for neighbor in row.tolist()],
+                [round(cosine, 4) for cosine in row_cosines.tolist()],
+            ]
+            for token, row, row_cosines in zip(distinct, neighbors, cosines, strict=True)
+        ],
+        "notes": arithmetic.build_notes(config, len(layers) < config.n_layer),
+    }
+
+
+def choose_layers(config: ModelConfig, T: int, start_layer: int) -> list[int]:
+    """Choose the layers whose arithmetic a page on T tokens has: all or, if too large, one."""
+    if estimate_page_bytes(config, T, config.n_layer) <= page.MAX_PAGE_BYTES:
+        return list(range(config.n_layer))
+    return [start_layer]
+
+
+def estimate_page_bytes(config: ModelConfig, T: int, n_layers: int = 1) -> int:
+    """Estimate the size of the page on T tokens, with the arithmetic of `n_layers`.
+
+    It has weights, expectations and the arithmetic in base64, and texts.
+    """
     L = config.n_layer
     S = L + 1
     weights = L * config.n_head * T * (T + 1) // 2
     expectations = S * T * (LISTED_TOKENS + 1) * 8
-    spellings = 40 * min(config.vocab_size or 0, S * T * LISTED_TOKENS // 4)
-    in_base64 = 4 * (weights + expectations) // 3
-    return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + in_base64 + spellings
+    numbers = 4 * n_layers * arithmetic.count_layer_numbers(config, T)
+    n_spelled = S * T * LISTED_TOKENS // 4 + T * arithmetic.LISTED_NEIGHBORS
+    in_base64 = 4 * (weights + expectations + numbers) // 3
+    return PAGE_OVERHEAD_BYTES + BYTES_PER_TOKEN * T + in_base64 + 40 * n_spelled
 
 
 def check_page_size(config: ModelConfig, T: int) -> None:
     """Raise ConfigError if the page is too large for a browser; name the longest text that fits."""
     if config.context_length < T or estimate_page_bytes(config, T) <= page.MAX_PAGE_BYTES:
         return  # `compute_attention_weights` refuses a text that exceeds the context
-    longest = max(n for n in range(T) if estimate_page_bytes(config, n) <= page.MAX_PAGE_BYTES)
+    fitting = [n for n in range(1, T) if estimate_page_bytes(config, n) <= page.MAX_PAGE_BYTES]
+    longest = max(fitting, default=0)
     raise ConfigError(
         f"--prompt: a page of {T} tokens and {config.n_layer * config.n_head} heads would be "
         f"larger than {page.MAX_PAGE_BYTES // 10**6} MB; give at most {longest} tokens"

@@ -14,7 +14,7 @@ from gptmini.analysis.variants import (
     drop_steep_start,
     select_numbers,
 )
-from gptmini.console import warn
+from gptmini.console import measure_width, warn
 from gptmini.errors import ConfigError, make_missing_package_error
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -25,6 +25,19 @@ COLOR_MAP = "magma_r"
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 MAX_NUMBERED_TOKENS = 12  # maps of up to this many show each weight as a number
 MONOSPACE_FONT = "DejaVu Sans Mono"  # comes with matplotlib
+# Before others that may have only some of the characters, or their Japanese forms.
+CHINESE_FONTS = (
+    "Noto Sans Mono CJK SC",
+    "Noto Sans CJK",  # also if matplotlib lists the collection by its first font, the Japanese one
+    "Noto Sans SC",
+    "Source Han Sans",
+    "WenQuanYi",
+    "PingFang",
+    "Microsoft YaHei",
+    "Hiragino Sans GB",
+    "SimHei",
+    "SimSun",
+)
 
 
 def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
@@ -87,7 +100,7 @@ def _choose_fonts(missing: set[int], entries: list[Any], fonts: list[str]) -> se
     from matplotlib import font_manager  # noqa: PLC0415 - an extra
 
     found: set[int] = set()
-    for entry in entries:
+    for entry in sorted(entries, key=_rank_font):
         if found == missing:
             break
         if entry.name.startswith("Last Resort"):  # draws boxes for everything
@@ -101,6 +114,12 @@ def _choose_fonts(missing: set[int], entries: list[Any], fonts: list[str]) -> se
             fonts.append(entry.name)
             found |= added
     return found
+
+
+def _rank_font(entry: Any) -> int:
+    """Rank a font by the list of those with Chinese; others come last, in their own order."""
+    ranks = [rank for rank, name in enumerate(CHINESE_FONTS) if entry.name.startswith(name)]
+    return ranks[0] if ranks else len(CHINESE_FONTS)
 
 
 def _find_new_fonts() -> list[Any]:
@@ -175,7 +194,7 @@ def draw_attention(
     cell *= min(1.0, MAX_FULL_SIZE_TOKENS / T)
     side = max(MIN_PANEL_INCHES, cell * T)
     font_size = min(8.0, 60 * cell)
-    longest_label = max(len(label) for label in labels)
+    longest_label = max(map(measure_width, labels))
     label_room = longest_label * 0.6 * font_size / 72  # a letter is 0.6 em wide
     width = columns * (side + 0.1) + label_room + 1.3
     height = rows * (side + 0.3) + label_room + 0.4
@@ -183,7 +202,7 @@ def draw_attention(
 
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     texts, fonts = _make_drawable(labels)
-    is_upright = max(len(text) for text in texts) <= 2
+    is_upright = max(map(measure_width, texts)) <= 2
     font: dict[str, Any] = {"fontsize": font_size, "family": fonts}
     for axis, (layer, h) in zip(axes.flat, panels, strict=True):
         cells = np.ma.masked_equal(weights[layer, h], 0)

@@ -58,20 +58,15 @@ def score(
 
 
 def _format_table(scored: "Score") -> Iterator[str]:
-    """List the tokens; those that share a character as bytes, and the character with the last."""
+    """List the tokens with their scores; then explain the marks in their labels."""
+    from gptmini.tokenizer.spelling import explain_labels, label_pieces
+
     yield "logprob   rank  token\n"
-    any_shared = False
-    for numbers, text in scored.iter_characters():
-        for number in numbers:
-            shown = repr(text)
-            if len(numbers) > 1:
-                any_shared = True
-                shown = scored.spellings[number].hex(" ")
-                if number == numbers[-1]:
-                    shown += f"  completes {text!r}"
-            yield f"{scored.logprobs[number]:7.3f} {scored.token_ranks[number]:6}  {shown}\n"
-    if any_shared:
-        yield "Tokens without quotes are bytes, in hex: they share a character with others.\n"
+    labels = label_pieces(scored.spellings)
+    for logprob, rank, label in zip(scored.logprobs, scored.token_ranks, labels, strict=True):
+        yield f"{logprob:7.3f} {rank:6}  {label}\n"
+    for line in explain_labels(scored.spellings):
+        yield f"{line}\n"
 
 
 def _color_tokens(scored: "Score") -> Iterator[str]:

@@ -108,6 +108,7 @@ def info(
     from gptmini.console import escape_control_characters
     from gptmini.data import corpus
     from gptmini.tokenizer.load import find_tokenizer
+    from gptmini.tokenizer.spelling import label_token
 
     inspected = find_tokenizer(name)
     lengths = inspected.compute_byte_lengths()
@@ -127,8 +128,7 @@ def info(
         return
     rows = {"kind": inspected.kind, "vocabulary": f"{inspected.vocab_size:,} tokens"}
     if lengths.max() > 1:
-        quoted = [json.dumps(token, ensure_ascii=False) for token in facts["longest_tokens"]]
-        rows["longest tokens"] = ", ".join(map(escape_control_characters, quoted))
+        rows["longest tokens"] = ", ".join(label_token(inspected, token) for token in longest)
     rows["special tokens"] = ", ".join(map(escape_control_characters, facts["special_tokens"]))
     rows["texts end with"] = " or ".join(map(escape_control_characters, facts["end_tokens"]))
     if data:

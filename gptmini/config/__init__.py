@@ -1,6 +1,7 @@
 """Settings and where they come from: defaults, a YAML file, the command line.
 
-Read `section` (the checked types), `settings` (every key), `load` (from files and overrides to one
-checked configuration), `yamlfile` (strict YAML) and `listing` (every key in words). Nothing here
-loads torch, a text or a model.
+Read settings.py first, every key with its meaning; then load.py, which makes one checked
+configuration of what was stated. section.py has the checked types, yamlfile.py strict YAML,
+aliases.py the names of other projects, and listing.py prints every key. Nothing here loads torch, a
+text or a model.
 """

@@ -80,9 +80,10 @@ class ModelConfig(Section):
     context_length: Count = 256
     """Maximum number of tokens the model sees at once, in training and when generating."""
     attention: AttentionConfig = AttentionConfig()
-    position: Literal["learned", "rope", "none"] = "rope"
+    position: Literal["learned", "rope", "alibi", "none"] = "rope"
     """How the model knows token order: rope rotates queries and keys (Llama), learned adds an
-    embedding per position (GPT-2), none leaves it to the causal mask."""
+    embedding per position (GPT-2), alibi makes distant keys weigh less (BLOOM), none leaves it to
+    the causal mask."""
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies; raise it for long contexts."""
     rope_scaling: Annotated[list[Positive], Field(min_length=4, max_length=4)] | None = None

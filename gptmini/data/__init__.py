@@ -1,6 +1,6 @@
-"""From files to documents to verified token files.
+"""From files of text to verified files of tokens.
 
-A text flows through `sources` (which files), `formats` (how each is read), `corpus` (split, encode,
-cache) and `token_file`. `shards` prepares token files in parts on many machines; `fetch` downloads
-known corpora.
+Read corpus.py first, the whole way of a text; then sources.py (which files), formats.py (how each
+is read) and token_file.py (what training reads). shards.py prepares token files in parts on many
+machines, fetch.py downloads known texts. Which tokens a step reads is decided in train/batches.py.
 """

@@ -36,8 +36,9 @@ from gptmini.distributed.gradients import (
 from gptmini.distributed.group import Group
 from gptmini.distributed.rows import AlignedAdamW, ShardedInit
 from gptmini.machine import Compute
+from gptmini.model.attention import Attention
 from gptmini.model.gpt import GPT
-from gptmini.model.layers import Rotary
+from gptmini.model.layers import Rotary, compute_alibi_slopes
 from gptmini.model.optim import Optimizer
 from gptmini.runs.tensors import RowSlice, ShardSpec
 
@@ -96,9 +97,18 @@ class Sharded:
         model.to_empty(device=self.compute.device)
         for parameter, rows in zip(model.parameters(), initial_rows, strict=True):
             parameter.detach().to_local().copy_(rows)  # type: ignore[attr-defined]
-        if model.rotary is not None:  # its tables are no parameters, and to_empty left them blank
-            model.rotary = Rotary(config).to(self.compute.device)
+        self._fill_buffers(model, config)
         return model
+
+    def _fill_buffers(self, model: GPT, config: ModelConfig) -> None:
+        """Compute what is no parameter; `to_empty` left it blank."""
+        for buffer in model.buffers():
+            buffer.fill_(torch.nan)  # so that one forgotten here is noticed
+        if model.rotary is not None:
+            model.rotary = Rotary(config).to(self.compute.device)
+        for module in model.modules():
+            if isinstance(module, Attention) and module.alibi_slopes is not None:
+                module.alibi_slopes = compute_alibi_slopes(config.n_head).to(self.compute.device)
 
     def create_optimizer(self, model: GPT, train: TrainConfig) -> Optimizer:
         """Create the optimizer of one process on the rows of this rank."""

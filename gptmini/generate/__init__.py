@@ -1,8 +1,7 @@
 """Prompts in, texts out: sampling from a trained model.
 
-Read `filters` (logits to one token), `sampler` (the loop), `texts` (one text as it grows), `engine`
-(prefill and the KV cache in torch), `run` (a trained model with its tokenizer) and `prompts_file`
-(many prompts from a file). Three files make it faster and change no text: `ranking` (top-k and
-top-p without sorting the vocabulary), `speculative` (drafting tokens ahead) and `native/` (the
-forward pass in C++). Nothing here knows how the model was trained.
+Read sampler.py first, the loop from one token to the next; then filters.py (logits to one token),
+texts.py (one text as it grows) and engine.py (the model with its KV cache). run.py ties a model to
+its tokenizer, and prompts_file.py reads many prompts. The others make it faster and change no text:
+ranking, speculative, graphs and device_draw, and native/, the forward pass in C++.
 """

@@ -16,6 +16,7 @@ from torch import Tensor
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError, shorten
 from gptmini.generate.filters import compute_logprob
+from gptmini.tokenizer.spelling import label_tokens
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 
@@ -39,7 +40,9 @@ def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | Non
     for key, text, value in entries:
         tokens = tokenizer.encode(text).tolist()
         if len(tokens) != 1:
-            parts = ", ".join(repr(tokenizer.decode([token])) for token in tokens[:20])
+            labels = label_tokens(tokenizer, tokens[:20])
+            typed = [label.replace("␣", " ") for label in labels]  # as it is written in a setting
+            parts = ", ".join(map(repr, typed))
             raise ConfigError(
                 f"sample.{key}: {shorten(text)!r} is not one token but {shorten(parts, 100)}; "
                 "name a single token"

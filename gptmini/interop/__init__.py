@@ -1,6 +1,6 @@
 """A run in the formats of other programs, and their models as runs.
 
-Read `architectures` (names of settings and tensors), `folding` (weights rewritten to fit them),
-`huggingface` and `gguf` (the files), and `export` (writes a run and proves what it wrote). No
-package before this one knows about it.
+Read architectures.py first, whose settings and tensors are called what; then folding.py (weights
+rewritten to fit), huggingface.py and gguf.py (the files), and export.py, which writes a run and
+proves what it wrote.
 """

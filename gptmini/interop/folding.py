@@ -26,7 +26,7 @@ def fold(config: ModelConfig, weights: Tensors) -> tuple[ModelConfig, Tensors]:
         attention["window"] = None
         attention["full_every"] = None
     can_be_gated = config.activation != "gelu" and (config.norm == "rmsnorm" or not config.bias)
-    if config.position == "rope" and can_be_gated:
+    if config.position not in ("learned", "none") and can_be_gated:
         if config.norm == "layernorm":
             _center_weights(weights)
             settings["norm"] = "rmsnorm"
@@ -36,7 +36,7 @@ def fold(config: ModelConfig, weights: Tensors) -> tuple[ModelConfig, Tensors]:
             settings["activation"] = "swiglu"
     elif config.norm == "layernorm":
         settings["bias"] = True
-    if config.position != "rope" and not config.attention.qk_norm:  # GPT-2
+    if config.position in ("learned", "none") and not config.attention.qk_norm:  # GPT-2
         _repeat_kv_heads(weights, config)
         settings["position"] = "learned"
         attention["variant"] = "mha"

@@ -1,6 +1,7 @@
-"""The GPT in plain PyTorch: tokens (B, T) in, logits (B, T, V) out, and its optimizers.
+"""The GPT in plain PyTorch: tokens (B, T) in, logits (B, T, V) out.
 
-Read attention.py, layers.py and gpt.py, then optim.py. mechanisms.py derives attention step by
-step, for readers and tests, and kernels.py computes three of torch's functions faster. Nothing here
-knows files, devices, the environment or printing.
+Read gpt.py first, the model from top to bottom; then attention.py and layers.py, which its blocks
+are made of. mechanisms.py writes out each kind of attention in a few lines, optim.py is what trains
+the model, and kernels.py computes three of torch's functions faster. Next comes train/. Nothing
+here knows files, devices, the environment or printing.
 """

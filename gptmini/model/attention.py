@@ -1,9 +1,9 @@
 """Causal self-attention with grouped KV heads, sliding windows and a KV cache.
 
-`Attention` is the module: project_qkv, mix, o_proj. Its `mask` says what `mix` may see. `attend`
-does the work, scaled dot-product attention under any mask; `make_mask` makes every mask of the
-model; `KVCache` keeps the keys and values of earlier tokens. In `static_cache.py` there is another
-cache, whose rows have different lengths.
+`Attention` is the module: project_qkv, mix, o_proj. Its `mask` says what `mix` may see, and with
+ALiBi how well. `attend` does the work, scaled dot-product attention under any mask; `make_mask`
+makes every mask of the model; `KVCache` keeps the keys and values of earlier tokens. In
+`static_cache.py` there is another cache, whose rows have different lengths.
 
 H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 2017), G = 1 is
 multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
@@ -26,11 +26,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import MachineError
 from gptmini.model.kernels import RMSNorm
-from gptmini.model.layers import apply_rotary
+from gptmini.model.layers import apply_rotary, compute_alibi_slopes
 
 
 class Attention(nn.Module):
     """Self-attention of one layer: (B, T, D) -> (B, T, D)."""
+
+    alibi_slopes: Tensor | None  # (H,)
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -53,6 +55,8 @@ class Attention(nn.Module):
         if self.qk_norm:
             self.q_norm = RMSNorm(K, eps=config.norm_eps)
             self.k_norm = RMSNorm(K, eps=config.norm_eps)
+        slopes = compute_alibi_slopes(H) if config.position == "alibi" else None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
 
     def forward(
         self,
@@ -125,16 +129,25 @@ class Attention(nn.Module):
         """
         if keys.ndim == 2:
             if self.window not in made:
-                mask = make_mask(queries, keys, self.window)  # (B, 1, T, S)
                 # As a bias, or torch's kernels would turn it into one in each layer.
-                made[self.window] = _make_bias(mask, self.k_proj.weight.dtype)
-            return made[self.window]  # (B, 1, T, S)
+                made[self.window] = self._make_bias(queries, keys)
+            return made[self.window]  # (B, 1, T, S), with ALiBi (B, H, T, S)
+        if self.alibi_slopes is not None:
+            return self._make_bias(queries, keys)  # (H, T, S)
         T = len(queries)
         S = len(keys)
         window_hides = self.window is not None and self.window < S
         if not window_hides and T in (1, S):
             return None  # `attend` needs none if T = S (causal) or T = 1 (sees every key)
         return make_mask(queries, keys, self.window)  # (T, S)
+
+    def _make_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Make the mask as a bias on the scores, with that of ALiBi if the model has it."""
+        mask = make_mask(queries, keys, self.window)  # (T, S) or (B, 1, T, S)
+        bias = _make_bias(mask, self.k_proj.weight.dtype)
+        if self.alibi_slopes is None:
+            return bias
+        return (bias + make_alibi_bias(queries, keys, self.alibi_slopes)).type_as(bias)
 
 
 def joins_projections(device: torch.device) -> bool:
@@ -177,6 +190,8 @@ def attend(
     B, H, T, K = q.shape
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
+    if mask is not None and mask.ndim == 3:
+        mask = mask[None]  # (1, H, T, S); torch's fused kernels take masks of 2 or 4 axes
     if T > 1:
         causal = mask is None
         return _attend(q, k, v, mask, causal, dropout, backend)
@@ -301,6 +316,16 @@ def make_mask(queries: Tensor, keys: Tensor, window: int | None = None) -> Tenso
         return mask
     mask &= keys[:, None] >= 0
     return mask[:, None]  # (B, 1, T, S)
+
+
+def make_alibi_bias(queries: Tensor, keys: Tensor, slopes: Tensor) -> Tensor:
+    """Make the bias of ALiBi (H, T, S): minus the distance of each key times a slope of the head.
+
+    Positions are as in `make_mask`. Where each row has its own, the bias is (B, H, T, S). Keys
+    behind their query get a bias too, and a mask must hide them.
+    """
+    distance = queries[..., None, :, None] - keys[..., None, None, :]  # ([B,] 1, T, S)
+    return -slopes[:, None, None] * distance  # (H, T, S) or (B, H, T, S)
 
 
 # -- the KV cache ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The small parts of a block: norms, dropout, feed-forward, rotary positions.
+"""The small parts of a block: norms, dropout, feed-forward, rotary positions, slopes of ALiBi.
 
 Letters: B batch, T positions, H heads, D width, K head size.
 """
@@ -120,3 +120,15 @@ def apply_rotary(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     rotated_first = first * cosines - second * sines
     rotated_second = second * cosines + first * sines
     return torch.cat([rotated_first, rotated_second], dim=-1).type_as(x)  # (B, H, T, K)
+
+
+def compute_alibi_slopes(n_head: int) -> Tensor:
+    """Compute the slopes (H,) of ALiBi (Press et al. 2022): how much each head minds distance.
+
+    For P heads, a power of two, they are 2^(-8/P), 2^(-16/P), ..., 2^-8. Beyond the largest power
+    of two, heads take every other slope of the next one: 2^(-4/P), 2^(-12/P), ...
+    """
+    P = 2 ** (n_head.bit_length() - 1)
+    exponents = [8 * n / P for n in range(1, P + 1)]
+    exponents += [4 * n / P for n in range(1, 2 * (n_head - P), 2)]
+    return torch.tensor([2**-exponent for exponent in exponents])

@@ -179,12 +179,21 @@ def rotate_by_position(x: Tensor, theta: float = 10_000.0) -> Tensor:
     return torch.cat([turned_first, turned_second], dim=-1)
 
 
-def alibi_bias(H: int, T: int) -> Tensor:
-    """(H, T, T): minus the distance of each key times a slope of the head (Press et al. 2022).
+def alibi_slopes(H: int) -> Tensor:
+    """The slopes (H,) of ALiBi: 2^(-8/H), 2^(-16/H), ..., 2^(-8) for H heads, a power of two.
 
-    The slopes of H heads, a power of two, are 2^(-8/H), 2^(-16/H), ..., 2^(-8).
+    Other numbers of heads take those of the power of two below, then every other one of the next.
     """
-    slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H)  # (H,)
+    below = 2 ** int(math.log2(H))
+    slopes = 2.0 ** (-8 * torch.arange(1, below + 1) / below)  # (below,)
+    if below == H:
+        return slopes
+    return torch.cat([slopes, alibi_slopes(2 * below)[::2][: H - below]])  # (H,)
+
+
+def alibi_bias(H: int, T: int) -> Tensor:
+    """(H, T, T): minus the distance of each key times a slope of the head (Press et al. 2022)."""
+    slopes = alibi_slopes(H)
     distance = torch.arange(T)[:, None] - torch.arange(T)  # (T, T)
     return -slopes[:, None, None] * distance
 
@@ -232,18 +241,23 @@ def multi_head_by_splitting(
     return project(merge_heads(mixed), w_o, b_o)  # (..., T, D)
 
 
-def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def grouped_query_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """q (..., H, T, K) on k (..., G, S, K) and v (..., G, S, V) -> (..., H, T, V).
 
     Query head h reads h // (H / G). G = H is multi-head attention, G = 1 is multi-query (Shazeer
-    2019), anything between is grouped-query attention (Ainslie et al. 2023).
+    2019), anything between is grouped-query attention (Ainslie et al. 2023). `bias` is (H, T, S).
     """
     H = q.shape[-3]
     G = k.shape[-3]
     heads = []
     for h in range(H):
         g = h // (H // G)
-        head = scaled_dot_product_attention(q[..., h, :, :], k[..., g, :, :], v[..., g, :, :], mask)
+        keys = k[..., g, :, :]
+        values = v[..., g, :, :]
+        head_bias = None if bias is None else bias[h]
+        head = scaled_dot_product_attention(q[..., h, :, :], keys, values, mask, head_bias)
         heads.append(head)  # (..., T, V)
     return torch.stack(heads, dim=-3)  # (..., H, T, V)
 

@@ -1,8 +1,8 @@
 """Plan a training run before step 0: what it costs, what fits the machine, what the run chooses.
 
-Read `cost` (arithmetic), `memory` (two steps on fake tensors), `timing` (steps on the machine),
-`minutes` (sizes and steps for a given time), `finetune` (what a run takes from its base),
-`decision` and `decide` (make a run's configuration), `broadcast` (the same on several processes),
-`cluster` (many accelerators, planned without any), `report` (what `gptmini size` prints). Nothing
-here knows the training loop.
+Read decide.py first, where a run's configuration is made, stage by stage; then what its stages ask:
+cost.py (arithmetic), memory.py (a dry run), timing.py (steps on this machine), minutes.py (sizes
+for a given time) and finetune.py (what a run takes from its base). broadcast.py does it once for
+several processes; cluster.py and report.py are for `gptmini size`. Next comes train/, which takes
+the decision as it is.
 """

@@ -1,5 +1,6 @@
 """A run on disk: checkpoints that are whole or absent, metrics, settings.
 
-Read tensors (files of weights, whole or in shards), directory (the files of a run, saving and
-loading), then log (metrics.jsonl and the trackers beside it). Knows tensors by name, and no model.
+Read directory.py first, the files of a run and how they are saved; then tensors.py (files of
+weights, whole or in shards) and log.py (metrics.jsonl and the trackers beside it). Nothing here
+knows a model: tensors have names.
 """

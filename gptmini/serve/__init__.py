@@ -1,7 +1,7 @@
 """Serve a trained model over HTTP, in the format of OpenAI's completions.
 
-Read `limits` (what one client may have), `scheduler` (one thread that generates the texts of all
-callers), `completions` (the JSON of a request to texts, and back), `connections` (who may hold one
-and for how long), then `server` (routes, errors, signals). `page.html` is the page that a browser
-shows. Of the rest of gptmini, this package needs only `generate/`.
+Read scheduler.py first: one thread generates the texts of all callers. Then completions.py (the
+JSON of a request to texts, and back) and server.py (routes, errors, signals), with limits.py and
+connections.py for what one client may have. Of the rest of gptmini, this package needs only
+generate/.
 """

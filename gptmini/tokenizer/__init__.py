@@ -1,7 +1,8 @@
 """Text to tokens and back: bytes, characters, byte-pair encodings.
 
-Read `tokenizers` (the interface, bytes and characters), `bpe` (how an encoding is learned),
-`bpe_tokenizer` (how it is applied) and `chunks` (how a long text is cut for it). `load` makes a
-tokenizer from its name, a text or a file, `choose` picks one for a text, and `tokenizer_json` reads
-and writes the file format of Hugging Face.
+Read tokenizers.py first, the interface with its two simplest kinds; then bpe.py (how an encoding is
+learned) and bpe_tokenizer.py (how it is applied). load.py finds a tokenizer by its name or file,
+choose.py picks one for a text, chunks.py cuts a long text for it, tokenizer_json.py is Hugging
+Face's file format, and spelling.py shows tokens to people. Next comes data/, where texts become
+files of tokens.
 """

@@ -1,10 +1,14 @@
 """Batches of windows of the corpus: which ones a step reads is a pure function of (seed, step).
 
 The training tokens are cut into windows of seq_len tokens, side by side. Each epoch visits every
-window once, in a shuffled order and from an offset, both functions of (seed, text, epoch). The
-order is a permutation that needs no memory, a Feistel network over the numbers of the windows. So
-nothing about it is ever saved, and any number of processes can compute it. Weighted texts have
-epochs of their own and take turns in a fixed pattern, the mixture cycle.
+window once, in a shuffled order and from an offset, both functions of (seed, text, epoch). So
+nothing about the order is ever saved, and any number of processes can compute it. Weighted texts
+have epochs of their own and take turns in a fixed pattern, the mixture cycle.
+
+A shuffled list would need a number for every window; `permute`, at the end, computes any place of
+the order alone. It cuts a window's number into two halves of bits and, in each of a few rounds,
+flips bits of one half by a hash of the other, which the same hash would undo: so no two numbers
+become one (a Feistel network).
 
 Letters: B batch, T positions (seq_len).
 """

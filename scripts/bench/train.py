@@ -228,13 +228,14 @@ def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
     """How much of what a large product reaches a whole step does; `runs` are not needed."""
     compute = pick_compute("auto", "auto")
     keep_freed_memory()
-    square = torch.randn(4096, 4096).to(compute.dtype)
+    size = 512 if quick else 4096
+    square = torch.randn(size, size).to(compute.dtype)
     times = []
     for _ in range(2 if quick else 6):
         started = time.perf_counter()
         square @ square
         times.append(time.perf_counter() - started)
-    reached = 2 * 4096**3 / min(times)
+    reached = 2 * size**3 / min(times)
     large = {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 257, "dropout": 0.2}
     shapes: dict[str, tuple[str, dict[str, Any]]] = {
         "`default`": ("default", {"model": {"vocab_size": 4096, "dropout": 0.1}}),
@@ -249,7 +250,7 @@ def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
             if compiled and quick:
                 cells.append("not timed")
                 continue
-            timed = time_step(full, compute, 4, compiled)
+            timed = time_step(full, compute, 1 if quick else 4, compiled)
             seconds = timed.passes + timed.update
             cells.append(f"{seconds:.3f} s, {work / seconds / reached:.0%}")
         yield f"| {name}: share of {reached / 1e9:.0f} GFLOP/s | {' | '.join(cells)} |"

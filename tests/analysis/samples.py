@@ -15,9 +15,10 @@ from tests.support import tiny
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def model_of(**attention) -> GPT:
+def model_of(position: str = "rope", **attention) -> GPT:
     torch.manual_seed(0)
-    model = GPT(tiny(model={"attention": attention}).with_tokenizer("byte", 50).model).eval()
+    config = tiny(model={"position": position, "attention": attention})
+    model = GPT(config.with_tokenizer("byte", 50).model).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
@@ -29,16 +30,18 @@ HOSTILE = (
 )
 
 
-def run_of(sample=None, tokenizer=None, **attention) -> Run:
+def run_of(sample=None, tokenizer=None, model=None, **attention) -> Run:
     """A model, of bytes if no tokenizer is given, with random weights."""
     tokenizer = tokenizer or ByteTokenizer()
-    config = tiny(model={"attention": attention}, sample=sample or {})
+    config = tiny(model={**(model or {}), "attention": attention}, sample=sample or {})
     config = config.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
     torch.manual_seed(0)
     model = GPT(config.model).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
+            if name.endswith("proj.bias"):  # begins as 0
+                parameter.normal_()
     return Run(Path("runs/<b>"), config, tokenizer, model, {"step": 7, "corpus": ""})
 
 

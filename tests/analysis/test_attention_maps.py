@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,6 @@ import torch
 
 from gptmini.analysis import attention_maps, plots
 from gptmini.errors import ConfigError, MachineError
-from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.analysis.samples import TOKENS, model_of, run_of
 
 MASK = attention_maps.build_mask("causal", 5).numpy()
@@ -17,7 +17,7 @@ MASK = attention_maps.build_mask("causal", 5).numpy()
     [
         {"variant": "mha"},
         {"variant": "gqa", "n_kv_head": 2, "qk_norm": True},
-        {"variant": "mqa", "window": 3},
+        {"variant": "mqa", "window": 3, "position": "alibi"},
     ],
     ids=str,
 )
@@ -71,12 +71,6 @@ def test_prompts_must_fit_the_context():
     for tokens in ([], [1] * 17):
         with pytest.raises(ConfigError, match="give between 1 and 16"):
             attention_maps.compute_attention_weights(model_of(variant="mha"), tokens)
-
-
-def test_labels_can_be_read():
-    tokenizer = ByteTokenizer()
-    labels = [attention_maps.label_token(tokenizer, token) for token in (65, 32, 10, 0xC3, 256)]
-    assert labels == ["A", "␣", "\\n", "c3", "<doc>"]
 
 
 def test_masks_by_name():
@@ -141,6 +135,18 @@ def test_many_tokens_leave_no_room_for_numbers():
     assert not plots.draw_attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
 
 
+def test_known_chinese_fonts_come_before_others_that_have_a_character():
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    entries = font_manager.fontManager.ttflist
+    other = next(entry for entry in entries if entry.name == "STIXGeneral")
+    known = replace(other, name="Noto Sans CJK JP")
+    fonts: list[str] = []
+    assert plots._choose_fonts({65}, [other, known], fonts) == {65}
+    assert fonts == ["Noto Sans CJK JP"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd, monkeypatch):
     pytest.importorskip("matplotlib")
@@ -180,12 +186,24 @@ def test_a_font_installed_since_matplotlib_listed_them_is_found(capfd, monkeypat
     assert capfd.readouterr().err == ""
 
 
-def test_bytes_in_hex_are_explained():
+def test_parts_of_characters_are_named_and_explained():
     run = run_of()
-    text = attention_maps.view_attention(run, list("a中".encode())).format_text()
-    assert "4 tokens: a e4 b8 ad" in text
-    assert text.endswith("in hex: tokens that are only some bytes of a character")
-    assert "in hex" not in attention_maps.view_attention(run, list(b"abc")).format_text()
+    text = attention_maps.view_attention(run, [*"a中".encode(), 0xE4]).format_text()
+    assert "5 tokens: a 中1/3 中2/3 中3/3 e4" in text
+    assert text.endswith(
+        "中1/3: the first of 3 tokens that spell the character 中\n"
+        "in hex: bytes that are no whole character"
+    )
+    plain = attention_maps.view_attention(run, list(b"abc")).format_text()
+    assert plain.endswith(attention_maps.MORE_OPTIONS_HINT)
+
+
+def test_wide_characters_take_two_columns():
+    weights = torch.ones(1, 1, 3, 3).tril()
+    view = attention_maps.AttentionView(weights, ["中文", "a", "😀"], 1, [0], 0)
+    head, *rows = view.format_text().splitlines()[-4:]
+    assert head == "query   中文      a     😀"
+    assert rows == ["中文   1.000", "a      1.000  1.000", "😀     1.000  1.000  1.000"]
 
 
 def test_one_head_is_shown_as_text():

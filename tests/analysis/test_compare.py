@@ -33,7 +33,7 @@ def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_pat
 
 
 @pytest.fixture(autouse=True)
-def _short_timings(monkeypatch):
+def _short_timings(monkeypatch, forked_trainings):
     monkeypatch.setattr(measure, "MIN_TIMING_SECONDS", 0.0)
 
 

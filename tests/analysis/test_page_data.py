@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from gptmini.analysis import page, page_data
-from gptmini.analysis.attention_maps import compute_attention_weights, spell_token, summarize_heads
+from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import draw_uniform, sample_token
 from gptmini.model.attention import KVCache
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.spelling import spell_token
 from gptmini.tokenizer.tokenizers import CharTokenizer
 from gptmini.train.evaluate import compute_token_losses
 from tests.analysis.samples import HOSTILE, TOKENS, data_of, model_of, run_of
@@ -127,10 +128,14 @@ def test_the_notes_say_what_shares_and_what_a_window_hides():
 
 
 def test_a_page_explains_bytes_in_hex_if_it_has_any():
-    sentence = "Tokens in hexadecimal are only some bytes of a character."
+    sentence = "Tokens in hexadecimal are only some bytes of a character"
     part = page_data.build_reading([run_of()], list("中".encode()), "")
-    assert part["notes"]["text"].endswith(sentence)
+    assert sentence in part["notes"]["text"]
     assert ["", "e4"] in part["spellings"]
+    assert part["in_text"] == [["中", f"{n}/3"] for n in (1, 2, 3)]
+    assert part["notes"]["text"].endswith("first of two tokens that spell the character.")
+    (read,) = part["readings"]
+    assert [part["spellings"][n] for n in read["next"]] == [["", "b8"], ["中", "3/3"]]
     whole = run_of(tokenizer=CharTokenizer(""))
     whole.tokenizer.decode_token = lambda token: b"a"  # type: ignore[method-assign]
     part = page_data.build_reading([whole], TOKENS, "")
@@ -201,7 +206,7 @@ def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch):
 def test_a_page_of_many_heads_and_tokens_stays_small():
     config = tiny(model={"n_layer": 6, "n_head": 6, "d_model": 384, "context_length": 512})
     model = config.with_tokenizer("gpt2", 50257).model
-    assert page_data.estimate_page_bytes(model, 128) < 2_000_000
+    assert page_data.estimate_page_bytes(model, 128, 0) < 2_000_000
     assert page_data.estimate_page_bytes(model, 512) < 30_000_000
 
 
@@ -229,8 +234,9 @@ def test_tokens_are_spelled_in_text_and_symbols():
         *(["", x] for x in ("f0", "9f", "98", "80")),
         ["a"],
     ]
-    assert page_data.complete_characters(tokenizer, emoji) == ["", "", "", "😀", ""]
-    assert page_data.complete_characters(tokenizer, [0xF0, 65, 0xE4, 0xBD]) == ["", "", "", ""]
+    parts = [["😀", f"{n}/4"] for n in (1, 2, 3, 4)]
+    assert page_data.spell_parts(tokenizer, emoji) == [*parts, None]
+    assert page_data.spell_parts(tokenizer, [0xF0, 65, 0xE4, 0xBD]) == [None] * 4
 
 
 def test_nothing_in_the_data_can_leave_its_place():
@@ -266,7 +272,8 @@ def test_the_policy_allows_the_script_of_the_page_and_nothing_else():
 
 
 def test_the_template_sets_only_text():
-    lines = page.TEMPLATE_FILE.read_text(encoding="utf-8").splitlines()
+    template = page.TEMPLATE_FILE.read_text(encoding="utf-8")
+    lines = (template + page.ARITHMETIC_FILE.read_text(encoding="utf-8")).splitlines()
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)
     for wrong in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "style="):

@@ -10,6 +10,7 @@ from gptmini.analysis.score import score_text
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
+from gptmini.tokenizer.spelling import label_pieces
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.support import tiny
 
@@ -58,6 +59,11 @@ def test_a_long_text_is_read_in_windows_half_a_context_apart(run: Run, length: i
         start = 0 if place < 16 else (place - 16) // 8 * 8 + 8
         logprob, _ = by_hand(run, tokens, place, start)
         assert found.logprobs[place] == pytest.approx(logprob, abs=1e-5), place
+
+
+def test_a_character_across_the_end_of_a_window_is_still_named(run: Run):
+    found = score_text(run, "a" * 15 + "中!")  # the first window ends after a byte of it
+    assert label_pieces(found.spellings)[14:] == ["a", "中1/3", "中2/3", "中3/3", "!"]
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "empty"), ("a\udc80", "character 1 is no")])

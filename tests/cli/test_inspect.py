@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from gptmini.analysis.attention_maps import spell_token
+from gptmini.tokenizer.spelling import spell_token
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.analysis.samples import data_of
 from tests.support import SMALL

@@ -7,6 +7,7 @@ import pytest
 
 from gptmini.analysis.score import Score
 from gptmini.cli import score as scoring
+from gptmini.tokenizer.spelling import explain_labels
 
 
 def test_score_prints_every_token_and_the_totals(gptmini, run, monkeypatch):
@@ -45,12 +46,12 @@ def test_a_character_of_several_tokens_is_shown_whole():
     assert "".join(scoring._color_tokens(found)) == "a\x1b[48;5;94m中!\x1b[0m文\n\n"
     assert "".join(scoring._format_table(found)).splitlines() == [
         "logprob   rank  token",
-        " -0.100      1  'a'",
-        " -1.000      2  e4",
-        " -1.900      3  b8 ad 21  completes '中!'",
-        " -0.100      4  '文'",
-        " -0.100      5  '\\n'",
-        "Tokens without quotes are bytes, in hex: they share a character with others.",
+        " -0.100      1  a",
+        " -1.000      2  中1/2",
+        " -1.900      3  中2/2!",
+        " -0.100      4  文",
+        " -0.100      5  \\n",
+        "中1/2: the first of 2 tokens that spell the character 中",
     ]
 
 
@@ -59,4 +60,5 @@ def test_every_token_is_listed_whatever_its_bytes(spellings):
     numbers = list(range(len(spellings)))
     found = Score(spellings, numbers, [-1.0 for _ in numbers], numbers, 3)
     table = "".join(scoring._format_table(found))
-    assert table.count("\n") == 1 + len(spellings)
+    legend = explain_labels(spellings)
+    assert table.count("\n") == 1 + len(spellings) + len(legend)

@@ -45,7 +45,7 @@ def test_a_tokenizer_is_trained_used_and_inspected(gptmini, text_file: Path, mon
     assert " jumps" in facts["longest_tokens"]
     lines = gptmini("tokenizer", "info", "t.json", "--data", str(text_file))[1].splitlines()
     assert lines[1] == "vocabulary       300 tokens"
-    assert lines[2].startswith('longest tokens   " ')
+    assert lines[2].startswith("longest tokens   ␣")
     assert lines[3:5] == ["special tokens   <|endoftext|>", "texts end with   <|endoftext|>"]
     assert lines[5] == f"text             {size:,} bytes, {count:,} tokens"
     assert lines[7] == (

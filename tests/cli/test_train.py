@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -209,9 +210,11 @@ def test_a_killed_run_resumes_to_the_same_weights(gptmini, text_file: Path, tmp_
         str(text_file),
         *SMALL,
         "--steps",
-        "300",
+        "200",
         "--set",
         "train.save_every=20",
+        "--set",
+        "train.eval_every=100",
         "--set",
         "train.patience=null",
         "--out",
@@ -227,11 +230,11 @@ def test_a_killed_run_resumes_to_the_same_weights(gptmini, text_file: Path, tmp_
     while process.poll() is None and not list(
         Path("killed/checkpoints").glob("step-*/manifest.json")
     ):
-        pass
+        time.sleep(0.01)
     process.kill()
     assert process.wait() != 0
     assert gptmini(*words, "killed")[0] == 0
-    name = "checkpoints/step-00000300/model.safetensors"
+    name = "checkpoints/step-00000200/model.safetensors"
     assert Path("whole", name).read_bytes() == Path("killed", name).read_bytes()
 
 

@@ -1,9 +1,7 @@
-"""Several processes that share the weights of one model, started as torchrun does."""
+"""Several processes that share the weights of one model, with the variables of torchrun."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,24 +18,8 @@ from gptmini.errors import MachineError
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from tests.support import ROOT, new_cache, tiny, train
+from tests.support import new_cache, tiny, train
 
-# Trains what a JSON file names, one run after the other, in processes that start only once.
-SCRIPT = """
-import json, sys, time
-from pathlib import Path
-from gptmini.config.load import validate
-from gptmini.distributed.group import join_group
-from gptmini.plan.broadcast import decide_on_all_ranks
-from gptmini.runs.directory import RunDirectory
-from gptmini.train import trainer
-
-cases, cache = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-with join_group() as group:
-    for name, settings in cases.items():
-        run, config, started = Path(name), validate(settings, {}), time.perf_counter()
-        trainer.train(decide_on_all_ranks(config, RunDirectory(run), cache, started, group), run)
-"""
 TRAIN = {
     "steps": 4,
     "eval_every": 2,
@@ -54,7 +36,7 @@ TRAIN = {
 CASES: dict[str, dict[str, Any]] = {
     "muon": {
         "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "dropout": 0.1}
-        | {"attention": {"variant": "mqa"}},
+        | {"attention": {"variant": "mqa"}, "position": "alibi"},
         "train": TRAIN
         | {"batch_size": 24, "micro_batch_size": 2, "grad_clip": 0.1, "dtype": "float32"},
     },
@@ -73,7 +55,9 @@ CHAIN = CASES["muon"]["train"] | {"batch_size": 8, "warmup_steps": 0, "cooldown"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., tuple[list[int], str]]
+) -> Path:
     """Every case on 1, 2 and 4 processes as runs/CASE-N, and a chain of resumes against a whole."""
     folder = tmp_path_factory.mktemp("sharded")
     cache = new_cache(folder)
@@ -87,25 +71,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return tiny(**settings | {"train": settings["train"] | changes})
 
     def launch(processes: int, chain_steps: int, *cases: str) -> None:
-        requested = {str(folder / f"{case}-{processes}"): config(case) for case in cases}
-        requested[str(folder / "chain")] = config("muon", **CHAIN | {"steps": chain_steps})
-        (folder / "script.py").write_text(SCRIPT)
-        stated = {name: each.model_dump(exclude_unset=True) for name, each in requested.items()}
-        (folder / "cases.json").write_text(json.dumps(stated))
-        command = [sys.executable]
-        if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
-            command += [f"--nproc-per-node={processes}"]
-        command += [str(path) for path in (folder / "script.py", folder / "cases.json", cache)]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr
+        requested = {f"{case}-{processes}": config(case) for case in cases}
+        requested["chain"] = config("muon", **CHAIN | {"steps": chain_steps})
+        for name, each in requested.items():
+            file = folder / f"{name}.yaml"
+            file.write_text(json.dumps(each.model_dump(exclude_unset=True)))
+            words = ["train", str(file), "--out", str(folder / name), "--cache", str(cache)]
+            codes, said = start_ranks(processes, *words, "--no-sample")
+            assert codes == [0] * processes, said
 
     for case in (*CASES, "fast"):
         train(config(case), folder / f"{case}-1", cache)

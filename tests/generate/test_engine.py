@@ -130,7 +130,7 @@ def test_rows_come_in_few_numbers():
     assert found == [1, 2, 4, 8, 16, 32, 32, 48, 48, 64]
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("position", ["rope", "alibi"])
 def test_a_model_in_bfloat16_has_a_cache_in_bfloat16_and_logits_close_by(position):
     model = model_of(position=position, extra={"qk_norm": True}, length=LONG)
     with torch.no_grad():

@@ -30,6 +30,7 @@ from gptmini.model.gpt import GPT
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from tests.interop.samples import CASES, CHAT_TOKENIZER, GQA, TEXT, TOKENIZER, run_of
+from tests.support import POSITIONS
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -357,7 +358,7 @@ def configurations(draw: st.DrawFn) -> ModelConfig:
         "qkv_bias": draw(st.sampled_from([None, None, False, True])),
         "qk_norm": draw(st.booleans()),
     }
-    position = draw(st.sampled_from(["rope", "rope", "learned", "none"]))
+    position = draw(st.sampled_from(["rope", *POSITIONS]))
     model = {
         "vocab_size": 300,
         "context_length": draw(st.integers(1, 20)),
@@ -431,6 +432,15 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
     run = run_of(tmp_path / "run", activation="gelu")
     with pytest.raises(ConfigError, match=r"model.attention.qk_norm: True, but must be False in"):
         export_run(run, tmp_path / "out")
+    for qk_norm in (True, False):
+        with_alibi = run_of(
+            tmp_path / f"alibi-{qk_norm}", position="alibi", attention={"qk_norm": qk_norm}
+        )
+        for to in ("hf", "gguf"):
+            with pytest.raises(ConfigError) as refusal:
+                export_run(with_alibi, tmp_path / "out", to)
+            (line,) = refusal.value.lines
+            assert line.startswith("model.position: alibi, but must be rope in ")
     with pytest.raises(ConfigError, match="--to onnx: unknown format"):
         export_run(run, tmp_path / "out", "onnx")
     (tmp_path / "out").write_text("mine")

@@ -327,7 +327,7 @@ TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (0.02, 0.05)}
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "flash"])
 @pytest.mark.parametrize("window", [None, 1, 3, 99])
-@pytest.mark.parametrize("position", ["rope", "none"])
+@pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
 def test_the_module_equals_the_written_out_mechanism(variant, position, window, backend, dtype):
     torch.manual_seed(0)
@@ -352,7 +352,10 @@ def test_the_module_equals_the_written_out_mechanism(variant, position, window, 
     x = torch.randn(2, 9, 32, requires_grad=True)
     q, k, v = module.project_qkv(x, cos_sin)
     mask = mechanisms.causal_mask(9) if window is None else mechanisms.window_mask(9, window)
-    rows = [mechanisms.grouped_query_attention(*row, mask) for row in zip(q, k, v, strict=True)]
+    bias = mechanisms.alibi_bias(4, 9) if position == "alibi" else None
+    rows = [
+        mechanisms.grouped_query_attention(*row, mask, bias) for row in zip(q, k, v, strict=True)
+    ]
     expected = module.o_proj(torch.stack(rows).transpose(1, 2).flatten(2))
     (gradient,) = torch.autograd.grad(expected.square().sum(), x)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):

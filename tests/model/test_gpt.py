@@ -14,6 +14,7 @@ from gptmini.model import attention, gpt
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT, Block, compute_loss
 from gptmini.model.static_cache import StaticCache
+from tests.support import POSITIONS
 
 
 def make(**given) -> GPT:
@@ -25,14 +26,17 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-COMBINATIONS = list(
-    itertools.product(
-        ["mha", "gqa", "mqa"],
-        ["learned", "rope", "none"],
-        ["layernorm", "rmsnorm"],
-        ["gelu", "swiglu", "relu2"],
+# All but a quarter of them: each of the others leaves one position out, in turn.
+COMBINATIONS = [
+    (variant, position, norm, activation)
+    for left_out, (variant, norm, activation) in enumerate(
+        itertools.product(
+            ["mha", "gqa", "mqa"], ["layernorm", "rmsnorm"], ["gelu", "swiglu", "relu2"]
+        )
     )
-)
+    for place, position in enumerate(POSITIONS)
+    if place != left_out % len(POSITIONS)
+]
 
 
 @pytest.mark.parametrize(("variant", "position", "norm", "activation"), COMBINATIONS)
@@ -72,6 +76,16 @@ def test_every_combination_learns_is_causal_and_caches(variant, position, norm, 
         steps = [5, 1, 1, 3, 2]  # prefill, tokens one by one, chunks
         pieces = [model(piece, cache) for piece in inputs.split(steps, dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-5, rtol=1e-4)
+
+
+# Slopes of ALiBi for each number of heads, by the authors' code.
+SLOPES = {
+    1: [2**-8],
+    2: [2**-4, 2**-8],
+    3: [2**-4, 2**-8, 2**-2],
+    4: [2**-2, 2**-4, 2**-6, 2**-8],
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+}
 
 
 def by_hand(weights: dict[str, Tensor], config: ModelConfig, tokens: list[int]) -> Tensor:
@@ -120,7 +134,11 @@ def by_hand(weights: dict[str, Tensor], config: ModelConfig, tokens: list[int]) 
                     head(f"{at}.attn.k_proj", f"{at}.attn.k_norm", xs[s], h // group, s)
                     for s in sees
                 ]
-                exps = [math.exp(q @ k / math.sqrt(K)) for k in keys]
+                slope = SLOPES[config.n_head][h] if config.position == "alibi" else 0
+                exps = [
+                    math.exp(q @ k / math.sqrt(K) - slope * (t - s))
+                    for k, s in zip(keys, sees, strict=True)
+                ]
                 values = [head(f"{at}.attn.v_proj", "", xs[s], h // group, None) for s in sees]
                 mixed.append(sum(e / sum(exps) * v for e, v in zip(exps, values, strict=True)))
             stream[t] = stream[t] + linear(f"{at}.attn.o_proj", torch.cat(mixed))
@@ -139,7 +157,7 @@ def by_hand(weights: dict[str, Tensor], config: ModelConfig, tokens: list[int]) 
     half_head=st.integers(1, 3),
     d_model=st.integers(2, 9),
     d_ff=st.integers(1, 9),
-    position=st.sampled_from(["learned", "rope", "none"]),
+    position=st.sampled_from(POSITIONS),
     norm=st.sampled_from(["layernorm", "rmsnorm"]),
     activation=st.sampled_from(["gelu", "swiglu", "relu2"]),
     flags=st.tuples(*[st.booleans()] * 4),
@@ -177,6 +195,19 @@ def test_the_model_is_its_formulas(
             torch.testing.assert_close(found[row].double(), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_position_but_none_tells_the_order_of_earlier_tokens(position):
+    """Without positions a single layer reads what was before as a set."""
+    torch.manual_seed(0)
+    model = make(position=position, n_layer=1).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 5)
+        in_order, shuffled = model(torch.tensor([[1, 2, 3, 4, 5], [4, 2, 1, 3, 5]]))[:, -1]
+    same = torch.allclose(in_order, shuffled, atol=1e-5)
+    assert same == (position == "none")
+
+
 def test_a_plain_block_adds_attention_and_feed_forward_to_its_input():
     """Even where a branch gives nothing, its input passes."""
     block, x = make(norm="rmsnorm").blocks[0], torch.randn(2, 5, 32)
@@ -209,12 +240,17 @@ def test_dropout_acts_on_the_embeddings_and_on_both_branches():
     assert seen == [(2, 7, 32)] * 3
 
 
+ROW_COMBINATIONS = [
+    (variant, position)
+    for left_out, variant in enumerate(["mha", "gqa", "mqa"])
+    for place, position in enumerate(POSITIONS)
+    if place != left_out
+]
 WINDOWS = [{}, {"window": 3}, {"window": 3, "full_every": 2}, {"window": 1}, {"window": 99}]
 
 
 @pytest.mark.parametrize("attention", WINDOWS, ids=str)
-@pytest.mark.parametrize("position", ["learned", "rope", "none"])
-@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
+@pytest.mark.parametrize(("variant", "position"), ROW_COMBINATIONS)
 def test_rows_of_different_lengths_get_the_values_they_get_alone(variant, position, attention):
     """Three rows of a cache of five grow by pieces of their own, in any order."""
     torch.manual_seed(0)

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.layers import MLP, Dropout, Rotary, apply_rotary, create_norm
+from gptmini.model.layers import (
+    MLP,
+    Dropout,
+    Rotary,
+    apply_rotary,
+    compute_alibi_slopes,
+    create_norm,
+)
 
 
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.25, 0.5, 0.9, 255 / 256])
@@ -187,3 +194,17 @@ def test_the_feed_forward_is_its_formula(activation, bias):
         gate = apply("gate_proj", row) if activation == "swiglu" else up
         hidden = [FORMULAS[activation](u, g) for u, g in zip(up, gate, strict=True)]
         assert found == pytest.approx(apply("down_proj", hidden), abs=1e-4, rel=1e-5)
+
+
+def test_slopes_of_alibi_are_those_of_its_authors():
+    """By the function in their repository, which BLOOM and MPT repeat."""
+
+    def list_slopes(n: int) -> list[float]:
+        if math.log2(n).is_integer():
+            start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+            return [start * start**i for i in range(n)]
+        closest = 2 ** math.floor(math.log2(n))
+        return list_slopes(closest) + list_slopes(2 * closest)[0::2][: n - closest]
+
+    for n_head in range(1, 41):
+        assert compute_alibi_slopes(n_head).tolist() == pytest.approx(list_slopes(n_head))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gptmini.config.settings import ModelConfig
 from gptmini.model import mechanisms as m
 from gptmini.model.attention import attend
-from gptmini.model.layers import Rotary, apply_rotary
+from gptmini.model.layers import Rotary, apply_rotary, compute_alibi_slopes
 
 
 def close(found: Tensor, expected: list[list[float]]) -> None:
@@ -206,6 +206,8 @@ def test_alibi_takes_from_a_score_its_distance_times_the_slope_of_the_head():
         [-1.5, -1.0, -0.5, 0],
     ]
     assert [bias[h, 1, 0].item() for h in range(8)] == [-(2.0**-n) for n in range(1, 9)]
+    for H in range(1, 40):  # those of the model, by another formula
+        torch.testing.assert_close(m.alibi_slopes(H), compute_alibi_slopes(H))
     q, k = torch.zeros(2, 8, 4, 3)  # without content, the nearest keys weigh the most
     weights = m.attention_weights(q, k, m.causal_mask(4), bias)  # (H, T, T)
     e = math.exp(0.5)

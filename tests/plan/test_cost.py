@@ -14,6 +14,7 @@ from gptmini.model.attention import Attention, KVCache
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import MLP
 from gptmini.plan import cost
+from tests.support import POSITIONS
 
 NAMES = [str(path.relative_to(CONFIGS_DIR).with_suffix("")) for path in list_config_files()]
 
@@ -64,7 +65,7 @@ def models(draw) -> ModelConfig:
             "head_dim": 2 * draw(st.integers(1, 8)),
             "context_length": draw(st.integers(1, 64)),
             "attention": attention,
-            "position": draw(st.sampled_from(["learned", "rope", "none"])),
+            "position": draw(st.sampled_from(POSITIONS)),
             "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
             "activation": draw(st.sampled_from(["gelu", "swiglu", "relu2"])),
             "bias": draw(st.booleans()),

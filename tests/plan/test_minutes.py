@@ -305,7 +305,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
 
     monkeypatch.setattr(trainer, "train_step", timed)
     monkeypatch.setattr(trainer, "evaluate_and_sample", evaluated)
-    config = tiny(data={"path": str(text_file)})
+    config = tiny(model={"n_layer": 1}, data={"path": str(text_file)})
     sections = config.model_dump(exclude_unset=True)
     del sections["train"]["steps"]
     config = validate(

@@ -100,7 +100,7 @@ def test_a_stated_vocabulary_needs_no_text(gptmini):
 
 
 def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text_file):
-    words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 8}"]
+    words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 3}"]
     code, out, err = gptmini("size", *WORDS, *words)
     assert code == 0, err
     assert "the run does not fit in the 24 GB of one l4;\n" in out

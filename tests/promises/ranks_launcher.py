@@ -1,8 +1,9 @@
-"""Start ranks as forks of one process, which spares each the import of torch.
+"""Start ranks as forks of one process, which spares each of them seconds of imports.
 
-python ranks_launcher.py RANKS FAULT ARGUMENT... runs `gptmini ARGUMENT...` in every rank, with the
-variables that torchrun sets, and ends with the exit codes as JSON on stdout. FAULT breaks one thing
-in one rank; `none` breaks nothing. {rank} in an argument is the number of the rank.
+Each line of stdin asks for one start, as JSON: `words` is run as `gptmini WORDS...` in `folder` by
+`size` ranks, with the variables that torchrun sets. They write to the file `said`; a line of stdout
+has their exit codes. `fault` breaks one thing in one rank; `none` breaks nothing. {rank} in a word
+is the number of the rank.
 """
 
 import json
@@ -12,12 +13,14 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch._dynamo  # by torch's optimizers, when the first one is made
 
 from gptmini import files
 from gptmini.cli import app
-from gptmini.distributed import group
+from gptmini.distributed import group, sharding  # noqa: F401 - takes seconds to import
 from gptmini.errors import CheckpointError
 from gptmini.plan import broadcast
 from gptmini.runs.directory import RunDirectory
@@ -140,6 +143,7 @@ def unreadable(rank: int) -> None:
         RunDirectory.load_checkpoint = failing
 
 
+TIMEOUT_SECONDS = 500
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -158,18 +162,22 @@ FAULTS = {
 } | {"none": lambda _: None}
 
 
-def start(rank: int, size: int, port: int, fault: str, arguments: list[str]) -> int:
+def start(rank: int, port: int, request: dict[str, Any]) -> int:
     """Fork a rank that runs the command; returns its process."""
     if process := os.fork():
         return process
-    os.dup2(2, 1)
+    said = os.open(request["said"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.chdir(request["folder"])
+    size = request["size"]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if size > 1:
         os.environ |= dict(zip(names, map(str, (rank, rank, size, "127.0.0.1", port)), strict=True))
-    sys.argv = ["gptmini", *(word.replace("{rank}", str(rank)) for word in arguments)]
+    sys.argv = ["gptmini", *(word.replace("{rank}", str(rank)) for word in request["words"])]
     code = 1
     try:
-        FAULTS[fault](rank)
+        FAULTS[request["fault"]](rank)
         app.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
@@ -178,25 +186,38 @@ def start(rank: int, size: int, port: int, fault: str, arguments: list[str]) -> 
         os._exit(code)
 
 
-def main() -> None:
-    size, fault, *arguments = sys.argv[1:]
-    torch.set_num_threads(1)
+def run(request: dict[str, Any]) -> list[int]:
+    """Start the ranks and wait for them; those that are stopped are ended when the others have."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    ranks_of = {start(rank, int(size), port, fault, arguments): rank for rank in range(int(size))}
+    ranks_of = {start(rank, port, request): rank for rank in range(request["size"])}
+
+    def end_all(*_: object) -> None:
+        for process in ranks_of.keys() - codes.keys():
+            os.kill(process, signal.SIGKILL)
+
     codes: dict[int, int] = {}
-    stopped_ones = set()
+    stopped_ones: set[int] = set()
+    signal.signal(signal.SIGALRM, end_all)
+    signal.alarm(TIMEOUT_SECONDS)
     while len(codes) + len(stopped_ones) < len(ranks_of):
         process, status = os.waitpid(-1, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             stopped_ones.add(process)
         else:
-            codes[ranks_of[process]] = os.waitstatus_to_exitcode(status)
+            codes[process] = os.waitstatus_to_exitcode(status)
+    signal.alarm(0)
     for process in stopped_ones:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        codes[ranks_of[process]] = -signal.SIGSTOP
-    print(json.dumps([codes[rank] for rank in sorted(codes)]))
+        codes[process] = -signal.SIGSTOP
+    return [codes[process] for process in ranks_of]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

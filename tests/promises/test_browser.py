@@ -1,5 +1,6 @@
 """The pages in a real browser: Chromium with the network off, driven by Playwright."""
 
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini.analysis import page, page_data
+from gptmini.analysis import arithmetic, page, page_data
 from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.run import Run
+from gptmini.model import mechanisms
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.analysis.samples import HOSTILE, run_of
@@ -24,6 +26,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
 
 TEXT = list(b"the cat sat on")
+MINUS = "\N{MINUS SIGN}"
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +42,12 @@ def visit(browser, tmp_path: Path) -> Iterator[Any]:
     """Opens a page from its bytes or path; fails at the end if anything went wrong inside."""
     contexts, wrong = [], []
 
-    def visit(content: bytes | Path, width: int = 1280, scheme: str = "light") -> Any:
+    def visit(content: bytes | Path) -> Any:
         if isinstance(content, bytes):
             (tmp_path / "page.html").write_bytes(content)
             content = tmp_path / "page.html"
-        size = {"width": width, "height": 900}
-        context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
+        size = {"width": 1280, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme="light", offline=True)
         contexts.append(context)
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(message.text))
@@ -140,6 +143,140 @@ def test_the_expectations_are_those_of_python(visit):
             assert bits == pytest.approx(-torch.tensor(came).log2().item(), abs=0.051)
 
 
+def real(text: str) -> float:
+    """The first number in a text, as the page writes it."""
+    text = text.replace(MINUS, "-")
+    return float("-inf") if text.startswith("-∞") else float(re.search(r"-?[\d.]+", text)[0])
+
+
+def numbers_of(figure: Any) -> torch.Tensor:
+    texts = figure.locator(".numbers > span").all_text_contents()
+    return torch.tensor([real(text) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [
+        ({}, {}),
+        ({"position": "alibi", "bias": True}, {"variant": "gqa", "n_kv_head": 2, "window": 4}),
+    ],
+    ids=["rope", "alibi"],
+)
+def test_the_arithmetic_is_that_of_python(visit, model, attention):
+    run = run_of(model=model, **attention)
+    tab = visit(page_data.build_page(run, TEXT, None, (0, 0)))
+    card = tab.locator(".arithmetic")
+    card.get_by_label("Layer").select_option("layer 1")
+    card.get_by_label("Head").select_option("head 2")
+    card.get_by_label("Token", exact=True).select_option(index=9)
+    card.get_by_label("Token before").click()
+    assert "layer 1, head 2, for token 8" in card.locator("h3").inner_text()
+    assert [at for _, _, at, _ in lit(tab)].index(True) == 8  # one choice for the whole page
+
+    (layer,) = arithmetic.record_layers(run.model, TEXT, [1])
+    G, K = layer.k.shape[0], layer.k.shape[2]
+    q, keys, values = layer.q[2, 8], layer.k[2 * G // 4], layer.v[2 * G // 4]
+    raw = keys @ q
+    scaled = raw / K**0.5
+    mask = mechanisms.window_mask(14, attention.get("window", 14))[8]
+    weights = compute_attention_weights(run.model, TEXT)[1, 2, 8]
+    rows = card.locator(".scores tbody tr")
+    found = torch.tensor(
+        [[real(cell) for cell in row.locator(".signed").all_inner_texts()] for row in rows.all()]
+    )
+    steps = [raw, scaled]
+    biased = scaled
+    if model:
+        bias = mechanisms.alibi_bias(4, 14)[2, 8]
+        steps.append(bias)
+        biased = scaled + bias
+    expected = torch.stack([*steps, biased.masked_fill(~mask, -torch.inf), weights], dim=1)
+    torch.testing.assert_close(found, expected, atol=6e-4, rtol=0)
+    bars = (
+        rows.nth(7)
+        .locator(".bar > i")
+        .evaluate_all("bars => bars.map(bar => [bar.style.left, bar.style.width].map(parseFloat))")
+    )
+    largest = torch.stack(steps).abs().max()
+    share = 50 * (raw[7] / largest).item()
+    assert bars[0] == pytest.approx([50 + min(share, 0), abs(share)], abs=1e-3)
+    assert bars[-1][1] == pytest.approx(100 * weights[7].item(), abs=1e-3)
+
+    output = layer.output_weight[:, 2 * K : 3 * K] @ (weights @ values)
+    stream = layer.stream[8]
+    vectors = [q, keys[8], values[8], weights @ values, output]
+    vectors += [layer.added[8], stream, stream + layer.added[8]]
+    for figure, vector in zip(card.locator(".vectors figure").all(), vectors, strict=True):
+        torch.testing.assert_close(numbers_of(figure), vector, atol=6e-4, rtol=0)
+    lengths = card.locator(".bars").last.locator("span:nth-child(3n)").all_inner_texts()
+    assert real(lengths[2]) == pytest.approx(output.norm().item(), abs=6e-4)
+    check = card.locator(".note").last.inner_text()
+    off_by, off_map = re.search(r"at most (\S+), .* at most ([\d.]+)\.$", check).groups()
+    assert float(off_by) < 1e-5
+    assert float(off_map) <= 0.004
+    assert card.locator(".planes figure").count() == (2 if not model else 0)
+
+
+def test_rope_turns_the_chosen_pair_of_the_chosen_key(visit):
+    run = run_of()
+    tab = visit(page_data.build_page(run, TEXT, None, (1, 3)))
+    card = tab.locator(".arithmetic")
+    card.get_by_label("Pair").press("ArrowRight")
+    card.get_by_label("Key").press("Home")
+    for _ in range(6):
+        card.get_by_label("Key").press("ArrowRight")
+    attention = run.model.blocks[1].attn
+    found = {}
+    hook = attention.register_forward_pre_hook(lambda _, inputs: found.update(x=inputs[0]))
+    run.model(torch.tensor([TEXT]))
+    hook.remove()
+    unturned = [each[0, 3].detach() for each in attention.project_qkv(found["x"], None)[:2]]
+    pairs = [unturned[0][13, [1, 5]].tolist(), unturned[1][6, [1, 5]].tolist()]
+    notes = card.locator(".planes .note").all()
+    for note, pair, position in zip(notes, pairs, (13, 6), strict=True):
+        text = note.inner_text()
+        assert f"turned by {position} · 0.1 rad = {position / 10:g} rad = " in text
+        angle = position / 10
+        turned = [
+            pair[0] * math.cos(angle) - pair[1] * math.sin(angle),
+            pair[0] * math.sin(angle) + pair[1] * math.cos(angle),
+        ]
+        points = re.search(r"from \((\S+), (\S+)\), hollow, to \((\S+), (\S+)\)", text).groups()
+        assert [real(x) for x in points] == pytest.approx([*pair, *turned], abs=6e-4)
+    share = tab.locator(".planes + p").inner_text()
+    assert f"(13 {MINUS} 6) · 0.1 rad = 0.7 rad" in share
+    assert card.locator(".planes svg path.turned").count() == 2
+
+
+def test_neighbors_and_the_cache_follow_the_token(visit):
+    run = run_of(model={"n_layer": 3}, variant="gqa", n_kv_head=2, window=4, full_every=3)
+    part = page_data.build_reading([run], TEXT, "", with_arithmetic=True)
+    part["arithmetic"]["layers"][1] = None
+    tab = visit(page.render_page("", "", [part]))
+    slider = tab.get_by_label("Tokens read")
+    slider.press("Home")
+    for _ in range(5):
+        slider.press("ArrowRight")
+    table = run.model.embed.weight.detach()
+    _, cosines = arithmetic.find_neighbors(table, [TEXT[5]], 8)
+    texts = tab.locator(".near .bars > span").all_inner_texts()
+    assert [float(text) for text in texts[2::3]] == pytest.approx(cosines[0].tolist(), abs=0.006)
+    assert tab.locator(".near h3").inner_text() == "The nearest embeddings to a"
+    kept = tab.locator(".memory small").all_inner_texts()
+    every_byte = [int(re.search(r"([\d,]+) bytes", text)[1].replace(",", "")) for text in kept]
+    assert kept[0].startswith("layer 0: 4 keys and as many values in each of 2 KV heads, tokens 2")
+    assert every_byte == [4 * 2 * 2 * 8 * 4, 4 * 2 * 2 * 8 * 4, 6 * 2 * 2 * 8 * 4]
+    own = tab.locator(".memory .came").last.inner_text()
+    assert f"{sum(every_byte):,} bytes" in own
+    widths = "cells => cells.map(cell => cell.style.flexGrow + cell.className)"
+    strips = [strip.locator("span").evaluate_all(widths) for strip in tab.locator(".strip").all()]
+    assert strips == [["2hatched", "4kept", "8"]] * 2 + [["6kept", "8"]]
+    card = tab.locator(".arithmetic")
+    card.get_by_label("Layer").select_option("layer 1")  # one that the page had no room for
+    assert "This page has no numbers of layer 1." in card.inner_text()
+    assert not tab.locator(".scores").is_visible()
+
+
 def test_several_heads_are_averaged(visit):
     run = run_of()
     tab = visit(page_data.build_page(run, TEXT, None, (0, 1)))
@@ -196,9 +333,10 @@ def test_draws_show_what_the_filters_removed(visit):
 
 
 def test_hostile_texts_are_shown_and_run_nothing(visit):
-    part = page_data.build_reading([run_of()], TEXT, HOSTILE)
+    part = page_data.build_reading([run_of()], TEXT, HOSTILE, with_arithmetic=True)
+    part["arithmetic"]["notes"] = dict.fromkeys(part["arithmetic"]["notes"], HOSTILE)
     part["spellings"] = [[HOSTILE, HOSTILE] for _ in part["spellings"]]
-    part["whole"] = [HOSTILE] * len(TEXT)
+    part["in_text"][3:6] = [[HOSTILE, HOSTILE]] * 3
     part["sampling"] = HOSTILE
     lines = [page.build_series(HOSTILE, [(0, 1), (1, 2)])]
     parts = [
@@ -211,7 +349,16 @@ def test_hostile_texts_are_shown_and_run_nothing(visit):
     tab = visit(page.render_page(HOSTILE, HOSTILE, parts))
     assert tab.evaluate("document.scripts.length") == plain
     assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
-    for selector in ("h1", "#lead", "td", "pre", "svg + *, .card h3", ".token", ".label"):
+    for selector in (
+        "h1",
+        "#lead",
+        "td",
+        "pre",
+        "svg + *, .card h3",
+        ".token",
+        ".label",
+        ".scores th .label",
+    ):
         assert "<img src=x onerror=alert(1)>" in tab.locator(selector).first.text_content()
     assert tab.evaluate("document.querySelector('pre').textContent") == HOSTILE
     # The policy also stops what somebody would write into the page later.
@@ -245,7 +392,7 @@ def test_a_plot_shows_the_heads_at_every_checkpoint(visit, plotted):
 
 def of_long_words() -> bytes:
     long = "x" * 300
-    part = page_data.build_reading([run_of()], TEXT, long)
+    part = page_data.build_reading([run_of()], TEXT, long, with_arithmetic=True)
     part["spellings"] = [[long, "␣" * 300] for _ in part["spellings"]]
     lines = [page.build_series(long, [(0, 1), (1, 2)])]
     samples = {"type": "samples", "heading": long, "items": [[long, long]]}
@@ -265,9 +412,11 @@ def test_nothing_overflows(visit, plotted):
     # Texts that are wider than what they are in.
     script = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1)
       .map(node => node.className)"""
-    for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
-        for content in pages:
-            tab = visit(content, width, scheme)
+    for content in pages:
+        tab = visit(content)
+        for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark"), (2560, "light")):
+            tab.set_viewport_size({"width": width, "height": 900})
+            tab.emulate_media(color_scheme=scheme)
             assert tab.evaluate("document.documentElement.scrollWidth") == width
             inner = ".card, .tile, .token, .measure, .row"
             assert tab.eval_on_selector_all(inner, script) == []
@@ -301,6 +450,15 @@ def test_a_large_map_has_labels_where_there_is_room(visit):
     for side, start, length in (("across", "x", "width"), ("down", "y", "height")):
         spans = tab.locator(f".{side} > span")
         labels = [label.strip() for label in spans.all_inner_texts()]
-        assert labels == [chr(byte) for byte in text[::3]]
+        assert labels == [f"{4 * n} {chr(byte)}" for n, byte in enumerate(text[::4])]
         place = spans.nth(10).bounding_box()[start] - canvas[start]
-        assert place == pytest.approx(30 / 61 * canvas[length], abs=3)
+        assert place == pytest.approx(40 / 61 * canvas[length], abs=3)
+    rows = tab.locator(".scores tbody tr")
+    assert rows.count() == 12  # the last token has none after it
+    toggle = tab.get_by_role("button", name="show all 61 keys")
+    toggle.click()
+    assert rows.count() == 61
+    toggle.click()
+    tab.locator(".token").nth(40).click()
+    assert rows.count() == 13
+    assert rows.last.locator(".signed").nth(2).inner_text() == f"{MINUS}∞"

@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 STYLES: dict[str, dict[str, Any]] = {
     "gpt-2": {"position": "learned", "activation": "gelu", "bias": True, "tie_embeddings": True},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False},
+    "bloom": {"position": "alibi", "activation": "gelu", "bias": True},
     "default": {},
 }
 LINE = "{}. The cat of the king sat on mat {}, and {} is not {}.\n"

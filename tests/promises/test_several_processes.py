@@ -5,7 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.support import needs_posix, prose
 
 pytestmark = needs_posix  # its launcher forks
 
-LAUNCHER = Path(__file__).with_name("ranks_launcher.py")
 SETTINGS = {
     "model": {"n_layer": 2, "d_model": 32, "n_head": 2, "context_length": 32, "dropout": 0.1},
     "tokenizer": {"kind": "byte"},
@@ -39,9 +37,9 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(prose(1500))
     return path
 
@@ -60,29 +58,24 @@ def words(text, out, settings=SETTINGS):
 
 
 @pytest.fixture
-def train(tmp_path, text):
+def train(tmp_path, text, start_ranks):
     """Trains on so many ranks; returns the run, the exit codes and what was said."""
 
     def run(n_ranks, name="run", fault="none", **changes):
         out = tmp_path / name
         settings = {key: values | changes.get(key, {}) for key, values in SETTINGS.items()}
-        done = subprocess.run(
-            [
-                sys.executable,
-                LAUNCHER,
-                str(n_ranks),
-                fault,
-                *words(text, tmp_path / name, settings),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr
-        return RunDirectory(out), json.loads(done.stdout), done.stderr
+        codes, said = start_ranks(n_ranks, *words(text, out, settings), fault=fault)
+        return RunDirectory(out), codes, said
 
     return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text, start_ranks):
+    """A run of two ranks that nothing has disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert start_ranks(2, *words(text, out))[0] == [0, 0]
+    return RunDirectory(out)
 
 
 def weights(run, step=4):
@@ -179,8 +172,7 @@ def test_only_rank_0_writes_into_the_run(train, tmp_path):
     assert not [path for path in written if str(tmp_path / "run") in path]
 
 
-def test_a_rank_that_dies_ends_the_others_and_the_rest_is_trained_again(train):
-    whole, *_ = train(2, "whole")
+def test_a_rank_that_dies_ends_the_others_and_the_rest_is_trained_again(train, whole):
     run, codes, said = train(2, fault="killed")
     assert codes == [7, -9]
     (line,) = errors(said)
@@ -207,8 +199,7 @@ def test_a_rank_that_hangs_within_a_step_is_named_long_before_the_collective_end
     assert run.list_steps() == [2]
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(train):
-    whole, *_ = train(2, "whole")
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(train, whole):
     run, codes, said = train(2, fault="stopped")
     assert codes == [143, 143]
     (line,) = errors(said)
@@ -320,8 +311,7 @@ app.main()
 """
 
 
-def test_torchrun_starts_a_run_again_after_a_rank_died(train, tmp_path, text):
-    whole, *_ = train(2, "whole")
+def test_torchrun_starts_a_run_again_after_a_rank_died(whole, tmp_path, text):
     script = tmp_path / "dies_once.py"
     script.write_text(DIES_ONCE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

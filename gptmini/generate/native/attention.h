@@ -27,6 +27,7 @@ struct Query {
   const float* q;  // (K,)
   float* out;      // (K,)
   int row, start, position;  // sees the positions `start` to `position` of its slot
+  float slope;  // of ALiBi: takes slope * distance from a score; 0 without
 };
 
 struct Cache {  // of one slot and KV head
@@ -80,7 +81,8 @@ struct Group {
         for (int n = 0; n < N; n++) sums[n] += load(keys + i * LANES) * queries[n].q[i];
       for (int n = 0; n < N; n++) {
         Ints seen = (places >= queries[n].start) & (places <= queries[n].position);
-        sums[n] = seen ? sums[n] * factor : nothing;
+        Lanes distance = __builtin_convertvector(queries[n].position - places, Lanes);
+        sums[n] = seen ? sums[n] * factor - queries[n].slope * distance : nothing;
         memcpy(scores + n * (to - from) + p - from, &sums[n], sizeof sums[n]);
       }
     }
@@ -131,7 +133,7 @@ inline float exponentiate(float* scores, int n) {
   return sum_lanes(sums);
 }
 
-// Computes out = softmax(q . keys / sqrt K) values for N queries of one slot and KV head.
+// Computes out = softmax(q . keys / sqrt K + bias) values for N queries of one slot and KV head.
 template <int N>
 inline void attend(const Query* queries, Cache cache, int head_dim, float* scores) {
   Group<N> group(queries, cache, head_dim, scores);

@@ -37,6 +37,7 @@ struct Layer {
   // is a little longer than the window, and new keys overwrite those that no query sees any more.
   // It holds floats if weights are float32, else bfloat16, padded and laid out as in attention.h.
   void *keys, *values;
+  const float* alibi_slopes;  // (H,), or null
   int size, window;  // window 0: no window
 };
 
@@ -112,10 +113,10 @@ void normalize_and_rotate(const Model& g, float* head, Norm norm, int position) 
   }
 }
 
-// For float32 weights: computes out = softmax(q . keys / sqrt K) values for one query over the
-// positions that it sees. `cache` is where the keys and values of its slot and KV head begin; `at`
-// runs around the ring. A NaN score makes the output NaN, as in torch, so that damaged weights are
-// noticed.
+// For float32 weights: computes out = softmax(q . keys / sqrt K + bias) values for one query over
+// the positions that it sees. The bias is that of ALiBi. `cache` is where the keys and values of its
+// slot and KV head begin; `at` runs around the ring. A NaN score makes the output NaN, as in torch,
+// so that damaged weights are noticed.
 void attend_float32(const Model& g, const Layer& layer, Query query, int64_t cache, float* scores) {
   int K = g.head_dim, S = query.position - query.start + 1, first = query.start % layer.size;
   const float *q = query.q, *keys = (float*)layer.keys + cache;
@@ -127,7 +128,7 @@ void attend_float32(const Model& g, const Layer& layer, Query query, int64_t cac
     float score = 0;
 #pragma omp simd reduction(+ : score)
     for (int i = 0; i < K; i++) score += q[i] * key[i];
-    scores[s] = score * factor;
+    scores[s] = score * factor - query.slope * (S - 1 - s);
     if (scores[s] > highest || std::isnan(scores[s])) highest = scores[s];
   }
   for (int s = 0; s < S; s++) sum += scores[s] = std::exp(scores[s] - highest);
@@ -248,7 +249,8 @@ struct Call {
     int h = kv_head * group + i % group, position = positions[m];
     int start = layer.window && position >= layer.window ? position - layer.window + 1 : 0;
     float* out = g.mixed + (int64_t)m * O + h * K;
-    return {g.qkv + (int64_t)m * Q + h * K, out, rows[m], start, position};
+    float slope = layer.alibi_slopes ? layer.alibi_slopes[h] : 0;
+    return {g.qkv + (int64_t)m * Q + h * K, out, rows[m], start, position, slope};
   }
 
   // Attends with four queries of a KV head, or those that are left. Queries of the same slot share

@@ -54,6 +54,7 @@ class _Layer(Structure):
         ("down", _Matrix),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("alibi_slopes", c_void_p),
         ("size", c_int),
         ("window", c_int),
     ]
@@ -211,6 +212,7 @@ class NativeStep:
             down=self._build_matrix(F, (mlp.down_proj, D)),
             keys=self._pointer(cache.keys),
             values=self._pointer(cache.values),
+            alibi_slopes=self._pointer(attn.alibi_slopes, config.n_head),
             size=cache.size,
         )
         if mlp.activation == "swiglu":

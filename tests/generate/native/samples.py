@@ -8,6 +8,7 @@ from gptmini.config.settings import ModelConfig
 from gptmini.generate.native import build, precision
 from gptmini.generate.native.step import NativeStep
 from gptmini.model.gpt import GPT
+from tests.support import POSITIONS
 
 LENGTH = 40  # more than two blocks of keys
 
@@ -34,7 +35,7 @@ def models(draw: st.DrawFn) -> GPT:
                 "qk_norm": one_of(True, False),
                 "qkv_bias": one_of(None, True, False),
             },
-            "position": one_of("learned", "rope", "none"),
+            "position": one_of(*POSITIONS),
             "norm": one_of("layernorm", "rmsnorm"),
             "activation": one_of("gelu", "swiglu", "relu2"),
             "bias": one_of(True, False),

@@ -15,6 +15,7 @@ from gptmini.config.settings import ModelConfig
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.native import build, check
 from gptmini.generate.native import engine as native
+from gptmini.generate.native.step import NativeStep
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
 from gptmini.model.attention import Attention, KVCache, Masks, make_mask
@@ -51,6 +52,7 @@ MODELS = {
     "gqa": {"attention": {"variant": "gqa", "n_kv_head": 2, "qk_norm": True}},
     "window": {"attention": {"variant": "mqa", "window": 7, "full_every": 2}},
     "learned": {"position": "learned", "bias": True, "norm": "layernorm", "activation": "gelu"},
+    "alibi": {"position": "alibi", "n_head": 6, "head_dim": 5, "attention": {"window": 30}},
     "none": {"position": "none", "tie_embeddings": False, "activation": "swiglu"},
     "one position": {"context_length": 1, "vocab_size": 1},
     "long": {"context_length": 2000, "attention": {"window": 300}},
@@ -101,6 +103,36 @@ def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
     assert line.endswith("generating with PyTorch, which is slower")
+
+
+def describe_without_slopes(self, config, block, cache, old=NativeStep._build_layer):
+    layer = old(self, config, block, cache)
+    layer.alibi_slopes = None
+    return layer
+
+
+def describe_without_window(self, model, cache, old=NativeStep._build_model):
+    described = old(self, model, cache)
+    for number in range(described.n_layer):
+        described.layers[number].window = 0
+    return described
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [("_build_layer", describe_without_slopes), ("_build_model", describe_without_window)],
+    ids=["slopes", "window"],
+)
+def test_an_engine_that_lacks_something_of_the_model_is_not_used(
+    method, wrong, monkeypatch, capsys
+):
+    """As when a mechanism was added to the model alone, or wrongly to the engine."""
+    monkeypatch.setattr(NativeStep, method, wrong)
+    model = noisy(position="alibi", attention={"window": 7})
+    engine = native.open_engine(model, "int8", 1, files.DEFAULT_CACHE_DIR)
+    assert isinstance(engine, TorchEngine)
+    assert "compiled engine: does not compute this model (logits differ" in capsys.readouterr().err
 
 
 def widen_mlp(self: MLP, config: ModelConfig, old=MLP.__init__) -> None:

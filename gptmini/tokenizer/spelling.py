@@ -1,0 +1,149 @@
+"""Spells tokens as a person reads them.
+
+A token is some bytes. Most are whole characters and stand for themselves. A character of several
+bytes may be split over several tokens, which then name the character and their part of it: 中1/3,
+中2/3, 中3/3. Symbols make the rest visible: spaces, line ends and other control characters, bytes
+that belong to no character (in hex), and the end-of-text token.
+"""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from gptmini.tokenizer.tokenizers import Tokenizer
+
+BYTES_LEGEND = "in hex: bytes that are no whole character"
+
+
+def label_token(tokenizer: Tokenizer, token: int) -> str:
+    """Label a token that stands alone, as in a list of a vocabulary."""
+    return label_tokens(tokenizer, [token])[0]
+
+
+def label_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Label each token of a text."""
+    return ["".join(spelling) for spelling in spell_tokens(tokenizer, tokens)]
+
+
+def label_pieces(pieces: Sequence[bytes]) -> list[str]:
+    """Label the tokens of a text, given the bytes of each."""
+    return ["".join(spelling) for spelling in spell_pieces(pieces)]
+
+
+def spell_token(tokenizer: Tokenizer, token: int) -> list[str]:
+    """Spell a token that stands alone; see `spell_pieces`."""
+    return spell_tokens(tokenizer, [token])[0]
+
+
+def spell_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[list[str]]:
+    """Spell each token of a text; see `spell_pieces`."""
+    spellings = spell_pieces([tokenizer.decode_token(token) for token in tokens])
+    for token, spelling in zip(tokens, spellings, strict=True):
+        if token == tokenizer.eos_token_id:
+            spelling[:] = ["", "<doc>"]
+    return spellings
+
+
+def spell_next(tokenizer: Tokenizer, unfinished: Sequence[bytes], token: int) -> list[str]:
+    """Spell a token that may come next: it may finish a character; see `list_unfinished`."""
+    piece = tokenizer.decode_token(token)
+    if not unfinished or not piece:
+        return spell_token(tokenizer, token)
+    return spell_pieces([*unfinished, piece])[-1]
+
+
+def list_unfinished(pieces: Sequence[bytes]) -> list[list[bytes]]:
+    """List, after each piece, the last pieces that have the first bytes of a character, if any."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    unfinished: list[bytes] = []
+    states = []
+    for piece in pieces:
+        if not piece:  # a special token
+            decoder.reset()
+        finished = decoder.decode(piece)
+        pending_bytes, _ = decoder.getstate()
+        if finished or not pending_bytes:
+            unfinished = []
+        if pending_bytes:
+            unfinished = [*unfinished, piece]
+        states.append(unfinished)
+    return states
+
+
+def is_part_of_character(tokenizer: Tokenizer, token: int) -> bool:
+    """Tell whether a token that stands alone is not whole characters."""
+    pieces = [tokenizer.decode_token(token)]
+    return any(_is_byte(character) for character, _ in iter_characters(pieces))
+
+
+def spell_pieces(pieces: Sequence[bytes]) -> list[list[str]]:
+    """Spell each piece as text and symbols in turn, text first; [] for an empty one."""
+    spellings: list[list[str]] = [[] for _ in pieces]
+    for character, places in iter_characters(pieces):
+        is_text = character.isprintable() and character != " "
+        for part, place in enumerate(places, 1):
+            _append(spellings[place], _show(character), is_text)
+            if len(places) > 1:
+                _append(spellings[place], f"{part}/{len(places)}", False)
+    return spellings
+
+
+def explain_labels(pieces: Sequence[bytes]) -> list[str]:
+    """Explain the marks in the labels of a text, a line each: parts of characters, bytes in hex."""
+    characters = list(iter_characters(pieces))
+    lines = []
+    for character, places in characters:
+        if len(places) > 1:
+            lines.append(
+                f"{_show(character)}1/{len(places)}: the first of {len(places)} tokens that spell "
+                f"the character {_show(character)}"
+            )
+            break  # one example is enough
+    if any(_is_byte(character) for character, _ in characters):
+        lines.append(BYTES_LEGEND)
+    return lines
+
+
+def iter_characters(pieces: Sequence[bytes]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the characters of a text, each with the numbers of the pieces that have its bytes.
+
+    A byte that belongs to no character is a lone surrogate, as in Python's `surrogateescape`. No
+    character continues across an empty piece, which is a special token.
+    """
+    for is_empty, group in groupby(enumerate(pieces), lambda numbered: not numbered[1]):
+        if is_empty:
+            continue
+        data = bytearray()
+        owners: list[int] = []  # the number of the piece of each byte
+        for number, piece in group:
+            data += piece
+            owners += [number] * len(piece)
+        start = 0
+        for character in data.decode("utf-8", "surrogateescape"):
+            end = start + len(character.encode("utf-8", "surrogateescape"))
+            yield character, sorted(set(owners[start:end]))
+            start = end
+
+
+def _append(spelling: list[str], shown: str, is_text: bool) -> None:
+    """Append text or a symbol to a spelling, in which they stand at even and at odd places."""
+    if not spelling:
+        spelling.append("")
+    ends_with_text = len(spelling) % 2 == 1
+    if is_text != ends_with_text:
+        spelling.append("")
+    spelling[-1] += shown
+
+
+def _show(character: str) -> str:
+    """Return a character, or the symbol for one that cannot be seen."""
+    if _is_byte(character):
+        return f"{ord(character) - 0xDC00:02x}"
+    if character == " ":
+        return "␣"
+    return character if character.isprintable() else repr(character)[1:-1]
+
+
+def _is_byte(character: str) -> bool:
+    """Tell whether a character is a byte that belongs to none."""
+    return 0xDC80 <= ord(character) <= 0xDCFF
