@@ -1,7 +1,6 @@
 """Conversations with instruct models: the prompt that their chat template makes of messages."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -88,15 +87,13 @@ class ChatTemplate:
     def _start(self) -> subprocess.Popen[str]:
         """Start a renderer, which ends when this object does."""
         # -P: the folder of the script has modules with names that others may import.
-        command = [sys.executable, "-P", str(RENDERER)]
-        environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
+        command = [sys.executable, "-P", "-X", "utf8", str(RENDERER)]
         self._process = subprocess.Popen(  # noqa: S603 - our own script
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
-            env=environment,
         )
         weakref.finalize(self, _end, self._process)
         return self._process

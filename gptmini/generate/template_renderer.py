@@ -84,7 +84,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     environment = create_environment()
     for line in sys.stdin:
-        print(json.dumps(answer(environment, json.loads(line))), flush=True)
+        sys.stdout.write(json.dumps(answer(environment, json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, mo
         if words.startswith("import"):
             assert "3 bytes have no token, such as 0x04; texts lose them" in captured.err
             assert "its texts end with <|im_end|> or <|endoftext|>" in captured.err
-            assert "gptmini generate run --chat --prompt TEXT" in captured.err
+            assert "--chat --prompt TEXT" in captured.err
         if words.startswith("tokenizer"):
             assert "special tokens   <|endoftext|>, <|im_start|>, <|im_end|>\n" in captured.out
             assert "texts end with   <|endoftext|> or <|im_end|>\n" in captured.out
