@@ -97,7 +97,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "import_model",
         "export",
     ],
-    "serve": ["limits", "scheduler", "completions", "connections", "server"],
+    "serve": ["limits", "scheduler", "completions", "chat", "connections", "server"],
     "cli": [
         "app",
         "options",
