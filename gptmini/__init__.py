@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gptmini.generate.run import Run
     from gptmini.generate.run import load_run as load
     from gptmini.interop.export import export_run
-    from gptmini.interop.huggingface import import_model
+    from gptmini.interop.import_model import import_model
     from gptmini.model.gpt import GPT
     from gptmini.train.api import fit
 
@@ -39,7 +39,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "evaluate": "analysis.evaluate:evaluate_text",
     "fit": "train.api",
     "export_run": "interop.export",
-    "import_model": "interop.huggingface",
+    "import_model": "interop.import_model",
     "load": "generate.run:load_run",
 }
 

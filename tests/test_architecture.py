@@ -38,6 +38,8 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "graphs",
         "device_draw",
         "speculative",
+        "chat",
+        "template_renderer",
         "run",
         "prompts_file",
         "native.engine",
@@ -88,8 +90,16 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "report",
         "listing",
     ],
-    "interop": ["architectures", "folding", "huggingface", "gguf", "export"],
-    "serve": ["limits", "scheduler", "completions", "connections", "server"],
+    "interop": [
+        "architectures",
+        "folding",
+        "huggingface",
+        "gguf",
+        "gguf_reader",
+        "import_model",
+        "export",
+    ],
+    "serve": ["limits", "scheduler", "completions", "chat", "connections", "server"],
     "cli": [
         "app",
         "options",
@@ -125,7 +135,8 @@ DOORS = {  # the only modules that import a library
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"analysis.plots"},
-    "subprocess": {"machine", "generate.native.build", "analysis.compare"},
+    "subprocess": {"machine", "generate.chat", "generate.native.build", "analysis.compare"},
+    "jinja2": {"generate.template_renderer"},
     "starlette": {"serve.server"},
     "uvicorn": {"serve.server", "serve.connections"},
     "h11": {"serve.connections"},
@@ -270,6 +281,7 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
     allowed = {
         "console": CONSOLE_ONLY,
         "distributed.group": {"os.environ"},  # torchrun's variables
+        "generate.template_renderer": CONSOLE_ONLY,  # a process of its own, without a console
         "machine": {"os.environ"},  # the one that cuBLAS reads
     }
     assert not (used & CONSOLE_ONLY) - allowed.get(name, set())

@@ -72,6 +72,9 @@ def generate(
         "ban, bias, overflow.",
         "--set",
     ),
+    chat: bool = flag(
+        "Ask an instruct model: apply its chat template; with -i, hold a conversation.", "--chat"
+    ),
     special: bool = flag("Read special tokens in a prompt, such as <|endoftext|>.", "--special"),
     lookup: bool = flag("Guess ahead from the text so far; same text, often faster.", "--lookup"),
     draft: Path | None = option(
@@ -107,12 +110,7 @@ def generate(
         "--interactive": interactive or None,
     }
     named = [name for name, value in sources.items() if value is not None]
-    if len(named) > 1:
-        raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
-    if as_json and (interactive or prompts is not None):
-        raise ConfigError(f"--json: cannot be combined with {named[0]}; leave one out")
-    if samples > 1 and interactive:
-        raise ConfigError("--samples: cannot be combined with --interactive; leave one out")
+    _check_sources(named, chat, as_json, samples)
     if (prompts is None) != (out is None):
         raise ConfigError("--prompts, --out: one needs the other; give both")
     if str(out) == "-":
@@ -134,17 +132,34 @@ def generate(
         drafter = load_run(draft_path, device, weights, cache)
     how: Settings = {
         "use_cache": not no_cache,
-        "special": special,
+        "special": special or chat,
         "draft": drafter,
         "logprobs": as_json or prompts is not None,
     }
     if prompts is not None and out is not None:
         prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
     elif interactive:
-        _converse(trained, settings | how, raw)
+        converse = _chat if chat else _continue_lines
+        converse(trained, settings | how, raw)
     else:
         text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
-        _print_texts(trained, text, samples, batch_size, settings | how, raw, as_json)
+        shown = text
+        if chat:
+            text = trained.render_chat([{"role": "user", "content": text}])
+            shown = ""
+        _print_texts(trained, text, samples, batch_size, settings | how, raw, as_json, shown)
+
+
+def _check_sources(named: list[str], chat: bool, as_json: bool, samples: int) -> None:
+    """Check that the options that give prompts, those `named`, go together with the others."""
+    if len(named) > 1:
+        raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
+    if chat and named in ([], ["--prompts"]):
+        raise ConfigError("--chat: needs --prompt, --prompt-file or --interactive; give one")
+    if as_json and named and named[0] in ("--interactive", "--prompts"):
+        raise ConfigError(f"--json: cannot be combined with {named[0]}; leave one out")
+    if samples > 1 and "--interactive" in named:
+        raise ConfigError("--samples: cannot be combined with --interactive; leave one out")
 
 
 def _parse_sampling(options: Settings, assignments: list[str] | None) -> Settings:
@@ -193,8 +208,12 @@ def _print_texts(
     settings: Settings,
     raw: bool,
     as_json: bool,
+    shown: str,
 ) -> None:
-    """Print the texts of one prompt: a single one while it is generated, several in turn."""
+    """Print the texts of one prompt: a single one while it is generated, several in turn.
+
+    What is `shown` stands before each: the prompt, or nothing before an answer.
+    """
     from gptmini.console import say, stream_to_stdout
 
     batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
@@ -207,10 +226,10 @@ def _print_texts(
         return
     for generation in generations:
         if samples == 1:
-            stream_to_stdout(chain([prompt], (piece for _, piece in generation), ["\n"]), raw)
+            stream_to_stdout(chain([shown], (piece for _, piece in generation), ["\n"]), raw)
         else:
             texts = generation.finish()
-            blocks = [f"--- {text.number + 1}\n{prompt}{text.text}\n" for text in texts]
+            blocks = [f"--- {text.number + 1}\n{shown}{text.text}\n" for text in texts]
             if not stream_to_stdout(blocks, raw):
                 return
         if sys.stderr.isatty():
@@ -244,30 +263,36 @@ def _build_json(generations: "list[Generation]") -> dict[str, Any]:
     return facts
 
 
-def _converse(run: "Run", settings: Settings, raw: bool) -> None:
-    """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
-    from gptmini.console import say, stream_to_stdout
+def _read_line() -> str | None:
+    """Read what is typed; None where the user quits."""
+    from gptmini.console import say
 
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows lacks it
             import readline  # noqa: F401 - input() then edits lines and remembers them
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            say("")
+            return None
+        except KeyboardInterrupt:
+            say("")
+            continue
+        return None if line.strip() in ("exit", "quit") else line
+
+
+def _continue_lines(run: "Run", settings: Settings, raw: bool) -> None:
+    """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
+    from gptmini.console import say, stream_to_stdout
+
     say(
         "Type a prompt; an empty line continues the last text. "
         "Ctrl-C stops a text; exit or Ctrl-D quits."
     )
     text = ""
     turn = 0
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            say("")
-            return
-        except KeyboardInterrupt:
-            say("")
-            continue
-        if line.strip() in ("exit", "quit"):
-            return
+    while (line := _read_line()) is not None:
         text = line or text
         generation = None
         try:
@@ -278,3 +303,21 @@ def _converse(run: "Run", settings: Settings, raw: bool) -> None:
             stream_to_stdout(["\n"])
         text += generation.samples[0].text if generation else ""
         turn += 1
+
+
+def _chat(run: "Run", settings: Settings, raw: bool) -> None:
+    """Answer messages as they are typed, each with all that was said before."""
+    from gptmini.console import say, stream_to_stdout
+
+    say("Type a message. Ctrl-C stops an answer; exit or Ctrl-D quits.")
+    messages: list[dict[str, Any]] = []
+    while (line := _read_line()) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        generation = run.start([run.render_chat(messages)], [len(messages)], **settings)
+        try:
+            stream_to_stdout(chain((piece for _, piece in generation), ["\n"]), raw)
+        except KeyboardInterrupt:
+            stream_to_stdout(["\n"])
+        messages.append({"role": "assistant", "content": generation.samples[0].text})

@@ -8,7 +8,7 @@ from gptmini.files import DEFAULT_CACHE_DIR
 
 
 def import_model(
-    folder: Path = argument(..., "DIR", "A folder with config.json and safetensors."),
+    source: Path = argument(..., "MODEL", "A folder with config.json and safetensors, or a .gguf."),
     out: Path | None = option(None, "DIR", "The new run directory.", show_default="runs/NAME"),
     context_length: int | None = option(
         None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
@@ -16,12 +16,12 @@ def import_model(
     cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
-    out = out or RUNS_FOLDER / folder.resolve().name
+    out = out or RUNS_FOLDER / source.resolve().name.removesuffix(".gguf")
     from gptmini.console import say, show_elapsed
-    from gptmini.interop.huggingface import import_model
+    from gptmini.interop.import_model import import_model
 
     with show_elapsed("reading and converting"):
-        run = import_model(folder, out, context_length, cache)
+        run = import_model(source, out, context_length, cache)
     n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     name = shlex.quote(str(out))
     say(
@@ -33,7 +33,4 @@ def import_model(
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     say(f"its texts end with {' or '.join(names[number] for number in tokenizer.end_tokens)}")
     if tokenizer.chat_template is not None:
-        say(
-            "its chat template is kept for exports, but not applied: type its special tokens in a "
-            "prompt, with --special"
-        )
+        say(f"it answers questions with:\n  gptmini generate {name} --chat --prompt TEXT")

@@ -26,6 +26,7 @@ from gptmini.config.settings import Config, SampleConfig
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.generate.chat import ChatTemplate, Message
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
@@ -100,6 +101,7 @@ class Run:
         """Copy everything but the engines, which hold pointers into the memory of this run."""
         state = {**self.__dict__, "_idle_engines": deque(), "_packed_matrices": {}}
         state.pop("_decoding_model", None)
+        state.pop("_chat_template", None)
         return state
 
     @property
@@ -247,6 +249,27 @@ class Run:
         except UnicodeEncodeError as error:
             where = f"{name}: character {error.start}"
             raise DataError(f"{where} is not valid Unicode; remove it") from None
+
+    def render_chat(self, messages: list[Message]) -> str:
+        """Return the prompt for a model's answer to messages, by its chat template.
+
+            prompt = run.render_chat([{"role": "user", "content": "What is 2 + 2?"}])
+            answer = "".join(text for _, text in run.start([prompt], special=True))
+
+        Raises ConfigError for a run without a template, and for messages that it refuses.
+        """
+        if self._chat_template is None:
+            raise ConfigError(
+                f"{self.path}: has no chat template: its model continues texts; leave --chat out"
+            )
+        return self._chat_template.render(messages)
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate | None:
+        source = self.tokenizer.chat_template
+        if source is None:
+            return None
+        return ChatTemplate(source, self.tokenizer.template_tokens, self.path)
 
     def decode(self, tokens: Sequence[int] | Tensor) -> str:
         """Return the text of tokens (T,), such as `encode` returns or `model` makes likely."""

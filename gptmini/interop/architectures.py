@@ -20,6 +20,7 @@ from gptmini.model.gpt import GPT
 
 Tensors = dict[str, Tensor]
 DEFAULT_CONTEXT_LENGTH = 2048  # of an import: longer ones cost memory that few texts need
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The types of keys in config.json that are taken apart or computed with.
 _MAPPING = (dict, "a mapping")
 _LIST = (list, "a list")
@@ -275,6 +276,19 @@ def create_meta_tensors(config: ModelConfig) -> Tensors:
     """Return the tensors of a model by name, on the meta device: shapes without memory."""
     with torch.device("meta"):
         return GPT(config).state_dict()
+
+
+def check_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:
+    """Return a tensor in the type it has; CheckpointError unless it suits `meta` and is finite."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{where}: {dtype}; use float32, float16 or bfloat16")
+    if tensor.shape != meta.shape:
+        sizes = f"{tuple(tensor.shape)}, but its settings make it {tuple(meta.shape)}"
+        raise CheckpointError(f"{where}: {sizes}; restore the original files")
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{where}: has values that are not finite; download it again")
+    return tensor.contiguous()
 
 
 # -- our settings to config.json -------------------------------------------------------------------

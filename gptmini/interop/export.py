@@ -15,7 +15,7 @@ from gptmini.analysis.evaluate import load_held_out
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError
 from gptmini.generate.run import Run, load_run
-from gptmini.interop import architectures, gguf, huggingface
+from gptmini.interop import architectures, gguf, gguf_reader, huggingface
 from gptmini.interop.architectures import Tensors
 from gptmini.interop.folding import fold
 from gptmini.model.gpt import GPT
@@ -104,7 +104,7 @@ def export_run(
             rounding = 0.0
         else:
             gguf.write_gguf(partial, run, model_type, config, folded, weights)
-            read_back = gguf.read_gguf(partial)
+            read_back = gguf_reader.read_gguf(partial, config.context_length)
             # Rounding is no fault, so it is kept out of the comparison: the file must be equal to
             # the rounded weights, and the folded weights to the run.
             wide = compute_logits(config, folded, tokens)  # (2, T, V)

@@ -1,7 +1,7 @@
-"""Writes GGUF, the file format of llama.cpp, Ollama and LM Studio, and reads it back as proof.
+"""Writes GGUF, the file format of llama.cpp, Ollama and LM Studio.
 
 llama.cpp itself reads these files in the tests. Users rarely have it at hand, so `export` compares
-what `read_gguf` finds in the file with the run, on their machine and with their weights.
+what `gguf_reader` finds in the file with the run, on their machine and with their weights.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.generate.run import Run
-from gptmini.interop.architectures import Tensors, create_meta_tensors
+from gptmini.interop.architectures import Tensors
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
@@ -57,12 +57,12 @@ CONTROL_TOKEN = 3
 BYTE_TOKEN = 6
 
 
-def import_gguf() -> Any:
+def import_gguf(wanted_by: str = "--to gguf") -> Any:
     """Import the package gguf, by llama.cpp's authors; MachineError if it is not installed."""
     try:
         import gguf  # noqa: PLC0415 - an extra
     except ImportError:
-        raise make_missing_package_error("--to gguf", "gguf", "gguf") from None
+        raise make_missing_package_error(wanted_by, "gguf", "gguf") from None
     return gguf
 
 
@@ -236,100 +236,3 @@ def _spell_characters(tokenizer: CharTokenizer) -> tuple[dict[int, str], dict[in
         texts[number] = character
         types[number] = NORMAL_TOKEN
     return texts, types
-
-
-# -- reading back ----------------------------------------------------------------------------------
-
-
-def read_gguf(path: Path) -> tuple[ModelConfig, Tensors, Tokenizer]:
-    """Read the settings, weights and tokenizer of a file that `write_gguf` wrote."""
-    gguf = import_gguf()
-    reader = gguf.GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    stored = {
-        tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        for tensor in reader.tensors
-    }
-    architecture = fields["general.architecture"]
-    config = _read_settings(fields, stored)
-    weights: Tensors = {}
-    for name in create_meta_tensors(config):
-        tensor = stored[gguf_name(name, architecture)]
-        module = name.split(".")[-2]
-        if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
-            tensor = tensor.chunk(3)["qkv".index(module[0])]
-        if architecture == "llama" and module == "q_proj":
-            tensor = separate_halves(tensor, config.n_head)
-        if architecture == "llama" and module == "k_proj":
-            tensor = separate_halves(tensor, config.n_kv_head)
-        weights[name] = tensor
-    return config, weights, _read_tokenizer(fields, path)
-
-
-def _read_settings(fields: dict[str, Any], stored: Tensors) -> ModelConfig:
-    """Read the settings from the metadata and from which tensors there are."""
-    architecture = fields["general.architecture"]
-    settings: dict[str, Any] = {
-        name: fields[f"{architecture}.{key}"] for name, key in METADATA_KEYS.items()
-    }
-    rms_key = f"{architecture}.attention.layer_norm_rms_epsilon"
-    if rms_key in fields:
-        settings["norm"] = "rmsnorm"
-        settings["norm_eps"] = fields[rms_key]
-        settings["activation"] = "swiglu"
-    else:
-        settings["norm"] = "layernorm"
-        settings["norm_eps"] = fields[f"{architecture}.attention.layer_norm_epsilon"]
-        settings["activation"] = "gelu"
-    settings["position"] = "learned" if "position_embd.weight" in stored else "rope"
-    settings["vocab_size"] = len(stored["token_embd.weight"])
-    settings["tie_embeddings"] = "output.weight" not in stored
-    settings["bias"] = "blk.0.ffn_up.bias" in stored
-    settings["attention"] = {
-        "variant": "gqa",
-        "n_kv_head": fields[f"{architecture}.attention.head_count_kv"],
-        "qk_norm": "blk.0.attn_q_norm.weight" in stored,
-        "qkv_bias": True if "blk.0.attn_q.bias" in stored else None,
-    }
-    return ModelConfig.model_validate(settings)
-
-
-def _read_tokenizer(fields: dict[str, Any], path: Path) -> Tokenizer:
-    """Read the tokenizer by way of tokenizer.json, which has the same parts."""
-    texts = fields["tokenizer.ggml.tokens"]
-    types = dict(zip(texts, fields["tokenizer.ggml.token_type"], strict=True))
-    if fields["tokenizer.ggml.model"] == "llama":
-        normal = [text for text in texts if types[text] == NORMAL_TOKEN]
-        return CharTokenizer("".join(text for text in normal if text != SENTENCEPIECE_SPACE))
-    numbers = {text: number for number, text in enumerate(texts)}
-    patterns = {name: pattern for pattern, name in tokenizer_json.KNOWN_PATTERNS.values()}
-    pattern = patterns[fields["tokenizer.ggml.pre"]]
-    by_digits = pattern == tokenizer_json.DIGITS_THEN_GPT2
-    split: dict[str, Any] = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    if by_digits:
-        split = {"type": "Digits", "individual_digits": True}
-    merges = [
-        merge
-        for merge in fields["tokenizer.ggml.merges"]
-        if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
-    ]
-    content = {
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
-        },
-        "added_tokens": [
-            {"content": text, "id": number}
-            for text, number in numbers.items()
-            if types[text] == CONTROL_TOKEN
-        ],
-        "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
-    }
-    return tokenizer_json.from_tokenizer_json(
-        content,
-        path,
-        len(texts),
-        [fields["tokenizer.ggml.eos_token_id"]],
-        fields["tokenizer.ggml.bos_token_id"],
-        fields.get("tokenizer.chat_template"),
-    )

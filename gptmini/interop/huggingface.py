@@ -12,64 +12,28 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from gptmini import files
-from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
+from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, DataError, describe_lookup_error, describe_os_error
-from gptmini.generate.run import Run, load_run
+from gptmini.generate.run import Run
 from gptmini.interop import architectures
 from gptmini.interop.architectures import Tensors
-from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.create import write_run
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TEMPLATE_TOKENS = ("bos_token", "eos_token")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 LFS_POINTER = b"version https://git-lfs"
 MAX_SHARD_BYTES = 5_000_000_000
-# Training settings of an imported run. Pretrained models were trained by AdamW; fine-tuning starts
-# from this learning rate and halves it (plan.finetune).
-FINETUNE_SETTINGS: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.1}
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
 BUFFER_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 # -- reading ---------------------------------------------------------------------------------------
-
-
-def import_model(
-    folder: str | Path,
-    out: str | Path,
-    context_length: int | None = None,
-    cache: Path = files.DEFAULT_CACHE_DIR,
-) -> Run:
-    """Make a run, at step 0, from a folder in Hugging Face's format.
-
-    The run appears at `out` whole or not at all. Its context is the model's, at most 2048;
-    `context_length` overrides that. Raises CheckpointError or DataError, which name the file and
-    key, for whatever gptmini cannot represent.
-    """
-    folder = Path(folder)
-    out = Path(out)
-    with files.atomic_output(out) as partial:
-        model_config, weights, tokenizer = read_folder(folder, context_length)
-        if tokenizer.missing_bytes:
-            warn(
-                f"{folder / 'tokenizer.json'}: {len(tokenizer.missing_bytes)} bytes have no token, "
-                f"such as {tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
-            )
-        config = Config(
-            model=model_config,
-            tokenizer=TokenizerConfig(kind=tokenizer.kind),
-            train=TrainConfig(**FINETUNE_SETTINGS),
-        )
-        write_run(RunDirectory(partial), config, weights, tokenizer)
-    return load_run(out, weights="float32", cache=cache)
 
 
 def read_folder(
@@ -102,6 +66,7 @@ def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig
             _read_end_tokens(folder, hf_config),
             hf_config.get("bos_token_id"),
             chat_template,
+            _read_template_tokens(folder),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: {describe_lookup_error(error)}; restore the file") from None
@@ -120,6 +85,18 @@ def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
         numbers = settings.get("eos_token_id")
         found += numbers if isinstance(numbers, list) else [numbers]
     return found
+
+
+def _read_template_tokens(folder: Path) -> dict[str, str]:
+    """Return the names of special tokens that a chat template may use, such as bos_token."""
+    tokenizer_config = _read_optional_json(folder / "tokenizer_config.json")
+    tokens = {}
+    for use in TEMPLATE_TOKENS:
+        value = tokenizer_config.get(use)
+        name = value.get("content") if isinstance(value, dict) else value
+        if isinstance(name, str):
+            tokens[use] = name
+    return tokens
 
 
 def _read_chat_template(folder: Path) -> str | None:
@@ -201,7 +178,7 @@ def _list_weight_files(folder: Path) -> list[str]:
 def _convert_weights(
     tensors: Tensors, hf_config: dict[str, Any], config: ModelConfig, folder: Path
 ) -> tuple[ModelConfig, Tensors]:
-    """Return the weights by our names, in float32, and the settings corrected by the tensors."""
+    """Return the weights by our names, and the settings corrected by the tensors."""
     model_type = hf_config["model_type"]
     output_biases = [name for name in tensors if name.endswith("o_proj.bias")]
     if not config.bias and any(tensors[name].any() for name in output_biases):
@@ -224,7 +201,7 @@ def _convert_weights(
             tensor = torch.zeros(meta.shape)
         else:
             raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
-        weights[name] = _convert_tensor(tensor, meta, f"{folder}: tensor {their_name}")
+        weights[name] = architectures.check_tensor(tensor, meta, f"{folder}: tensor {their_name}")
     for name in tensors.keys() - used:
         if not name.endswith(BUFFER_SUFFIXES):
             raise CheckpointError(
@@ -243,19 +220,6 @@ def _list_layers_without_bias(hf_config: dict[str, Any]) -> set[str]:
     if hf_config.get("mlp_bias"):
         return set() if hf_config.get("attention_bias") else attention
     return {"o_proj"} | mlp
-
-
-def _convert_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:
-    """Return a copy in float32; CheckpointError unless it has the shape of `meta` and is finite."""
-    if tensor.dtype not in FLOAT_DTYPES:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{where}: {dtype}; use float32, float16 or bfloat16")
-    if tensor.shape != meta.shape:
-        sizes = f"{tuple(tensor.shape)}, but config.json makes it {tuple(meta.shape)}"
-        raise CheckpointError(f"{where}: {sizes}; restore the original files")
-    if not tensor.isfinite().all():
-        raise CheckpointError(f"{where}: has values that are not finite; download it again")
-    return tensor.float().contiguous().clone()
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -372,6 +336,7 @@ def _build_tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[s
     }
     if tokenizer.chat_template is not None:
         tokenizer_config["chat_template"] = tokenizer.chat_template
+        tokenizer_config |= tokenizer.template_tokens
     return tokenizer_config
 
 

@@ -1,7 +1,7 @@
-"""Serve a trained model over HTTP, in the format of OpenAI's completions.
+"""Serve a trained model over HTTP, in the formats of OpenAI's completions and chat completions.
 
 Read scheduler.py first: one thread generates the texts of all callers. Then completions.py (the
-JSON of a request to texts, and back) and server.py (routes, errors, signals), with limits.py and
-connections.py for what one client may have. Of the rest of gptmini, this package needs only
-generate/.
+JSON of a request to texts, and back), chat.py (the same for messages) and server.py (routes,
+errors, signals), with limits.py and connections.py for what one client may have. Of the rest of
+gptmini, this package needs only generate/.
 """

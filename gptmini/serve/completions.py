@@ -137,7 +137,7 @@ class Completion:
             self._choices.append(self._create_choice(request, echo, may_name))
         self.requests = [choice.request for choice in self._choices]
 
-        self._common_fields = {
+        self._common_fields: dict[str, Any] = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "model": name,
@@ -234,6 +234,10 @@ class Completion:
             "logprobs": self._build_logprobs(choice, events),
             "finish_reason": finish_reason,
         }
+
+    def adds_something(self, choice: dict[str, Any]) -> bool:
+        """Tell whether a choice is worth an event of its own in a stream."""
+        return bool(choice["text"] or choice["logprobs"] or choice["finish_reason"])
 
     def _build_logprobs(self, choice: _Choice, events: TokenEvents) -> dict[str, Any] | None:
         if choice.request.n_logprobs is None:

@@ -34,8 +34,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gptmini.errors import ConfigError, DataError, GptminiError, MachineError, shorten
+from gptmini.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GptminiError,
+    MachineError,
+    shorten,
+)
 from gptmini.generate.run import Run
+from gptmini.serve.chat import ChatCompletion
 from gptmini.serve.completions import Completion, TooLongError
 from gptmini.serve.connections import (
     MAX_ACCEPTS,
@@ -186,10 +194,16 @@ class Server:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "gptmini"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, _: Request) -> Response:
-        raise HTTPException(404, "a base model has no chat format; use /v1/completions")
+    async def _chat(self, request: Request) -> Response:
+        if self._run.tokenizer.chat_template is None:
+            raise HTTPException(404, "a base model has no chat format; use /v1/completions")
+        return await self._answer(request, ChatCompletion)
 
     async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, Completion)
+
+    async def _answer(self, request: Request, kind: type[Completion]) -> Response:
+        """Answer a request for a completion of a kind, once its texts are under way."""
         client = request.client.host if request.client else ""
         deadline = self._loop.time() + self.limits.request_seconds
         read_seconds = min(self.limits.read_seconds, self.limits.request_seconds)
@@ -198,7 +212,7 @@ class Server:
                 body = await self._read_body(request)
         except TimeoutError:
             raise HTTPException(408, "body: did not arrive in time; send it faster") from None
-        completion = await self._prepare_in_turn(body, client)
+        completion = await self._prepare_in_turn(body, client, kind)
         if not self._scheduler.submit(completion.requests):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._prompt_tokens.inc(completion.prompt_tokens)
@@ -215,7 +229,9 @@ class Server:
                 raise HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
         return bytes(body)
 
-    async def _prepare_in_turn(self, body: bytes, client: str) -> Completion:
+    async def _prepare_in_turn(
+        self, body: bytes, client: str, kind: type[Completion]
+    ) -> Completion:
         """Prepare one request of each client at a time, for at most half of the time.
 
         After a long preparation, the client's next one waits for as long again, so that a client
@@ -226,7 +242,7 @@ class Server:
         started = self._loop.time()
         try:
             # In a thread, as splitting a long prompt into tokens takes a while.
-            return await run_in_threadpool(self._prepare, body, client)
+            return await run_in_threadpool(self._prepare, body, client, kind)
         finally:
             seconds = self._loop.time() - started
             if seconds > LONG_PREPARATION_SECONDS:
@@ -234,7 +250,7 @@ class Server:
             else:
                 lock.release()
 
-    def _prepare(self, body: bytes, client: str) -> Completion:
+    def _prepare(self, body: bytes, client: str, kind: type[Completion]) -> Completion:
         try:
             data = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
@@ -244,7 +260,7 @@ class Server:
         if b"\\u" in body:  # only an escape can spell half of a character
             _check_unicode(data)
         try:
-            return Completion(self._run, self._name, self.limits, data, client)
+            return kind(self._run, self._name, self.limits, data, client)
         except RecursionError:
             raise HTTPException(400, "body: nested too deeply; flatten it") from None
 
@@ -392,7 +408,7 @@ class _CompletionResponse(StreamingResponse):
         """Yield server-sent events, one for each token that adds something."""
         async for index, events in self._stream:
             choice = self._completion.build_choice(index, events)
-            if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
+            if self._completion.adds_something(choice):
                 yield _format_event(self._completion.build_response([choice], usage=False))
         if self._completion.include_usage:
             yield _format_event(self._completion.build_response([]))
@@ -450,6 +466,9 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
         # Clients know the settings by the names of OpenAI's fields.
         message = "; ".join(error.lines)
         message = message.replace("sample.", "").replace("max_new_tokens", "max_tokens")
+    elif isinstance(error, CheckpointError):  # a chat template that cannot be rendered
+        status = 500
+        message = "; ".join(error.lines)
     elif isinstance(error, ClientDisconnect):
         status = CLIENT_CLOSED_REQUEST
         message = "the client left"

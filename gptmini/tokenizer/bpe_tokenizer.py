@@ -26,6 +26,7 @@ class BpeTokenizer(Tokenizer):
         eos_token: str = END_OF_TEXT,
         ends: Sequence[str] = (),
         chat_template: str | None = None,
+        template_tokens: dict[str, str] | None = None,
     ) -> None:
         """`eos_token` and `ends` name the special tokens that end a text."""
         self.kind = encoding.name
@@ -34,6 +35,7 @@ class BpeTokenizer(Tokenizer):
         self.eos_token_id = self.special_tokens[eos_token]
         self.missing_bytes = _find_missing_bytes(encoding._mergeable_ranks)
         self.chat_template = chat_template
+        self.template_tokens = template_tokens or {}
         self._eos_token = eos_token
         self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
         self._end_tokens = [self.special_tokens[name] for name in self._ends]
@@ -105,6 +107,7 @@ class BpeTokenizer(Tokenizer):
             settings["ends"] = self._ends
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
+            settings["template_tokens"] = self.template_tokens
         return settings
 
     @classmethod
@@ -121,6 +124,7 @@ class BpeTokenizer(Tokenizer):
             data.get("document", END_OF_TEXT),
             data.get("ends", []),
             data.get("chat_template"),
+            data.get("template_tokens"),
         )
 
 
@@ -132,6 +136,7 @@ def create_bpe_tokenizer(
     eos_token: str = END_OF_TEXT,
     ends: Sequence[str] = (),
     chat_template: str | None = None,
+    template_tokens: dict[str, str] | None = None,
 ) -> BpeTokenizer:
     """Check the ranks and special tokens (ValueError), then build the tokenizer.
 
@@ -151,10 +156,13 @@ def create_bpe_tokenizer(
             raise ValueError(f"{special!r} is not a special token")
     if not isinstance(chat_template, str | None):
         raise ValueError("chat_template is not a text")
+    for key, value in (template_tokens or {}).items():
+        if not isinstance(value, str):
+            raise ValueError(f"{key} is not a text")
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )
-    return BpeTokenizer(encoding, eos_token, ends, chat_template)
+    return BpeTokenizer(encoding, eos_token, ends, chat_template, template_tokens)
 
 
 def list_published_encodings() -> list[str]:

@@ -199,6 +199,7 @@ def from_tokenizer_json(
     end_tokens: Sequence[int | str | None] = (),
     bos_token: int | None = None,
     chat_template: str | None = None,
+    template_tokens: dict[str, str] | None = None,
 ) -> Tokenizer:
     """Build a tokenizer from tokenizer.json; DataError, which names `path`, for other kinds.
 
@@ -220,7 +221,14 @@ def from_tokenizer_json(
     if not document_names:
         raise DataError(f"{path}: no token ends a document; add {END_OF_TEXT} to added_tokens")
     tokenizer = create_bpe_tokenizer(
-        IMPORTED_KIND, pattern, ranks, special_tokens, document_names[0], end_names, chat_template
+        IMPORTED_KIND,
+        pattern,
+        ranks,
+        special_tokens,
+        document_names[0],
+        end_names,
+        chat_template,
+        template_tokens,
     )
     unknown = data["model"].get("unk_token")
     if tokenizer.missing_bytes and unknown is not None:

@@ -26,7 +26,8 @@ class Tokenizer(ABC):
     vocab_size: int
     eos_token_id: int
     missing_bytes = b""  # have no token; `encode` leaves them out
-    chat_template: str | None = None  # Jinja, as Hugging Face has it; gptmini only keeps it
+    chat_template: str | None = None  # of an instruct model: Jinja, as Hugging Face has it
+    template_tokens: dict[str, str] = {}  # noqa: RUF012 - names by use, such as bos_token; immutable
 
     @property
     def special_tokens(self) -> dict[str, int]:

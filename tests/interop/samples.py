@@ -54,6 +54,7 @@ def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
         CHAT,
         ends=["<|im_end|>", "<|endoftext|>"],
         chat_template=TEMPLATE,
+        template_tokens={"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
     )
 
 

@@ -25,7 +25,7 @@ from gptmini.interop.export import (
     export_run,
 )
 from gptmini.interop.folding import fold
-from gptmini.interop.huggingface import import_model
+from gptmini.interop.import_model import import_model
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer

@@ -11,7 +11,7 @@ import torch
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.generate.run import Run
-from gptmini.interop import gguf
+from gptmini.interop import gguf, gguf_reader
 from gptmini.interop.export import HARD_TEXTS, export_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
@@ -91,7 +91,7 @@ def test_special_tokens_and_chat_template_are_written(tmp_path):
     assert found["chat_template"] == TEMPLATE
     # Texts begin with the end-of-text token only where the user asks for it, as in gptmini.
     assert (found["ggml.add_bos_token"], found["ggml.add_eos_token"]) == (False, False)
-    assert gguf.read_gguf(tmp_path / "out.gguf")[2].to_json() == CHAT_TOKENIZER.to_json()
+    assert gguf_reader.read_gguf(tmp_path / "out.gguf")[2].to_json() == CHAT_TOKENIZER.to_json()
 
 
 @installed
@@ -174,7 +174,7 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
         write(path, run, kind, config, weights, to)
 
     monkeypatch.setattr(gguf, "write_gguf", faulty)
-    with pytest.raises(GptminiError, match="not written: logits differ by"):
+    with pytest.raises(GptminiError, match=r"not written: logits differ by|a llama has none"):
         export_run(run, tmp_path / "out", "gguf", "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

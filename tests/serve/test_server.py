@@ -33,6 +33,7 @@ from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import Deliveries, Request, Scheduler
 from gptmini.serve.server import Server, create_http_server, list_host_names, listen
 from gptmini.tokenizer.tokenizers import ByteTokenizer
+from tests.interop.samples import CHAT_TOKENIZER, run_of
 from tests.support import tiny, train
 
 CONTEXT = 400
@@ -419,6 +420,48 @@ def test_other_routes_and_methods(url: str, client: openai.OpenAI):
     assert HTTP.get(f"{url}/v1/completions").status_code == 405
     assert HTTP.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
     assert HTTP.get(f"{url}/health").json() == {"status": "ok"}
+
+
+def test_an_instruct_model_answers_messages(tmp_path: Path):
+    run = run_of(tmp_path / "run", CHAT_TOKENIZER, context_length=64)
+    messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}]
+    prompt = run.render_chat(messages)
+    (expected,) = run.start(
+        [prompt], special=True, temperature=0, overflow="stop", max_new_tokens=64
+    ).finish()
+    with serving(run, max_tokens=64) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-") as ai:
+        whole = ai.chat.completions.create(
+            model="x", messages=messages, temperature=0, logprobs=True, top_logprobs=2
+        )
+        chunks = list(
+            ai.chat.completions.create(
+                model="x",
+                messages=messages,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        with pytest.raises(openai.BadRequestError, match="tools: not supported here"):
+            ai.chat.completions.create(model="x", messages=messages, tools=[])
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert whole.object == "chat.completion"
+    assert whole.usage.prompt_tokens == len(expected.prompt_tokens)
+    listed = choice.logprobs.content
+    assert len(listed) == whole.usage.completion_tokens == len(expected.tokens)
+    for each in listed:
+        first, second = each.top_logprobs
+        assert (first.token, first.logprob) == (each.token, each.logprob)  # as it is greedy
+        assert first.logprob >= second.logprob
+    assert choice.finish_reason == "length"
+    data = b"".join(bytes(each.bytes) for each in listed)
+    assert data.decode(errors="replace") == expected.text
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == expected.text
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].object == "chat.completion.chunk"
 
 
 def test_any_model_name_and_any_content_type_will_do(url: str):

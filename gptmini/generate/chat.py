@@ -1,0 +1,105 @@
+"""Conversations with instruct models: the prompt that their chat template makes of messages."""
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gptmini.errors import CheckpointError, ConfigError, shorten
+
+RENDERER = Path(__file__).with_name("template_renderer.py")
+MAX_SECONDS = 10  # for a rendering; the first one starts a process
+Message = dict[str, Any]
+
+
+class ChatTemplate:
+    """A chat template in Jinja; threads may share it.
+
+    It is rendered in another process, where a hostile one can only waste some seconds (see
+    `template_renderer`).
+    """
+
+    def __init__(self, source: str, tokens: dict[str, str], where: Path) -> None:
+        """`tokens` are the names of special tokens by their use, such as bos_token.
+
+        `where` is what messages of errors name.
+        """
+        self._source = source
+        self._tokens = tokens
+        self._where = where
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        """Return the prompt for the answer to messages {"role": ..., "content": ...}.
+
+        Raises ConfigError for messages that the template refuses, CheckpointError for a template
+        that cannot be rendered.
+        """
+        variables = {
+            **self._tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        request = json.dumps({"template": self._source, "variables": variables})
+        with self._lock:
+            line = self._exchange(request)
+        if not line:
+            raise CheckpointError(
+                f"{self._where}: its chat template uses over {MAX_SECONDS} seconds or too much "
+                f"memory; write the prompt yourself, with --special"
+            )
+        answer = json.loads(line)
+        if "text" in answer:
+            return str(answer["text"])
+        kind, _, problem = answer["error"].partition(": ")
+        if kind == "TemplateError":  # what the template itself says of the conversation
+            raise ConfigError(f"messages: {shorten(problem, 200)}")
+        raise CheckpointError(
+            f"{self._where}: its chat template fails ({shorten(answer['error'], 200)}); write the "
+            f"prompt yourself, with --special"
+        )
+
+    def _exchange(self, request: str) -> str:
+        """Send a line to the renderer and return its answer; nothing if it fails or takes long."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer = ""
+        with ThreadPoolExecutor(1) as reader:  # as a pipe cannot be read with a deadline everywhere
+            try:
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+                answer = reader.submit(process.stdout.readline).result(MAX_SECONDS)
+            except (TimeoutError, OSError):
+                process.kill()  # the reader then meets the end of the pipe
+        if not answer:
+            _end(process)
+            self._process = None
+        return answer
+
+    def _start(self) -> subprocess.Popen[str]:
+        """Start a renderer, which ends when this object does."""
+        # -P: the folder of the script has modules with names that others may import.
+        command = [sys.executable, "-P", "-X", "utf8", str(RENDERER)]
+        self._process = subprocess.Popen(  # noqa: S603 - our own script
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+        )
+        weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a renderer that nobody uses any more."""
+    process.kill()
+    process.communicate()

@@ -1,0 +1,325 @@
+"""Reads GGUF: the files of llama.cpp, Ollama and LM Studio, and those that `gguf` wrote.
+
+The package gguf finds the tensors in the file and dequantizes them. A file states little of the
+model's shape beside its sizes; the rest follows from its architecture and from which tensors there
+are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmini import files
+from gptmini.config.load import Origins, validate
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import (
+    CheckpointError,
+    ConfigError,
+    describe_lookup_error,
+    describe_os_error,
+    shorten,
+)
+from gptmini.interop.architectures import (
+    DEFAULT_CONTEXT_LENGTH,
+    Tensors,
+    check_tensor,
+    create_meta_tensors,
+)
+from gptmini.interop.gguf import (
+    METADATA_KEYS,
+    NORMAL_TOKEN,
+    SENTENCEPIECE_SPACE,
+    gguf_name,
+    import_gguf,
+    separate_halves,
+)
+from gptmini.model.layers import scale_frequencies
+from gptmini.tokenizer import tokenizer_json
+from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
+
+# What a model of llama.cpp leaves out of its metadata if it has this value.
+DEFAULT_ROPE_THETA = 10_000.0
+# Llama 3.1 and 3.2 come with their frequencies already scaled, by one of these.
+LLAMA3_SCALINGS = ([8.0, 1.0, 4.0, 8192.0], [32.0, 1.0, 4.0, 8192.0])
+ROPE_FACTORS_TENSOR = "rope_freqs.weight"
+# Special tokens that a chat template may name, and the keys of their numbers.
+TEMPLATE_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
+# Names of patterns that llama.cpp spells in more than one way.
+PATTERN_ALIASES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "starcoder": "smollm",
+    "command-r": "smollm",
+}
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """What an architecture of llama.cpp does that its metadata does not say."""
+
+    norm: str
+    activation: str
+    position: str
+    interleaves: bool = False
+    """Whether RoPE rotates neighbors (2i, 2i + 1) of a head."""
+
+
+ARCHITECTURES = {
+    "gpt2": GgufArchitecture("layernorm", "gelu", "learned"),
+    "llama": GgufArchitecture("rmsnorm", "swiglu", "rope", interleaves=True),
+    "qwen2": GgufArchitecture("rmsnorm", "swiglu", "rope"),
+    "qwen3": GgufArchitecture("rmsnorm", "swiglu", "rope"),
+    "starcoder2": GgufArchitecture("layernorm", "gelu", "rope"),
+}
+
+
+def read_gguf(
+    path: Path, context_length: int | None = None
+) -> tuple[ModelConfig, Tensors, Tokenizer]:
+    """Read the settings, the weights by our names and the tokenizer of a GGUF file.
+
+    Weights in float32, float16 and bfloat16 stay in these; quantized ones become float32. The
+    context is the model's, at most 2048, or `context_length`. Raises CheckpointError or DataError,
+    which name the file and key, for whatever gptmini cannot represent.
+    """
+    gguf = import_gguf("GGUF files")
+    try:
+        files.open_regular(path).close()  # refuses pipes and devices
+        reader = gguf.GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        architecture = _find_architecture(metadata, path)
+        config = _read_settings(metadata, stored, path, context_length)
+        weights = dict(_iter_weights(config, metadata["general.architecture"], stored, path))
+        _check_all_used(stored, architecture, metadata["general.architecture"], config, path)
+        return config, weights, _read_tokenizer(metadata, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {describe_os_error(error)}") from None
+    # The package checks little, so that a damaged file may fail anywhere.
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        problem = shorten(describe_lookup_error(error), 120)
+        raise CheckpointError(
+            f"{path}: damaged, or not a GGUF file ({problem}); download it again"
+        ) from None
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def _find_architecture(metadata: dict[str, Any], path: Path) -> GgufArchitecture:
+    """Return the architecture; CheckpointError for one that gptmini does not have."""
+    name = str(metadata["general.architecture"])
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(
+            f"{path}: general.architecture: {shorten(name)} is not supported; use one of {known}"
+        )
+    for key, supported in (("expert_count", 0), ("rope.scaling.type", "none")):
+        value = metadata.get(f"{name}.{key}", supported)
+        if value != supported:
+            raise _make_unsupported_error(path, f"{name}.{key}", value)
+    return ARCHITECTURES[name]
+
+
+def _read_settings(
+    metadata: dict[str, Any], stored: dict[str, Any], path: Path, context_length: int | None
+) -> ModelConfig:
+    """Return the settings, with a context of at most 2048 positions by default."""
+    name = metadata["general.architecture"]
+    architecture = ARCHITECTURES[name]
+    n_head = metadata[f"{name}.attention.head_count"]
+    defaults = {
+        "rope_theta": DEFAULT_ROPE_THETA,
+        "head_dim": metadata[f"{name}.embedding_length"] // n_head,
+    }
+    settings: dict[str, Any] = {
+        setting: metadata.get(f"{name}.{key}", defaults.get(setting))
+        for setting, key in METADATA_KEYS.items()
+    }
+    max_length = settings["context_length"]
+    settings["context_length"] = min(context_length or DEFAULT_CONTEXT_LENGTH, max_length)
+    if context_length is not None and context_length > max_length:
+        raise ConfigError(
+            f"--context-length {context_length}: {name}.context_length is {max_length}; use at "
+            f"most that"
+        )
+    kind = "layer_norm_rms" if architecture.norm == "rmsnorm" else "layer_norm"
+    settings["norm_eps"] = metadata[f"{name}.attention.{kind}_epsilon"]
+    settings["norm"] = architecture.norm
+    settings["activation"] = architecture.activation
+    settings["position"] = architecture.position
+    settings["vocab_size"] = len(stored["token_embd.weight"].data)
+    settings["tie_embeddings"] = "output.weight" not in stored
+    settings["bias"] = any(_is_bias(tensor) and not _is_qkv(tensor) for tensor in stored)
+    n_kv_head = metadata.get(f"{name}.attention.head_count_kv", n_head)
+    settings["attention"] = {
+        "variant": {n_head: "mha", 1: "mqa"}.get(n_kv_head, "gqa"),
+        "n_kv_head": n_kv_head,
+        "qk_norm": "blk.0.attn_q_norm.weight" in stored,
+        "qkv_bias": any(_is_bias(tensor) and _is_qkv(tensor) for tensor in stored) or None,
+        "window": metadata.get(f"{name}.attention.sliding_window") or None,
+    }
+    if ROPE_FACTORS_TENSOR in stored:
+        factors = _read_tensor(stored[ROPE_FACTORS_TENSOR]).float()  # (K/2,)
+        settings["rope_scaling"] = _find_rope_scaling(factors, settings, path)
+    origins: Origins = {("model",): str(path)}
+    for setting, key in METADATA_KEYS.items():
+        origins["model", setting] = f"{path}: {name}.{key}"
+    try:
+        return validate({"model": settings}, origins).model
+    except ConfigError as error:
+        problem = error.lines[0].partition("; ")[0]  # without the remedy, for our own settings
+        raise CheckpointError(f"{problem}; choose another model") from None
+
+
+def _find_rope_scaling(factors: Tensor, settings: dict[str, Any], path: Path) -> list[float]:
+    """Return the scaling by which each frequency is divided by its factor, (K/2,)."""
+    exponents = torch.arange(0, settings["head_dim"], 2) / settings["head_dim"]  # (K/2,)
+    frequencies = settings["rope_theta"] ** -exponents
+    for scaling in LLAMA3_SCALINGS:
+        expected = frequencies / scale_frequencies(frequencies, scaling)
+        if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-4):
+            return scaling
+    raise _make_unsupported_error(path, ROPE_FACTORS_TENSOR, "another scaling than Llama 3.1's")
+
+
+def _make_unsupported_error(path: Path, key: str, value: object) -> CheckpointError:
+    shown = shorten(value, 120)
+    return CheckpointError(f"{path}: {key}: {shown} is not supported; choose another model")
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith(".bias")
+
+
+def _is_qkv(name: str) -> bool:
+    return name.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
+
+
+def _iter_weights(
+    config: ModelConfig, architecture: str, stored: dict[str, Any], path: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the weights of each of our tensors."""
+    for name, meta in create_meta_tensors(config).items():
+        their_name = gguf_name(name, architecture)
+        if their_name not in stored:
+            if not _is_bias(name):
+                raise CheckpointError(f"{path}: tensor {their_name}: missing; download it again")
+            # With us, biases are everywhere or nowhere.
+            yield name, torch.zeros(meta.shape)
+            continue
+        tensor = _read_tensor(stored[their_name])
+        module = name.split(".")[-2]
+        if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
+            tensor = tensor.chunk(3)["qkv".index(module[0])]
+        if ARCHITECTURES[architecture].interleaves and module in ("q_proj", "k_proj"):
+            n_head = config.n_head if module == "q_proj" else config.n_kv_head
+            tensor = separate_halves(tensor, n_head)
+        if name == "positions.weight":
+            tensor = tensor[: len(meta)]  # the context may be shorter than theirs
+        yield name, check_tensor(tensor, meta, f"{path}: tensor {their_name}")
+
+
+def _read_tensor(stored: Any) -> Tensor:
+    """Return a tensor of the file, dequantized unless it is in a type that torch has."""
+    gguf = import_gguf("GGUF files")
+    types = gguf.GGMLQuantizationType
+    if stored.tensor_type in (types.F32, types.F16):
+        return torch.from_numpy(stored.data.copy())
+    if stored.tensor_type == types.BF16:
+        return torch.from_numpy(stored.data.copy()).view(torch.bfloat16)
+    return torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type))
+
+
+def _check_all_used(
+    stored: dict[str, Any],
+    architecture: GgufArchitecture,
+    model_type: str,
+    config: ModelConfig,
+    path: Path,
+) -> None:
+    """Raise CheckpointError for a tensor that our model does not have."""
+    used = {gguf_name(name, model_type) for name in create_meta_tensors(config)}
+    if architecture.position == "rope":
+        used.add(ROPE_FACTORS_TENSOR)
+    for name in stored.keys() - used:
+        raise CheckpointError(
+            f"{path}: tensor {shorten(name)}: a {model_type} has none; this is another "
+            f"architecture, which gptmini does not have"
+        )
+
+
+# -- tokenizer -------------------------------------------------------------------------------------
+
+
+def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
+    """Read the tokenizer by way of tokenizer.json, which has the same parts."""
+    texts = metadata["tokenizer.ggml.tokens"]
+    types = dict(zip(texts, metadata["tokenizer.ggml.token_type"], strict=True))
+    if metadata["tokenizer.ggml.model"] == "llama":
+        return _read_characters(texts, types, path)
+    if metadata["tokenizer.ggml.model"] != "gpt2":
+        model = metadata["tokenizer.ggml.model"]
+        raise _make_unsupported_error(path, "tokenizer.ggml.model", model)
+    numbers = {text: number for number, text in enumerate(texts)}
+    patterns = {name: pattern for pattern, name in tokenizer_json.KNOWN_PATTERNS.values() if name}
+    llama_cpp_name = metadata.get("tokenizer.ggml.pre", "missing")
+    pattern = patterns.get(PATTERN_ALIASES.get(llama_cpp_name, llama_cpp_name))
+    if pattern is None:
+        raise _make_unsupported_error(path, "tokenizer.ggml.pre", llama_cpp_name)
+    by_digits = pattern == tokenizer_json.DIGITS_THEN_GPT2
+    split: dict[str, Any] = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    if by_digits:
+        split = {"type": "Digits", "individual_digits": True}
+    merges = [
+        merge
+        for merge in metadata["tokenizer.ggml.merges"]
+        if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
+    ]
+    content = {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
+        },
+        "added_tokens": [
+            {"content": text, "id": number}
+            for text, number in numbers.items()
+            if types[text] != NORMAL_TOKEN
+        ],
+        "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
+    }
+    template_tokens = {}
+    for use, key in TEMPLATE_TOKENS.items():
+        number = metadata.get(f"tokenizer.ggml.{key}")
+        if number is not None:
+            template_tokens[use] = texts[number]
+    end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    return tokenizer_json.from_tokenizer_json(
+        content,
+        path,
+        len(texts),
+        [metadata.get(f"tokenizer.ggml.{key}") for key in end_keys],
+        metadata.get("tokenizer.ggml.bos_token_id"),
+        metadata.get("tokenizer.chat_template"),
+        template_tokens,
+    )
+
+
+def _read_characters(texts: list[str], types: dict[str, int], path: Path) -> Tokenizer:
+    """Read a vocabulary of single characters, as `gguf` writes it in SentencePiece's form.
+
+    DataError for a SentencePiece model, whose tokens are longer.
+    """
+    normal = [text for text in texts if types[text] == NORMAL_TOKEN]
+    characters = [text for text in normal if text != SENTENCEPIECE_SPACE]
+    if any(len(text) > 1 for text in characters):
+        raise _make_unsupported_error(path, "tokenizer.ggml.model", "llama (SentencePiece)")
+    return CharTokenizer("".join(characters))

@@ -1,0 +1,59 @@
+"""Makes a run of a pretrained model: of a folder in Hugging Face's format, or of a GGUF file."""
+
+from pathlib import Path
+from typing import Any
+
+from gptmini import files
+from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
+from gptmini.console import warn
+from gptmini.generate.run import Run, load_run
+from gptmini.interop.architectures import Tensors
+from gptmini.interop.gguf_reader import read_gguf
+from gptmini.interop.huggingface import read_folder
+from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.train.create import write_run
+
+# Training settings of an imported run. Pretrained models were trained by AdamW; fine-tuning starts
+# from this learning rate and halves it (plan.finetune).
+FINETUNE_SETTINGS: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.1}
+
+
+def import_model(
+    source: str | Path,
+    out: str | Path,
+    context_length: int | None = None,
+    cache: Path = files.DEFAULT_CACHE_DIR,
+) -> Run:
+    """Make a run, at step 0, of a folder in Hugging Face's format or of a GGUF file.
+
+    The run appears at `out` whole or not at all. Its context is the model's, at most 2048;
+    `context_length` overrides that. Raises CheckpointError or DataError, which name the file and
+    key, for whatever gptmini cannot represent.
+    """
+    out = Path(out)
+    write_imported_run(Path(source), out, context_length)
+    return load_run(out, weights="float32", cache=cache)
+
+
+def write_imported_run(source: Path, out: Path, context_length: int | None) -> None:
+    """Write the run of `import_model`, without loading it."""
+    with files.atomic_output(out) as partial:
+        config, weights, tokenizer = _read_model(source, context_length)
+        if tokenizer.missing_bytes:
+            warn(
+                f"{source}: {len(tokenizer.missing_bytes)} bytes have no token, such as "
+                f"{tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
+            )
+        settings = Config(
+            model=config,
+            tokenizer=TokenizerConfig(kind=tokenizer.kind),
+            train=TrainConfig(**FINETUNE_SETTINGS),
+        )
+        write_run(RunDirectory(partial), settings, weights, tokenizer)
+
+
+def _read_model(source: Path, context_length: int | None) -> tuple[ModelConfig, Tensors, Tokenizer]:
+    if source.suffix.lower() == ".gguf":
+        return read_gguf(source, context_length)
+    return read_folder(source, context_length)
