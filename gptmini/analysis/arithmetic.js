@@ -286,7 +286,7 @@ function buildArithmetic(part, reading) {
     const lengths = heads.map(({output}) => Math.sqrt(dot(output, output)));
     ofHeads.replaceChildren(...lengths.flatMap((length, h) => [
       make(h === head ? "span.came" : "span", {}, `head ${h}`),
-      makeBar(length / maxOf(lengths)),
+      makeBar(length / largestOf(lengths)),
       make("span", {}, formatReal(length)),
     ]));
     const offBy = maxOf(sum.map((x, r) => Math.abs(x - added[q * R + r])));
