@@ -93,7 +93,8 @@ function buildArithmetic(part, reading) {
   const {H, K, T, labelAt, nameAt} = reading;
   const {layers, notes, frequencies, slopes} = part;
   const L = layers.length;
-  const FEW = 16;  // so many keys are all shown
+  const MAX_FULL_TABLE = 16;  // keys; a longer table begins with the strongest of them
+  const STRONGEST_KEYS = 12;
   let layer;
   let head;  // in its layer
   let q;
@@ -223,8 +224,8 @@ function buildArithmetic(part, reading) {
     if (keyChosen === null) key = strongest[0];
     const seen = range(T).filter((k) => reading.sees(layer, q, k));
     let rows = range(T);
-    if (!all && T > FEW) {
-      const few = strongest.slice(0, 12).filter((k) => reading.sees(layer, q, k));
+    if (!all && T > MAX_FULL_TABLE) {
+      const few = strongest.slice(0, STRONGEST_KEYS).filter((k) => reading.sees(layer, q, k));
       rows = rows.filter((k) => few.includes(k) || k === q + 1 || k === seen[0] - 1);
     }
     const shown = (values) => rows.map((k) => values[k]);
@@ -249,8 +250,8 @@ function buildArithmetic(part, reading) {
     const sentences = [
       rest.length ? `${formatCount(rest.length, "more key")} with weights of `
         + `${sum.toFixed(4)} together.` : "",
-      q < T - 1 ? `Masked since they come later: ${formatCount(T - 1 - q, "token")}.` : "",
-      tooOld ? `Masked since they are outside the window: ${formatCount(tooOld, "token")}.` : "",
+      q < T - 1 ? `Masked because they come later: ${formatCount(T - 1 - q, "token")}.` : "",
+      tooOld ? `Masked because they are outside the window: ${formatCount(tooOld, "token")}.` : "",
       `The weights sum to ${weights.reduce((a, b) => a + b, 0).toFixed(4)}.`,
     ];
     hidden.textContent = sentences.filter(Boolean).join(" ");
@@ -286,7 +287,7 @@ function buildArithmetic(part, reading) {
     const lengths = heads.map(({output}) => Math.sqrt(dot(output, output)));
     ofHeads.replaceChildren(...lengths.flatMap((length, h) => [
       make(h === head ? "span.came" : "span", {}, `head ${h}`),
-      makeBar(length / maxOf(lengths)),
+      makeBar(length / largestOf(lengths)),
       make("span", {}, formatReal(length)),
     ]));
     const offBy = maxOf(sum.map((x, r) => Math.abs(x - added[q * R + r])));
@@ -304,7 +305,7 @@ function buildArithmetic(part, reading) {
     frequencies ? turning : null, slopes ? slopeBars : null,
     make("h4", {}, "3. Scores and weights"), make("p.note", {}, notes.scores),
     make("div.scroll.table", {tabindex: 0, role: "group", "aria-label": "Scores"}, table), hidden,
-    T > FEW ? toggle : null,
+    T > MAX_FULL_TABLE ? toggle : null,
     make("h4", {}, "4. The weighted sum of the values"), make("p.note", {}, notes.mixed),
     make("div.vectors", {}, mixed.element),
     make("h4", {}, "5. What it adds to the residual stream"), make("p.note", {}, notes.output),

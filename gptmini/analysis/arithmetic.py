@@ -124,13 +124,12 @@ def build_notes(config: ModelConfig, is_partial: bool) -> dict[str, str]:
 
     `is_partial` says that the page has the numbers of one layer only.
     """
-    H = config.n_head
     K = config.head_dim
     output_bias = ", plus a bias," if config.bias else ""
     output = (
-        f"o_proj turns the {K} numbers of each head into {config.d_model:,}. Those of all {H} "
-        f"heads are added up{output_bias} and to the residual stream, which every layer reads from "
-        "and adds to."
+        f"o_proj turns the {K} numbers of each head into {config.d_model:,}. Their sum over all "
+        f"heads{output_bias} is added to the residual stream, which every layer reads from and "
+        "adds to."
     )
     if config.d_model > MAX_STREAM_NUMBERS:
         output += f" Of its numbers this page has the first {MAX_STREAM_NUMBERS}."
@@ -186,8 +185,8 @@ def _describe_position(config: ModelConfig) -> str:
         "are apart.",
         "learned": "This model adds a learned row for each position to the embedding, before the "
         "first layer. Its heads have nothing more to do with positions.",
-        "alibi": "ALiBi leaves q and k as they are, and takes from each score the distance times "
-        "the slope of the head.",
+        "alibi": "ALiBi leaves q and k as they are, and subtracts from each score the distance "
+        "times the slope of the head.",
         "none": "This model has no positions. It knows the order of tokens only from what the mask "
         "hides.",
     }

@@ -34,9 +34,8 @@ class RunSummary:
     """A line of the list.
 
     `step` is the last one that was logged if the run is being trained, else that of the newest
-    checkpoint.
-    `val_loss` and `val_bpb` are the last that were logged. `written` is in seconds since 1970.
-    `problem` says why a run cannot be read.
+    checkpoint. `val_loss` and `val_bpb` are the last that were logged. `written` is in seconds
+    since 1970. `problem` says why a run cannot be read.
     """
 
     path: str

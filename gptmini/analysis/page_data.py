@@ -413,6 +413,8 @@ def build_arithmetic(
     neighbors, cosines = arithmetic.find_neighbors(
         model.embed.weight, distinct, arithmetic.LISTED_NEIGHBORS
     )  # (N, count) each
+    if not math.isfinite(float(cosines.sum())):  # the row of a token that the text does not have
+        raise CheckpointError(f"{run.path}: an embedding is not finite; the weights are bad")
     frequencies = arithmetic.get_frequencies(model)
     slopes = arithmetic.get_slopes(model)
     return {

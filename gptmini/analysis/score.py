@@ -52,7 +52,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(min(self.loss, 700))  # exp(710) overflows
 
     @property
     def bits_per_byte(self) -> float:

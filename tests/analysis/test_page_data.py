@@ -216,6 +216,12 @@ def test_weights_that_are_not_finite_are_refused():
         run.model.embed.weight[65, 0] = torch.nan
     with pytest.raises(CheckpointError, match="not finite"):
         page_data.build_reading([run], [65, 66], "")
+    run = run_of(model={"tie_embeddings": False})
+    with torch.no_grad():
+        run.model.embed.weight[200, 0] = torch.nan  # of a token that the text does not have
+    page_data.build_reading([run], [65, 66], "")
+    with pytest.raises(CheckpointError, match="an embedding is not finite"):
+        page_data.build_page(run, [65, 66], None, (0, 0))
 
 
 def test_tokens_are_spelled_in_text_and_symbols():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmini.analysis.score import score_text
+from gptmini.analysis.score import Score, score_text
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
@@ -76,3 +76,9 @@ def test_non_finite_weights_are_reported(run: Run):
     torch.nn.init.constant_(run.model.final_norm.weight, torch.nan)
     with pytest.raises(CheckpointError, match="not finite"):
         score_text(run, "text")
+
+
+def test_a_loss_whose_perplexity_would_overflow_is_shown():
+    found = Score([b"a"], [97], [-1e4], [257], 1)
+    assert found.loss == 1e4
+    assert found.perplexity == pytest.approx(1.014e304, rel=1e-3)

@@ -217,6 +217,15 @@ def test_the_arithmetic_is_that_of_python(visit, model, attention):
     assert card.locator(".planes figure").count() == (2 if not model else 0)
 
 
+def test_heads_that_add_nothing_have_no_bars(visit):
+    run = run_of()
+    with torch.no_grad():
+        run.model.blocks[0].attn.o_proj.weight.zero_()
+    tab = visit(page_data.build_page(run, TEXT, None, (0, 0)))
+    bars = tab.locator(".arithmetic .bars").last.locator("i")
+    assert bars.evaluate_all("bars => bars.map(bar => bar.style.width)") == ["0%"] * 4
+
+
 def test_rope_turns_the_chosen_pair_of_the_chosen_key(visit):
     run = run_of()
     tab = visit(page_data.build_page(run, TEXT, None, (1, 3)))
