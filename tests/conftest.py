@@ -84,7 +84,11 @@ def start_ranks(
     launcher = ROOT / "tests" / "promises" / "ranks_launcher.py"
     said = tmp_path_factory.mktemp("ranks") / "said.txt"
     with subprocess.Popen(
-        [sys.executable, launcher], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, launcher],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # not another checkout that is installed
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
 
         def start(size: int, *words: str, fault: str = "none") -> tuple[list[int], str]:

@@ -103,7 +103,8 @@ class Sharded:
     def _fill_buffers(self, model: GPT, config: ModelConfig) -> None:
         """Compute what is no parameter; `to_empty` left it blank."""
         for buffer in model.buffers():
-            buffer.fill_(torch.nan)  # so that one forgotten here is noticed
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)  # so that one forgotten here is noticed
         if model.rotary is not None:
             model.rotary = Rotary(config).to(self.compute.device)
         for module in model.modules():

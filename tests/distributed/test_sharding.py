@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from gptmini import machine
-from gptmini.config.settings import Config
+from gptmini.config.settings import Config, ModelConfig
 from gptmini.distributed.gradients import get_odd_part, list_micro_batches
 from gptmini.distributed.group import Group
 from gptmini.distributed.sharding import Sharded
 from gptmini.errors import MachineError
+from gptmini.model.gpt import GPT
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from tests.support import new_cache, tiny, train
+from tests.support import POSITIONS, new_cache, tiny, train
 
 TRAIN = {
     "steps": 4,
@@ -173,6 +174,21 @@ def test_every_micro_batch_belongs_to_one_rank(n: int, size: int, sharded: bool)
         [number for group in groups[rank::size] for number in group] for rank in range(size)
     ]
     assert dealt == expected
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_forgotten_buffer_holds_nan_and_no_other(position: str):
+    config = ModelConfig.model_validate({"vocab_size": 5, "position": position})
+    model = GPT(config)
+    expected = [buffer.clone() for buffer in model.buffers()]
+    model.register_buffer("forgotten", torch.zeros(3))
+    model.register_buffer("whole_numbers", torch.zeros(3, dtype=torch.long))
+    placement = SimpleNamespace(compute=SimpleNamespace(device="cpu"))
+    Sharded._fill_buffers(placement, model, config)  # type: ignore[arg-type]
+    found = dict(model.named_buffers())
+    assert found.pop("forgotten").isnan().all()
+    assert not found.pop("whole_numbers").any()
+    assert all(map(torch.equal, found.values(), expected))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -193,7 +193,7 @@ def run(request: dict[str, Any]) -> list[int]:
     ranks_of = {start(rank, port, request): rank for rank in range(request["size"])}
 
     def end_all(*_: object) -> None:
-        for process in ranks_of.keys() - codes.keys():
+        for process in ranks_of.keys() - codes.keys() - stopped_ones:
             os.kill(process, signal.SIGKILL)
 
     codes: dict[int, int] = {}

@@ -1,6 +1,7 @@
 """Several processes that train one model: the same bits as one, and failures that end them all."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from gptmini.distributed import group
 from gptmini.errors import ConfigError, RankError
 from gptmini.runs.directory import RunDirectory
-from tests.support import needs_posix, prose
+from tests.support import ROOT, needs_posix, prose
 
 pytestmark = needs_posix  # its launcher forks
 
@@ -317,6 +318,7 @@ def test_torchrun_starts_a_run_again_after_a_rank_died(whole, tmp_path, text):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, "--max-restarts=1", script, *words(text, tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
