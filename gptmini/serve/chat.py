@@ -36,9 +36,10 @@ class ChatCompletion(Completion):
             raise ConfigError(f"{shorten(key)}: not supported here; leave it out")
         if fields.get("response_format", {"type": "text"}) != {"type": "text"}:
             raise ConfigError("response_format: only text is supported; leave it out")
-        completion_fields = {key: fields[key] for key in fields.keys() & SHARED_FIELDS}
-        # An answer ends by itself, or where the context does.
-        completion_fields.setdefault("overflow", "stop")
+        # With null, which turns top_k and its kin off.
+        completion_fields = {key: data[key] for key in data.keys() & SHARED_FIELDS}
+        if completion_fields.get("overflow") is None:
+            completion_fields["overflow"] = "stop"  # an answer ends by itself or with the context
         max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
         completion_fields["max_tokens"] = limits.max_tokens if max_tokens is None else max_tokens
         if fields.get("logprobs"):

@@ -41,6 +41,11 @@ def test_an_answer_is_as_long_as_was_asked_for_or_as_the_limit(run, key):
         ask(run, messages=HI, **{key: 51})
 
 
+def test_null_turns_a_setting_off_and_leaves_the_end_of_an_answer(run):
+    sample = ask(run, messages=HI, top_k=None, overflow=None, seed=None).sample
+    assert (sample.top_k, sample.overflow) == (None, "stop")
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "messages: must be a list of messages"),
     ({"messages": []}, "messages: must be a list of messages"),
