@@ -86,7 +86,7 @@ def set_alarm(seconds: int) -> None:
 
 
 def main() -> None:
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limits
+    with suppress(ImportError, ValueError, OSError):  # Windows and macOS have no such limit
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))

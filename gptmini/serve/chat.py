@@ -1,5 +1,6 @@
 """OpenAI's chat format: a completion of the prompt that a chat template makes of messages."""
 
+import re
 import secrets
 from typing import Any
 
@@ -19,6 +20,7 @@ OWN_FIELDS = {
     "top_logprobs",
     "response_format",
 }
+SPELLED_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -87,7 +89,7 @@ class ChatCompletion(Completion):
 def _describe_token(token: str, logprob: float) -> dict[str, Any]:
     """Describe a token, spelled as completions spell it, with its bytes."""
     data = token.encode()
-    if token.startswith("bytes:\\x"):  # a part of a character
+    if SPELLED_BYTES.fullmatch(token):  # a part of a character
         data = bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
     return {"token": token, "logprob": logprob, "bytes": list(data)}
 
