@@ -6,7 +6,8 @@ from typing import Any
 
 from gptmini.errors import ConfigError, shorten
 from gptmini.generate.run import Run
-from gptmini.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Completion
+from gptmini.generate.texts import Text
+from gptmini.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Completion, TooLongError
 from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import TokenEvents
 
@@ -53,6 +54,12 @@ class ChatCompletion(Completion):
         self._common_fields["object"] = "chat.completion"
         if self.stream:
             self._common_fields["object"] = "chat.completion.chunk"
+
+    def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
+        try:
+            return super()._create_text(run, number, prompt, special)
+        except TooLongError as error:  # the client sent messages, not a prompt
+            raise TooLongError(f"messages{error.lines[0].removeprefix('prompt')}") from None
 
     def build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
         """Build what these events add to an answer: all of its message, or a part."""
