@@ -315,9 +315,11 @@ def _chat(run: "Run", settings: Settings, raw: bool) -> None:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
-        generation = run.start([run.render_chat(messages)], [len(messages)], **settings)
+        generation = None
         try:
+            generation = run.start([run.render_chat(messages)], [len(messages)], **settings)
             stream_to_stdout(chain((piece for _, piece in generation), ["\n"]), raw)
         except KeyboardInterrupt:
             stream_to_stdout(["\n"])
-        messages.append({"role": "assistant", "content": generation.samples[0].text})
+        answer = generation.samples[0].text if generation else ""
+        messages.append({"role": "assistant", "content": answer})

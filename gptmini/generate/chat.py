@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class ChatTemplate:
         self._where = where
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._stop: Callable[[], object] = lambda: None  # ends the process
 
     def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         """Return the prompt for the answer to messages {"role": ..., "content": ...}.
@@ -68,35 +69,45 @@ class ChatTemplate:
 
     def _exchange(self, request: str) -> str:
         """Send a line to the renderer and return its answer; nothing if it fails or takes long."""
-        process = self._process or self._start()
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         answer = ""
-        with ThreadPoolExecutor(1) as reader:  # as a pipe cannot be read with a deadline everywhere
-            try:
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-                answer = reader.submit(process.stdout.readline).result(MAX_SECONDS)
-            except (TimeoutError, OSError):
-                process.kill()  # the reader then meets the end of the pipe
-        if not answer:
-            _end(process)
-            self._process = None
-        return answer
+        deadline = threading.Timer(MAX_SECONDS, process.kill)  # which ends the line below
+        deadline.start()
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError:  # it has ended
+            pass
+        finally:
+            deadline.cancel()
+            is_whole = answer.endswith("\n")
+            if not is_whole:  # also after Ctrl-C, lest the next request gets this one's answer
+                self._stop()
+        return answer if is_whole else ""
 
     def _start(self) -> subprocess.Popen[str]:
         """Start a renderer, which ends when this object does."""
         # -P: the folder of the script has modules with names that others may import.
         command = [sys.executable, "-P", "-X", "utf8", str(RENDERER)]
-        self._process = subprocess.Popen(  # noqa: S603 - our own script
+        process = subprocess.Popen(  # noqa: S603 - our own script
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
+            # Ctrl-C stops an answer, not the renderer of the next one.
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
-        weakref.finalize(self, _end, self._process)
-        return self._process
+        self._stop()  # one that ended by itself
+        self._process = process
+        self._stop = weakref.finalize(self, _end, process)
+        return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:

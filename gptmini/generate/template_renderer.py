@@ -10,6 +10,7 @@ blocks, `raise_exception`, `strftime_now`, `tojson`, `break` and `continue`, and
 """
 
 import json
+import signal
 import sys
 from contextlib import suppress
 from datetime import datetime
@@ -21,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MEMORY = 512_000_000  # bytes of address space
+MAX_SECONDS = 60  # for a request, if nobody ends this process sooner
 MAX_LENGTH = 10_000_000  # characters of a rendered text
 
 
@@ -77,15 +79,23 @@ def answer(environment: ImmutableSandboxedEnvironment, request: dict[str, Any]) 
     return {"text": text}
 
 
+def set_alarm(seconds: int) -> None:
+    """End this process after some seconds, or never after 0. Windows has no alarms."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
+
+
 def main() -> None:
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limits
+    with suppress(ImportError, ValueError, OSError):  # Windows and macOS have no such limit
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     environment = create_environment()
     for line in sys.stdin:
+        set_alarm(MAX_SECONDS)
         sys.stdout.write(json.dumps(answer(environment, json.loads(line))) + "\n")
         sys.stdout.flush()
+        set_alarm(0)
 
 
 if __name__ == "__main__":

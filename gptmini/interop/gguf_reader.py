@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,13 @@ from gptmini.model.layers import scale_frequencies
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
+# Other values change what a model computes. A factor without a type is linear scaling.
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (1.0, 0.0),
+    "rope.scale_linear": (1.0, 0.0),
+}
 # What a model of llama.cpp leaves out of its metadata if it has this value.
 DEFAULT_ROPE_THETA = 10_000.0
 # Llama 3.1 and 3.2 come with their frequencies already scaled, by one of these.
@@ -48,6 +56,7 @@ LLAMA3_SCALINGS = ([8.0, 1.0, 4.0, 8192.0], [32.0, 1.0, 4.0, 8192.0])
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 # Special tokens that a chat template may name, and the keys of their numbers.
 TEMPLATE_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
+MAX_ARRAY_VALUES = 2_000_000  # of all arrays; those of a vocabulary of 260,000 have 800,000
 # Names of patterns that llama.cpp spells in more than one way.
 PATTERN_ALIASES = {
     "llama3": "llama-bpe",
@@ -90,7 +99,7 @@ def read_gguf(
     gguf = import_gguf("GGUF files")
     try:
         files.open_regular(path).close()  # refuses pipes and devices
-        reader = gguf.GGUFReader(path)
+        reader = _open_reader(gguf, path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         stored = {tensor.name: tensor for tensor in reader.tensors}
         architecture = _find_architecture(metadata, path)
@@ -101,11 +110,32 @@ def read_gguf(
     except OSError as error:
         raise CheckpointError(f"{path}: {describe_os_error(error)}") from None
     # The package checks little, so that a damaged file may fail anywhere.
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         problem = shorten(describe_lookup_error(error), 120)
         raise CheckpointError(
             f"{path}: damaged, or not a GGUF file ({problem}); download it again"
         ) from None
+
+
+def _open_reader(gguf: Any, path: Path) -> Any:
+    """Parse the header of a file; ValueError where its arrays would fill the memory."""
+    array = gguf.GGUFValueType.ARRAY
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """The package's reader, which makes an object of each value, even past the file's end."""
+
+        n_values = 0
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == array:
+                self.n_values += int(self._get(orig_offs + 4, np.uint64)[0])
+                if self._get(orig_offs, np.uint32)[0] == array:
+                    raise ValueError("an array of arrays")
+                if self.n_values > MAX_ARRAY_VALUES:
+                    raise ValueError(f"arrays of over {MAX_ARRAY_VALUES:,} values")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    return Reader(path)
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -119,9 +149,9 @@ def _find_architecture(metadata: dict[str, Any], path: Path) -> GgufArchitecture
         raise CheckpointError(
             f"{path}: general.architecture: {shorten(name)} is not supported; use one of {known}"
         )
-    for key, supported in (("expert_count", 0), ("rope.scaling.type", "none")):
-        value = metadata.get(f"{name}.{key}", supported)
-        if value != supported:
+    for key, supported in SUPPORTED_VALUES.items():
+        value = metadata.get(f"{name}.{key}", supported[0])
+        if value not in supported:
             raise _make_unsupported_error(path, f"{name}.{key}", value)
     return ARCHITECTURES[name]
 
@@ -164,8 +194,11 @@ def _read_settings(
         "qkv_bias": any(_is_bias(tensor) and _is_qkv(tensor) for tensor in stored) or None,
         "window": metadata.get(f"{name}.attention.sliding_window") or None,
     }
+    n_rotated = metadata.get(f"{name}.rope.dimension_count", settings["head_dim"])
+    if architecture.position == "rope" and n_rotated != settings["head_dim"]:
+        raise _make_unsupported_error(path, f"{name}.rope.dimension_count", n_rotated)
     if ROPE_FACTORS_TENSOR in stored:
-        factors = _read_tensor(stored[ROPE_FACTORS_TENSOR]).float()  # (K/2,)
+        factors = _read_tensor(stored[ROPE_FACTORS_TENSOR], path).float()  # (K/2,)
         settings["rope_scaling"] = _find_rope_scaling(factors, settings, path)
     origins: Origins = {("model",): str(path)}
     for setting, key in METADATA_KEYS.items():
@@ -179,11 +212,13 @@ def _read_settings(
 
 def _find_rope_scaling(factors: Tensor, settings: dict[str, Any], path: Path) -> list[float]:
     """Return the scaling by which each frequency is divided by its factor, (K/2,)."""
-    exponents = torch.arange(0, settings["head_dim"], 2) / settings["head_dim"]  # (K/2,)
+    if factors.shape != (settings["head_dim"] // 2,):
+        raise _make_unsupported_error(path, ROPE_FACTORS_TENSOR, tuple(factors.shape))
+    exponents = torch.arange(len(factors)) / len(factors)  # (K/2,)
     frequencies = settings["rope_theta"] ** -exponents
     for scaling in LLAMA3_SCALINGS:
         expected = frequencies / scale_frequencies(frequencies, scaling)
-        if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-4):
+        if torch.allclose(factors, expected, rtol=1e-4):
             return scaling
     raise _make_unsupported_error(path, ROPE_FACTORS_TENSOR, "another scaling than Llama 3.1's")
 
@@ -216,19 +251,21 @@ def _iter_weights(
             # With us, biases are everywhere or nowhere.
             yield name, torch.zeros(meta.shape)
             continue
-        tensor = _read_tensor(stored[their_name])
+        tensor = _read_tensor(stored[their_name], path)
         module = name.split(".")[-2]
         if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
-            tensor = tensor.chunk(3)["qkv".index(module[0])]
+            start = "qkv".index(module[0]) * (len(tensor) // 3)
+            tensor = tensor[start : start + len(tensor) // 3]
+        if name == "positions.weight":
+            tensor = tensor[: len(meta)]  # the context may be shorter than theirs
+        tensor = check_tensor(tensor, meta, f"{path}: tensor {their_name}")
         if ARCHITECTURES[architecture].interleaves and module in ("q_proj", "k_proj"):
             n_head = config.n_head if module == "q_proj" else config.n_kv_head
             tensor = separate_halves(tensor, n_head)
-        if name == "positions.weight":
-            tensor = tensor[: len(meta)]  # the context may be shorter than theirs
-        yield name, check_tensor(tensor, meta, f"{path}: tensor {their_name}")
+        yield name, tensor
 
 
-def _read_tensor(stored: Any) -> Tensor:
+def _read_tensor(stored: Any, path: Path) -> Tensor:
     """Return a tensor of the file, dequantized unless it is in a type that torch has."""
     gguf = import_gguf("GGUF files")
     types = gguf.GGMLQuantizationType
@@ -236,7 +273,11 @@ def _read_tensor(stored: Any) -> Tensor:
         return torch.from_numpy(stored.data.copy())
     if stored.tensor_type == types.BF16:
         return torch.from_numpy(stored.data.copy()).view(torch.bfloat16)
-    return torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type))
+    try:
+        return torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type))
+    except NotImplementedError:
+        kind = stored.tensor_type.name
+        raise _make_unsupported_error(path, f"tensor {stored.name}", kind) from None
 
 
 def _check_all_used(

@@ -1,11 +1,13 @@
 """OpenAI's chat format: a completion of the prompt that a chat template makes of messages."""
 
+import re
 import secrets
 from typing import Any
 
 from gptmini.errors import ConfigError, shorten
 from gptmini.generate.run import Run
-from gptmini.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Completion
+from gptmini.generate.texts import Text
+from gptmini.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Completion, TooLongError
 from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import TokenEvents
 
@@ -19,6 +21,7 @@ OWN_FIELDS = {
     "top_logprobs",
     "response_format",
 }
+SPELLED_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -36,9 +39,10 @@ class ChatCompletion(Completion):
             raise ConfigError(f"{shorten(key)}: not supported here; leave it out")
         if fields.get("response_format", {"type": "text"}) != {"type": "text"}:
             raise ConfigError("response_format: only text is supported; leave it out")
-        completion_fields = {key: fields[key] for key in fields.keys() & SHARED_FIELDS}
-        # An answer ends by itself, or where the context does.
-        completion_fields.setdefault("overflow", "stop")
+        # With null, which turns top_k and its kin off.
+        completion_fields = {key: data[key] for key in data.keys() & SHARED_FIELDS}
+        if completion_fields.get("overflow") is None:
+            completion_fields["overflow"] = "stop"  # an answer ends by itself or with the context
         max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
         completion_fields["max_tokens"] = limits.max_tokens if max_tokens is None else max_tokens
         if fields.get("logprobs"):
@@ -50,6 +54,12 @@ class ChatCompletion(Completion):
         self._common_fields["object"] = "chat.completion"
         if self.stream:
             self._common_fields["object"] = "chat.completion.chunk"
+
+    def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
+        try:
+            return super()._create_text(run, number, prompt, special)
+        except TooLongError as error:  # the client sent messages, not a prompt
+            raise TooLongError(f"messages{error.lines[0].removeprefix('prompt')}") from None
 
     def build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
         """Build what these events add to an answer: all of its message, or a part."""
@@ -86,7 +96,7 @@ class ChatCompletion(Completion):
 def _describe_token(token: str, logprob: float) -> dict[str, Any]:
     """Describe a token, spelled as completions spell it, with its bytes."""
     data = token.encode()
-    if token.startswith("bytes:\\x"):  # a part of a character
+    if SPELLED_BYTES.fullmatch(token):  # a part of a character
         data = bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
     return {"token": token, "logprob": logprob, "bytes": list(data)}
 

@@ -469,6 +469,7 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     elif isinstance(error, CheckpointError):  # a chat template that cannot be rendered
         status = 500
         message = "; ".join(error.lines)
+        headers = {"x-should-retry": "false"}  # it fails again, perhaps after many seconds
     elif isinstance(error, ClientDisconnect):
         status = CLIENT_CLOSED_REQUEST
         message = "the client left"

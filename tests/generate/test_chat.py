@@ -1,8 +1,12 @@
 """Chat templates: the prompts that transformers makes, and templates that mean harm."""
 
 import gc
+import json
+import os
 import random
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate import chat
-from gptmini.generate.chat import ChatTemplate
+from gptmini.generate.chat import RENDERER, ChatTemplate
 from tests.interop.samples import CHAT_TOKENIZER, run_of
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -143,6 +147,48 @@ def test_a_template_that_never_ends_is_ended(monkeypatch):
         template.render([message, message])
     monkeypatch.setattr(chat, "MAX_SECONDS", 30)
     assert template.render([message]) == "ok"  # by another process
+
+
+def test_ctrl_c_leaves_the_renderer_alone_and_no_answer_behind(monkeypatch):
+    template = ChatTemplate("{{ messages[0].content }}", {}, Path("run"))
+    assert template.render([{"content": "a"}]) == "a"
+    process = template._process
+    assert process is not None
+    if hasattr(os, "getpgid"):  # Ctrl-C signals the group of the terminal's foreground
+        assert os.getpgid(process.pid) != os.getpgid(0)
+
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process.stdout, "readline", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"content": "b"}])
+    assert process.poll() is not None
+    assert template.render([{"content": "c"}]) == "c"  # by another process
+
+
+def test_a_renderer_that_ended_is_started_again():
+    template = ChatTemplate("ok", {}, Path("run"))
+    assert template.render([]) == "ok"
+    process = template._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert template.render([]) == "ok"
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs an alarm")
+def test_a_renderer_that_nobody_ends_does_so_itself():
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    code = f"import sys; sys.path.append({str(RENDERER.parent)!r}); import template_renderer as r; "
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code + "r.MAX_SECONDS = 1; r.main()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    request = json.dumps({"template": loop, "variables": {}}) + "\n"
+    process.communicate(request.encode(), timeout=60)
+    assert process.returncode == -signal.SIGALRM
 
 
 def test_the_renderer_ends_with_its_template():

@@ -1,6 +1,7 @@
 """GGUF files of others: llama.cpp's defaults, quantized weights, other architectures, damage."""
 
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,10 @@ def test_frequencies_scaled_as_llama_3_are_recognized(llama, tmp_path):
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": ("gemma3", {}, "general.architecture: gemma3 is not supported; use one"),
     "experts": ("llama", {"llama.expert_count": 8}, "llama.expert_count: 8 is not supported"),
+    "factor": ("llama", {"llama.rope.scaling.factor": 4.0}, "rope.scaling.factor: 4.0 is not"),
+    "old factor": ("llama", {"llama.rope.scale_linear": 4.0}, "rope.scale_linear: 4.0 is not"),
+    "half rotated": ("llama", {"llama.rope.dimension_count": 4}, "dimension_count: 4 is not"),
+    "0 heads": ("llama", {"llama.attention.head_count": 0}, "damaged, or not a GGUF file"),
     "yarn": ("llama", {"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: yarn is not supp"),
     "words": ("llama", {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: tekken is not supp"),
     "sentences": ("llama", {"tokenizer.ggml.model": "llama"}, r"llama \(SentencePiece\) is not"),
@@ -232,9 +237,31 @@ def test_tensors_that_are_missing_or_unknown_are_named(llama, tmp_path):
     extra = {"blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
     with pytest.raises(CheckpointError, match=r"ffn_gate_inp.weight: a llama has none"):
         read_gguf(rewrite(path, tmp_path / "e.gguf", tensors=extra))
+    short = {"blk.0.attn_q.weight": np.ones((31, 32), np.float32)}
+    with pytest.raises(CheckpointError, match=r"attn_q.weight: \(31, 32\), but its settings"):
+        read_gguf(rewrite(path, tmp_path / "s.gguf", tensors=short))
+    whole_numbers = {"output_norm.weight": np.ones(32, np.int32)}
+    with pytest.raises(CheckpointError, match=r"output_norm.weight: I32 is not supported"):
+        read_gguf(rewrite(path, tmp_path / "i.gguf", tensors=whole_numbers))
+    wide = {"llama.attention.key_length": 4_000_000_000}
+    factors = {"rope_freqs.weight": np.ones(4, np.float32)}
+    with pytest.raises(CheckpointError, match=r"\.gguf: "):
+        read_gguf(rewrite(path, tmp_path / "w.gguf", wide, factors))
     nan = {"output_norm.weight": np.full(32, np.nan, np.float32)}
     with pytest.raises(CheckpointError, match=r"output_norm.weight: has values that are not"):
         read_gguf(rewrite(path, tmp_path / "n.gguf", tensors=nan))
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_arrays_do_not_fill_the_memory(nests, tmp_path):
+    """An array of 2^40 bytes, or of arrays, in a file that ends there."""
+    kind = gguf.GGUFValueType.ARRAY if nests else gguf.GGUFValueType.UINT8
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    field = struct.pack("<QcIIQ", 1, b"x", gguf.GGUFValueType.ARRAY, kind, 1 << 40)
+    path = tmp_path / "array.gguf"
+    path.write_bytes(head + field)
+    with pytest.raises(CheckpointError, match=r"array\.gguf: damaged, .*array"):
+        read_gguf(path)
 
 
 def test_damage_anywhere_costs_one_line(llama, tmp_path):

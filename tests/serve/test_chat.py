@@ -6,7 +6,7 @@ import pytest
 
 from gptmini.errors import ConfigError
 from gptmini.generate.run import Run
-from gptmini.serve.chat import ChatCompletion
+from gptmini.serve.chat import ChatCompletion, _describe_token
 from gptmini.serve.limits import Limits
 from tests.interop.samples import CHAT_TOKENIZER, run_of
 
@@ -41,6 +41,18 @@ def test_an_answer_is_as_long_as_was_asked_for_or_as_the_limit(run, key):
         ask(run, messages=HI, **{key: 51})
 
 
+def test_null_turns_a_setting_off_and_leaves_the_end_of_an_answer(run):
+    sample = ask(run, messages=HI, top_k=None, overflow=None, seed=None).sample
+    assert (sample.top_k, sample.overflow) == (None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("token", "data"), [("a", b"a"), ("bytes:\\xe2\\x80", b"\xe2\x80"), ("bytes:\\x", b"bytes:\\x")]
+)
+def test_a_token_is_described_with_its_bytes(token, data):
+    assert _describe_token(token, -1.0) == {"token": token, "logprob": -1.0, "bytes": list(data)}
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "messages: must be a list of messages"),
     ({"messages": []}, "messages: must be a list of messages"),
@@ -49,6 +61,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*HI, {"role": "robot", "content": ""}]}, r"messages\[1\].role: must be one of"),
     ({"messages": [{"role": "user"}]}, r"messages\[0\].content: must be text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+    ({"messages": [{"role": "user", "content": "a b " * 99}]}, "^messages: [0-9]+ tokens, but the"),
     ({"messages": HI, "tools": []}, "tools: not supported here; leave it out"),
     ({"messages": HI, "prompt": "a"}, "prompt: not supported here; leave it out"),
     ({"messages": HI, "logprobs": 3}, "logprobs: must be true or false"),
