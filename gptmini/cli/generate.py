@@ -309,6 +309,7 @@ def _chat(run: "Run", settings: Settings, raw: bool) -> None:
     """Answer messages as they are typed, each with all that was said before."""
     from gptmini.console import say, stream_to_stdout
 
+    run.render_chat([{"role": "user", "content": ""}])  # refuses a run without a template now
     say("Type a message. Ctrl-C stops an answer; exit or Ctrl-D quits.")
     messages: list[dict[str, Any]] = []
     while (line := _read_line()) is not None:
