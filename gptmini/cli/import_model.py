@@ -3,8 +3,7 @@
 import shlex
 from pathlib import Path
 
-from gptmini.cli.options import RUNS_FOLDER, Cache, argument, option
-from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.cli.options import RUNS_FOLDER, argument, option
 
 
 def import_model(
@@ -13,23 +12,21 @@ def import_model(
     context_length: int | None = option(
         None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
     ),
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
     out = out or RUNS_FOLDER / source.resolve().name.removesuffix(".gguf")
     from gptmini.console import say, show_elapsed
-    from gptmini.interop.import_model import import_model
+    from gptmini.interop.import_model import write_imported_run
+    from gptmini.plan.cost import count_parameters
 
     with show_elapsed("reading and converting"):
-        run = import_model(source, out, context_length, cache)
-    n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
+        config, tokenizer = write_imported_run(source, out, context_length)
     name = shlex.quote(str(out))
     say(
-        f"{out}: {n_parameters / 1e6:,.1f} M parameters, "
-        f"context {run.config.model.context_length:,}, vocabulary {run.tokenizer.vocab_size:,}; "
+        f"{out}: {count_parameters(config) / 1e6:,.1f} M parameters, "
+        f"context {config.context_length:,}, vocabulary {tokenizer.vocab_size:,}; "
         f"try it with:\n  gptmini generate {name} --prompt TEXT"
     )
-    tokenizer = run.tokenizer
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     say(f"its texts end with {' or '.join(names[number] for number in tokenizer.end_tokens)}")
     if tokenizer.chat_template is not None:

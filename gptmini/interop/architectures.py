@@ -16,7 +16,6 @@ from torch import Tensor
 from gptmini.config.load import Origins, iter_settings, validate
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, describe_lookup_error, shorten
-from gptmini.model.gpt import GPT
 
 Tensors = dict[str, Tensor]
 DEFAULT_CONTEXT_LENGTH = 2048  # of an import: longer ones cost memory that few texts need
@@ -270,12 +269,6 @@ def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
             tensor = tensor.mT
         hf_weights[name] = tensor.contiguous()
     return hf_weights
-
-
-def create_meta_tensors(config: ModelConfig) -> Tensors:
-    """Return the tensors of a model by name, on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        return GPT(config).state_dict()
 
 
 def check_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:

@@ -19,6 +19,7 @@ from gptmini.interop import architectures, gguf, gguf_reader, huggingface
 from gptmini.interop.architectures import Tensors
 from gptmini.interop.folding import fold
 from gptmini.model.gpt import GPT
+from gptmini.runs.tensors import NamedTensors
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Largest difference of logits, as a share of the largest logit. Folding and float32's rounding make
@@ -51,7 +52,7 @@ HARD_TEXTS = [
     "MIXEDcase CamelCase snake_case",
 ]
 REPORT_BUG = "this is a bug; report it"
-ReadBack = tuple[ModelConfig, Tensors, Tokenizer]
+ReadBack = tuple[ModelConfig, NamedTensors, Tokenizer]
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def check_read_back(
             raise GptminiError(
                 f"{out}: not written: the text {text!r} has other tokens there; {REPORT_BUG}"
             )
-    return check_logits(out, expected, compute_logits(config, weights, tokens))
+    return check_logits(out, expected, compute_logits(config, dict(weights), tokens))
 
 
 def check_logits(out: Path, expected: Tensor, found: Tensor) -> float:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
-from gptmini.interop.architectures import Tensors, create_meta_tensors
+from gptmini.interop.architectures import Tensors
+from gptmini.model.gpt import create_meta_tensors
 
 # silu(S u) u / S is within 0.28 / S² of relu(u)². As a power of four it rounds no weight, and the
 # products stay in float16's range.

@@ -6,6 +6,7 @@ are.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,7 @@ from gptmini.errors import (
     describe_os_error,
     shorten,
 )
-from gptmini.interop.architectures import (
-    DEFAULT_CONTEXT_LENGTH,
-    Tensors,
-    check_tensor,
-    create_meta_tensors,
-)
+from gptmini.interop.architectures import DEFAULT_CONTEXT_LENGTH, check_tensor
 from gptmini.interop.gguf import (
     METADATA_KEYS,
     NORMAL_TOKEN,
@@ -38,7 +34,9 @@ from gptmini.interop.gguf import (
     import_gguf,
     separate_halves,
 )
+from gptmini.model.gpt import create_meta_tensors
 from gptmini.model.layers import scale_frequencies
+from gptmini.runs.tensors import NamedTensors
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
@@ -89,24 +87,33 @@ ARCHITECTURES = {
 
 def read_gguf(
     path: Path, context_length: int | None = None
-) -> tuple[ModelConfig, Tensors, Tokenizer]:
+) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
     """Read the settings, the weights by our names and the tokenizer of a GGUF file.
 
-    Weights in float32, float16 and bfloat16 stay in these; quantized ones become float32. The
-    context is the model's, at most 2048, or `context_length`. Raises CheckpointError or DataError,
-    which name the file and key, for whatever gptmini cannot represent.
+    Weights in float32, float16 and bfloat16 stay in these; quantized ones become float32. They are
+    read when they are asked for, one after the other. The context is the model's, at most 2048, or
+    `context_length`. Raises CheckpointError or DataError, which name the file and key, for whatever
+    gptmini cannot represent.
     """
     gguf = import_gguf("GGUF files")
-    try:
+    with _explain_damage(path):
         files.open_regular(path).close()  # refuses pipes and devices
         reader = _open_reader(gguf, path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
+        reader.fields.clear()  # several objects for each token of the vocabulary
         stored = {tensor.name: tensor for tensor in reader.tensors}
         architecture = _find_architecture(metadata, path)
         config = _read_settings(metadata, stored, path, context_length)
-        weights = dict(_iter_weights(config, metadata["general.architecture"], stored, path))
-        _check_all_used(stored, architecture, metadata["general.architecture"], config, path)
-        return config, weights, _read_tokenizer(metadata, path)
+        _check_tensors(stored, architecture, config, path)
+        tokenizer = _read_tokenizer(metadata, path)
+    return config, _iter_weights(config, architecture, stored, path), tokenizer
+
+
+@contextmanager
+def _explain_damage(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file raises into a CheckpointError."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{path}: {describe_os_error(error)}") from None
     # The package checks little, so that a damaged file may fail anywhere.
@@ -141,8 +148,8 @@ def _open_reader(gguf: Any, path: Path) -> Any:
 # -- settings --------------------------------------------------------------------------------------
 
 
-def _find_architecture(metadata: dict[str, Any], path: Path) -> GgufArchitecture:
-    """Return the architecture; CheckpointError for one that gptmini does not have."""
+def _find_architecture(metadata: dict[str, Any], path: Path) -> str:
+    """Return the architecture's name; CheckpointError for one that gptmini does not have."""
     name = str(metadata["general.architecture"])
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -153,7 +160,7 @@ def _find_architecture(metadata: dict[str, Any], path: Path) -> GgufArchitecture
         value = metadata.get(f"{name}.{key}", supported[0])
         if value not in supported:
             raise _make_unsupported_error(path, f"{name}.{key}", value)
-    return ARCHITECTURES[name]
+    return name
 
 
 def _read_settings(
@@ -245,24 +252,29 @@ def _iter_weights(
     """Yield the name and the weights of each of our tensors."""
     for name, meta in create_meta_tensors(config).items():
         their_name = gguf_name(name, architecture)
-        if their_name not in stored:
-            if not _is_bias(name):
-                raise CheckpointError(f"{path}: tensor {their_name}: missing; download it again")
-            # With us, biases are everywhere or nowhere.
-            yield name, torch.zeros(meta.shape)
-            continue
-        tensor = _read_tensor(stored[their_name], path)
-        module = name.split(".")[-2]
-        if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
-            start = "qkv".index(module[0]) * (len(tensor) // 3)
-            tensor = tensor[start : start + len(tensor) // 3]
-        if name == "positions.weight":
-            tensor = tensor[: len(meta)]  # the context may be shorter than theirs
-        tensor = check_tensor(tensor, meta, f"{path}: tensor {their_name}")
-        if ARCHITECTURES[architecture].interleaves and module in ("q_proj", "k_proj"):
-            n_head = config.n_head if module == "q_proj" else config.n_kv_head
-            tensor = separate_halves(tensor, n_head)
+        tensor = torch.zeros(meta.shape)  # a bias that they lack: with us, all have one or none has
+        if their_name in stored:
+            with _explain_damage(path):
+                tensor = _convert_tensor(stored[their_name], name, meta, config, architecture, path)
         yield name, tensor
+
+
+def _convert_tensor(
+    stored: Any, name: str, meta: Tensor, config: ModelConfig, architecture: str, path: Path
+) -> Tensor:
+    """Return our tensor `name`, given theirs that holds it."""
+    tensor = _read_tensor(stored, path)
+    module = name.split(".")[-2]
+    if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
+        start = "qkv".index(module[0]) * (len(tensor) // 3)
+        tensor = tensor[start : start + len(tensor) // 3]
+    if name == "positions.weight":
+        tensor = tensor[: len(meta)]  # the context may be shorter than theirs
+    tensor = check_tensor(tensor, meta, f"{path}: tensor {gguf_name(name, architecture)}")
+    if ARCHITECTURES[architecture].interleaves and module in ("q_proj", "k_proj"):
+        n_head = config.n_head if module == "q_proj" else config.n_kv_head
+        return separate_halves(tensor, n_head)
+    return tensor
 
 
 def _read_tensor(stored: Any, path: Path) -> Tensor:
@@ -280,20 +292,19 @@ def _read_tensor(stored: Any, path: Path) -> Tensor:
         raise _make_unsupported_error(path, f"tensor {stored.name}", kind) from None
 
 
-def _check_all_used(
-    stored: dict[str, Any],
-    architecture: GgufArchitecture,
-    model_type: str,
-    config: ModelConfig,
-    path: Path,
+def _check_tensors(
+    stored: dict[str, Any], architecture: str, config: ModelConfig, path: Path
 ) -> None:
-    """Raise CheckpointError for a tensor that our model does not have."""
-    used = {gguf_name(name, model_type) for name in create_meta_tensors(config)}
-    if architecture.position == "rope":
-        used.add(ROPE_FACTORS_TENSOR)
-    for name in stored.keys() - used:
+    """Raise CheckpointError for a tensor that is missing, and for one that we do not have."""
+    known = {ROPE_FACTORS_TENSOR} if ARCHITECTURES[architecture].position == "rope" else set()
+    for name in create_meta_tensors(config):
+        their_name = gguf_name(name, architecture)
+        known.add(their_name)
+        if their_name not in stored and not _is_bias(name):
+            raise CheckpointError(f"{path}: tensor {their_name}: missing; download it again")
+    for name in stored.keys() - known:
         raise CheckpointError(
-            f"{path}: tensor {shorten(name)}: a {model_type} has none; this is another "
+            f"{path}: tensor {shorten(name)}: a {architecture} has none; this is another "
             f"architecture, which gptmini does not have"
         )
 

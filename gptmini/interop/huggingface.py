@@ -5,13 +5,16 @@ Reading runs no code from the folder: pickles are refused, and no name in an ind
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from gptmini import files
 from gptmini.config.settings import ModelConfig
@@ -20,6 +23,8 @@ from gptmini.errors import CheckpointError, DataError, describe_lookup_error, de
 from gptmini.generate.run import Run
 from gptmini.interop import architectures
 from gptmini.interop.architectures import Tensors
+from gptmini.model.gpt import create_meta_tensors
+from gptmini.runs.tensors import NamedTensors
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -38,14 +43,22 @@ BUFFER_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 def read_folder(
     folder: Path, context_length: int | None = None
-) -> tuple[ModelConfig, Tensors, Tokenizer]:
-    """Return the settings of a folder's model, its weights by our names, and its tokenizer."""
+) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
+    """Return the settings of a folder's model, its weights by our names, and its tokenizer.
+
+    The weights are read when they are asked for, one after the other.
+    """
     config_file = folder / "config.json"
     hf_config = _read_json(config_file, "give a folder in Hugging Face's format")
     config = architectures.from_hf_config(hf_config, config_file, context_length)
     tokenizer = _read_tokenizer(folder, hf_config, config)
-    config, weights = _convert_weights(_read_tensors(folder), hf_config, config, folder)
-    return config, weights, tokenizer
+    stored = _find_tensors(folder)
+    output_biases = [tensor for name, tensor in stored.items() if name.endswith("o_proj.bias")]
+    if not config.bias and any(tensor.read().any() for tensor in output_biases):
+        # With us, biases are everywhere or nowhere. Those of the MLP become 0.
+        config = config.model_copy(update={"bias": True})
+    names = _match_names(stored, hf_config, config, folder)
+    return config, _iter_weights(stored, names, hf_config, config, folder), tokenizer
 
 
 def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig) -> Tokenizer:
@@ -136,18 +149,39 @@ def _check_no_lfs_pointer(path: Path) -> None:
             )
 
 
-def _read_tensors(folder: Path) -> Tensors:
-    """Return the tensors of all weight files, as they are stored."""
-    tensors: Tensors = {}
-    for name in _list_weight_files(folder):
-        _check_no_lfs_pointer(folder / name)
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, which `read` returns as it is stored."""
+
+    file: Path
+    name: str
+
+    def read(self) -> Tensor:
+        # Opened for each: what a closed file had mapped leaves the memory.
         try:
-            files.open_regular(folder / name).close()  # refuses pipes and devices
-            tensors |= safetensors.torch.load_file(folder / name)
+            with safetensors.safe_open(self.file, "pt") as opened:
+                return opened.get_tensor(self.name)
         except (OSError, safetensors.SafetensorError) as error:
-            reason = describe_os_error(error)
-            raise CheckpointError(f"{folder / name}: {reason}; download it again") from None
-    return tensors
+            raise _make_damage_error(self.file, error) from None
+
+
+def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of all weight files by name."""
+    stored: dict[str, StoredTensor] = {}
+    for file in (folder / name for name in _list_weight_files(folder)):
+        _check_no_lfs_pointer(file)
+        try:
+            files.open_regular(file).close()  # refuses pipes and devices
+            with safetensors.safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no dict
+                    stored[name] = StoredTensor(file, name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _make_damage_error(file, error) from None
+    return stored
+
+
+def _make_damage_error(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file}: {describe_os_error(error)}; download it again")
 
 
 def _list_weight_files(folder: Path) -> list[str]:
@@ -175,40 +209,53 @@ def _list_weight_files(folder: Path) -> list[str]:
     return [WEIGHTS_FILE]
 
 
-def _convert_weights(
-    tensors: Tensors, hf_config: dict[str, Any], config: ModelConfig, folder: Path
-) -> tuple[ModelConfig, Tensors]:
-    """Return the weights by our names, and the settings corrected by the tensors."""
+def _match_names(
+    stored: dict[str, StoredTensor], hf_config: dict[str, Any], config: ModelConfig, folder: Path
+) -> dict[str, str | None]:
+    """Return their name of each of our tensors, None for a bias that is 0.
+
+    Raises CheckpointError for a tensor that is missing and for one that we do not have.
+    """
     model_type = hf_config["model_type"]
-    output_biases = [name for name in tensors if name.endswith("o_proj.bias")]
-    if not config.bias and any(tensors[name].any() for name in output_biases):
-        # With us, biases are everywhere or nowhere. Those of the MLP become 0.
-        config = config.model_copy(update={"bias": True})
     without_bias = _list_layers_without_bias(hf_config)
-    weights: Tensors = {}
-    used = {*output_biases, "lm_head.weight"}
-    for name, meta in architectures.create_meta_tensors(config).items():
+    names: dict[str, str | None] = {}
+    for name in create_meta_tensors(config):
         their_name = architectures.hf_name(model_type, name)
         headless_name = their_name.partition(".")[2]  # of models that were saved without a head
-        if their_name not in tensors and headless_name in tensors:
-            their_name = headless_name
-        if their_name in tensors:
-            tensor = architectures.from_hf(model_type, name, tensors[their_name])
-            if name == "positions.weight":
-                tensor = tensor[: len(meta)]  # the context may be shorter than theirs
-            used.add(their_name)
+        if their_name in stored:
+            names[name] = their_name
+        elif headless_name in stored:
+            names[name] = headless_name
         elif name.endswith(".bias") and name.split(".")[-2] in without_bias:
-            tensor = torch.zeros(meta.shape)
+            names[name] = None
         else:
             raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
-        weights[name] = architectures.check_tensor(tensor, meta, f"{folder}: tensor {their_name}")
-    for name in tensors.keys() - used:
-        if not name.endswith(BUFFER_SUFFIXES):
+    for name in stored.keys() - names.values() - {"lm_head.weight"}:
+        if not name.endswith((*BUFFER_SUFFIXES, "o_proj.bias")):
             raise CheckpointError(
                 f"{folder}: tensor {name}: a {model_type} has none; this is another architecture, "
                 f"which gptmini does not have"
             )
-    return config, weights
+    return names
+
+
+def _iter_weights(
+    stored: dict[str, StoredTensor],
+    names: dict[str, str | None],
+    hf_config: dict[str, Any],
+    config: ModelConfig,
+    folder: Path,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the weights of each of our tensors."""
+    for name, meta in create_meta_tensors(config).items():
+        their_name = names[name]
+        if their_name is None:
+            yield name, torch.zeros(meta.shape)
+            continue
+        tensor = architectures.from_hf(hf_config["model_type"], name, stored[their_name].read())
+        if name == "positions.weight":
+            tensor = tensor[: len(meta)]  # the context may be shorter than theirs
+        yield name, architectures.check_tensor(tensor, meta, f"{folder}: tensor {their_name}")
 
 
 def _list_layers_without_bias(hf_config: dict[str, Any]) -> set[str]:

@@ -7,10 +7,10 @@ from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
 from gptmini.console import warn
 from gptmini.generate.run import Run, load_run
-from gptmini.interop.architectures import Tensors
 from gptmini.interop.gguf_reader import read_gguf
 from gptmini.interop.huggingface import read_folder
 from gptmini.runs.directory import RunDirectory
+from gptmini.runs.tensors import NamedTensors
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.create import write_run
 
@@ -36,8 +36,10 @@ def import_model(
     return load_run(out, weights="float32", cache=cache)
 
 
-def write_imported_run(source: Path, out: Path, context_length: int | None) -> None:
-    """Write the run of `import_model`, without loading it."""
+def write_imported_run(
+    source: Path, out: Path, context_length: int | None
+) -> tuple[ModelConfig, Tokenizer]:
+    """Write the run of `import_model` without loading it; return its model's settings."""
     with files.atomic_output(out) as partial:
         config, weights, tokenizer = _read_model(source, context_length)
         if tokenizer.missing_bytes:
@@ -51,9 +53,12 @@ def write_imported_run(source: Path, out: Path, context_length: int | None) -> N
             train=TrainConfig(**FINETUNE_SETTINGS),
         )
         write_run(RunDirectory(partial), settings, weights, tokenizer)
+    return config, tokenizer
 
 
-def _read_model(source: Path, context_length: int | None) -> tuple[ModelConfig, Tensors, Tokenizer]:
+def _read_model(
+    source: Path, context_length: int | None
+) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
     if source.suffix.lower() == ".gguf":
         return read_gguf(source, context_length)
     return read_folder(source, context_length)

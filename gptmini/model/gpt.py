@@ -111,6 +111,12 @@ class GPT(nn.Module):
         return head.weight
 
 
+def create_meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return GPT(config).state_dict()
+
+
 def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
     """Compute the mean cross-entropy of targets (B, T), in nats per token and in float32."""
     if not joins_head_and_loss(tokens.device):

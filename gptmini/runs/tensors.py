@@ -12,7 +12,7 @@ the SHA-256 of every file, the old checkpoint whole wherever a save is killed) n
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gptmini import files
 from gptmini.errors import CheckpointError, describe_os_error
 
 Tensors = dict[str, Tensor]
+NamedTensors = Iterable[tuple[str, Tensor]]
 Manifest = dict[str, Any]
 SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 

@@ -73,7 +73,7 @@ def run_of(
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
-    write_run(RunDirectory(path), config, net.state_dict(), tokenizer)
+    write_run(RunDirectory(path), config, net.state_dict().items(), tokenizer)
     return load_run(path, "cpu", "float32", path.parent)
 
 

@@ -9,17 +9,26 @@ import numpy as np
 import pytest
 import torch
 
+from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
 from gptmini.generate.run import Run
+from gptmini.interop.architectures import Tensors
 from gptmini.interop.export import compute_logits, export_run
 from gptmini.interop.gguf_reader import read_gguf
 from gptmini.interop.import_model import import_model
 from gptmini.model.layers import scale_frequencies
+from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.interop.samples import CHAT_TOKENIZER, GQA, LLAMA, NO_NORM, TEMPLATE, run_of
 
 gguf: Any = pytest.importorskip("gguf", reason="needs the extra gguf")
 TYPES = gguf.GGMLQuantizationType
 REMOVED = object()
+
+
+def read_whole(path: Path) -> tuple[ModelConfig, Tensors, Tokenizer]:
+    """Read a file with all its weights, which `read_gguf` leaves for later."""
+    config, weights, tokenizer = read_gguf(path)
+    return config, dict(weights), tokenizer
 
 
 def rewrite(
@@ -113,8 +122,8 @@ def test_a_file_without_what_llama_cpp_assumes_is_the_same_model(llama, tmp_path
 def test_quantized_weights_are_what_the_package_makes_of_them(kind, llama, tmp_path):
     _, path = llama
     stored_type = TYPES[kind]
-    _, weights, _ = read_gguf(path)
-    _, found, _ = read_gguf(rewrite(path, tmp_path / "q.gguf", quantized=stored_type))
+    _, weights, _ = read_whole(path)
+    _, found, _ = read_whole(rewrite(path, tmp_path / "q.gguf", quantized=stored_type))
     for name, weight in weights.items():
         expected = weight
         if weight.ndim == 2:
@@ -154,7 +163,7 @@ def test_blocks_of_256_weights_are_read(kind, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    config, weights, _ = read_gguf(tmp_path / "k.gguf")
+    config, weights, _ = read_whole(tmp_path / "k.gguf")
     values = weights["blocks.0.attn.v_proj.weight"]
     assert values.shape == (256, 256)
     low, high = {"Q4_K": (-0.631, 9.46), "Q6_K": (-40.97, 40.97)}[kind]
@@ -167,7 +176,7 @@ def test_blocks_of_256_weights_are_read(kind, tmp_path):
 def test_qwen2_has_biases_of_q_k_and_v_alone(llama, tmp_path):
     """Qwen2 rotates halves, so that the rows of q and k lie as ours do."""
     _, path = llama
-    _, weights, _ = read_gguf(path)
+    _, weights, _ = read_whole(path)
     generator = np.random.default_rng(1)
     tensors: dict[str, Any] = {}
     biases = {}
@@ -179,7 +188,7 @@ def test_qwen2_has_biases_of_q_k_and_v_alone(llama, tmp_path):
             tensors[f"blk.{layer}.attn_{module}.bias"] = bias
             biases[f"blocks.{layer}.attn.{module}_proj.bias"] = torch.from_numpy(bias)
     made = rewrite(path, tmp_path / "q.gguf", {}, tensors, architecture="qwen2")
-    config, found, _ = read_gguf(made)
+    config, found, _ = read_whole(made)
     assert (config.bias, config.attention.qkv_bias, config.attention.qk_norm) == (
         False,
         True,
@@ -198,10 +207,10 @@ def test_frequencies_scaled_as_llama_3_are_recognized(llama, tmp_path):
     factors = (frequencies / scale_frequencies(frequencies, scaling)).numpy()
     fields = {"llama.rope.freq_base": 500_000.0}
     made = rewrite(path, tmp_path / "3.gguf", fields, {"rope_freqs.weight": factors})
-    assert read_gguf(made)[0].rope_scaling == scaling
+    assert read_whole(made)[0].rope_scaling == scaling
     other = rewrite(path, tmp_path / "o.gguf", fields, {"rope_freqs.weight": factors * 1.5})
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight: another scaling than Llama"):
-        read_gguf(other)
+        read_whole(other)
 
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -233,23 +242,23 @@ def test_tensors_that_are_missing_or_unknown_are_named(llama, tmp_path):
     _, path = llama
     name = "blk.1.ffn_up.weight"
     with pytest.raises(CheckpointError, match=f"tensor {name}: missing"):
-        read_gguf(rewrite(path, tmp_path / "m.gguf", tensors={name: REMOVED}))
+        read_whole(rewrite(path, tmp_path / "m.gguf", tensors={name: REMOVED}))
     extra = {"blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
     with pytest.raises(CheckpointError, match=r"ffn_gate_inp.weight: a llama has none"):
-        read_gguf(rewrite(path, tmp_path / "e.gguf", tensors=extra))
+        read_whole(rewrite(path, tmp_path / "e.gguf", tensors=extra))
     short = {"blk.0.attn_q.weight": np.ones((31, 32), np.float32)}
     with pytest.raises(CheckpointError, match=r"attn_q.weight: \(31, 32\), but its settings"):
-        read_gguf(rewrite(path, tmp_path / "s.gguf", tensors=short))
+        read_whole(rewrite(path, tmp_path / "s.gguf", tensors=short))
     whole_numbers = {"output_norm.weight": np.ones(32, np.int32)}
     with pytest.raises(CheckpointError, match=r"output_norm.weight: I32 is not supported"):
-        read_gguf(rewrite(path, tmp_path / "i.gguf", tensors=whole_numbers))
+        read_whole(rewrite(path, tmp_path / "i.gguf", tensors=whole_numbers))
     wide = {"llama.attention.key_length": 4_000_000_000}
     factors = {"rope_freqs.weight": np.ones(4, np.float32)}
     with pytest.raises(CheckpointError, match=r"\.gguf: "):
-        read_gguf(rewrite(path, tmp_path / "w.gguf", wide, factors))
+        read_whole(rewrite(path, tmp_path / "w.gguf", wide, factors))
     nan = {"output_norm.weight": np.full(32, np.nan, np.float32)}
     with pytest.raises(CheckpointError, match=r"output_norm.weight: has values that are not"):
-        read_gguf(rewrite(path, tmp_path / "n.gguf", tensors=nan))
+        read_whole(rewrite(path, tmp_path / "n.gguf", tensors=nan))
 
 
 @pytest.mark.parametrize("nests", [False, True])
@@ -261,7 +270,7 @@ def test_arrays_do_not_fill_the_memory(nests, tmp_path):
     path = tmp_path / "array.gguf"
     path.write_bytes(head + field)
     with pytest.raises(CheckpointError, match=r"array\.gguf: damaged, .*array"):
-        read_gguf(path)
+        read_whole(path)
 
 
 def test_damage_anywhere_costs_one_line(llama, tmp_path):
@@ -278,13 +287,13 @@ def test_damage_anywhere_costs_one_line(llama, tmp_path):
                 spoiled[draw.randrange(header)] = draw.randrange(256)
         bad.write_bytes(spoiled)
         try:
-            read_gguf(bad)
+            read_whole(bad)
         except GptminiError as error:
             assert len(error.lines) == 1
             assert len(error.lines[0]) < 600
             assert str(bad) in error.lines[0]
     bad.write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged, or not a GGUF file"):
-        read_gguf(bad)
+        read_whole(bad)
     with pytest.raises(CheckpointError, match="no such file"):
-        read_gguf(tmp_path / "missing.gguf")
+        read_whole(tmp_path / "missing.gguf")
