@@ -58,7 +58,7 @@ def read_folder(
         # With us, biases are everywhere or nowhere. Those of the MLP become 0.
         config = config.model_copy(update={"bias": True})
     names = _match_names(stored, hf_config, config, folder)
-    return config, _iter_weights(stored, names, hf_config, config, folder), tokenizer
+    return config, _convert_weights(stored, names, hf_config, config, folder), tokenizer
 
 
 def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig) -> Tokenizer:
@@ -239,14 +239,14 @@ def _match_names(
     return names
 
 
-def _iter_weights(
+def _convert_weights(
     stored: dict[str, StoredTensor],
     names: dict[str, str | None],
     hf_config: dict[str, Any],
     config: ModelConfig,
     folder: Path,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the weights of each of our tensors."""
+    """Yield the name and the weights of each of our tensors, converted when it is asked for."""
     for name, meta in create_meta_tensors(config).items():
         their_name = names[name]
         if their_name is None:
