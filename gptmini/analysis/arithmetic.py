@@ -23,7 +23,7 @@ LISTED_NEIGHBORS = 8  # of an embedding
 
 
 class LayerNumbers(NamedTuple):
-    """What one layer computes with, when it reads a text.
+    """The numbers of one layer as it reads a text.
 
     `q` (H, T, K) and `k` (G, T, K) are normalized and rotated as the scores want them, `v` is
     (G, T, K). `output_weight` (R, H·K) and `output_bias` (R,) are those of o_proj. `stream` (T, R)
