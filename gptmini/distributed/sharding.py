@@ -101,7 +101,7 @@ class Sharded:
         return model
 
     def _fill_buffers(self, model: GPT, config: ModelConfig) -> None:
-        """Compute what is no parameter; `to_empty` left it blank."""
+        """Compute the buffers, which `to_empty` left blank."""
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.fill_(torch.nan)  # so that one forgotten here is noticed

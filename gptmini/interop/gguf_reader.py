@@ -252,10 +252,11 @@ def _iter_weights(
     """Yield the name and the weights of each of our tensors."""
     for name, meta in create_meta_tensors(config).items():
         their_name = gguf_name(name, architecture)
-        tensor = torch.zeros(meta.shape)  # a bias that they lack: with us, all have one or none has
-        if their_name in stored:
-            with _explain_damage(path):
-                tensor = _convert_tensor(stored[their_name], name, meta, config, architecture, path)
+        if their_name not in stored:  # a bias: with us, all layers have one or none has
+            yield name, torch.zeros(meta.shape)
+            continue
+        with _explain_damage(path):
+            tensor = _convert_tensor(stored[their_name], name, meta, config, architecture, path)
         yield name, tensor
 
 
