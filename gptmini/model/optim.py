@@ -139,7 +139,7 @@ class Optimizer:
     | matrices of the blocks         | Muon, or AdamW | yes          |
     | head, unless tied              | AdamW          | yes          |
     | embeddings, positions          | AdamW          | no           |
-    | norms, biases                  | AdamW          | no           |
+    | norms, biases, embedding_conv  | AdamW          | no           |
 
     AdamW is that of Loshchilov and Hutter (2019); it also takes matrices of a single row or column
     from Muon. Muon orthogonalizes in `dtype`, by the function `orthogonalize`, in which several
