@@ -78,7 +78,10 @@ def found(config):
     state = local(optimizer.state_dict().values())
     return sizes | {"optimizer": state, "peak": held.peak, "traffic": traffic}
 
-print(json.dumps([found(Config.model_validate(each)) for each in json.loads(texts)]))
+def find_least(config):  # a busy machine may hold what was sent a little longer
+    return min((found(config) for _ in range(3)), key=lambda each: each["peak"])
+
+print(json.dumps([find_least(Config.model_validate(each)) for each in json.loads(texts)]))
 distributed.barrier()
 distributed.destroy_process_group()
 """
