@@ -41,10 +41,24 @@ SMALL = [
     "sample.max_new_tokens=8",
 ]
 
+# Rates and tying are stated, or the number of epochs would decide them.
 TINY: dict[str, Any] = {
-    "model": {"n_layer": 2, "n_head": 4, "d_model": 32, "context_length": 16},
+    "model": {
+        "n_layer": 2,
+        "n_head": 4,
+        "d_model": 32,
+        "context_length": 16,
+        "tie_embeddings": True,
+    },
     "tokenizer": {"kind": "byte"},
-    "train": {"steps": 6, "batch_size": 4, "eval_every": 3, "save_every": 3, "log_every": 1},
+    "train": {
+        "steps": 6,
+        "batch_size": 4,
+        "lr": 2e-3,
+        "eval_every": 3,
+        "save_every": 3,
+        "log_every": 1,
+    },
     "sample": {"max_new_tokens": 8},
 }
 

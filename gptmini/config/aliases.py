@@ -79,7 +79,7 @@ ALIASES = {
     "initial_validation": "leave it out; a run with --from is evaluated before its first step",
     "interval": "train.eval_every",
     "logger_name": "train.log_to",
-    "lr_warmup_fraction": "set train.warmup_steps, by default a tenth of the steps, at most 100",
+    "lr_warmup_fraction": "set train.warmup_steps, by default steps / 40, at most 100",
     "lr_warmup_steps": "train.warmup_steps",
     "max_norm": "train.grad_clip",
     "max_seq_length": "train.seq_len",
@@ -226,5 +226,5 @@ ALIASES = {
     "use_legacy_prediction_loop": _EVALUATION,
     "use_liger_kernel": "leave it out; the kernels are gptmini's own",
     "use_mps_device": "set train.device: mps",
-    "warmup_ratio": "set train.warmup_steps, by default a tenth of the steps, at most 100",
+    "warmup_ratio": "set train.warmup_steps, by default steps / 40, at most 100",
 }

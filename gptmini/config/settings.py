@@ -104,7 +104,8 @@ class ModelConfig(Section):
     bias: bool = False
     """Biases in linear layers and layer norms (GPT-2)."""
     tie_embeddings: bool = True
-    """Share one matrix between the token embedding and the output head."""
+    """Share one matrix between the token embedding and the output head; default with Muon: from 3
+    epochs on."""
     dropout: Fraction | None = None
     """Dropout of embeddings and residual branches, rounded to n/256 (0.1 is 26/256); null: by the
     number of epochs planned (0, 0.1 from 6 epochs, 0.2 from 12)."""
@@ -221,20 +222,24 @@ class TrainConfig(Section):
     muon_lr: Rate = 0.02
     """Peak learning rate of Muon; follows the same schedule as lr."""
     lr: Rate = 2e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW; default with Muon: 12e-3 below 3 epochs."""
+    embed_lr: Rate | None = None
+    """Peak learning rate of the token embeddings, by AdamW; null: lr, with Muon and a head of their
+    own 4 lr below 3 epochs."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the cool-down."""
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        default_factory=lambda data: min(100, data["steps"] // 10)
+        default_factory=lambda data: min(100, data["steps"] // 40)
     )
-    """Steps over which the rate rises from 0; default: steps / 10, at most 100."""
+    """Steps over which the rate rises from 0; default: steps / 40, at most 100."""
     schedule: Literal["cosine", "linear"] = "linear"
     """How the learning rate falls during the cool-down."""
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Fraction of the steps, at the end, over which the rate falls to min_lr."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
-    """Weight decay of matrices in linear layers; nothing else decays."""
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Weight decay of matrices in linear layers; nothing else decays. Default with Muon: 0.1
+    below 3 epochs."""
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.8, 0.95]
     """AdamW's decay rates of the two running averages."""
     grad_clip: Positive = 1.0
     """Scale gradients down to this total norm when it is larger."""

@@ -116,7 +116,7 @@ class Sharded:
         orthogonalize = self._shard_orthogonalize(choose_orthogonalize(self.reduce))
         optimizer = Optimizer(model, train, self.compute.dtype, orthogonalize)
         if self.reduce == "exact" and self.compute.device.type == "cpu":
-            adamw, _ = optimizer.optimizers[0]
+            adamw = optimizer.optimizers[0]
             AlignedAdamW(adamw, self.slice_rows)  # lives on in the optimizer's hooks
         return optimizer
 

@@ -16,7 +16,12 @@ from gptmini.train.create import write_run
 
 # Training settings of an imported run. Pretrained models were trained by AdamW; fine-tuning starts
 # from this learning rate and halves it (plan.finetune).
-FINETUNE_SETTINGS: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-4, "weight_decay": 0.1}
+FINETUNE_SETTINGS: dict[str, Any] = {
+    "optimizer": "adamw",
+    "lr": 1e-4,
+    "weight_decay": 0.1,
+    "betas": [0.9, 0.95],
+}
 
 
 def import_model(

@@ -156,17 +156,26 @@ def init_weights(model: GPT) -> None:
     | role                                            | distribution              |
     |-------------------------------------------------|---------------------------|
     | embeddings, positions, head                     | normal, std 0.02          |
+    | embeddings beside a head of their own           | normal, std 0.3           |
+    | that head                                       | normal, std 0.001         |
     | projections that read the residual stream       | normal, std 0.02          |
     | o_proj and down_proj, which add to it           | normal, std 0.02 / √(2 L) |
     | biases                                          | 0                         |
     | norm weights                                    | 1, as PyTorch makes them  |
     | convolution over the embeddings                 | 0, as it makes itself     |
+
+    An embedding that is not the head may be large. A head near zero begins at the loss of guessing,
+    and its first gradients are those of the errors. Bits per byte after 400 steps on 0.2 epochs of
+    manual pages (3 x 128, lr 12e-3): 1.389 tied, 1.353 with these two.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    if model.head is not None:
+        nn.init.normal_(model.embed.weight, std=0.3)
+        nn.init.normal_(model.head.weight, std=0.001)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
     for block in model.blocks:
         assert isinstance(block, Block)

@@ -7,6 +7,7 @@ from gptmini.console import show_elapsed
 from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints, WholeCheckpoints
 from gptmini.distributed.placement import Placement, Replicated
 from gptmini.generate.texts import build_token_bias
+from gptmini.model.optim import MUON_VERSION
 from gptmini.plan.decision import Decision
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
@@ -98,4 +99,5 @@ def _start_progress(decision: Decision) -> Progress:
         compile=decision.config.train.compile,
         loss_scale=FIRST_LOSS_SCALE if compute.dtype == torch.float16 else 1.0,
         deterministic=compute.deterministic,
+        muon_version=MUON_VERSION,
     )

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, DataError, DivergedError
+from gptmini.model.optim import MUON_VERSION
 from gptmini.runs.directory import Checkpoint
 from gptmini.runs.tensors import check_shapes
 from gptmini.train.messages import describe_changed_text, describe_divergence
@@ -15,7 +16,7 @@ from gptmini.train.state import Progress, Training
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
 # What checkpoints of older versions lack; the defaults of Progress hold for them.
-ADDED_LATER = {"loss_scale", "deterministic"}
+ADDED_LATER = {"loss_scale", "deterministic", "muon_version"}
 
 
 def save_checkpoint(training: Training) -> None:
@@ -71,6 +72,13 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     saved = Progress(**{name: checkpoint.state[name] for name in found})
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config, run))
+    is_unfinished = 0 < saved.step < training.config.train.steps
+    uses_muon = training.config.train.optimizer == "muon"
+    if is_unfinished and uses_muon and saved.muon_version != MUON_VERSION:
+        raise CheckpointError(
+            f"{run.path}: begun by another version of gptmini, whose Muon makes other updates; "
+            f"finish it with that version, or begin a new run with --from {run.path}"
+        )
     return saved
 
 

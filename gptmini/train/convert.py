@@ -100,6 +100,7 @@ def _build_uptraining_config(run: Run, attention: dict[str, Any], steps: int | N
     tree["model"]["attention"] |= attention
     tree["train"] |= {
         "lr": lr_scale * train.lr,
+        "embed_lr": lr_scale * train.embed_lr if train.embed_lr else None,
         "muon_lr": lr_scale * train.muon_lr,
         "min_lr": lr_scale * train.min_lr,
         "minutes": None,

@@ -35,7 +35,7 @@ class Progress:
     `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
     each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
     `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
-    is that of Compute.
+    is that of Compute; `muon_version` is MUON_VERSION.
     """
 
     corpus: str
@@ -53,6 +53,7 @@ class Progress:
     best: dict[str, Any] | None = None
     loss_scale: float = 1.0
     deterministic: bool = False
+    muon_version: int = 1
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""

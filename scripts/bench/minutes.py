@@ -4,7 +4,7 @@ python scripts/bench/minutes.py --shakespeare FILE --chinese FOLDER [--minutes 0
 
 Trains each text for each number of minutes by
   plan      gptmini train --data TEXT --minutes M
-  default   the sizes, batch, rates, decay and vocabulary of the default configuration
+  default   the sizes, batch and vocabulary of the default configuration
   hand      those of the hand-made configuration whose own steps take nearest to M minutes here
 and reports bits per byte on the tenth of the text that `data.test` keeps from all of them, ± the
 standard error. All are given M minutes for the whole command, text preparation included (each
@@ -45,9 +45,11 @@ ARMS = ("plan", "default", "hand")
 Trial = tuple[str, str, str]  # text, minutes, arm
 Results = dict[str, dict[str, Any]]  # by these three, with a slash between them
 # What --minutes chooses, and the other configurations therefore state.
-PLANNED = {
-    "model": ("n_layer", "n_head", "d_model", "dropout"),
-    "train": ("batch_size", "lr", "muon_lr", "weight_decay"),
+PLANNED = {"model": ("n_layer", "n_head", "d_model"), "train": ("batch_size",)}
+# What follows the epochs unless a configuration states it.
+RECIPE = {
+    "model": ("dropout", "tie_embeddings"),
+    "train": ("lr", "embed_lr", "muon_lr", "weight_decay"),
 }
 
 
@@ -171,7 +173,8 @@ def list_planned_settings(name: str, text: BenchText) -> Iterator[str]:
     config = load_config(DEFAULT_CONFIG_FILE if name == "default" else find_config_file(name), [])
     for section, keys in PLANNED.items():
         values = getattr(config, section)
-        for key in keys:
+        stated = [key for key in RECIPE[section] if key in values.model_fields_set]
+        for key in (*keys, *stated):
             if (value := getattr(values, key)) is not None:
                 yield f"{section}.{key}={value}"
     if config.model.context_length != 256:

@@ -106,7 +106,7 @@ def test_other_settings_are_refused_before_the_text_is_prepared(
     code, _, err = gptmini(*words, "--set", "train.lr=1e-4", "--set", "model.n_layer=2")
     assert code == 2
     assert "model.n_layer: 1 in runs/text, now 2" in err
-    assert "train.lr: 0.002 in runs/text, now 0.0001" in err
+    assert "train.lr: 0.012 in runs/text, now 0.0001" in err
 
 
 def test_a_missing_tracker_is_named_before_the_text_is_prepared(

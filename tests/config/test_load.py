@@ -224,7 +224,7 @@ def test_minutes_on_the_command_line_win_over_the_steps_of_a_file(tmp_path: Path
     minutes = ("--minutes", ("train", "minutes"), 5.0)
     assert load_config(path, [minutes]).train.model_fields_set == {"minutes", "lr"}
     both = load_config(path, [("--steps", ("train", "steps"), 70), minutes]).train
-    assert (both.steps, both.eval_every, both.warmup_steps) == (70, 100, 7)
+    assert (both.steps, both.eval_every, both.warmup_steps) == (70, 100, 1)
     assert (
         load_config(path, [("--set train.minutes", ("train", "minutes"), None)]).train.steps == 600
     )

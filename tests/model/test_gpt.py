@@ -495,7 +495,10 @@ def test_weights_are_drawn_by_role():
     assert model.head is not None
     assert model.embedding_conv is not None
     assert not model.embedding_conv.weight.any()
-    stds[0.02] += [t.weight.std().item() for t in (model.embed, model.positions, model.head)]
+    stds[0.02].append(model.positions.weight.std().item())
+    stds[0.3] = [model.embed.weight.std().item()]
+    stds[0.001] = [model.head.weight.std().item()]
+    stds[0.02].append(make(vocab_size=500, d_model=128).embed.weight.std().item())  # tied
     for expected, found in stds.items():
         assert found == pytest.approx([expected] * len(found), rel=0.05)
 

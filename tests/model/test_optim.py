@@ -6,7 +6,13 @@ from gptmini.config.settings import ModelConfig, TrainConfig
 from gptmini.distributed.gradients import make_orthogonalize, orthogonalize_one_by_one
 from gptmini.distributed.group import Group
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import Muon, Optimizer, get_learning_rate, orthogonalize
+from gptmini.model.optim import (
+    Muon,
+    Optimizer,
+    get_learning_rate,
+    iterate_newton_schulz,
+    orthogonalize,
+)
 
 
 def rates(**settings) -> list[float]:
@@ -70,26 +76,37 @@ MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
 def test_only_matrices_of_linear_layers_decay():
     model = small()
     settings = TrainConfig(optimizer="adamw", weight_decay=0.1)
-    ((adamw, _),) = Optimizer(model, settings).optimizers
-    decayed, others = adamw.param_groups
+    (adamw,) = Optimizer(model, settings).optimizers
+    decayed, embeddings, _ = adamw.param_groups
     assert roles(decayed["params"], model) == MATRICES
+    assert roles(embeddings["params"], model) == {"embed"}
     assert all(p.ndim == 2 for p in decayed["params"])
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0, 0.0]
+    assert sum(len(group["params"]) for group in adamw.param_groups) == len(model.state_dict())
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
     model = small(tie_embeddings=tied)
-    (adamw, _), (muon, scale) = Optimizer(model, TrainConfig(muon_lr=0.04, lr=0.01)).optimizers
+    settings = TrainConfig(muon_lr=0.04, lr=0.01, embed_lr=0.02)
+    optimizer = Optimizer(model, settings)
+    adamw, muon = optimizer.optimizers
     assert isinstance(muon, Muon)
-    assert scale == 4
     (group,) = muon.param_groups
     assert roles(group["params"], model) == MATRICES
     rest = [p for group in adamw.param_groups for p in group["params"]]
     assert len(rest) + len(group["params"]) == len(list(model.parameters()))
     assert {"embed", "embedding_conv"} <= roles(rest, model)
     assert ("head" in roles(adamw.param_groups[0]["params"], model)) == (not tied)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0.005)  # half way through the warm-up
+    assert group["lr"] == pytest.approx(0.02)
+    by_role = {role: g["lr"] for g in adamw.param_groups for role in roles(g["params"], model)}
+    assert by_role["embed"] == pytest.approx(0.01)
+    assert by_role["final_norm"] == pytest.approx(0.005)
+    if not tied:
+        assert by_role["head"] == pytest.approx(0.005)
 
 
 def test_an_update_of_muon_is_equally_long_in_every_direction():
@@ -105,6 +122,34 @@ def test_an_update_of_muon_is_equally_long_in_every_direction():
     values = torch.linalg.svdvals(before - weight) / (0.01 * 2)
     assert values.min() > 0.5
     assert values.max() < 1.5
+
+
+def test_an_update_of_muon_moves_all_inner_neurons_alike():
+    """Whatever their gradients: one whose gradients are a thousand times smaller moves as far."""
+    model = small()
+    mlp = model.blocks[0].mlp
+    before = [mlp.up_proj.weight.detach().clone(), mlp.down_proj.weight.detach().clone()]
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    sizes = torch.logspace(0, -1, mlp.up_proj.weight.shape[0])
+    mlp.up_proj.weight.grad *= sizes[:, None]
+    mlp.down_proj.weight.grad *= sizes
+    Optimizer(model, TrainConfig(lr=0.01, muon_lr=0.01, weight_decay=0.0)).step(0.01)
+    incoming = (before[0] - mlp.up_proj.weight).norm(dim=1)
+    outgoing = (before[1] - mlp.down_proj.weight).norm(dim=0)
+    assert incoming.tolist() == pytest.approx([0.01] * len(sizes), rel=1e-4)
+    assert outgoing.tolist() == pytest.approx([0.005] * len(sizes), rel=1e-4)
+
+
+def test_a_neuron_without_gradients_stays_where_it_is():
+    matrices = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(0))
+    matrices[0, :, 3] = 0
+    matrices[0, :, 5] *= 1e-6  # next to nothing, of which most is rounding
+    lengths = orthogonalize(matrices)[0].norm(dim=0)
+    assert lengths[3] == 0
+    assert lengths[5] < 0.02
+    assert lengths[[0, 1, 2, 4]].tolist() == pytest.approx([0.5] * 4)
 
 
 class Recording(Group):
@@ -143,14 +188,17 @@ def test_a_rank_without_matrices_orthogonalizes_none():
 
 
 def test_muon_computes_what_torchs_does():
-    """Several matrices of several shapes, over several steps, against torch's own."""
+    """Several matrices of several shapes, over several steps, against torch's own.
+
+    All but for the lengths of columns, which torch's leaves as they are.
+    """
     torch.manual_seed(0)
     shapes = [(8, 8), (32, 8), (8, 32), (8, 8), (8, 32)]
     ours = [torch.randn(shape) for shape in shapes]
     theirs = [matrix.clone() for matrix in ours]
     # torch's works in bfloat16 only
     pair = (
-        Muon(ours, 0.1, torch.bfloat16),
+        Muon(ours, 0.1, torch.bfloat16, iterate_newton_schulz),
         torch.optim.Muon([nn.Parameter(m) for m in theirs], weight_decay=0.1),
     )
     theirs = pair[1].param_groups[0]["params"]

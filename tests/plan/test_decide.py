@@ -30,7 +30,27 @@ def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_pat
     assert chosen(1000, dropout=None) == 0.2
 
 
-def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkeypatch):
+def test_rates_and_tying_follow_the_epochs_unless_they_are_stated(text_file: Path, tmp_path: Path):
+    def chosen(
+        steps: int, optimizer: str = "muon", **model: bool
+    ) -> tuple[bool, float, float | None, float]:
+        sizes = {"n_layer": 1, "n_head": 2, "d_model": 16, "context_length": 16}
+        train = {"steps": steps, "batch_size": 4, "optimizer": optimizer, "compile": "off"}
+        sections = {"data": {"path": str(text_file)}, "tokenizer": {"kind": "byte"}}
+        config = validate(sections | {"model": sizes | model, "train": train}, {})
+        config = decide(config, None, tmp_path / "cache").config
+        train_ = config.train
+        return config.model.tie_embeddings, train_.lr, train_.embed_lr, train_.weight_decay
+
+    few = 2 * 2684 // 64  # 2 epochs: of 2,991 tokens 307 are held out
+    assert chosen(few) == (False, 12e-3, 48e-3, 0.1)
+    assert chosen(2 * few) == (True, 2e-3, None, 0.3)
+    assert chosen(few, tie_embeddings=True) == (True, 12e-3, None, 0.1)
+    assert chosen(2 * few, tie_embeddings=False) == (False, 2e-3, None, 0.3)
+    assert chosen(few, optimizer="adamw") == (True, 2e-3, None, 0.3)
+
+
+def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkeypatch, capsys):
     """250 steps, the default, would read this text 27 times; a minute suffices for 0.7 epochs."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 105)  # 2520 tokens
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
@@ -45,6 +65,7 @@ def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkey
         epochs = config.train.steps * 16 * 16 / 2268  # 9 of 10 tokens are to train on
         assert (epochs > 12) == (dropout == 0.2)
         assert (epochs < 1) == (dropout == 0)
+        assert ("model.embedding_conv=3 would learn" in capsys.readouterr().err) == (epochs < 1)
         assert config.model.dropout == dropout
 
 
@@ -149,14 +170,19 @@ def test_compared_runs_share_how_they_compute_but_not_how_long():
     def run(**sections: dict) -> Config:
         return validate(sections, {})
 
-    sizes = {"d_model": 64, "n_layer": 2, "dropout": 0.1}
-    first = run(model=sizes, train={"minutes": 1.0, "steps": 7, "batch_size": 8, "compile": "on"})
+    sizes = {"d_model": 64, "n_layer": 2, "dropout": 0.1, "tie_embeddings": False}
+    train = {"minutes": 1.0, "steps": 7, "batch_size": 8, "compile": "on", "lr": 5e-3}
+    first = run(model=sizes, train=train)
     other = reuse_choices(run(train={"minutes": 1.0}), first, same_run=False)
     assert (other.model.d_model, other.model.n_layer, other.model.dropout) == (64, 2, 0.1)
     assert (other.train.batch_size, other.train.compile) == (8, "on")
     assert "steps" not in other.train.model_fields_set
     resumed = reuse_choices(run(train={"minutes": 1.0}), first)
     assert resumed.train.steps == 7
+    assert (resumed.train.lr, resumed.model.tie_embeddings) == (5e-3, False)
+    assert (other.train.lr, other.model.tie_embeddings) == (5e-3, False)
+    adamw = reuse_choices(run(train={"optimizer": "adamw"}), first, same_run=False)
+    assert (adamw.train.lr, adamw.model.tie_embeddings) == (2e-3, True)
     by_steps = reuse_choices(run(train={"steps": 9}), first, same_run=False)
     assert (by_steps.model.d_model, by_steps.train.compile) == (192, "on")
 

@@ -54,7 +54,7 @@ def base(text_file: Path, tmp_path: Path) -> RunDirectory:
         tokenizer={"kind": "bpe", "vocab_size": 300},
         model={"attention": {"variant": "gqa", "n_kv_head": 2}, "norm": "rmsnorm"}
         | {"embedding_conv": 3},
-        train={"lr": 4e-3, "muon_lr": 0.01, "betas": [0.8, 0.9], "batch_size": 4},
+        train={"lr": 4e-3, "embed_lr": 8e-3, "muon_lr": 0.01, "betas": [0.8, 0.9], "batch_size": 4},
     )
     begin_training(config, tmp_path / "base", new_cache(tmp_path))
     return RunDirectory(tmp_path / "base")
@@ -256,6 +256,7 @@ def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     assert config.model.model_dump(exclude={"dropout"}) == theirs
     assert config.tokenizer == trained.tokenizer
     assert config.train.lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 4e-3)
+    assert config.train.embed_lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 8e-3)
     assert config.train.muon_lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 0.01)
     assert (config.train.betas, config.train.batch_size) == ([0.8, 0.9], 4)
     assert config.train.optimizer == "muon"
@@ -267,6 +268,7 @@ def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     assert stated.model.attention.weight_dropout == 0.1
     assert stated.model.n_kv_head == 2
     assert (stated.train.lr, stated.train.optimizer, stated.train.batch_size) == (1e-3, "adamw", 2)
+    assert stated.train.embed_lr == pytest.approx(2e-3)  # twice lr, as in the base
     assert stated.seq_len == 8
 
 

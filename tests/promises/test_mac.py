@@ -17,7 +17,7 @@ clamp.default
 div.Tensor div_.Tensor embedding_dense_backward.default empty.memory_format eq.Scalar eq.Tensor
 exp_.default expm1.default gather.default ge.Scalar ge.Tensor gelu.default gelu_backward.default
 gt.Scalar gt.Tensor index.Tensor lerp.Scalar lerp_.Scalar linalg_vector_norm.default linear.default
-lt.Scalar mean.dim mm.default mul.Tensor mul_.Tensor native_layer_norm.default
+lt.Scalar maximum.default mean.dim mm.default mul.Tensor mul_.Tensor native_layer_norm.default
 native_layer_norm_backward.default ne.Scalar neg.default permute.default pow.Tensor_Scalar
 reciprocal.default rsqrt.default scatter_.src scatter_add_.default silu.default
 silu_backward.default sub.Tensor sub_.Tensor sum.dim_IntList tril.default view.default

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from gptmini.config.settings import Config
-from gptmini.errors import DivergedError
+from gptmini.errors import CheckpointError, DivergedError
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, step, trainer
 from gptmini.train.checkpoint import ADDED_LATER
@@ -102,7 +102,7 @@ def test_a_step_that_overflows_is_made_again_at_half_the_scale(start, capsys):
 def test_a_scaled_run_is_resumed_to_the_same_bits(text_file, tmp_path, monkeypatch, updates):
     """The scale doubles after every second step, and overflows now and then."""
     monkeypatch.setattr(step, "LOSS_SCALE_INTERVAL", 2)
-    monkeypatch.setattr(build, "FIRST_LOSS_SCALE", 2.0**20)
+    monkeypatch.setattr(build, "FIRST_LOSS_SCALE", 2.0**17)
     config = make_config(text_file, save_every=1)
     whole = finish(config, tmp_path / "whole")
     update = trainer.train_step
@@ -136,14 +136,22 @@ def test_a_run_that_goes_on_in_another_type_has_its_scale(text_file, tmp_path, m
         assert newest.state["loss_scale"] == scale
 
 
-def test_a_checkpoint_of_an_older_version_is_resumed(text_file, tmp_path, monkeypatch):
-    config = make_config(text_file, "float32", steps=3)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_of_an_older_version_is_resumed_or_refused(
+    text_file, tmp_path, monkeypatch, optimizer
+):
+    config = make_config(text_file, "float32", steps=3, optimizer=optimizer)
     with monkeypatch.context() as patch:
         patch.setattr("gptmini.train.checkpoint.asdict", _drop_what_is_new)
         finish(config, tmp_path / "run")
     newest = RunDirectory(tmp_path / "run").load_newest()
     assert newest is not None
     assert not ADDED_LATER & newest.state.keys()
+    finish(config, tmp_path / "run")  # has nothing left to do
+    if optimizer == "muon":
+        with pytest.raises(CheckpointError, match="whose Muon makes other updates"):
+            finish(config.with_train(steps=6), tmp_path / "run")
+        return
     metrics, _ = finish(config.with_train(steps=6), tmp_path / "run")
     assert metrics[-1]["step"] == 6
 

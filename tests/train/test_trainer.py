@@ -525,7 +525,7 @@ def test_the_run_directory_holds_what_it_promises(train, config):
     }
     started = config.sample.model_copy(update={"start": "\n"})
     chosen = config.with_tokenizer("byte", 257).with_train(
-        micro_batch_size=4, compile="off", reduce="fast"
+        micro_batch_size=4, compile="off", reduce="fast", weight_decay=0.1
     )
     assert run.load_config() == chosen.model_copy(update={"sample": started})
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
