@@ -24,6 +24,7 @@ import tiktoken
 from hypothesis import HealthCheck, Phase, settings
 
 from gptmini.cli import app
+from tests.local_hub import LocalHub, set_endpoint
 from tests.support import ROOT, WORDS, new_cache
 
 # A busy machine is not a failure: nothing that hypothesis runs has to be fast.
@@ -72,6 +73,21 @@ def gptmini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
         return end.value.code or 0, out, err
 
     return run
+
+
+@pytest.fixture
+def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """A Hub on this machine, and an empty cache for it."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hub")
+    hub = LocalHub()
+    # These were read from the environment when huggingface_hub was imported.
+    set_endpoint(monkeypatch, hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield hub
+    hub.close()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "gptmini"
 ROOMS = {  # generate/native is a wing of generate: they import each other
-    "": ["errors", "files", "console", "machine"],  # the ground, directly in gptmini/
+    "": ["errors", "files", "console", "machine", "hub"],  # the ground, directly in gptmini/
     "config": ["section", "settings", "load", "aliases", "yamlfile", "listing"],
     "tokenizer": [
         "tokenizers",
@@ -97,6 +97,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "gguf",
         "gguf_reader",
         "import_model",
+        "hub_model",
         "export",
     ],
     "serve": ["limits", "scheduler", "completions", "chat", "connections", "server"],
@@ -129,6 +130,7 @@ DOORS = {  # the only modules that import a library
     "regex": {"tokenizer.bpe"},
     "pyarrow": {"data.formats"},
     "urllib": {"data.fetch"},
+    "huggingface_hub": {"hub"},
     "tqdm": {"console"},
     "safetensors": {"runs.tensors", "interop.huggingface"},
     "gguf": {"interop.gguf"},

@@ -1,6 +1,7 @@
 """Every gptmini command of the READMEs and docs/ runs, on small models; what they name exists."""
 
 import gzip
+import io
 import json
 import re
 import shlex
@@ -20,7 +21,10 @@ from gptmini.cli import app
 from gptmini.config import load
 from gptmini.config.load import CONFIGS_DIR, list_config_files
 from gptmini.data import fetch
+from gptmini.interop.export import export_run
 from gptmini.serve import server
+from tests.interop.samples import run_of
+from tests.local_hub import LocalHub
 from tests.support import needs_posix, new_cache, run_command
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +49,7 @@ SMALL_WORDS = [word for setting in SMALL for word in ("--set", setting)]
 TEXT = "".join(
     f"{n}. It was the best of times, it was the worst of times. ROMEO:\n" for n in range(99)
 )
+SPLITS = ("train", "validation")  # of a dataset on the Hub
 FILE_OPTIONS = ("--data", "--prompts", "--prompt-file", "--file")
 PACKAGE_SUFFIXES = {".py", ".cpp", ".h", ".html", ".js"}
 
@@ -78,8 +83,35 @@ def files_of(words: list[str]) -> Iterator[str]:
         yield words[3]
 
 
+def publish(words: list[str], hub: LocalHub, folder: Path) -> None:
+    """Put the models and datasets that a command names on the Hub."""
+    for name in files_of(words):
+        if name.startswith("hf:"):
+            dataset, *parts = name.removeprefix("hf:").split(":")
+            configuration = parts[0] if len(parts) > 1 else "default"
+            files = {f"{configuration}/{split}/0000.parquet": parquet() for split in SPLITS}
+            hub.add(dataset, files, "dataset")
+    if words[1] == "import" and not words[2].startswith("runs/"):
+        if not (folder / "published").exists():
+            run_of(folder / "small", activation="swiglu", norm="rmsnorm")
+            export_run(folder / "small", folder / "published")
+        files = {path.name: path.read_bytes() for path in (folder / "published").iterdir()}
+        hub.add(words[2], files)
+
+
+def parquet() -> bytes:
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra data")
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(arrow.table({"text": [TEXT]}), buffer)
+    return buffer.getvalue()
+
+
 def provide(name: str, folder: Path) -> None:
     """Make a text of that name, unless it is there or needs no file."""
+    if name.startswith("hf:"):
+        return
     path = folder / re.sub(r"\*+", "a", name)
     if name == "-" or name.startswith("builtin:") or path.exists():
         return
@@ -138,9 +170,13 @@ def train_missing_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("forked_trainings")
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_runs(
-    readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    readme: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    local_hub: LocalHub,
 ):
-    """Each page in a folder of its own, with the texts and the runs that it names."""
+    """Each page in a folder of its own, with the texts, runs and models that it names."""
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -153,6 +189,7 @@ def test_every_command_runs(
     for words in gptmini_commands(readme):
         for name in files_of(words):
             provide(name, folder)
+        publish(words, local_hub, tmp_path)
         train_missing_runs(words, monkeypatch)
         with (tmp_path / "stdin.txt").open() as stdin:
             monkeypatch.setattr(sys, "stdin", stdin)

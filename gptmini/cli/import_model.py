@@ -7,20 +7,29 @@ from gptmini.cli.options import RUNS_FOLDER, argument, option
 
 
 def import_model(
-    source: Path = argument(..., "MODEL", "A folder with config.json and safetensors, or a .gguf."),
+    source: str = argument(
+        ...,
+        "MODEL",
+        "A folder with config.json and safetensors, a .gguf, or a name on the Hugging Face Hub: "
+        "OWNER/NAME, OWNER/NAME@REVISION or OWNER/NAME/FILE.gguf.",
+    ),
     out: Path | None = option(None, "DIR", "The new run directory.", show_default="runs/NAME"),
     context_length: int | None = option(
         None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
     ),
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
-    out = out or RUNS_FOLDER / source.resolve().name.removesuffix(".gguf")
-    from gptmini.console import say, show_elapsed
+    from gptmini.console import say
+    from gptmini.interop.hub_model import parse_model_name
     from gptmini.interop.import_model import write_imported_run
     from gptmini.plan.cost import count_parameters
 
-    with show_elapsed("reading and converting"):
-        config, tokenizer = write_imported_run(source, out, context_length)
+    model = parse_model_name(source)
+    if out is None and model is not None:
+        out = RUNS_FOLDER / model.run_name
+    elif out is None:
+        out = RUNS_FOLDER / Path(source).resolve().name.removesuffix(".gguf")
+    config, tokenizer = write_imported_run(source, out, context_length)
     name = shlex.quote(str(out))
     say(
         f"{out}: {count_parameters(config) / 1e6:,.1f} M parameters, "

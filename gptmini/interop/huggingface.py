@@ -49,7 +49,9 @@ def read_folder(
     The weights are read when they are asked for, one after the other.
     """
     config_file = folder / "config.json"
-    hf_config = _read_json(config_file, "give a folder in Hugging Face's format")
+    hf_config = _read_json(
+        config_file, "give a folder in Hugging Face's format, or OWNER/NAME on the Hub"
+    )
     config = architectures.from_hf_config(hf_config, config_file, context_length)
     tokenizer = _read_tokenizer(folder, hf_config, config)
     stored = _find_tensors(folder)
@@ -168,7 +170,7 @@ class StoredTensor:
 def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all weight files by name."""
     stored: dict[str, StoredTensor] = {}
-    for file in (folder / name for name in _list_weight_files(folder)):
+    for file in (folder / name for name in list_weight_files(folder)):
         _check_no_lfs_pointer(file)
         try:
             files.open_regular(file).close()  # refuses pipes and devices
@@ -184,7 +186,7 @@ def _make_damage_error(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file}: {describe_os_error(error)}; download it again")
 
 
-def _list_weight_files(folder: Path) -> list[str]:
+def list_weight_files(folder: Path) -> list[str]:
     """Return the names of the weight files: those in the index, or the only one."""
     index_file = folder / INDEX_FILE
     if index_file.exists():

@@ -1,13 +1,14 @@
-"""Makes a run of a pretrained model: of a folder in Hugging Face's format, or of a GGUF file."""
+"""Makes a run of a pretrained model: a folder in Hugging Face's format, a GGUF file, or a name."""
 
 from pathlib import Path
 from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
-from gptmini.console import warn
+from gptmini.console import show_elapsed, warn
 from gptmini.generate.run import Run, load_run
 from gptmini.interop.gguf_reader import read_gguf
+from gptmini.interop.hub_model import fetch_model, parse_model_name
 from gptmini.interop.huggingface import read_folder
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import NamedTensors
@@ -32,32 +33,42 @@ def import_model(
 ) -> Run:
     """Make a run, at step 0, of a folder in Hugging Face's format or of a GGUF file.
 
-    The run appears at `out` whole or not at all. Its context is the model's, at most 2048;
-    `context_length` overrides that. Raises CheckpointError or DataError, which name the file and
+    `source` may also name a model of the Hugging Face Hub, as OWNER/NAME. The run appears at `out`
+    whole or not at all. Its context is the model's, at most 2048; `context_length` overrides that.
+    Raises CheckpointError or DataError, which name the file and
     key, for whatever gptmini cannot represent.
     """
     out = Path(out)
-    write_imported_run(Path(source), out, context_length)
+    write_imported_run(source, out, context_length)
     return load_run(out, weights="float32", cache=cache)
 
 
 def write_imported_run(
-    source: Path, out: Path, context_length: int | None
+    source: str | Path, out: Path, context_length: int | None
 ) -> tuple[ModelConfig, Tokenizer]:
     """Write the run of `import_model` without loading it; return its model's settings."""
+    name = parse_model_name(str(source))
     with files.atomic_output(out) as partial:
-        config, weights, tokenizer = _read_model(source, context_length)
-        if tokenizer.missing_bytes:
-            warn(
-                f"{source}: {len(tokenizer.missing_bytes)} bytes have no token, such as "
-                f"{tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
-            )
-        settings = Config(
-            model=config,
-            tokenizer=TokenizerConfig(kind=tokenizer.kind),
-            train=TrainConfig(**FINETUNE_SETTINGS),
+        path = Path(source) if name is None else fetch_model(name)
+        with show_elapsed("reading and converting"):
+            return _write_run(source, path, partial, context_length)
+
+
+def _write_run(
+    source: str | Path, path: Path, out: Path, context_length: int | None
+) -> tuple[ModelConfig, Tokenizer]:
+    config, weights, tokenizer = _read_model(path, context_length)
+    if tokenizer.missing_bytes:
+        warn(
+            f"{source}: {len(tokenizer.missing_bytes)} bytes have no token, such as "
+            f"{tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
         )
-        write_run(RunDirectory(partial), settings, weights, tokenizer)
+    settings = Config(
+        model=config,
+        tokenizer=TokenizerConfig(kind=tokenizer.kind),
+        train=TrainConfig(**FINETUNE_SETTINGS),
+    )
+    write_run(RunDirectory(out), settings, weights, tokenizer)
     return config, tokenizer
 
 
