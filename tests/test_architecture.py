@@ -25,7 +25,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "tokenizer_json",
         "spelling",
     ],
-    "data": ["formats", "sources", "fetch", "token_file", "shards", "corpus"],
+    "data": ["formats", "sources", "hub_dataset", "fetch", "token_file", "shards", "corpus"],
     "model": ["attention", "static_cache", "layers", "gpt", "optim", "kernels", "mechanisms"],
     "runs": ["directory", "tensors", "log"],
     "distributed": ["group", "gradients", "placement", "sharding", "rows", "checkpoints"],

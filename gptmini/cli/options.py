@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +44,8 @@ NEWEST_RUN_HELP = "the newest directory in runs/"
 _CONFIG_HELP = "A YAML file, the name of one in configs/, a text as for --data, or a run directory."
 _DATA_HELP = (
     "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
-    "builtin:python-docs or builtin:python-code. Repeat to use several."
+    "builtin:python-docs, builtin:python-code, or a dataset on the Hugging Face Hub: "
+    "hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT][:COLUMN]. Repeat to use several."
 )
 _ERRORS_HELP = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
 _SET_HELP = (
@@ -167,7 +169,7 @@ def is_text(name: str) -> bool:
     """Tell whether the word in the place of a configuration is a text, as --data takes it."""
     from gptmini.config import load
 
-    if name == "-" or name.startswith("builtin:"):
+    if name == "-" or name.startswith(("builtin:", "hf:")):
         return True
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or name in load.map_config_names() or find_run(name):
@@ -236,7 +238,10 @@ def choose_out(
     config: str | None, data: str, attention: str | None = None, base: Path | None = None
 ) -> Path:
     """Name a new run in runs/ after its configuration or text, its attention and its base."""
-    parts = Path(config or data.removeprefix("builtin:")).parts
+    name = config or data.removeprefix("builtin:")
+    if name.startswith("hf:"):  # without revision, configuration, split and column
+        name = re.split("[:@]", name)[1]
+    parts = Path(name).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # no pattern names a run
     name = Path(*plain).name.split(".")[0].strip("-") or "text"
     if attention:

@@ -18,7 +18,7 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import shards, sources, token_file
+from gptmini.data import hub_dataset, shards, sources, token_file
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
 from gptmini.data.token_file import Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
@@ -59,9 +59,38 @@ def learns_vocabulary(config: Config) -> bool:
 
 
 def check_paths(paths: list[str], settings: DataConfig) -> None:
-    """DataError for paths that name no text and no token files."""
-    if shards.find_token_files(paths) is None:
-        sources.find_source(paths, settings)
+    """DataError for paths that name no text and no token files.
+
+    Of a dataset on the Hub only the form of its name is checked, not what needs a network.
+    """
+    local = []
+    for path in paths:
+        if hub_dataset.is_dataset_name(path):
+            hub_dataset.parse_dataset_name(path)
+        else:
+            local.append(path)
+    if local and shards.find_token_files(local) is None:
+        sources.find_source(local, settings)
+
+
+def pin_datasets(config: Config, existing: Config | None) -> Config:
+    """Name the commit of every dataset on the Hub, so that it stays the same text.
+
+    A run that exists keeps its own. Raises DataError for a dataset that does not exist,
+    MachineError for trouble with the network.
+    """
+    pinned: list[str] = []
+    if existing is not None:
+        pinned = [*existing.data.path, *(existing.data.validation_path or [])]
+    changed = {}
+    for key in ("path", "validation_path"):
+        paths = getattr(config.data, key) or []
+        with_commits = [hub_dataset.pin_revision(path, pinned) for path in paths]
+        if with_commits != paths:
+            changed[key] = with_commits
+    if not changed:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update=changed)})
 
 
 @contextmanager

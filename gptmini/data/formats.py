@@ -24,6 +24,7 @@ from gptmini.errors import (
     describe_os_error,
     make_missing_package_error,
 )
+from gptmini.hub import HubFile, download
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
 
 CONVERT_REMEDY = "convert it, or pass --errors replace"
@@ -62,8 +63,18 @@ class File:
     kind: str  # "text" or a key of READER_BY_KIND
     compression: str  # ".gz", ".zst" or ""
     bytes: int
-    modified_ns: int
+    modified_ns: int | None  # None of a file on the Hub, which never changes
     errors: str  # how to decode, as in bytes.decode: "strict" or "replace"
+    hub_file: HubFile | None = None
+    column: str = ""  # that holds the text; "" is `data.text_key`
+
+
+def download_missing(files_to_read: Iterable[File]) -> None:
+    """Bring the files that are on the Hub into the cache; MachineError if they cannot be read."""
+    on_hub = [file.hub_file for file in files_to_read if file.hub_file is not None]
+    if on_hub:
+        _import_pyarrow(f"hf:{on_hub[0].repository}")  # before a long download
+    download(on_hub)
 
 
 def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextChunk]:
@@ -73,7 +84,7 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
         if file.kind == "text":
             yield from _split_documents(_decode_blocks(file, stream), separator)
         else:
-            for text in READER_BY_KIND[file.kind](file, stream, text_key):
+            for text in READER_BY_KIND[file.kind](file, stream, file.column or text_key):
                 yield from _split_chunks(text, True)
 
 
@@ -87,7 +98,8 @@ def open_unchanged(file: File) -> Iterator[BinaryIO]:
     with raw:
         yield raw
         now = os.stat(file.path)
-        if (now.st_size, now.st_mtime_ns) != (file.bytes, file.modified_ns):
+        modified_ns = None if file.hub_file else now.st_mtime_ns
+        if (now.st_size, modified_ns) != (file.bytes, file.modified_ns):
             raise DataError(
                 f"{file.path}: changed while being read; run again when nothing writes to it"
             )
@@ -120,18 +132,18 @@ def _decompress(file: File, raw: BinaryIO) -> BinaryIO:
     if file.compression == ".gz":
         return gzip.open(raw)  # type: ignore[return-value]
     if file.compression == ".zst":
-        arrow = _import_pyarrow(file)
+        arrow = _import_pyarrow(file.path)
         return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw), "zstd"))
     return raw
 
 
-def _import_pyarrow(file: File) -> Any:
+def _import_pyarrow(place: object) -> Any:
     """Import pyarrow, which only some formats need; MachineError if it is not installed."""
     try:
         import pyarrow  # noqa: PLC0415 - optional, and slow to load
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError:
-        raise make_missing_package_error(str(file.path), "pyarrow", "data") from None
+        raise make_missing_package_error(str(place), "pyarrow", "data") from None
     return pyarrow
 
 
@@ -248,8 +260,14 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
 
 
 def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
-    table = _import_pyarrow(file).parquet.ParquetFile(stream)
+    table = _import_pyarrow(file.path).parquet.ParquetFile(stream)
     columns = table.schema_arrow.names
+    if key not in columns and file.hub_file is not None:
+        repository = file.hub_file.repository
+        raise DataError(
+            f"hf:{repository}: {file.hub_file.name} has no column {key!r} (it has: "
+            f"{', '.join(columns)}); name one of these last, as in hf:{repository}:{columns[0]}"
+        )
     if key not in columns:
         _get_text(str(file.path), dict.fromkeys(columns), key, file.errors)  # raises
     number = 0

@@ -1,4 +1,4 @@
-"""From paths to documents: files, folders, globs, standard input and built-in corpora.
+"""From paths to documents: files, folders, globs, standard input, the Hub and built-in corpora.
 
 A Source is a list of files and how to read them; a SourceSplit divides it into sides: training,
 validation and test. Both are read block by block, so they may be larger than memory. Reading them
@@ -23,11 +23,13 @@ from typing import Literal
 
 from gptmini.config.settings import DataConfig
 from gptmini.console import say, show_byte_progress, warn
+from gptmini.data import hub_dataset
 from gptmini.data.formats import (
     KIND_BY_SUFFIX,
     SNIFFED_BYTES,
     File,
     detect_binary,
+    download_missing,
     open_unchanged,
     raise_unreadable,
     read_documents,
@@ -69,6 +71,9 @@ class Source:
                 hashed.update(
                     json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
                 )
+                if file.hub_file is not None:  # whose content Git names, whether it is here or not
+                    hashed.update(json.dumps([file.hub_file.git_id, file.column]).encode())
+                    continue
                 with open_unchanged(file) as raw:
                     while block := raw.read(TEXT_BLOCK_SIZE):
                         hashed.update(block)
@@ -87,6 +92,7 @@ class Source:
     def text_bytes(self) -> int:
         """Size of the text in UTF-8; DataError if it is all white space."""
         size = 0
+        download_missing(self.files)  # with a bar of its own
         with show_byte_progress("reading the text", self.bytes) as advance:
             for text, _ in self.iter_checked_chunks():
                 length = count_utf8_bytes(text)
@@ -100,6 +106,7 @@ class Source:
         Anything that is not valid text raises a DataError with the file and the position.
         """
         separator = _normalize_newlines(self.settings.separator) or ""
+        download_missing(self.files)
         for file in self.files:
             yield from read_documents(file, self.settings.text_key, separator)
 
@@ -313,10 +320,21 @@ def _find_builtin_files(name: str, errors: str) -> list[File]:
     raise DataError(f"{name}: no such corpus; choose {' or '.join(BUILTIN_CORPORA)}")
 
 
+def _find_dataset_files(name: str, errors: str) -> list[File]:
+    """Find the files of a dataset on the Hub; they are downloaded when they are read."""
+    found = hub_dataset.find_dataset_files(name)
+    return [
+        File(file.path, "parquet", "", file.bytes, None, errors, file, found.column)
+        for file in found.files
+    ]
+
+
 def _find_files(path: str, errors: str) -> list[File]:
     """Find the files of one path, in reading order; those of a folder or pattern must be text."""
     if path.startswith("builtin:"):
         return _find_builtin_files(path, errors)
+    if hub_dataset.is_dataset_name(path):
+        return _find_dataset_files(path, errors)
     place = Path(os.path.expanduser(path))  # Path.expanduser can raise
     links: set[Path] = set()
     if place.is_dir():

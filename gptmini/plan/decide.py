@@ -15,7 +15,7 @@ from gptmini import machine
 from gptmini.config.load import fill_open_settings
 from gptmini.config.settings import Config, TokenizerConfig
 from gptmini.console import say_header, warn
-from gptmini.data.corpus import learns_vocabulary, prepare_corpus
+from gptmini.data.corpus import learns_vocabulary, pin_datasets, prepare_corpus
 from gptmini.data.token_file import Corpus
 from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
 from gptmini.errors import ConfigError
@@ -109,6 +109,7 @@ def decide(
     machine.keep_freed_memory()
 
     config, existing = resume_or_start(requested, run)
+    config = pin_datasets(config, existing)
     train = config.train
     compute = machine.pick_compute(train.device, train.dtype, train.deterministic)
     if existing is None and not dry_run:
