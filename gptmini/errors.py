@@ -80,7 +80,7 @@ def describe_os_error(error: Exception) -> str:
 
 def describe_lookup_error(error: Exception) -> str:
     """Describe damaged data by the KeyError, TypeError or the like that reading it raised."""
-    if isinstance(error, KeyError):
+    if isinstance(error, KeyError) and isinstance(error.args[0], str):
         return f"{shorten(repr(error.args[0]))} is missing"
     return f"damaged ({shorten(error, 120)})"
 

@@ -20,24 +20,69 @@ from gptmini.errors import CheckpointError, ConfigError, describe_lookup_error, 
 Tensors = dict[str, Tensor]
 DEFAULT_CONTEXT_LENGTH = 2048  # of an import: longer ones cost memory that few texts need
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The types of keys in config.json that are taken apart or computed with.
-_MAPPING = (dict, "a mapping")
-_LIST = (list, "a list")
-_INTEGER = (int, "a whole number")
-HF_TYPES: dict[str, tuple[type, str]] = {
-    "rope_parameters": _MAPPING,
-    "rope_scaling": _MAPPING,
-    "layer_types": _LIST,
-    "head_dim": _INTEGER,
-    "hidden_size": _INTEGER,
-    "max_position_embeddings": _INTEGER,
-    "max_window_layers": _INTEGER,
-    "n_embd": _INTEGER,
-    "n_positions": _INTEGER,
-    "num_attention_heads": _INTEGER,
-    "num_hidden_layers": _INTEGER,
-    "num_key_value_heads": _INTEGER,
-}
+MAX_WEIGHT = 1e10  # beyond any model's: a few products of such values overflow in float32
+# The types of keys of config.json: what they may be, in words, and the keys. Any may be null.
+KeyTypes = tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...]
+HF_TYPES: KeyTypes = (
+    ((dict,), "a mapping", ("rope_parameters", "rope_scaling")),
+    ((list,), "a list", ("layer_types",)),
+    (
+        (bool,),
+        "true or false",
+        ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_bias", "use_sliding_window"),
+    ),
+    (
+        (int, float),
+        "a number",
+        (
+            "layer_norm_epsilon",
+            "norm_epsilon",
+            "partial_rotary_factor",
+            "rms_norm_eps",
+            "rope_theta",
+        ),
+    ),
+    (
+        (int,),
+        "a whole number",
+        (
+            "head_dim",
+            "hidden_size",
+            "intermediate_size",
+            "max_position_embeddings",
+            "max_window_layers",
+            "n_embd",
+            "n_head",
+            "n_inner",
+            "n_layer",
+            "n_positions",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "sliding_window",
+            "vocab_size",
+        ),
+    ),
+)
+# Those of rope_parameters and rope_scaling.
+ROPE_TYPES: KeyTypes = (
+    ((str,), "a name", ("rope_type", "type")),
+    (
+        (int, float),
+        "a number",
+        (
+            "factor",
+            "high_freq_factor",
+            "low_freq_factor",
+            "original_max_position_embeddings",
+            "partial_rotary_factor",
+            "rope_theta",
+        ),
+    ),
+)
+# Linear scaling divides every frequency by the factor. As of Llama 3.1, that is for frequencies
+# with at most so many periods in the original context: more than any has.
+ALL_FREQUENCIES = (1e8, 1e9)
 
 
 @dataclass(frozen=True)
@@ -278,15 +323,25 @@ def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
 
 
 def check_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:
-    """Return a tensor in the type it has; CheckpointError unless it suits `meta` and is finite."""
+    """Return a tensor in the type it has.
+
+    CheckpointError unless it has the shape of `meta` and its values are finite and not absurd.
+    """
     if tensor.dtype not in FLOAT_DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(f"{where}: {dtype}; use float32, float16 or bfloat16")
     if tensor.shape != meta.shape:
         sizes = f"{tuple(tensor.shape)}, but its settings make it {tuple(meta.shape)}"
         raise CheckpointError(f"{where}: {sizes}; restore the original files")
-    if not tensor.isfinite().all():
+    lowest, highest = tensor.aminmax()
+    if not (lowest.isfinite() and highest.isfinite()):
         raise CheckpointError(f"{where}: has values that are not finite; download it again")
+    largest = max(-float(lowest), float(highest))
+    if largest > MAX_WEIGHT:
+        raise CheckpointError(
+            f"{where}: has values up to {largest:.1g}, which overflow in products; download it "
+            f"again"
+        )
     return tensor.contiguous()
 
 
@@ -370,10 +425,12 @@ def from_hf_config(
     if model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(
-            f"{where}: model_type: {model_type} is not supported; use one of {known}"
+            f"{where}: model_type: {shorten(model_type)} is not supported; use one of {known}"
         )
     architecture = ARCHITECTURES[model_type]
-    _check_types(hf_config, where)
+    _check_types(hf_config, HF_TYPES, where, "")
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_types(hf_config.get(key) or {}, ROPE_TYPES, where, f"{key}.")
     _check_supported(hf_config, architecture, where)
     try:
         settings = _convert_settings(hf_config, model_type, where)
@@ -398,15 +455,16 @@ def from_hf_config(
     return config
 
 
-def _check_types(hf_config: dict[str, Any], where: Path) -> None:
-    """Raise CheckpointError for a key whose value is not of the type in HF_TYPES."""
-    for key, (kinds, expected) in HF_TYPES.items():
-        value = hf_config.get(key)
-        if value is not None and not isinstance(value, kinds):
-            shown = shorten(repr(value))
-            raise CheckpointError(
-                f"{where}: {key}: expected {expected}, not {shown}; restore the original file"
-            )
+def _check_types(mapping: dict[str, Any], types: KeyTypes, where: Path, prefix: str) -> None:
+    """Raise CheckpointError for a key that is neither null nor of a type that it may have."""
+    for allowed, expected, keys in types:
+        for key in keys:
+            value = mapping.get(key)
+            if value is not None and type(value) not in allowed:  # to isinstance, True is an int
+                raise CheckpointError(
+                    f"{where}: {prefix}{key}: expected {expected}, not {shorten(repr(value))}; "
+                    f"restore the original file"
+                )
 
 
 def _check_supported(hf_config: dict[str, Any], architecture: Architecture, where: Path) -> None:
@@ -438,12 +496,15 @@ def _convert_settings(hf_config: dict[str, Any], model_type: str, where: Path) -
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": model_type in ("gpt2", "starcoder2"),
     }
-    complete = defaults | hf_config
-    if model_type == "gpt2":
-        complete["n_inner"] = hf_config.get("n_inner") or 4 * hf_config["n_embd"]
-    settings: dict[str, Any] = {
-        name: complete[key] for name, key in architecture.config_keys.items()
-    }
+    given = {key: value for key, value in hf_config.items() if value is not None}
+    complete = defaults | given
+    if model_type == "gpt2" and "n_embd" in given:
+        complete.setdefault("n_inner", 4 * given["n_embd"])
+    settings: dict[str, Any] = {}
+    for name, key in architecture.config_keys.items():
+        if key not in complete:
+            raise CheckpointError(f"{where}: {key}: missing; restore the original file")
+        settings[name] = complete[key]
     default_activation = next(iter(architecture.activations))
     hf_activation = hf_config.get(architecture.activation_key, default_activation)
     settings["activation"] = architecture.activations[hf_activation]
@@ -456,7 +517,7 @@ def _convert_settings(hf_config: dict[str, Any], model_type: str, where: Path) -
     n_head = settings["n_head"]
     default_head_dim = 128 if model_type == "qwen3" else None
     head_dim = hf_config.get("head_dim", default_head_dim)
-    settings["head_dim"] = head_dim or settings["d_model"] // n_head
+    settings["head_dim"] = head_dim or settings["d_model"] // max(1, n_head)
     n_kv_head = hf_config.get("num_key_value_heads") or n_head
     attention: dict[str, Any] = {
         "variant": {n_head: "mha", 1: "mqa"}.get(n_kv_head, "gqa"),
@@ -482,26 +543,39 @@ def _convert_rope(hf_config: dict[str, Any], where: Path) -> dict[str, Any]:
     """Return the settings of the rotary positions, from the keys of transformers 4 or 5."""
     rope = hf_config.get("rope_parameters") or {}
     scaling = hf_config.get("rope_scaling") or rope
-    rope_theta = rope.get("rope_theta", hf_config.get("rope_theta", 10_000.0))
+    bases = (rope.get("rope_theta"), hf_config.get("rope_theta"))
+    rope_theta = next((base for base in bases if base is not None), 10_000.0)
     settings: dict[str, Any] = {"rope_theta": float(rope_theta)}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    shares = (scaling.get("partial_rotary_factor"), hf_config.get("partial_rotary_factor"))
+    for share in shares:
+        if share not in (None, 1):
+            raise _make_unsupported_error(where, "partial_rotary_factor", share)
+
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type == "llama3":
+        keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         settings["rope_scaling"] = [
-            float(scaling["factor"]),
-            float(scaling["low_freq_factor"]),
-            float(scaling["high_freq_factor"]),
-            float(scaling["original_max_position_embeddings"]),
+            _read_rope_number(scaling, key, where) for key in ("factor", *keys)
         ]
-    elif rope_type != "default":
-        raise _make_unsupported_error(where, "rope_scaling", scaling)
-    if scaling.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1)) != 1:
-        raise _make_unsupported_error(where, "partial_rotary_factor", "not 1")
+    elif rope_type == "linear":
+        factor = _read_rope_number(scaling, "factor", where)
+        context = float(hf_config["max_position_embeddings"])
+        settings["rope_scaling"] = [factor, *ALL_FREQUENCIES, context]
+    # "dynamic" changes nothing in texts of at most max_position_embeddings, and no run has more.
+    elif rope_type not in ("default", "dynamic"):
+        raise _make_unsupported_error(where, "rope_scaling", rope_type)
     return settings
+
+
+def _read_rope_number(scaling: dict[str, Any], key: str, where: Path) -> float:
+    if scaling.get(key) is None:
+        raise CheckpointError(f"{where}: rope_scaling.{key}: missing; restore the original file")
+    return float(scaling[key])
 
 
 def _convert_window(hf_config: dict[str, Any], model_type: str, where: Path) -> dict[str, Any]:
     """Return their windows as ours: in every layer, or in all but every n-th."""
-    default_window = 4096 if model_type == "mistral" else None
+    default_window = None if model_type == "starcoder2" else 4096
     window = hf_config.get("sliding_window", default_window)
     if model_type == "llama" or window is None:
         return {}
@@ -513,11 +587,15 @@ def _convert_window(hf_config: dict[str, Any], model_type: str, where: Path) -> 
     layers = range(hf_config["num_hidden_layers"])
     layer_types = hf_config.get("layer_types")
     if not layer_types:
-        first_window_layer = hf_config.get("max_window_layers", 28)
+        first_window_layer = hf_config.get("max_window_layers")
+        if first_window_layer is None:
+            first_window_layer = 28
         layer_types = [
             "full_attention" if layer < first_window_layer else "sliding_attention"
             for layer in layers
         ]
+    if any(each not in ("full_attention", "sliding_attention") for each in layer_types):
+        raise _make_unsupported_error(where, "layer_types", layer_types)
     is_full = [layer_type == "full_attention" for layer_type in layer_types]
     if all(is_full):
         return {}

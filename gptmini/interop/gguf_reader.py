@@ -34,6 +34,7 @@ from gptmini.interop.gguf import (
     import_gguf,
     separate_halves,
 )
+from gptmini.interop.huggingface import check_no_lfs_pointer
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.model.layers import scale_frequencies
 from gptmini.runs.tensors import NamedTensors
@@ -47,6 +48,15 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope.scaling.factor": (1.0, 0.0),
     "rope.scale_linear": (1.0, 0.0),
 }
+# Some architectures have lists here, with a number for each layer.
+NUMERIC_KEYS = (
+    *METADATA_KEYS.values(),
+    "attention.head_count_kv",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "rope.dimension_count",
+)
 # What a model of llama.cpp leaves out of its metadata if it has this value.
 DEFAULT_ROPE_THETA = 10_000.0
 # Llama 3.1 and 3.2 come with their frequencies already scaled, by one of these.
@@ -54,6 +64,7 @@ LLAMA3_SCALINGS = ([8.0, 1.0, 4.0, 8192.0], [32.0, 1.0, 4.0, 8192.0])
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 # Special tokens that a chat template may name, and the keys of their numbers.
 TEMPLATE_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
+ROWS_AT_A_TIME = 1024  # of a tensor that is dequantized
 MAX_ARRAY_VALUES = 2_000_000  # of all arrays; those of a vocabulary of 260,000 have 800,000
 # Names of patterns that llama.cpp spells in more than one way.
 PATTERN_ALIASES = {
@@ -97,6 +108,7 @@ def read_gguf(
     """
     gguf = import_gguf("GGUF files")
     with _explain_damage(path):
+        check_no_lfs_pointer(path)
         files.open_regular(path).close()  # refuses pipes and devices
         reader = _open_reader(gguf, path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -160,6 +172,10 @@ def _find_architecture(metadata: dict[str, Any], path: Path) -> str:
         value = metadata.get(f"{name}.{key}", supported[0])
         if value not in supported:
             raise _make_unsupported_error(path, f"{name}.{key}", value)
+    for key in NUMERIC_KEYS:
+        value = metadata.get(f"{name}.{key}", 0)
+        if type(value) not in (int, float):
+            raise _make_unsupported_error(path, f"{name}.{key}", repr(value))
     return name
 
 
@@ -213,8 +229,9 @@ def _read_settings(
     try:
         return validate({"model": settings}, origins).model
     except ConfigError as error:
-        problem = error.lines[0].partition("; ")[0]  # without the remedy, for our own settings
-        raise CheckpointError(f"{problem}; choose another model") from None
+        problem = error.lines[0].removeprefix(str(path))
+        problem = problem.partition("; ")[0]  # without the remedy, which is for our own settings
+        raise CheckpointError(f"{path}{problem}; choose another model") from None
 
 
 def _find_rope_scaling(factors: Tensor, settings: dict[str, Any], path: Path) -> list[float]:
@@ -287,22 +304,40 @@ def _read_tensor(stored: Any, path: Path) -> Tensor:
     if stored.tensor_type == types.BF16:
         return torch.from_numpy(stored.data.copy()).view(torch.bfloat16)
     try:
-        return torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type))
+        return _dequantize(stored)
     except NotImplementedError:
         kind = stored.tensor_type.name
         raise _make_unsupported_error(path, f"tensor {stored.name}", kind) from None
+
+
+def _dequantize(stored: Any) -> Tensor:
+    """Dequantize a tensor, some rows at a time, as the package holds what it returns twice."""
+    quants = import_gguf("GGUF files").quants
+    rows = stored.data.reshape(-1, stored.data.shape[-1])
+    shape = [int(size) for size in reversed(stored.shape)]
+    values = torch.empty(len(rows), shape[-1])
+    for start in range(0, len(rows), ROWS_AT_A_TIME):
+        some = slice(start, start + ROWS_AT_A_TIME)
+        values[some] = torch.from_numpy(quants.dequantize(rows[some], stored.tensor_type))
+    return values.view(shape)
 
 
 def _check_tensors(
     stored: dict[str, Any], architecture: str, config: ModelConfig, path: Path
 ) -> None:
     """Raise CheckpointError for a tensor that is missing, and for one that we do not have."""
+
+    def check_tensor_exists(name: str) -> None:
+        if name not in stored and not _is_bias(name):
+            raise CheckpointError(f"{path}: tensor {name}: missing; download it again")
+
+    last_layer = config.n_layer - 1
+    check_tensor_exists(f"blk.{last_layer}.attn_norm.weight")  # first, as 1000 layers take seconds
     known = {ROPE_FACTORS_TENSOR} if ARCHITECTURES[architecture].position == "rope" else set()
     for name in create_meta_tensors(config):
         their_name = gguf_name(name, architecture)
         known.add(their_name)
-        if their_name not in stored and not _is_bias(name):
-            raise CheckpointError(f"{path}: tensor {their_name}: missing; download it again")
+        check_tensor_exists(their_name)
     for name in stored.keys() - known:
         raise CheckpointError(
             f"{path}: tensor {shorten(name)}: a {architecture} has none; this is another "
@@ -337,7 +372,7 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         for merge in metadata["tokenizer.ggml.merges"]
         if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
     ]
-    content = {
+    content: dict[str, Any] = {
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
@@ -349,6 +384,10 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         ],
         "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
     }
+    bos_token = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token") and bos_token is not None:
+        start = {"SpecialToken": {"id": texts[bos_token]}}
+        content["post_processor"] = {"type": "TemplateProcessing", "single": [start]}
     template_tokens = {}
     for use, key in TEMPLATE_TOKENS.items():
         number = metadata.get(f"tokenizer.ggml.{key}")
@@ -360,7 +399,7 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         path,
         len(texts),
         [metadata.get(f"tokenizer.ggml.{key}") for key in end_keys],
-        metadata.get("tokenizer.ggml.bos_token_id"),
+        bos_token,
         metadata.get("tokenizer.chat_template"),
         template_tokens,
     )

@@ -19,7 +19,13 @@ from torch import Tensor
 from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
-from gptmini.errors import CheckpointError, DataError, describe_lookup_error, describe_os_error
+from gptmini.errors import (
+    CheckpointError,
+    DataError,
+    describe_lookup_error,
+    describe_os_error,
+    shorten,
+)
 from gptmini.generate.run import Run
 from gptmini.interop import architectures
 from gptmini.interop.architectures import Tensors
@@ -94,7 +100,7 @@ def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
     folder may disagree on which it is. So collect all that they name, the tokenizer's first.
     """
     end = _read_optional_json(folder / "tokenizer_config.json").get("eos_token")
-    found = [end["content"] if isinstance(end, dict) else end]
+    found = [end.get("content") if isinstance(end, dict) else end]
     generation_config = _read_optional_json(folder / "generation_config.json")
     for settings in (generation_config, hf_config):
         numbers = settings.get("eos_token_id")
@@ -135,14 +141,14 @@ def _read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
-    _check_no_lfs_pointer(path)
+    check_no_lfs_pointer(path)
     try:
         return files.read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {describe_os_error(error)}; {remedy}") from None
 
 
-def _check_no_lfs_pointer(path: Path) -> None:
+def check_no_lfs_pointer(path: Path) -> None:
     """Raise CheckpointError for a pointer, which is what Git leaves of a large file without LFS."""
     with suppress(OSError), files.open_regular(path) as file:  # the reader will report an OSError
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -171,7 +177,7 @@ def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all weight files by name."""
     stored: dict[str, StoredTensor] = {}
     for file in (folder / name for name in list_weight_files(folder)):
-        _check_no_lfs_pointer(file)
+        check_no_lfs_pointer(file)
         try:
             files.open_regular(file).close()  # refuses pipes and devices
             with safetensors.safe_open(file, "pt") as opened:
@@ -197,8 +203,8 @@ def list_weight_files(folder: Path) -> list[str]:
         for name in names:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
                 raise CheckpointError(
-                    f"{index_file}: weight_map: {name!r} is not a .safetensors file of this "
-                    f"folder; restore the index"
+                    f"{index_file}: weight_map: {shorten(repr(name))} is not a .safetensors file "
+                    f"of this folder; restore the index"
                 )
         return sorted(set(names))
     if not (folder / WEIGHTS_FILE).exists():
@@ -220,23 +226,25 @@ def _match_names(
     """
     model_type = hf_config["model_type"]
     without_bias = _list_layers_without_bias(hf_config)
-    names: dict[str, str | None] = {}
-    for name in create_meta_tensors(config):
+
+    def find_name(name: str) -> str | None:
         their_name = architectures.hf_name(model_type, name)
         headless_name = their_name.partition(".")[2]  # of models that were saved without a head
         if their_name in stored:
-            names[name] = their_name
-        elif headless_name in stored:
-            names[name] = headless_name
-        elif name.endswith(".bias") and name.split(".")[-2] in without_bias:
-            names[name] = None
-        else:
-            raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
+            return their_name
+        if headless_name in stored:
+            return headless_name
+        if name.endswith(".bias") and name.split(".")[-2] in without_bias:
+            return None
+        raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
+
+    find_name(f"blocks.{config.n_layer - 1}.attn_norm.weight")  # first, as 1000 layers take seconds
+    names = {name: find_name(name) for name in create_meta_tensors(config)}
     for name in stored.keys() - names.values() - {"lm_head.weight"}:
         if not name.endswith((*BUFFER_SUFFIXES, "o_proj.bias")):
             raise CheckpointError(
-                f"{folder}: tensor {name}: a {model_type} has none; this is another architecture, "
-                f"which gptmini does not have"
+                f"{folder}: tensor {shorten(name)}: a {model_type} has none; this is another "
+                f"architecture, which gptmini does not have"
             )
     return names
 

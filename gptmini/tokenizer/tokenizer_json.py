@@ -210,6 +210,7 @@ def from_tokenizer_json(
     _check_model(data["model"], path)
     pattern = _find_pattern(data.get("pre_tokenizer") or {}, path)
     _check_normalizer(data.get("normalizer") or {}, path)
+    _check_post_processor(data.get("post_processor") or {}, path)
     ranks, special_tokens = _read_vocabulary(data, path, vocab_size)
     names: dict[int | str | None, str] = {}
     for name, number in special_tokens.items():
@@ -238,8 +239,11 @@ def from_tokenizer_json(
 
 def _check_model(model: dict[str, Any], path: Path) -> None:
     """DataError for anything but a byte-level BPE."""
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        raise _unsupported(path, "model.type", f"{model['type']}, a SentencePiece tokenizer,")
+    kind = model.get("type", "BPE")  # old files, such as GPT-2's, do not state it
+    if kind == "Unigram" or model.get("byte_fallback"):
+        raise _unsupported(path, "model", "a SentencePiece tokenizer")
+    if kind != "BPE":
+        raise _unsupported(path, "model.type", str(kind))
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise _unsupported(path, f"model.{key}", repr(model[key]))
@@ -247,10 +251,29 @@ def _check_model(model: dict[str, Any], path: Path) -> None:
 
 def _check_normalizer(normalizer: dict[str, Any], path: Path) -> None:
     """DataError for a normalizer that changes texts; a warning for NFC, which seldom does."""
-    if normalizer.get("type") == "NFC":
+    steps: list[dict[str, Any]] = [normalizer] if normalizer else []
+    if normalizer.get("type") == "Sequence":
+        steps = normalizer["normalizers"]
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["NFC"]:
         warn(f"{path}: normalizer: texts are not brought into NFC; do so yourself if they are not")
-    elif normalizer and normalizer.get("normalizers") != []:
-        raise _unsupported(path, "normalizer", str(normalizer.get("type")))
+    elif kinds:
+        raise _unsupported(path, "normalizer", " + ".join(map(str, kinds)))
+
+
+def _check_post_processor(post_processor: dict[str, Any], path: Path) -> None:
+    """Warn of a special token that others put before a prompt, as they do for Llama 3."""
+    steps: list[dict[str, Any]] = [post_processor]
+    if post_processor.get("type") == "Sequence":
+        steps = post_processor["processors"]
+    for step in steps:
+        pieces = step.get("single") if step.get("type") == "TemplateProcessing" else None
+        if pieces and "SpecialToken" in pieces[0]:
+            name = shorten(pieces[0]["SpecialToken"]["id"])
+            warn(
+                f"{path}: post_processor: {name} is not put before prompts; write it there, with "
+                f"--special"
+            )
 
 
 def _read_vocabulary(
@@ -284,8 +307,10 @@ def _check_merges(model: dict[str, Any], mergeable_ranks: dict[bytes, int], path
     """DataError if the merges do not give what the ranks give."""
     listed = set[tuple[bytes, bytes]]()
     last = -1
-    for merge, left, right in _iter_merges(model):
-        rank = mergeable_ranks[left + right]
+    for merge, left, right in _iter_merges(model, path):
+        rank = mergeable_ranks.get(left + right)
+        if rank is None:
+            raise _make_merge_error(path, merge, "makes no token of the vocabulary")
         if rank < last:
             problem = f"not in the order of ids at {merge!r}, which"
             raise _unsupported(path, "model.merges", problem)
@@ -299,11 +324,21 @@ def _check_merges(model: dict[str, Any], mergeable_ranks: dict[bytes, int], path
             raise _unsupported(path, "model.merges", problem)
 
 
-def _iter_merges(model: dict[str, Any]) -> Iterator[tuple[Any, bytes, bytes]]:
+def _iter_merges(model: dict[str, Any], path: Path) -> Iterator[tuple[Any, bytes, bytes]]:
     """Yield each merge as it is written, "a b" or ["a", "b"], and the bytes of both halves."""
     for merge in model["merges"]:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        yield merge, from_byte_level(left), from_byte_level(right)
+        halves = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(halves, list | tuple) or len(halves) != 2:
+            raise _make_merge_error(path, merge, "is not a pair of tokens")
+        try:
+            left, right = map(from_byte_level, halves)
+        except (KeyError, TypeError):
+            raise _make_merge_error(path, merge, "is not written in GPT-2's characters") from None
+        yield merge, left, right
+
+
+def _make_merge_error(path: Path, merge: Any, problem: str) -> DataError:
+    return DataError(f"{path}: model.merges: {shorten(repr(merge))} {problem}; restore the file")
 
 
 def _find_pattern(pre_tokenizer: dict[str, Any], path: Path) -> str:

@@ -119,7 +119,8 @@ def test_a_file_without_what_llama_cpp_assumes_is_the_same_model(llama, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16", "BF16"])
-def test_quantized_weights_are_what_the_package_makes_of_them(kind, llama, tmp_path):
+def test_quantized_weights_are_what_the_package_makes_of_them(kind, llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("gptmini.interop.gguf_reader.ROWS_AT_A_TIME", 10)
     _, path = llama
     stored_type = TYPES[kind]
     _, weights, _ = read_whole(path)
@@ -213,6 +214,13 @@ def test_frequencies_scaled_as_llama_3_are_recognized(llama, tmp_path):
         read_whole(other)
 
 
+def test_a_token_that_llama_cpp_puts_before_prompts_is_named(llama, tmp_path, capfd):
+    read_whole(llama[1])
+    assert "before prompts" not in capfd.readouterr().err
+    read_whole(rewrite(llama[1], tmp_path / "b.gguf", {"tokenizer.ggml.add_bos_token": True}))
+    assert "<|endoftext|> is not put before prompts; write it there" in capfd.readouterr().err
+
+
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": ("gemma3", {}, "general.architecture: gemma3 is not supported; use one"),
     "experts": ("llama", {"llama.expert_count": 8}, "llama.expert_count: 8 is not supported"),
@@ -222,20 +230,37 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "0 heads": ("llama", {"llama.attention.head_count": 0}, "damaged, or not a GGUF file"),
     "yarn": ("llama", {"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: yarn is not supp"),
     "words": ("llama", {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: tekken is not supp"),
+    "a text": ("llama", {"llama.attention.sliding_window": "9; 9"}, "window: '9; 9' is not supp"),
     "sentences": ("llama", {"tokenizer.ggml.model": "llama"}, r"llama \(SentencePiece\) is not"),
     "no heads": ("llama", {"llama.attention.head_count": REMOVED}, "head_count' is missing"),
-    "too many heads": ("llama", {"llama.attention.head_count": 5}, r"x\.gguf"),
+    "too many heads": ("llama", {"llama.attention.head_count": 5}, "5 heads .* 2 KV heads; choose"),
+    "too many layers": ("llama", {"llama.block_count": 1000}, r"blk\.999\.attn_norm.*: missing"),
 }
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_gptmini_does_not_have_is_named(case, llama, tmp_path):
     architecture, fields, message = UNSUPPORTED[case]
-    made = rewrite(llama[1], tmp_path / "x.gguf", fields, architecture=architecture)
+    made = rewrite(llama[1], tmp_path / "x; y.gguf", fields, architecture=architecture)
     with pytest.raises((CheckpointError, DataError), match=message) as error:
         import_model(made, tmp_path / "run", cache=tmp_path)
-    assert len(error.value.lines) == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["x.gguf"]
+    (line,) = error.value.lines
+    assert line.startswith(f"{made}: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["x; y.gguf"]
+
+
+def test_layers_that_are_missing_are_noticed_before_1000_are_built(llama, tmp_path, monkeypatch):
+    made = rewrite(llama[1], tmp_path / "x.gguf", {"llama.block_count": 1000})
+    monkeypatch.delattr("gptmini.interop.gguf_reader.create_meta_tensors")
+    with pytest.raises(CheckpointError, match=r"tensor blk\.999\.attn_norm\.weight: missing"):
+        read_whole(made)
+
+
+def test_a_git_lfs_pointer_is_named(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"model\.gguf: a Git LFS pointer, not the file"):
+        read_whole(path)
 
 
 def test_tensors_that_are_missing_or_unknown_are_named(llama, tmp_path):
@@ -256,6 +281,9 @@ def test_tensors_that_are_missing_or_unknown_are_named(llama, tmp_path):
     factors = {"rope_freqs.weight": np.ones(4, np.float32)}
     with pytest.raises(CheckpointError, match=r"\.gguf: "):
         read_whole(rewrite(path, tmp_path / "w.gguf", wide, factors))
+    huge = {"output_norm.weight": np.full(32, 3e38, np.float32)}
+    with pytest.raises(CheckpointError, match=r"output_norm.weight: has values up to 3e\+38"):
+        read_whole(rewrite(path, tmp_path / "h.gguf", tensors=huge))
     nan = {"output_norm.weight": np.full(32, np.nan, np.float32)}
     with pytest.raises(CheckpointError, match=r"output_norm.weight: has values that are not"):
         read_whole(rewrite(path, tmp_path / "n.gguf", tensors=nan))

@@ -381,6 +381,10 @@ def sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(data))
 
 
+def rope(**parameters: Any) -> Callable[[Path], None]:
+    return config(rope_parameters=parameters)
+
+
 NAME = "model.layers.1.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -394,9 +398,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "code of its own": (config(auto_map={"AutoModel": "x.Y"}), "auto_map: "),
     "quantized": (config(quantization_config={"bits": 4}), "quantization_config: "),
     "another activation": (config(hidden_act="gelu"), "hidden_act: 'gelu' is not supported"),
-    "another scaling": (config(rope_scaling={"type": "linear", "factor": 2}), "rope_scaling: "),
+    "a long name": (config(model_type="x" * 1_000_000), "model_type: xxx"),
+    "another scaling": (
+        config(rope_scaling={"type": "yarn", "factor": 2}),
+        "rope_scaling: 'yarn' is not supported; choose another model",
+    ),
     "part of each head": (config(partial_rotary_factor=0.5), "partial_rotary_factor: "),
-    "a size missing": (config(hidden_size="DELETE"), "'hidden_size' is missing"),
+    "a size missing": (config(hidden_size="DELETE"), "hidden_size: missing; restore"),
     "a size of another type": (
         config(num_hidden_layers="4"),
         "num_hidden_layers: expected a whole",
@@ -405,6 +413,26 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         config(rope_parameters=[1]),
         "rope_parameters: expected a mapping, not [1",
     ),
+    "scaling of a list": (
+        rope(rope_type=["llama3"]),
+        "rope_parameters.rope_type: expected a name, not ['llama3']; restore",
+    ),
+    "scaling by a text": (
+        rope(**SCALING | {"factor": "8"}),
+        "rope_parameters.factor: expected a number, not '8'; restore",
+    ),
+    "scaling by nothing": (
+        rope(**SCALING | {"factor": None}),
+        "rope_scaling.factor: missing; restore",
+    ),
+    "a size with a semicolon": (
+        config(intermediate_size="4; 8"),
+        "intermediate_size: expected a whole number, not '4; 8'; restore",
+    ),
+    "more layers than there are": (
+        config(num_hidden_layers=1000),
+        "tensor model.layers.999.input_layernorm.weight: missing",
+    ),
     "a size of nothing": (
         config(hidden_size=0),
         "hidden_size: model.d_model: must be at least 1, not 0; choose another model",
@@ -412,7 +440,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no heads": (config(num_attention_heads=0), "config.json: "),
     "heads that do not divide": (config(num_key_value_heads=3), "attention.n_kv_head"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: missing"),
-    "SentencePiece": (sentencepiece, "model.type: BPE, a SentencePiece tokenizer, is not"),
+    "SentencePiece": (sentencepiece, "model: a SentencePiece tokenizer is not supported"),
     "half a tokenizer": (cut("tokenizer.json", 500), "tokenizer.json: "),
     "an empty tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "'model' is missing"),
     "a long pattern": (long_pattern, "xxx... is not supported; use a model with byte-level BPE"),
@@ -433,6 +461,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "an absolute path": (index(a={NAME: "/etc/x.safetensors"}), "'/etc/x.safetensors' is not a"),
     "a path that leaves": (index(a={NAME: "../x.safetensors"}), "'../x.safetensors' is not a"),
     "an index of numbers": (index(a={NAME: 7, "b": "x"}), "weight_map: 7 is not a"),
+    "an index of long names": (index(a={NAME: "x" * 1_000_000}), "is not a .safetensors file"),
     "an index of lists": (index(a={NAME: ["x"]}), "weight_map: ['x'] is not a"),
     "an index without a map": (index(a=None), "weight_map: None is not a"),
     "an index of nothing": (index(a={}), "missing"),
@@ -440,6 +469,18 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another shape": (tensors(lambda t: t.update({NAME: t[NAME][:5].clone()})), "(5, 32), but"),
     "another type": (tensors(lambda t: t.update({NAME: t[NAME].int()})), f"{NAME}: int32; use"),
     "not finite": (tensors(lambda t: t[NAME][3].fill_(torch.nan)), f"{NAME}: has values that are"),
+    "norms that overflow": (
+        tensors(lambda t: t["model.norm.weight"].fill_(3e38)),
+        "tensor model.norm.weight: has values up to 3e+38, which overflow in products; download",
+    ),
+    "norms that overflow below 0": (
+        tensors(lambda t: t["model.norm.weight"].fill_(-3e38)),
+        "tensor model.norm.weight: has values up to 3e+38, which overflow in products; download",
+    ),
+    "a tensor of a long name": (
+        tensors(lambda t: t.update({"x" * 1_000_000: torch.ones(2)})),
+        "a llama has none",
+    ),
     "a tensor too many": (
         tensors(lambda t: t.update({"model.layers.0.router.weight": torch.ones(2)})),
         "tensor model.layers.0.router.weight: a llama has none",
@@ -473,7 +514,17 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(case, right, tmp_pa
     assert not list((tmp_path / "runs").iterdir())
 
 
-JUNK = st.sampled_from([None, True, -1, 0, 1, 3, 1.5, 1e99, "x", "", [], [1], {}, {"a": 1}, 2**70])
+def test_layers_that_are_missing_are_noticed_before_1000_are_built(right, tmp_path, monkeypatch):
+    shutil.copytree(right, tmp_path / "bad")
+    config(num_hidden_layers=1000)(tmp_path / "bad")
+    monkeypatch.delattr("gptmini.interop.huggingface.create_meta_tensors")
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.999\..*: missing"):
+        import_model(tmp_path / "bad", tmp_path / "run")
+
+
+JUNK = st.sampled_from(
+    [None, True, -1, 0, 1, 3, 1.5, 1e99, "x; y", "", [], [1], {}, {"a": 1}, 2**70]
+)
 
 
 @settings(max_examples=80)
@@ -514,6 +565,7 @@ def test_windows_in_layers_that_we_do_not_have_are_refused(tmp_path):
         ("qwen2", {"sliding_window": 9}, {"attention.window": None}),
         ("qwen2", WINDOW | {"num_hidden_layers": 28}, {"attention.window": None}),
         ("qwen3", WINDOW | {"max_window_layers": 0}, {"attention.window": 9, "head_dim": 128}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {"attention.window": 4096}),
         ("llama", {}, {"norm_eps": 1e-6, "rope_theta": 1e4, "tie_embeddings": False}),
     ],
 )

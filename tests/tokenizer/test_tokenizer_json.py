@@ -237,8 +237,9 @@ def test_an_eos_token_of_another_name_keeps_it_and_unused_numbers_are_special(tm
 def refusals() -> dict[str, tuple[Any, str]]:
     """Changes to a tokenizer.json that works, and the key that is named for each."""
     return {
-        "unigram": (lambda d: d["model"].update(type="Unigram"), "model.type: Unigram, a Sentence"),
-        "fallback": (lambda d: d["model"].update(byte_fallback=True), "model.type"),
+        "unigram": (lambda d: d["model"].update(type="Unigram"), "model: a SentencePiece"),
+        "fallback": (lambda d: d["model"].update(byte_fallback=True), "model: a SentencePiece"),
+        "words": (lambda d: d["model"].update(type="WordLevel"), "model.type: WordLevel is not"),
         "metaspace": (
             lambda d: d.update(pre_tokenizer={"type": "Metaspace"}),
             "pre_tokenizer: Met",
@@ -249,12 +250,34 @@ def refusals() -> dict[str, tuple[Any, str]]:
             lambda d: d.update(normalizer={"type": "Lowercase"}),
             "normalizer: Lowercase",
         ),
+        "normalizers": (
+            lambda d: d.update(
+                normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}
+            ),
+            "normalizer: NFC + Strip",
+        ),
         "suffix": (lambda d: d["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
         "order": (
             lambda d: d["model"]["merges"].reverse(),
             "model.merges: not in the order of ids",
         ),
         "missing merge": (lambda d: d["model"]["merges"].pop(), "model.merges: none for"),
+        "missing token": (
+            lambda d: d["model"]["vocab"].pop("".join(d["model"]["merges"][0])),
+            "makes no token of the vocabulary; restore",
+        ),
+        "half a merge": (
+            lambda d: d["model"]["merges"].append("abc"),
+            "model.merges: 'abc' is not a pair of tokens; restore",
+        ),
+        "merge of numbers": (
+            lambda d: d["model"]["merges"].append([1, 2]),
+            "model.merges: [1, 2] is not written in GPT-2's characters; restore",
+        ),
+        "merge of other characters": (
+            lambda d: d["model"]["merges"].append("中 a"),
+            "model.merges: '中 a' is not written in GPT-2's characters; restore",
+        ),
     }
 
 
@@ -293,8 +316,11 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
             imported(there, size)
 
 
-def test_nfc_is_announced(capfd):
-    data = json.loads(trained().to_str()) | {"normalizer": {"type": "NFC"}}
+@pytest.mark.parametrize(
+    "normalizer", [{"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}]
+)
+def test_nfc_is_announced(normalizer, capfd):
+    data = json.loads(trained().to_str()) | {"normalizer": normalizer}
     tokenizer_json.from_tokenizer_json(data, WHERE, 800, [])
     assert "not brought into NFC" in capfd.readouterr().err
 

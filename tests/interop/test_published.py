@@ -1,0 +1,190 @@
+"""Imports of models as their authors publish them: read exactly, or refused by name."""
+
+import unicodedata
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptmini.errors import CheckpointError, DataError
+from gptmini.generate.run import Run
+from gptmini.interop import architectures
+from gptmini.interop.export import export_run
+from gptmini.interop.import_model import import_model
+from gptmini.plan.cost import count_parameters
+from gptmini.tokenizer import tokenizer_json
+from tests.interop.published import (
+    LLAMA_32_1B,
+    MODELS,
+    N_TOKENS,
+    QWEN3_06B,
+    REMOVED,
+    SENTENCEPIECE_HEADS,
+    SENTENCEPIECE_MODEL,
+    TINY_SCALING,
+    JsonObject,
+    Published,
+    odd_texts,
+)
+
+transformers: Any = pytest.importorskip("transformers", reason="needs the extra bench")
+tokenizers: Any = pytest.importorskip("tokenizers", reason="needs the extra bench")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_published_settings_make_a_model_of_the_published_size(name):
+    model = MODELS[name]
+    config = architectures.from_hf_config(model.config, Path("config.json"), None)
+    assert count_parameters(config) == model.n_parameters
+
+
+def compute_expected(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of transformers, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def import_exactly(model: Published, tmp_path: Path, **changes: Any) -> Run:
+    """Import a tiny model, which must give the logits that transformers gives."""
+    there = tmp_path / "there"
+    model.write(there, **changes)
+    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    tokens = torch.randint(N_TOKENS, (2, 64), generator=torch.Generator().manual_seed(1))
+    expected = compute_expected(there, tokens)
+    scale = float(expected.abs().max())
+    assert scale > 1
+    torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-5 * scale)
+    return run
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_has_the_logits_and_tokens_of_transformers(name, tmp_path, capfd):
+    model = MODELS[name]
+    run = import_exactly(model, tmp_path)
+    stored = next((tmp_path / "run").rglob("model*.safetensors"))
+    assert (torch.float32 if "GPT-2" in name or name == "TinyLlama" else torch.bfloat16) in (
+        dtypes(stored)
+    )
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "there" / "tokenizer.json"))
+    normalizes = model.tokenizer.head["normalizer"] is not None
+    warnings = capfd.readouterr().err
+    assert ("not brought into NFC" in warnings) == normalizes
+    starts = "post_processor: <|begin_of_text|> is not put before prompts; write it there"
+    assert (starts in warnings) == ("Llama-3" in name)
+    added = [*model.tokenizer.special, *model.tokenizer.unspecial]
+    for text in odd_texts():
+        if not any(name in text for name in added):  # with us, text is never a special token
+            ours = unicodedata.normalize("NFC", text) if normalizes else text
+            expected = theirs.encode(text, add_special_tokens=False).ids
+            assert run.encode(ours) == expected, text
+    prompt = "".join(f"{name}A{index}\n" for index, name in enumerate(added))
+    text = run.create_text(0, prompt, run.config.sample, special=True)
+    assert text.prompt_tokens == theirs.encode(prompt, add_special_tokens=False).ids
+
+
+def dtypes(file: Path) -> set[torch.dtype]:
+    from safetensors.torch import load_file
+
+    return {tensor.dtype for tensor in load_file(file).values()}
+
+
+IN_SHARDS = replace(MODELS["Qwen3-0.6B"], n_shards=3)
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+EXACT: dict[str, tuple[Published, JsonObject]] = {
+    "float16": (MODELS["SmolLM2-135M"], {"torch_dtype": "float16"}),
+    "untied": (MODELS["SmolLM2-135M"], {"tie_word_embeddings": False}),
+    "tied by default": (MODELS["StarCoder2-3B"], {"tie_word_embeddings": True}),
+    "the keys of transformers 5": (
+        MODELS["Llama-3.2-1B"],
+        {
+            "rope_scaling": REMOVED,
+            "rope_theta": REMOVED,
+            "torch_dtype": REMOVED,
+            "dtype": "bfloat16",
+            "rope_parameters": TINY_SCALING | {"rope_theta": 500000.0},
+        },
+    ),
+    "no scaling": (MODELS["Llama-3.2-1B"], {"rope_scaling": {"rope_type": "default"}}),
+    "linear scaling": (MODELS["Llama-3.2-1B"], {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "dynamic scaling": (
+        MODELS["Llama-3.2-1B"],
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    ),
+    "head_dim null": (MODELS["Llama-3.2-1B"], {"head_dim": None}),
+    "head_dim absent": (MODELS["Llama-3.2-1B"], {"head_dim": REMOVED}),
+    "head_dim unequal": (MODELS["Mistral-7B-v0.3"], {"head_dim": 20}),
+    "attention_bias": (MODELS["Llama-3.2-1B"], {"attention_bias": True}),
+    "mlp_bias": (MODELS["Llama-3.2-1B"], {"mlp_bias": True}),
+    "windows that are off": (MODELS["Qwen2.5-0.5B"], {"sliding_window": 9}),
+    "windows of null": (MODELS["Qwen2.5-0.5B"], WINDOW | {"sliding_window": None}),
+    "windows from layer 2 of 2": (MODELS["Qwen2.5-0.5B"], WINDOW),
+    "windows in every layer": (MODELS["Qwen2.5-0.5B"], WINDOW | {"max_window_layers": 0}),
+    "layer_types, full": (MODELS["Qwen3-0.6B"], {"layer_types": ["full_attention"] * 2}),
+    "layer_types, mixed": (
+        MODELS["Qwen3-0.6B"],
+        WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "shards": (IN_SHARDS, {}),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_variants_of_published_settings_are_read_exactly(case, tmp_path):
+    model, changes = EXACT[case]
+    import_exactly(model, tmp_path, **changes)
+
+
+def test_linear_scaling_survives_an_export(tmp_path):
+    model, changes = EXACT["linear scaling"]
+    run = import_exactly(model, tmp_path, **changes)
+    export_run(run, tmp_path / "out", cache=tmp_path)
+    tokens = torch.arange(60)[None]
+    expected = compute_expected(tmp_path / "out", tokens)
+    torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-4)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+REFUSED: dict[str, tuple[JsonObject, JsonObject, str]] = {
+    "YaRN": (QWEN3_06B, {"rope_scaling": YARN}, "rope_scaling: 'yarn' is not supported"),
+    "LongRoPE": (LLAMA_32_1B, {"rope_scaling": LONGROPE}, "rope_scaling: 'longrope' is not"),
+    "multimodal": (QWEN3_06B, {"rope_scaling": {"type": "mrope"}}, "rope_scaling: 'mrope' is not"),
+    "in transformers 5": (QWEN3_06B, {"rope_parameters": YARN}, "rope_scaling: 'yarn' is not"),
+    "part of a head": (LLAMA_32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+    "chunks": (
+        QWEN3_06B,
+        WINDOW | {"layer_types": ["chunked_attention"] * 28},
+        "layer_types: .'chunked_attention'.* is not supported",
+    ),
+    "8 bits": (LLAMA_32_1B, {"quantization_config": {"bits": 8}}, "quantization_config: .* is not"),
+    "experts": (LLAMA_32_1B, {"model_type": "mixtral"}, "model_type: mixtral is not supported"),
+    "another activation": (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supp"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_gptmini_does_not_have_are_named(case):
+    published, changes, message = REFUSED[case]
+    with pytest.raises(CheckpointError, match=message):
+        architectures.from_hf_config(published | changes, Path("config.json"), None)
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE_HEADS)
+def test_sentencepiece_is_named(name):
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "<0x00>": 3, "\u2581t": 259}
+    content = SENTENCEPIECE_HEADS[name] | {
+        "added_tokens": [{"id": 1, "content": "<s>", "special": True}],
+        "model": SENTENCEPIECE_MODEL | {"vocab": vocabulary, "merges": ["\u2581 t"]},
+    }
+    with pytest.raises(DataError, match="model: a SentencePiece tokenizer is not supported; use"):
+        tokenizer_json.from_tokenizer_json(content, Path("tokenizer.json"), 32000)
+    unigram = content | {"model": {"type": "Unigram", "vocab": [["<unk>", 0.0]]}}
+    with pytest.raises(DataError, match="model: a SentencePiece tokenizer is not supported; use"):
+        tokenizer_json.from_tokenizer_json(unigram, Path("tokenizer.json"), 32000)
+    pieces = content | {"model": {"type": "WordPiece", "vocab": {"[UNK]": 0}}}
+    with pytest.raises(DataError, match=r"model\.type: WordPiece is not supported; use"):
+        tokenizer_json.from_tokenizer_json(pieces, Path("tokenizer.json"), 32000)
