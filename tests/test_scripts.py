@@ -174,6 +174,21 @@ def test_bench_llama_times_llama_cpp():
             assert float(ratio) == pytest.approx(float(ours) / float(llama), rel=0.05, abs=0.06)
 
 
+def test_bench_finetune_times_the_same_step_of_both(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
+    data = {"path": str(tmp_path / "text.txt")}
+    train(tiny(data=data, train={"steps": 1}), tmp_path / "run", tmp_path / "cache")
+    words = [str(tmp_path / "run"), "--rows", "2", "--length", "16", "--repeats", "1"]
+    first, *table = output("bench/finetune.py", *words).splitlines()
+    assert first.startswith("2 x 16 tokens")
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[3:]]
+    who = ("gptmini adamw", "gptmini muon", "transformers")
+    expected = [f"{each}, {dtype}" for dtype in ("float32", "bfloat16") for each in who]
+    assert [row[0] for row in rows] == expected
+    assert [row[2] for row in rows if row[0].startswith("trans")] == ["1.00 x", "1.00 x"]
+    assert all(float(row[1]) >= 0 and float(row[2].split()[0]) > 0 for row in rows)
+
+
 def test_bench_serve_times_the_server(tmp_path: Path):
     (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
     data = {"path": str(tmp_path / "text.txt")}

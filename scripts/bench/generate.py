@@ -86,6 +86,8 @@ def create_hf_model(model: GPT) -> Any:
             rms_norm_eps=ours.norm_eps,
             max_position_embeddings=1024,
             vocab_size=ours.vocab_size or 0,
+            rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
+            tie_word_embeddings=ours.tie_embeddings,
         )
         theirs = transformers.LlamaForCausalLM(config)
         theirs.load_state_dict(to_llama_weights(model), strict=False)

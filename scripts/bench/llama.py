@@ -3,7 +3,8 @@
 Needs `pip install -e '.[bench,gguf]' xllamacpp`. llama.cpp runs as a server in a process of its
 own, with as many threads. In each row everything takes turns, four times, of which the first warms
 up. The table gives the best tokens per second, prefill and sampling (top-k 50) included; of a
-prompt of 512, the tokens of the prompt. --cpu counts seconds of the processor, all threads
+prompt of 512, the tokens of the prompt. --run RUN takes a run in the shape of Llama, such as an
+imported SmolLM2, in place of random weights. --cpu counts seconds of the processor, all threads
 together, in place of those that pass: for a machine that has other work.
 """
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.native.engine import open_engine
-from gptmini.generate.run import Run
+from gptmini.generate.run import Run, load_run
 from gptmini.interop import gguf
 from gptmini.interop.folding import fold
 from gptmini.model.gpt import GPT
@@ -107,7 +108,9 @@ def print_row(model: GPT, batch: int, length: int, n_new: int, cpu: bool) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--quick", action="store_true", help="a tiny model")
+    models.add_argument("--run", help="a run in the shape of Llama")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if not sys.platform.startswith("linux"):
@@ -115,7 +118,10 @@ def main() -> None:
     print(f"tokens per second of {torch.get_num_threads()} threads, gptmini / llama.cpp\n")
     print("| rows x prompt | HF bfloat16 | float32 | bfloat16 | int8, q8_0 |")
     print("|---|---|---|---|---|", flush=True)
-    model = create_model("tiny" if options.quick else "124M")
+    if options.run is None:
+        model = create_model("tiny" if options.quick else "124M")
+    else:
+        model = load_run(options.run, "cpu").model
     for batch, length, n_new in ROWS[:2] if options.quick else ROWS:
         print_row(model, batch, length, n_new, options.cpu)
 
