@@ -44,7 +44,9 @@ class ChatCompletion(Completion):
         if completion_fields.get("overflow") is None:
             completion_fields["overflow"] = "stop"  # an answer ends by itself or with the context
         max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
-        completion_fields["max_tokens"] = limits.max_tokens if max_tokens is None else max_tokens
+        if max_tokens is None:
+            max_tokens = self._choose_max_tokens(limits, fields.get("n", 1))
+        completion_fields["max_tokens"] = max_tokens
         if fields.get("logprobs"):
             completion_fields["logprobs"] = self._n_top_logprobs
         completion_fields["prompt"] = run.render_chat(messages)
@@ -54,6 +56,12 @@ class ChatCompletion(Completion):
         self._common_fields["object"] = "chat.completion"
         if self.stream:
             self._common_fields["object"] = "chat.completion.chunk"
+
+    def _choose_max_tokens(self, limits: Limits, n: Any) -> int:
+        """Choose the most tokens for each of n answers that the limits of a request allow."""
+        n_answers = n if type(n) is int and n > 0 else 1  # else it is refused later
+        n_fitting = limits.max_values // (n_answers * (1 + self._n_top_logprobs))
+        return max(1, min(limits.max_tokens, n_fitting))
 
     def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
         try:

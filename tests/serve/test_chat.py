@@ -41,6 +41,17 @@ def test_an_answer_is_as_long_as_was_asked_for_or_as_the_limit(run, key):
         ask(run, messages=HI, **{key: 51})
 
 
+def test_the_default_length_leaves_room_for_all_log_probabilities(run):
+    limits = Limits(max_waiting=64, max_tokens=4096)
+    for n in (1, 4, 64):
+        fields = {"messages": HI, "n": n, "logprobs": True, "top_logprobs": 20}
+        sample = ChatCompletion(run, "chat", limits, fields).sample
+        assert sample.max_new_tokens == min(4096, (1 << 18) // (21 * n))
+    for n in (0, "4", True):
+        with pytest.raises(ConfigError, match=r"^n: "):
+            ask(run, messages=HI, n=n)
+
+
 def test_null_turns_a_setting_off_and_leaves_the_end_of_an_answer(run):
     sample = ask(run, messages=HI, top_k=None, overflow=None, seed=None).sample
     assert (sample.top_k, sample.overflow) == (None, "stop")
