@@ -134,7 +134,10 @@ def create_meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of targets (B, T), in nats per token and in float32."""
+    """Compute the mean cross-entropy of targets (B, T), in nats per token and in float32.
+
+    Targets below 0 are ignored: they add nothing, but count as tokens.
+    """
     if not joins_head_and_loss(tokens.device):
         logits = model(tokens)  # (B, T, V)
         return cross_entropy_(logits.flatten(0, 1), targets.flatten())

@@ -3,6 +3,7 @@
 Letters: N rows, B batch, T positions, D width, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,8 @@ def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute the mean of -log softmax(logits (N, V)) at the targets (N,), in float32.
 
     Overwrites `logits` with their gradient, so no second tensor of that size exists; torch's own
-    function, on bfloat16, takes four times the memory. Do not read `logits` afterwards.
+    function, on bfloat16, takes four times the memory. Do not read `logits` afterwards. Targets
+    below 0 add nothing to the loss, which is divided by N all the same.
     """
     return _CrossEntropy.apply(logits, targets)
 
@@ -109,11 +111,14 @@ class _CrossEntropy(torch.autograd.Function):
         total = logits.new_zeros((), dtype=torch.float32)
         for chunk, labels in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
             logprobs = chunk.float().log_softmax(-1)  # (rows, V)
-            total -= logprobs.gather(1, labels).sum()
+            is_ignored = labels < 0  # (rows, 1)
+            safe_labels = labels.clamp(min=0)  # (rows, 1)
+            total -= logprobs.gather(1, safe_labels).masked_fill(is_ignored, 0).sum()
             # The gradient of a row's loss is its softmax, minus 1 at the target.
             gradient = logprobs.exp_()  # (rows, V)
-            gradient.scatter_add_(1, labels, torch.full_like(gradient[:, :1], -1))
-            chunk.copy_(gradient.div_(divisor))
+            gradient.scatter_add_(1, safe_labels, torch.full_like(gradient[:, :1], -1))
+            divisors = torch.where(is_ignored, math.inf, float(divisor))  # (rows, 1)
+            chunk.copy_(gradient.div_(divisors))
         ctx.save_for_backward(logits)
         ctx.left_to_divide = N / divisor
         return total / N
@@ -142,6 +147,8 @@ def linear_cross_entropy(
     overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor] = overwrite_by_softmax_,
 ) -> Tensor:
     """Compute the mean cross-entropy of the logits hidden (N, D) @ weight (V, D)ᵀ, in float32.
+
+    Targets below 0 add nothing to the loss, which is divided by N all the same.
 
     For accelerators: head and loss in one, on chunks of rows, so that all logits never exist at
     once. Each chunk gives its share of the gradients as soon as it has its loss, while its logits
@@ -175,21 +182,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden)  # (N, D)
         dweight = torch.zeros_like(padded, dtype=weight.dtype)  # (padded V, D)
         rows = _choose_rows(N, len(padded))
-        labels = targets[:, None]  # (N, 1)
-        chunks = zip(hidden.split(rows), dhidden.split(rows), labels.split(rows), strict=True)
-        for chunk, dchunk, chunk_labels in chunks:
+        is_ignored = targets[:, None] < 0  # (N, 1)
+        # A sum over so many rows could leave the range of float16. Ignored rows have no share.
+        scales = torch.full_like(targets[:, None], SUM_SCALE, dtype=dtype)  # (N, 1)
+        scales.masked_fill_(is_ignored, math.inf)
+        of_all_rows = (hidden, dhidden, targets[:, None].clamp(min=0), is_ignored, scales)
+        for chunk, dchunk, chunk_labels, chunk_is_ignored, chunk_scales in zip(
+            *(tensor.split(rows) for tensor in of_all_rows), strict=True
+        ):
             x = chunk.to(dtype)  # (rows, D)
             logits = x @ padded.T  # (rows, padded V)
             logits[:, V:] = -torch.inf  # no share in the softmax, so no gradient
             label_logprobs = overwrite_by_softmax(logits, chunk_labels)  # (rows, 1)
-            total -= label_logprobs.sum()
+            total -= label_logprobs.masked_fill(chunk_is_ignored, 0).sum()
             if any(ctx.needs_input_grad):
                 # The gradient of a row's loss is its softmax, minus 1 at the label.
                 logits.scatter_(1, chunk_labels, label_logprobs.expm1().to(dtype))
                 dchunk.copy_(logits @ padded)
-                # A sum over so many rows could leave the range of float16.
-                dweight.add_(logits.T @ (x / SUM_SCALE), alpha=SUM_SCALE)
+                dweight.add_(logits.T @ (x / chunk_scales), alpha=SUM_SCALE)
             del logits  # before the next chunk has its own
+        dhidden.masked_fill_(is_ignored, 0)
         ctx.save_for_backward(dhidden, dweight[:V])
         return total / N
 

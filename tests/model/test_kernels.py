@@ -66,14 +66,20 @@ def test_adding_earlier_rows_has_the_same_bits_on_any_number_of_threads(width):
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
+def compute_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy by torch, divided by all rows."""
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / len(logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_cross_entropy_is_that_of_torch_in_float32(rows: int, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK_ON_CPU", 7 * 50)  # 7 rows at a time
     torch.manual_seed(rows)
     scores, targets = 5 * torch.randn(rows, 50, dtype=dtype), torch.randint(50, (rows,))
+    targets[1::3] = -100  # ignored, but counted as rows
     ours, torchs = scores.clone().requires_grad_(), scores.clone().requires_grad_()
-    losses = cross_entropy_(ours * 1, targets), F.cross_entropy(torchs.float(), targets)
+    losses = cross_entropy_(ours * 1, targets), compute_mean(torchs.float(), targets)
     torch.testing.assert_close(*losses)
     assert losses[0].dtype == torch.float32
     for loss in losses:
@@ -109,7 +115,7 @@ def compute_by_definition(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and a quarter of its gradients, in float64."""
     inputs = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    loss = F.cross_entropy(F.linear(*inputs), targets)
+    loss = compute_mean(F.linear(*inputs), targets)
     return (loss.detach(), *torch.autograd.grad(loss / 4, inputs))
 
 
@@ -122,6 +128,7 @@ def test_head_and_loss_in_chunks_are_those_of_torch(rows, vocab_size, dtype, mon
     hidden = torch.randn(rows, 16, requires_grad=True)
     weight = torch.randn(vocab_size, 16, requires_grad=True)
     targets = torch.randint(vocab_size, (rows,))
+    targets[1::3] = -100  # ignored, but counted as rows
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = linear_cross_entropy(hidden, weight, targets)
     assert loss.dtype == torch.float32

@@ -48,8 +48,8 @@ def test_the_next_batch_is_read_before_the_wait(counted: dict[str, Any]):
 
 
 def test_the_loss_takes_few_kernels(counted: dict[str, Any]):
-    """Two chunks of 8,192 rows: 40. Chunks that fit the caches of a CPU took 1,982."""
-    assert counted["loss"] <= 45
+    """Two chunks of 8,192 rows: 47. Chunks that fit the caches of a CPU took 1,982."""
+    assert counted["loss"] <= 50
 
 
 def test_muon_takes_no_kernels_for_another_layer(counted: dict[str, Any]):
