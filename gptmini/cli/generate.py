@@ -306,19 +306,30 @@ def _continue_lines(run: "Run", settings: Settings, raw: bool) -> None:
 
 
 def _chat(run: "Run", settings: Settings, raw: bool) -> None:
-    """Answer messages as they are typed, each with all that was said before."""
+    """Answer messages as they are typed, each with what was said before, as far as it fits."""
     from gptmini.console import say, stream_to_stdout
+    from gptmini.generate.chat import drop_oldest_turns
 
     run.render_chat([{"role": "user", "content": ""}])  # refuses a run without a template now
     say("Type a message. Ctrl-C stops an answer; exit or Ctrl-D quits.")
+    settings.setdefault("overflow", "stop")  # an answer ends with the context
+    max_new_tokens = settings.get("max_new_tokens", run.config.sample.max_new_tokens)
     messages: list[dict[str, Any]] = []
+    turn = 0
+    has_dropped = False
     while (line := _read_line()) is not None:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
+        kept = drop_oldest_turns(run, messages, max_new_tokens)
+        if len(kept) < len(messages) and not has_dropped:
+            say("The conversation outgrows the context: the model forgets its oldest turns.")
+            has_dropped = True
+        messages = kept
+        turn += 1
         generation = None
         try:
-            generation = run.start([run.render_chat(messages)], [len(messages)], **settings)
+            generation = run.start([run.render_chat(messages)], [turn], **settings)
             stream_to_stdout(chain((piece for _, piece in generation), ["\n"]), raw)
         except KeyboardInterrupt:
             stream_to_stdout(["\n"])

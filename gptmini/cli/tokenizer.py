@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gptmini.cli.options import AsJson, Errors, argument, option, parse_number
+from gptmini.cli.options import AsJson, Errors, argument, flag, option, parse_number
 from gptmini.errors import DataError, shorten
 
 tokenizer_app = typer.Typer(help="Train, use and inspect tokenizers.")
@@ -57,6 +57,7 @@ def train(
 def encode(
     name: TokenizerName,
     text: str | None = argument(None, "TEXT", "The text.", show_default="standard input"),
+    special: bool = flag("Read special tokens in the text, such as <|endoftext|>.", "--special"),
 ) -> None:
     """Print the tokens of a text as numbers."""
     from gptmini.console import stream_to_stdout
@@ -68,7 +69,8 @@ def encode(
         text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     else:
         text = decode_utf8(os.fsencode(text), "TEXT")  # an argument may hold any bytes
-    stream_to_stdout([" ".join(map(str, encoder.encode(text).tolist())), "\n"])
+    encoded = encoder.encode_special(text) if special else encoder.encode(text)
+    stream_to_stdout([" ".join(map(str, encoded.tolist())), "\n"])
 
 
 @tokenizer_app.command()

@@ -9,7 +9,6 @@ for characters in run.stream("The "):
 """
 
 import hashlib
-import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,6 @@ from gptmini.config.settings import Config, SampleConfig
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.chat import ChatTemplate, Message
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
@@ -38,6 +36,7 @@ from gptmini.machine import pick_compute, pick_device
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import check_shapes
+from gptmini.tokenizer.chat_template import ChatTemplate, Message
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 # An estimate, not measured: launching the kernels of a token takes two to three milliseconds. The
@@ -239,13 +238,15 @@ class Run:
                     engine, drafter, texts, sample, context_length, bias
                 )
 
-    def encode(self, text: str, name: str = "text") -> list[int]:
+    def encode(self, text: str, name: str = "text", special: bool = False) -> list[int]:
         """Encode a text to the tokens that `model` takes.
 
-        Raises DataError for lone surrogates; `name` is what the message calls the text.
+        With `special`, the names of special tokens are these tokens. Raises DataError for lone
+        surrogates; `name` is what the message calls the text.
         """
+        encode = self.tokenizer.encode_special if special else self.tokenizer.encode
         try:
-            return self.tokenizer.encode(text).tolist()
+            return encode(text).tolist()
         except UnicodeEncodeError as error:
             where = f"{name}: character {error.start}"
             raise DataError(f"{where} is not valid Unicode; remove it") from None
@@ -348,19 +349,7 @@ class Run:
             # has hardly seen one alone. So drop it, and let the first token bring it back.
             prompt = prompt[:-1]
             allowed_first = self._begins_with_space
-        if not special:
-            return self.encode(prompt, "prompt"), allowed_first
-        special_tokens = self.tokenizer.special_tokens
-        # The longest first, as one name may be the beginning of another.
-        longest_first = sorted(special_tokens, key=len, reverse=True)
-        names = "|".join(map(re.escape, longest_first))
-        tokens: list[int] = []
-        for part in re.split(f"({names})", prompt):
-            if part in special_tokens:
-                tokens.append(special_tokens[part])
-            else:
-                tokens += self.encode(part, "prompt")
-        return tokens, allowed_first
+        return self.encode(prompt, "prompt", special), allowed_first
 
     @cached_property
     def _begins_with_space(self) -> Tensor:

@@ -1,16 +1,28 @@
 """Cut a long text into chunks that encode to the same tokens as the whole text."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TEXT_BLOCK_SIZE = 1 << 18  # characters encoded at a time; tiktoken fails on a million spaces
 
 
+class Conversation(NamedTuple):
+    """The messages of a chat; `place` is the file and line that they are from."""
+
+    place: str
+    messages: list[dict[str, Any]]  # {"role": ..., "content": ...}
+    field: str  # of the line
+
+
 class TextChunk(NamedTuple):
-    """A stretch of text; a long document comes in several."""
+    """A stretch of text; a long document comes in several, a conversation in one.
+
+    The text of a conversation is what its messages say.
+    """
 
     text: str
     starts_document: bool
+    conversation: Conversation | None = None
 
 
 def split_text(text: str) -> Iterator[str]:

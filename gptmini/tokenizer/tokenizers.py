@@ -7,6 +7,7 @@ documents: it stands before each. It ends a generated text, and so may others, s
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
@@ -51,6 +52,22 @@ class Tokenizer(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Return all that decides the tokens of a text besides the kind (JSON data)."""
 
+    def encode_special(self, text: str) -> Tokens:
+        """Encode a text (N,) in which the name of a special token is that token."""
+        tokens = [np.empty(0, np.uint32)]
+        for part in self._special_names.split(text):
+            if part in self.special_tokens:
+                tokens.append(np.array([self.special_tokens[part]], np.uint32))
+            else:
+                tokens.append(self.encode(part))
+        return np.concatenate(tokens)
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str]:
+        """The names of the special tokens, the longest first: one may begin like another."""
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
     def chat_settings(self) -> dict[str, Any]:
         """Return the rest of what is saved (JSON data); it does not change the tokens of a text."""
         return {}
@@ -60,9 +77,11 @@ class Tokenizer(ABC):
         return b"".join(map(self.decode_token, tokens)).decode("utf-8", "replace")
 
     def compute_byte_lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Compute the bytes of text per token of the vocabulary, (V,)."""
+        """Compute the bytes of text per token of the vocabulary, (V,); special tokens have none."""
         lengths = (len(self.decode_token(token)) for token in range(self.vocab_size))
-        return np.fromiter(lengths, np.int64, self.vocab_size)
+        by_token = np.fromiter(lengths, np.int64, self.vocab_size)
+        by_token[list(self.special_tokens.values())] = 0
+        return by_token
 
     def to_json(self) -> str:
         """Serialize the tokenizer; `load_tokenizer` reads it back."""
@@ -72,6 +91,15 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """SHA-256 (hex) of all that decides the tokens of a text."""
         return hashlib.sha256(self._dump(self.to_dict()).encode()).hexdigest()
+
+    @cached_property
+    def chat_fingerprint(self) -> str:
+        """SHA-256 (hex) of all that decides the tokens of a conversation.
+
+        Without a chat template there are none, and it is the `fingerprint`.
+        """
+        settings = {} if self.chat_template is None else self.chat_settings()
+        return hashlib.sha256(self._dump(self.to_dict() | settings).encode()).hexdigest()
 
     def _dump(self, settings: dict[str, Any]) -> str:
         header = {"format": TOKENIZER_FORMAT_VERSION, "kind": self.kind}

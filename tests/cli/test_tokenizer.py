@@ -67,3 +67,10 @@ def test_a_closed_pipe_ends_it_quietly(text_file: Path):
         process.stdin.write(text_file.read_bytes() * 100)
         process.stdin.close()
         assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_special_tokens_are_read_on_request(gptmini):
+    text = "a<|endoftext|>b"
+    for options, expected in (([], [*text.encode()]), (["--special"], [97, 256, 98])):
+        code, out, _ = gptmini("tokenizer", "encode", "byte", text, *options)
+        assert (code, out.split()) == (0, [str(token) for token in expected])

@@ -6,7 +6,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer, create_bpe_tokenizer
 from gptmini.tokenizer.load import load_tokenizer
 from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
 
@@ -80,3 +80,14 @@ def test_half_a_character_is_refused(tiny_encoding: tiktoken.Encoding):
     for tokenizer in make_all(tiny_encoding):
         with pytest.raises(UnicodeEncodeError):
             tokenizer.encode("a\ud800")
+
+
+def test_special_tokens_are_read_by_name_the_longest_first(tiny_encoding: tiktoken.Encoding):
+    special = {"<|endoftext|>": 259, "<|end": 260, "<|end|>": 261}
+    ranks = tiny_encoding._mergeable_ranks
+    tokenizer = create_bpe_tokenizer("tiny", tiny_encoding._pat_str, ranks, special)
+    assert tokenizer.encode_special("the<|end|> the<|end<|endoftext|>").tolist() == [
+        *[257, 261, 258, 260, 259]
+    ]
+    assert tokenizer.encode_special("").tolist() == []
+    assert tokenizer.encode("<|end|>").max() < 259

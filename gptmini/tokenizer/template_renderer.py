@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own; imports nothing of gptmini.
 
 A template is a program that came with a model. Jinja's sandbox keeps it from files and objects, not
-from using up memory and time: this process may use little of the first, and whoever started it ends
-it after a while. It reads requests from standard input, a line of JSON each, and answers likewise.
+from using up memory and time: this process may use little of both, and whoever started it ends it
+after a while. It reads requests from standard input, a line of JSON each, and answers likewise.
 
 The environment is that of transformers, so that templates make the same texts: its trimming of
 blocks, `raise_exception`, `strftime_now`, `tojson`, `break` and `continue`, and the block
@@ -16,14 +16,14 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MEMORY = 512_000_000  # bytes of address space
-MAX_SECONDS = 60  # for a request, if nobody ends this process sooner
-MAX_LENGTH = 10_000_000  # characters of a rendered text
+MAX_CPU_SECONDS = 1  # for a text; published templates take milliseconds
+MAX_LENGTH = 10_000_000  # characters of the texts of a request
 
 
 class Generation(Extension):
@@ -68,21 +68,43 @@ def format_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def answer(environment: ImmutableSandboxedEnvironment, request: dict[str, Any]) -> dict[str, str]:
-    """Render the template of a request with its variables: {"text": ...} or {"error": ...}."""
-    try:
-        text = environment.from_string(request["template"]).render(request["variables"])
-    except Exception as error:  # a template may raise whatever its expressions raise
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
-    if len(text) > MAX_LENGTH:
-        return {"error": f"a text of over {MAX_LENGTH:,} characters"}
-    return {"text": text}
+class Renderer:
+    """Renders templates; keeps the last one compiled."""
+
+    def __init__(self) -> None:
+        self._environment = create_environment()
+        self._source = ""
+        self._template = Template("")
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Render a template with each of several variables: {"texts": [...]} or {"error": ...}."""
+        texts = []
+        try:
+            for variables in request["variables"]:
+                limit_time(MAX_CPU_SECONDS)
+                texts.append(self._compile(request["template"]).render(variables))
+        except Exception as error:  # a template may raise whatever its expressions raise
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
+        finally:
+            limit_time(0)
+        if sum(map(len, texts)) > MAX_LENGTH:
+            return {"error": f"a text of over {MAX_LENGTH:,} characters"}
+        return {"texts": texts}
+
+    def _compile(self, source: str) -> Template:
+        if source != self._source:
+            self._template = self._environment.from_string(source)
+            self._source = source
+        return self._template
 
 
-def set_alarm(seconds: int) -> None:
-    """End this process after some seconds, or never after 0. Windows has no alarms."""
-    if hasattr(signal, "alarm"):
-        signal.alarm(seconds)
+def limit_time(cpu_seconds: int) -> None:
+    """End this process after so much time of the processor; 0 is any. Windows has no such timer.
+
+    What the clock on the wall says would depend on how busy the machine is.
+    """
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
 def main() -> None:
@@ -90,12 +112,10 @@ def main() -> None:
         import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    environment = create_environment()
+    renderer = Renderer()
     for line in sys.stdin:
-        set_alarm(MAX_SECONDS)
-        sys.stdout.write(json.dumps(answer(environment, json.loads(line))) + "\n")
+        sys.stdout.write(json.dumps(renderer.answer(json.loads(line))) + "\n")
         sys.stdout.flush()
-        set_alarm(0)
 
 
 if __name__ == "__main__":
