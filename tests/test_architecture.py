@@ -24,8 +24,19 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "choose",
         "tokenizer_json",
         "spelling",
+        "chat_template",
+        "template_renderer",
     ],
-    "data": ["formats", "sources", "hub_dataset", "fetch", "token_file", "shards", "corpus"],
+    "data": [
+        "chats",
+        "formats",
+        "sources",
+        "hub_dataset",
+        "fetch",
+        "token_file",
+        "shards",
+        "corpus",
+    ],
     "model": ["attention", "static_cache", "layers", "gpt", "optim", "kernels", "mechanisms"],
     "runs": ["directory", "tensors", "log"],
     "distributed": ["group", "gradients", "placement", "sharding", "rows", "checkpoints"],
@@ -38,9 +49,8 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "graphs",
         "device_draw",
         "speculative",
-        "chat",
-        "template_renderer",
         "run",
+        "chat",
         "prompts_file",
         "native.engine",
         "native.check",
@@ -137,8 +147,13 @@ DOORS = {  # the only modules that import a library
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"analysis.plots"},
-    "subprocess": {"machine", "generate.chat", "generate.native.build", "analysis.compare"},
-    "jinja2": {"generate.template_renderer"},
+    "subprocess": {
+        "machine",
+        "tokenizer.chat_template",
+        "generate.native.build",
+        "analysis.compare",
+    },
+    "jinja2": {"tokenizer.template_renderer"},
     "starlette": {"serve.server"},
     "uvicorn": {"serve.server", "serve.connections"},
     "h11": {"serve.connections"},
@@ -283,7 +298,7 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
     allowed = {
         "console": CONSOLE_ONLY,
         "distributed.group": {"os.environ"},  # torchrun's variables
-        "generate.template_renderer": CONSOLE_ONLY,  # a process of its own, without a console
+        "tokenizer.template_renderer": CONSOLE_ONLY,  # a process of its own, without a console
         "machine": {"os.environ"},  # the one that cuBLAS reads
     }
     assert not (used & CONSOLE_ONLY) - allowed.get(name, set())

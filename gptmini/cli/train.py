@@ -98,6 +98,9 @@ def train(
     run = load_run(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
     console.stream_to_stdout(chain(run.stream(""), ["\n"]))
-    console.say(
-        f"\ncontinue your own prompt with: gptmini generate {console.quote(out)} --prompt TEXT"
-    )
+    ask = "continue your own prompt with"
+    chat = ""
+    if decision.corpus.has_ignored:  # it learned to answer
+        ask = "ask it with"
+        chat = "--chat "
+    console.say(f"\n{ask}: gptmini generate {console.quote(out)} {chat}--prompt TEXT")

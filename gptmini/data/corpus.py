@@ -19,11 +19,12 @@ from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
 from gptmini.data import hub_dataset, shards, sources, token_file
+from gptmini.data.chats import refuse_without_template
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
 from gptmini.data.token_file import Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
-from gptmini.tokenizer.chunks import count_utf8_bytes
+from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -281,9 +282,16 @@ def learn_tokenizer(kind: str, vocab_size: int | None, training: Sequence[TextSo
     size = sum(source.bytes for source in training)
     every = 1 if kind == "char" else max(1, size // MAX_LEARNED_FROM_BYTES)
     chunks = chain.from_iterable(source.iter_chunks() for source in training)
-    texts = (chunk.text for chunk in islice(chunks, 0, None, every))
+    texts = map(_get_text, islice(chunks, 0, None, every))
     with show_byte_progress("learning the vocabulary", size // every) as advance:
         return create_tokenizer(kind, vocab_size, _report_progress(texts, advance))
+
+
+def _get_text(chunk: TextChunk) -> str:
+    """Get the text of a chunk; DataError for a conversation, which needs a chat template."""
+    if chunk.conversation is not None:
+        refuse_without_template(chunk.conversation)
+    return chunk.text
 
 
 def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float]:
@@ -351,4 +359,4 @@ def _get_side_files(
 
 def _name_token_file(text: TextSource, tokenizer: Tokenizer, cache: Path) -> Path:
     """Name the token file of a text after what decides its tokens."""
-    return cache / f"{text.digest[:20]}-{tokenizer.fingerprint[:20]}.tokens"
+    return cache / f"{text.digest[:20]}-{tokenizer.chat_fingerprint[:20]}.tokens"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
+from gptmini.data.chats import PROMPT_FIELDS, find_conversation
 from gptmini.errors import (
     DataError,
     describe_invalid_utf8,
@@ -25,7 +26,13 @@ from gptmini.errors import (
     make_missing_package_error,
 )
 from gptmini.hub import HubFile, download
-from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, find_boundary, split_text
+from gptmini.tokenizer.chunks import (
+    TEXT_BLOCK_SIZE,
+    Conversation,
+    TextChunk,
+    find_boundary,
+    split_text,
+)
 
 CONVERT_REMEDY = "convert it, or pass --errors replace"
 SAVE_REMEDY = "save it as plain text"
@@ -53,6 +60,9 @@ ZIPPED_DOCUMENTS = {
     ".odt": "an OpenDocument text",
     ".epub": "an EPUB book",
 }
+
+
+Document = str | Conversation
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,12 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
         if file.kind == "text":
             yield from _split_documents(_decode_blocks(file, stream), separator)
         else:
-            for text in READER_BY_KIND[file.kind](file, stream, file.column or text_key):
-                yield from _split_chunks(text, True)
+            for document in READER_BY_KIND[file.kind](file, stream, file.column or text_key):
+                if isinstance(document, Conversation):
+                    contents = [message["content"] for message in document.messages]
+                    yield TextChunk("\n".join(contents), True, document)
+                else:
+                    yield from _split_chunks(document, True)
 
 
 @contextmanager
@@ -219,7 +233,7 @@ def _split_chunks(text: str, starts_document: bool) -> Iterator[TextChunk]:
         starts_document = False
 
 
-def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
+def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Document]:
     for number, line in enumerate(stream, 1):
         place = f"{file.path}:{number}"
         if not line.strip():
@@ -235,7 +249,7 @@ def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
             raise DataError(f"{place}: not valid JSON ({reason}); fix or remove the line") from None
         if not isinstance(record, dict):
             raise DataError(f'{place}: not a JSON object; write it as {{"{key}": "..."}}')
-        yield _get_text(place, record, key, file.errors)
+        yield _get_document(place, record, key, file.errors)
 
 
 def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
@@ -259,28 +273,39 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
         text.detach()  # `open_unchanged` closes the stream
 
 
-def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
+def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[Document]:
     table = _import_pyarrow(file.path).parquet.ParquetFile(stream)
     columns = table.schema_arrow.names
-    if key not in columns and file.hub_file is not None:
+    wanted = [key]
+    if key not in columns and "messages" in columns:
+        wanted = [name for name in columns if name in ("messages", *PROMPT_FIELDS)]
+    elif key not in columns and file.hub_file is not None:
         repository = file.hub_file.repository
         raise DataError(
             f"hf:{repository}: {file.hub_file.name} has no column {key!r} (it has: "
             f"{', '.join(columns)}); name one of these last, as in hf:{repository}:{columns[0]}"
         )
-    if key not in columns:
+    elif key not in columns:
         _get_text(str(file.path), dict.fromkeys(columns), key, file.errors)  # raises
     number = 0
-    for batch in table.iter_batches(1000, columns=[key]):
-        for value in batch.column(0).to_pylist():
+    for batch in table.iter_batches(1000, columns=wanted):
+        for record in batch.to_pylist():
             number += 1
-            yield _get_text(f"{file.path}: row {number}", {key: value}, key, file.errors)
+            yield _get_document(f"{file.path}: row {number}", record, key, file.errors)
+
+
+def _get_document(place: str, record: dict[str, Any], key: str, errors: str) -> Document:
+    """Get the text under a key of a record, or its messages; DataError if there is neither."""
+    conversation = find_conversation(place, record, key)
+    if conversation is None:
+        return _get_text(place, record, key, errors)
+    for message in conversation.messages:
+        message["content"] = _get_text(place, message, "content", errors)
+    return conversation
 
 
 def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
     """Get the text under a key of a record; DataError if there is none."""
-    if not isinstance(record.get(key), str):
-        _check_no_chat(place, record, key)
     if key not in record:
         names = ", ".join(map(str, record)) or "none"
         raise DataError(
@@ -302,20 +327,6 @@ def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
     return text
 
 
-def _check_no_chat(place: str, record: dict[str, Any], key: str) -> None:
-    """Raise DataError, with a command that makes text of it, for a record that is a chat."""
-    for name in (key, "messages", "conversations"):
-        messages = record.get(name)
-        if not (isinstance(messages, list) and messages and isinstance(messages[0], dict)):
-            continue
-        turn = '.from + ": " + .value' if "value" in messages[0] else '.role + ": " + .content'
-        text = f'[.{name}[] | {turn}] | join("\\n")'
-        raise DataError(
-            f"{place}: field {name!r} is a list of messages, not text; make text of them, for "
-            f"example with: jq -c '{{text: ({text})}}'"
-        )
-
-
 def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
     """Read the language reference that help() shows, one document per topic."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, seldom needed
@@ -323,7 +334,7 @@ def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
     return (topics[name] for name in sorted(topics))
 
 
-Reader = Callable[[File, BinaryIO, str], Iterator[str]]
+Reader = Callable[[File, BinaryIO, str], Iterator[Document]]
 READER_BY_KIND: dict[str, Reader] = {
     "jsonl": _read_json_lines,
     "csv": _read_csv,

@@ -232,9 +232,10 @@ class ConcatTokenFile(TokenFile):
         self.documents = round(share * sum(part.documents for part in parts))
         self.content = hashlib.sha256("".join(part.root for part in parts).encode()).hexdigest()
         self.vocab_size = parts[0].vocab_size
+        self.has_ignored = any(part.has_ignored for part in parts)
         self.path = parts[0].path.with_name(f"{self.content[:20]}-{start}-{stop}.tokens")
 
-    def read(self, start: int, count: int) -> Tokens:
+    def read_marked(self, start: int, count: int) -> Tokens:
         """Read tokens (count,) from a position, from as many parts as that takes."""
         tokens = [np.empty(0, np.uint32)]
         at = self._start + start
@@ -244,7 +245,7 @@ class ConcatTokenFile(TokenFile):
             part = self._parts[index]
             start_in_part = at - (self._ends[index] - len(part))
             n_tokens = min(remaining, len(part) - start_in_part)
-            tokens.append(part.read(start_in_part, n_tokens))
+            tokens.append(part.read_marked(start_in_part, n_tokens))
             at += n_tokens
             remaining -= n_tokens
             index += 1

@@ -94,8 +94,8 @@ class Source:
         size = 0
         download_missing(self.files)  # with a bar of its own
         with show_byte_progress("reading the text", self.bytes) as advance:
-            for text, _ in self.iter_checked_chunks():
-                length = count_utf8_bytes(text)
+            for chunk in self.iter_checked_chunks():
+                length = count_utf8_bytes(chunk.text)
                 size += length
                 advance(length)
         return size
@@ -143,7 +143,7 @@ class SourceSplit:
     def _iter_stretches(self, sides: Collection[Side]) -> Iterator[tuple[Side, TextChunk]]:
         """Yield the stretches of the text: training first, then test, then validation.
 
-        The text is cut between words where that is possible.
+        The text is cut between words where that is possible, a conversation before it begins.
         """
         size = self.source.text_bytes
         located = self._locate_stretches(size)
@@ -151,15 +151,20 @@ class SourceSplit:
         last_end = max(end for _, end in stretches.values())
         reach = min(4096, size // 100)  # a short text is not cut far from the requested place
         at = 0  # bytes before this chunk
-        for text, starts_document in self.source.iter_chunks():
+        for chunk in self.source.iter_chunks():
             if at >= last_end:
                 return
+            text = chunk.text
             length = count_utf8_bytes(text)
             for side, (begin, end) in stretches.items():
+                if chunk.conversation is not None:
+                    if begin < at + length <= end:  # by its end, so that the last side has some
+                        yield side, chunk
+                    continue
                 first = _find_cut(text, length, begin - at, reach)
                 last = _find_cut(text, length, end - at, reach)
                 if first < last:
-                    yield side, TextChunk(text[first:last], starts_document and first == 0)
+                    yield side, TextChunk(text[first:last], chunk.starts_document and first == 0)
             at += length
 
     def _locate_stretches(self, size: int) -> dict[Side, tuple[int, int]]:

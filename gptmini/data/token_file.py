@@ -4,7 +4,8 @@ A token file has three parts:
 
     header      version, bytes per token, number of tokens, bytes of text, number of documents, and
                 the SHA-256 of the tokenizer, of the content and of the table
-    tokens      little-endian, 16 or 32 bits each; an end-of-text token before each document
+    tokens      little-endian, 16 or 32 bits each; an end-of-text token before each document; in
+                conversations the highest of 32 bits says that a token is no target (chats.py)
     table       the SHA-256 of every HASH_BLOCK_BYTES of tokens
 
 A file gets its name only when complete. No token is used before its block has been checked.
@@ -27,6 +28,7 @@ import numpy as np
 
 from gptmini import files
 from gptmini.console import format_bytes
+from gptmini.data.chats import IGNORED, ChatEncoder
 from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer import chunks
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
@@ -35,6 +37,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 HEADER = struct.Struct("<8sIIQQQ32s32s32s")
 MAGIC = b"gptmini\n"
 VERSION = 3
+CHAT_VERSION = 4  # has tokens that are no targets
 SHA256_BYTES = 32
 HASH_BLOCK_BYTES = 1 << 20  # of tokens, hashed together
 CHECK_ON_OPEN_MAX_BYTES = 1 << 30  # larger files are checked block by block as they are read
@@ -92,7 +95,8 @@ class _TokenWriter:
         self._file = file
         self._digest = digest
         self._tokenizer = tokenizer
-        self._dtype = get_token_dtype(tokenizer.vocab_size)
+        self._dtype = get_token_dtype(tokenizer)
+        self._has_ignored = False
         self._text_bytes = 0
         self._token_bytes = 0
         self._documents = 0
@@ -103,7 +107,8 @@ class _TokenWriter:
     def append(self, text_bytes: int, tokens: Tokens) -> None:
         """Write tokens that encode `text_bytes` bytes of text."""
         self._text_bytes += text_bytes
-        self._documents += int((tokens == self._tokenizer.eos_token_id).sum())
+        self._has_ignored = self._has_ignored or bool((tokens & IGNORED).any())
+        self._documents += int((tokens & ~IGNORED == self._tokenizer.eos_token_id).sum())
         self._unwritten += tokens.astype(self._dtype).tobytes()
         while len(self._unwritten) >= HASH_BLOCK_BYTES:
             self._write_block()
@@ -116,7 +121,7 @@ class _TokenWriter:
         self._file.seek(0)
         header = HEADER.pack(
             MAGIC,
-            VERSION,
+            CHAT_VERSION if self._has_ignored else VERSION,
             self._dtype.itemsize,
             self._token_bytes // self._dtype.itemsize,
             self._text_bytes,
@@ -144,10 +149,11 @@ def _encode_in_threads(
     Yields for each label the bytes of text and the tokens, of a few chunks at a time.
     """
     workers = os.cpu_count() or 1
+    chat_encoder = ChatEncoder(tokenizer)
     waiting: deque[Future[dict[Label, tuple[int, Tokens]]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in _group_chunks(labeled_chunks):
-            waiting.append(pool.submit(_encode_chunks, tokenizer, batch))
+            waiting.append(pool.submit(_encode_chunks, tokenizer, chat_encoder, batch))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         for future in waiting:
@@ -172,23 +178,30 @@ def _group_chunks(
 
 
 def _encode_chunks(
-    tokenizer: Tokenizer, batch: list[tuple[Label, TextChunk]]
+    tokenizer: Tokenizer, chat_encoder: ChatEncoder, batch: list[tuple[Label, TextChunk]]
 ) -> dict[Label, tuple[int, Tokens]]:
     """Encode some chunks; returns the bytes of text and the tokens for each label."""
     document = np.array([tokenizer.eos_token_id], np.uint32)
     text_bytes: defaultdict[Label, int] = defaultdict(int)
     parts: defaultdict[Label, list[Tokens]] = defaultdict(list)
-    for label, (text, starts_document) in batch:
+    for label, (text, starts_document, conversation) in batch:
         text_bytes[label] += count_utf8_bytes(text)
+        if conversation is not None:
+            parts[label].append(chat_encoder.encode(conversation))
+            continue
         if starts_document:
             parts[label].append(document)
         parts[label].append(tokenizer.encode(text))
     return {label: (text_bytes[label], np.concatenate(parts[label])) for label in parts}
 
 
-def get_token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """Get the smallest type that holds every token; numpy silently wraps larger numbers."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+def get_token_dtype(tokenizer: Tokenizer) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    """Get the smallest type that holds every token; numpy silently wraps larger numbers.
+
+    With a chat template, a bit has to be left for `IGNORED`.
+    """
+    is_small = tokenizer.vocab_size <= 1 << 16 and tokenizer.chat_template is None
+    return np.dtype("<u2") if is_small else np.dtype("<u4")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -213,7 +226,7 @@ class TokenFile:
         except OSError as error:
             raise self._unusable(describe_os_error(error)) from None
         weakref.finalize(self, self.file.close)
-        self.dtype = get_token_dtype(tokenizer.vocab_size)
+        self.dtype = get_token_dtype(tokenizer)
         self._read_header(tokenizer)
         self._read_table()
         blocks = range(len(self._table) // SHA256_BYTES)
@@ -238,7 +251,8 @@ class TokenFile:
         ) = HEADER.unpack(header)
         self.content = content.hex()
         self.root = root.hex()  # the SHA-256 of the table, and thereby of all tokens
-        if version != VERSION or itemsize != self.dtype.itemsize:
+        self.has_ignored = version == CHAT_VERSION
+        if version not in (VERSION, CHAT_VERSION) or itemsize != self.dtype.itemsize:
             raise self._unusable(f"version {version}, {itemsize} bytes per token")
         if fingerprint.hex() != tokenizer.fingerprint:
             raise self._unusable("made with another tokenizer")
@@ -256,15 +270,21 @@ class TokenFile:
 
     def read(self, start: int, count: int) -> Tokens:
         """Read tokens (count,) from a position; DataError if the file was damaged meanwhile."""
+        return self.read_marked(start, count) & ~IGNORED
+
+    def read_marked(self, start: int, count: int) -> Tokens:
+        """Read tokens (count,) as `read` does, with `IGNORED` in those that are no targets."""
         itemsize = self.dtype.itemsize
         first_block = start * itemsize // HASH_BLOCK_BYTES
         last_block = ((start + count) * itemsize - 1) // HASH_BLOCK_BYTES
         self._check(range(first_block, last_block + 1))
-        tokens = np.frombuffer(self._bytes(start * itemsize, count * itemsize), self.dtype)
-        if count and (largest := int(tokens.max())) >= self.vocab_size:
-            at = start + int(tokens.argmax())
+        stored = np.frombuffer(self._bytes(start * itemsize, count * itemsize), self.dtype)
+        tokens = stored.astype(np.uint32)
+        numbers = tokens & ~IGNORED if self.has_ignored else tokens
+        if count and (largest := int(numbers.max())) >= self.vocab_size:
+            at = start + int(numbers.argmax())
             raise self._unusable(f"token {at} is {largest}, not below {self.vocab_size}")
-        return tokens.astype(np.uint32)
+        return tokens
 
     def _check(self, blocks: range) -> None:
         for block in blocks:
@@ -326,6 +346,11 @@ class Corpus:
         return sum(map(len, self.validation))
 
     @property
+    def has_ignored(self) -> bool:
+        """Whether some tokens to train on are no targets, as in conversations."""
+        return any(file.has_ignored for file in self.training)
+
+    @property
     def inner_document_count(self) -> int:
         """Documents with text before them, whose end-of-text tokens each epoch reads.
 
@@ -350,6 +375,7 @@ class Corpus:
             f"  data      {self.name}: {format_bytes(text_bytes)} -> {token_count:,} tokens "
             f"({self.tokenizer.kind}, vocabulary {self.tokenizer.vocab_size:,}{reason}); "
             f"{self.held_out:,} held out for validation"
+            f"{'; of conversations, the answers count' if self.has_ignored else ''}"
         )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmini.data.chats import IGNORED
 from gptmini.data.token_file import MIXTURE_CYCLE_WINDOWS, TokenFile, apportion, count_windows
 
 FEISTEL_ROUNDS = 4
@@ -82,7 +83,7 @@ class Batches:
         rows = []
         for row in self.rows:
             which, start = self._locate_window(step * self.batch_size + row)
-            rows.append(self.texts[which].read(start, self.seq_len + 1))
+            rows.append(self.texts[which].read_marked(start, self.seq_len + 1))
         return stack_inputs_and_targets(rows)
 
     def locate_windows(self, step: int) -> list[tuple[int, int]]:
@@ -114,10 +115,11 @@ def iter_validation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and targets (B, T) in which each token of a text but its first is a target once.
 
-    All other targets are IGNORE_INDEX. Windows of seq_len lie side by side or begin `stride` apart;
-    with a stride, each token after the first window has more than seq_len - stride tokens of
-    context. The last window of a text may be shorter. With a `limit`, only about that many tokens
-    are targets: those of the same fraction of each text's windows, spread evenly, always the same.
+    All other targets are IGNORE_INDEX, and so are those of conversations that are not learned.
+    Windows of seq_len lie side by side or begin `stride` apart; with a stride, each token after the
+    first window has more than seq_len - stride tokens of context. The last window of a text may be
+    shorter. With a `limit`, only about that many tokens are targets: those of the same fraction of
+    each text's windows, spread evenly, always the same.
     """
     total = sum(map(len, texts))
     stride = stride or seq_len
@@ -129,7 +131,7 @@ def iter_validation_batches(
         rows: list[np.ndarray] = []
         new_counts: list[int] = []
         for start, end, new in windows:
-            row = text.read(start, end - start + 1)
+            row = text.read_marked(start, end - start + 1)
             if rows and (len(rows) == batch_size or len(row) != len(rows[0])):
                 yield _mask_repeated_targets(rows, new_counts)
                 rows = []
@@ -170,9 +172,14 @@ def _mask_repeated_targets(rows: list[np.ndarray], new_counts: list[int]) -> tup
 
 
 def stack_inputs_and_targets(rows: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Stack rows of T + 1 tokens to inputs (B, T) and, one position later, targets (B, T)."""
-    both = torch.from_numpy(np.stack(list(rows)).astype(np.int64))  # (B, T + 1)
-    return both[:, :-1], both[:, 1:]
+    """Stack rows of T + 1 tokens to inputs (B, T) and, one position later, targets (B, T).
+
+    Tokens that are marked as `IGNORED` become IGNORE_INDEX among the targets.
+    """
+    marked = np.stack(list(rows))  # (B, T + 1)
+    tokens = torch.from_numpy((marked & ~IGNORED).astype(np.int64))  # (B, T + 1)
+    is_ignored = torch.from_numpy(marked >= IGNORED)  # (B, T + 1)
+    return tokens[:, :-1], tokens.masked_fill(is_ignored, IGNORE_INDEX)[:, 1:]
 
 
 # -- a permutation that needs no memory ------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gptmini.distributed.group import SINGLE_PROCESS, Group
+from gptmini.errors import DataError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.train.batches import IGNORE_INDEX
@@ -127,6 +128,8 @@ def evaluate(
     model.train(was_training)
     sums = group.all_gather(torch.cat(parts, 1)).sum(0)  # (ranks, 4, N) -> (4, N)
     nats, tokens, text_bytes, correct = sums.numpy()
+    if not tokens.any():
+        raise DataError("validation: no tokens of an answer to evaluate; hold out more of the text")
     return Evaluation(nats, tokens, text_bytes, int(correct.sum()))
 
 

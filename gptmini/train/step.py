@@ -13,7 +13,7 @@ from gptmini.console import say
 from gptmini.errors import DivergedError
 from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import get_learning_rate
-from gptmini.train.batches import seed_from
+from gptmini.train.batches import IGNORE_INDEX, seed_from
 from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
 
@@ -55,6 +55,19 @@ def train_step(training: Training) -> dict[str, Any]:
     return metrics
 
 
+def _count_rows(training: Training, targets: Tensor) -> float:
+    """Count the rows that the targets of a batch fill; `targets` (B / W, T) are this rank's.
+
+    The loss of a batch is the mean over all of its targets that count, however they are spread over
+    micro-batches and ranks. Where some are ignored, they fill less than its rows.
+    """
+    if not training.corpus.has_ignored:
+        return training.config.train.batch_size
+    n_counted = int((targets != IGNORE_INDEX).sum())
+    n_counted_on_all = training.group.all_reduce_sum([n_counted])
+    return max(1, n_counted_on_all) / targets.shape[1]
+
+
 def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
     """Leave the clipped gradients of a batch (B / W, T); return its loss and their norm before.
 
@@ -64,6 +77,7 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     step = training.step
     loss_scale = training.progress.loss_scale
     size = settings.micro_batch_size or len(tokens)
+    n_rows = _count_rows(training, targets)
     losses: list[Tensor] = []  # of this rank's micro-batches
     parts = zip(training.micro_batches, tokens.split(size), targets.split(size), strict=True)
     for micro, x, y in parts:
@@ -72,7 +86,7 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
             inputs = training.compute.copy(x)
             mean_loss = compute_loss(training.model, inputs, training.compute.copy(y))
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
-            loss = mean_loss * len(x) / settings.batch_size
+            loss = mean_loss * len(x) / n_rows
         scaled_loss = loss if loss_scale == 1 else loss * loss_scale
         scaled_loss.backward()
         training.gradients.after_backward()

@@ -112,8 +112,8 @@ def prepare(name: str, path: str, tokenizer: str, folder: Path) -> PreparedText:
     saved = folder / f"{name}-tokenizer.json"
     source = find_source([path], DataConfig(path=[path]))
     text = ""
-    for chunk, _ in source.iter_checked_chunks():
-        text += chunk
+    for chunk in source.iter_checked_chunks():
+        text += chunk.text
         if len(text) > MAX_TEXT_LENGTH:
             break
     held_out = min(len(text) // 10, MAX_TEST_LENGTH)

@@ -2,9 +2,6 @@ import csv
 import gzip
 import io
 import json
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pyarrow as pa
@@ -175,27 +172,6 @@ def test_invalid_text_is_reported_with_its_position(tmp_path: Path, name, conten
     with pytest.raises(DataError, match=words) as error:
         documents(path)
     assert len(error.value.lines) == 1
-
-
-@pytest.mark.parametrize(
-    ("record", "key", "expected"),
-    [
-        ({"messages": [{"role": "user", "content": "Hi"}]}, "text", "user: Hi"),
-        ({"talk": [{"role": "user", "content": "a"}] * 2}, "talk", "user: a\nuser: a"),
-        ({"conversations": [{"from": "human", "value": "Hi"}]}, "text", "human: Hi"),
-    ],
-)
-def test_a_chat_is_refused_with_a_command_that_makes_text_of_it(tmp_path, record, key, expected):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:1: field '\w+' is a list of messages") as error:
-        documents(path, text_key=key)
-    words = shlex.split(error.value.lines[0].partition("for example with: ")[2])
-    assert words[:2] == ["jq", "-c"]
-    if shutil.which("jq") is None:
-        pytest.skip("no jq here")
-    done = subprocess.run([*words, path], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {"text": expected}
 
 
 def test_line_ends_become_line_feeds_in_plain_text(tmp_path: Path):

@@ -197,7 +197,9 @@ def test_positions_need_64_bits(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(257, 2), (65536, 2), (65537, 4), (200_000, 4)])
 def test_token_types_hold_the_largest_token(vocab_size, size):
-    dtype = token_files.get_token_dtype(vocab_size)
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = vocab_size
+    dtype = token_files.get_token_dtype(tokenizer)
     assert dtype.itemsize == size
     assert dtype.type(vocab_size - 1) == vocab_size - 1
 

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -148,6 +149,7 @@ class Stage:
         self.model = model
         self.step = 0
         self.batches = ZeroBatches()
+        self.corpus = SimpleNamespace(has_ignored=False)
         self.micro_batches = [0, 1]
         self.compute = FakeCompute(device, torch.float32)
         self.gradients = Gradients(model.parameters())

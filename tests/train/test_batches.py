@@ -23,7 +23,7 @@ class Counting:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, start: int, count: int) -> np.ndarray:
+    def read_marked(self, start: int, count: int) -> np.ndarray:
         assert 0 <= start <= start + count <= self.count
         return np.arange(start, start + count, dtype=np.uint32)
 

@@ -1,0 +1,182 @@
+"""Conversations to train on: checked as they are read, then made tokens by a chat template.
+
+Only what the assistant says is learned, and that it ends there; all else is read for its sake. So
+that losses know, `IGNORED` is set in each token of a conversation that is no target.
+"""
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from gptmini.errors import CheckpointError, ConfigError, DataError, shorten
+from gptmini.tokenizer.chat_template import ChatTemplate, Message
+from gptmini.tokenizer.chunks import Conversation
+from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
+
+IGNORED = np.uint32(1 << 31)  # a bit above all tokens
+ROLES = ("system", "developer", "user", "assistant")
+# Fields of a record that would change its prompt, in the formats of OpenAI and Hugging Face.
+PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")
+TEXT_COMMAND = r"""jq -c '{text: ([.%s[] | .role + ": " + .content] | join("\n"))}'"""
+MESSAGES_COMMAND = (
+    'jq -c \'{messages: [.%s[] | {role: ({human: "user", gpt: "assistant"}[.from] // .from), '
+    "content: .value}]}'"
+)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def find_conversation(place: str, record: dict[str, Any], key: str) -> Conversation | None:
+    """Find the messages of a record, under `key` or `messages`; None if it has none.
+
+    Raises DataError, which begins with `place`, for messages that cannot be trained on.
+    """
+    if isinstance(record.get(key), str):
+        return None
+    for name in (key, "messages", "conversations"):
+        messages = record.get(name)
+        if not isinstance(messages, list):
+            continue
+        has_objects = bool(messages) and isinstance(messages[0], dict)
+        if not has_objects and name != "messages":
+            continue
+        if has_objects and "value" in messages[0]:
+            raise DataError(
+                f"{place}: field {name!r} has messages of from and value; write them as role and "
+                f"content, for example with: {MESSAGES_COMMAND % name}"
+            )
+        for field in PROMPT_FIELDS:
+            if record.get(field):
+                raise DataError(f"{place}: {field}: not supported; remove the line")
+        _check_messages(f"{place}: {name}", messages)
+        return Conversation(place, [_pick_fields(message) for message in messages], name)
+    return None
+
+
+def _check_messages(where: str, messages: list[Any]) -> None:
+    """DataError for anything but roles and texts, and without an answer to a message."""
+    if not messages:
+        raise DataError(f"{where}: empty; remove the line")
+    for number, message in enumerate(messages):
+        _check_message(f"{where}[{number}]", message)
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(f"{where}: nothing of the assistant to learn; add its answer")
+    if roles[0] == "assistant":
+        raise DataError(f"{where}[0]: of the assistant; put what it answers before it")
+
+
+def _check_message(where: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise DataError(f"{where}: not an object with role and content; fix the line")
+    for field, value in message.items():
+        if field not in ("role", "content") and value is not None:
+            raise DataError(f"{where}.{shorten(field)}: not supported; remove the line")
+    role = message.get("role")
+    if role not in ROLES:
+        problem = "missing" if role is None else f"{role!r:.40}"
+        raise DataError(f"{where}.role: {problem}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    content = message.get("content")
+    if not isinstance(content, str):
+        problem = "missing" if content is None else f"{content!r:.40}, not text"
+        raise DataError(f"{where}.content: {problem}; fix or remove the line")
+    if not content.strip() and role in ("user", "assistant"):
+        raise DataError(f"{where}.content: empty; fix or remove the line")
+
+
+def _pick_fields(message: Message) -> Message:
+    return {"role": message["role"], "content": message["content"]}
+
+
+# -- encoding --------------------------------------------------------------------------------------
+
+
+class ChatEncoder:
+    """Encodes conversations by the chat template of a tokenizer; threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._template: ChatTemplate | None = None
+        if tokenizer.chat_template is not None:
+            self._template = ChatTemplate(
+                tokenizer.chat_template,
+                tokenizer.template_tokens,
+                "tokenizer.json",
+                "make text of the conversations",
+            )
+
+    def encode(self, conversation: Conversation) -> Tokens:
+        """Encode a conversation (N,), an end-of-text token before it.
+
+        Prompts and answers are encoded apart, since a prompt's tokens come first when generating.
+        An answer counts up to the token that ends it. Special tokens are read wherever their names
+        stand, as in transformers. Raises DataError for what the template refuses, or writes so that
+        answers cannot be found.
+        """
+        if self._template is None:
+            refuse_without_template(conversation)
+        tokens = []
+        for text, is_answer in self._split_turns(conversation, self._template):
+            part = self._tokenizer.encode_special(text)
+            n_learned = self._find_end(part, conversation) if is_answer else 0
+            tokens += [part[:n_learned], part[n_learned:] | IGNORED]
+        separator = np.array([self._tokenizer.eos_token_id], np.uint32) | IGNORED
+        encoded = np.concatenate(tokens)
+        if encoded[0] == separator[0]:  # the template writes it itself
+            return encoded
+        return np.concatenate([separator, encoded])
+
+    def _split_turns(
+        self, conversation: Conversation, template: ChatTemplate
+    ) -> list[tuple[str, bool]]:
+        """Split the text of a conversation into answers (True) and what comes between them.
+
+        An answer is what the template adds to the prompt for it.
+        """
+        messages = conversation.messages
+        beginnings = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                beginnings += [(messages[:number], True), (messages[: number + 1], False)]
+        try:
+            *texts, whole = template.render_all([*beginnings, (messages, False)])
+        except (ConfigError, CheckpointError) as error:
+            raise DataError(f"{conversation.place}: {error.lines[0]}") from None
+        parts = []
+        done = ""
+        for prompt, answered in zip(texts[::2], texts[1::2], strict=True):
+            if not answered.startswith(prompt):
+                raise DataError(
+                    f"{conversation.place}: the chat template writes an answer otherwise than its "
+                    f"prompt begins it; make text of the conversations"
+                )
+            if not prompt.startswith(done) or not whole.startswith(answered):
+                raise DataError(
+                    f"{conversation.place}: the chat template writes earlier messages otherwise "
+                    f"once others follow; use conversations with a single answer"
+                )
+            # As when generating, a space at the end of a prompt belongs to the word after it.
+            start = len(prompt) - prompt.endswith(" ")
+            parts += [(whole[len(done) : start], False), (whole[start : len(answered)], True)]
+            done = answered
+        return [*parts, (whole[len(done) :], False)]
+
+    def _find_end(self, tokens: Tokens, conversation: Conversation) -> int:
+        """Find how many tokens of an answer come up to its last end token, included."""
+        (ends,) = np.isin(tokens, self._tokenizer.end_tokens).nonzero()
+        if not len(ends):
+            raise DataError(
+                f"{conversation.place}: the chat template puts no end token behind an answer, so a "
+                f"model would not learn to stop; make text of the conversations"
+            )
+        return int(ends[-1]) + 1
+
+
+def refuse_without_template(conversation: Conversation) -> NoReturn:
+    """Raise DataError for a conversation where no chat template says how it is written."""
+    raise DataError(
+        f"{conversation.place}: a conversation, but the tokenizer has no chat template; train "
+        f"--from an instruct model, or make text of it, for example with: "
+        f"{TEXT_COMMAND % conversation.field}"
+    )
