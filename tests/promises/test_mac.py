@@ -30,6 +30,7 @@ _unsafe_view.default abs.default add_.Scalar alias.default arange.default arange
 chunk.default clone.default copy_.default detach.default div.Scalar div_.Scalar
 embedding.default empty_like.default expand.default flatten.using_ints full_like.default
 index_put_.default is_nonzero.default layer_norm.default logsumexp.default masked_fill.Scalar
+masked_fill_.Scalar
 mul.Scalar new_empty.default
 new_zeros.default ones.default ones_like.default remainder.Scalar repeat_interleave.self_int
 reshape.default where.ScalarOther
