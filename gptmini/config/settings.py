@@ -238,8 +238,8 @@ class TrainConfig(Section):
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Fraction of the steps, at the end, over which the rate falls to min_lr."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
-    """Weight decay of matrices in linear layers; nothing else decays. Default with Muon: 0.1
-    below 3 epochs."""
+    """Weight decay of matrices in linear layers; nothing else decays. Default with Muon:
+    1.0, below 3 epochs 0.1."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.8, 0.95]
     """AdamW's decay rates of the two running averages."""
     grad_clip: Positive = 1.0

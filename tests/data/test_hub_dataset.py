@@ -53,7 +53,7 @@ def files_of(path: str) -> list[str]:
 
 def read(path: str) -> list[str]:
     source = find_source([path], DataConfig())
-    return [text for text, _ in source.iter_chunks()]
+    return [chunk.text for chunk in source.iter_chunks()]
 
 
 # -- what a name stands for ------------------------------------------------------------------------

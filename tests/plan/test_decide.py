@@ -44,9 +44,9 @@ def test_rates_and_tying_follow_the_epochs_unless_they_are_stated(text_file: Pat
 
     few = 2 * 2684 // 64  # 2 epochs: of 2,991 tokens 307 are held out
     assert chosen(few) == (False, 12e-3, 48e-3, 0.1)
-    assert chosen(2 * few) == (True, 2e-3, None, 0.3)
+    assert chosen(2 * few) == (True, 2e-3, None, 1.0)
     assert chosen(few, tie_embeddings=True) == (True, 12e-3, None, 0.1)
-    assert chosen(2 * few, tie_embeddings=False) == (False, 2e-3, None, 0.3)
+    assert chosen(2 * few, tie_embeddings=False) == (False, 2e-3, None, 1.0)
     assert chosen(few, optimizer="adamw") == (True, 2e-3, None, 0.3)
 
 
