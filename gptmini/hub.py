@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +41,7 @@ REVISION = r"refs/[\w.-]+/[\w.-]+|[\w.-]+"
 COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 BLOCK_BYTES = 1 << 20
+SHOWN_NAMES = 10
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,14 @@ def read_description(repository: Repository) -> dict[str, Any]:
             f"README.md: not understood ({shorten(reason, 120)}); download its files, and name "
             f"them with --data"
         ) from None
+
+
+def list_some(names: Iterable[str]) -> str:
+    """List names for a message, the first ones if there are many."""
+    listed = list(names)
+    shown = ", ".join(listed[:SHOWN_NAMES]) or "none"
+    more = len(listed) - SHOWN_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _import_huggingface_hub(name: str) -> Any:

@@ -34,7 +34,6 @@ WORDS_BY_SPLIT = {
 }
 DEFAULT_CONFIGURATION = "default"
 DEFAULT_SPLIT = "train"
-SHOWN_NAMES = 10
 
 Configurations = dict[str, dict[str, list[str]]]  # the files of each split of each
 
@@ -110,8 +109,8 @@ def find_dataset_files(path: str) -> DatasetFiles:
         split = _choose(repository, "splits", list(splits), DEFAULT_SPLIT)
     if len(parts) > 1:
         raise repository.make_error(
-            f"has no {parts[0]!r}; its configurations are {_list(configurations)}, the splits of "
-            f"{configuration} {_list(splits)}"
+            f"has no {parts[0]!r}; its configurations are {hub.list_some(configurations)}, the "
+            f"splits of {configuration} {hub.list_some(splits)}"
         )
     column = parts[0] if parts else ""
     return DatasetFiles([repository.files[name] for name in splits[split]], column)
@@ -136,15 +135,8 @@ def _choose(repository: Repository, noun: str, names: list[str], default: str) -
         return names[0]
     raise repository.make_error(
         f"has several {noun}; choose one, as in {hub.PREFIX}{repository.name}:{names[0]} (it has "
-        f"{_list(names)})"
+        f"{hub.list_some(names)})"
     )
-
-
-def _list(names: Any) -> str:
-    listed = list(names)
-    more = len(listed) - SHOWN_NAMES
-    shown = ", ".join(listed[:SHOWN_NAMES])
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 # -- which files belong to which split -------------------------------------------------------------

@@ -5,7 +5,7 @@ A token file has three parts:
     header      version, bytes per token, number of tokens, bytes of text, number of documents, and
                 the SHA-256 of the tokenizer, of the content and of the table
     tokens      little-endian, 16 or 32 bits each; an end-of-text token before each document; in
-                conversations the highest of 32 bits says that a token is no target (chats.py)
+                conversations the highest of 32 bits says that the loss ignores it (chats.py)
     table       the SHA-256 of every HASH_BLOCK_BYTES of tokens
 
 A file gets its name only when complete. No token is used before its block has been checked.
@@ -37,7 +37,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 HEADER = struct.Struct("<8sIIQQQ32s32s32s")
 MAGIC = b"gptmini\n"
 VERSION = 3
-CHAT_VERSION = 4  # has tokens that are no targets
+CHAT_VERSION = 4  # has tokens that the loss ignores
 SHA256_BYTES = 32
 HASH_BLOCK_BYTES = 1 << 20  # of tokens, hashed together
 CHECK_ON_OPEN_MAX_BYTES = 1 << 30  # larger files are checked block by block as they are read
@@ -273,7 +273,7 @@ class TokenFile:
         return self.read_marked(start, count) & ~IGNORED
 
     def read_marked(self, start: int, count: int) -> Tokens:
-        """Read tokens (count,) as `read` does, with `IGNORED` in those that are no targets."""
+        """Read tokens (count,) as `read` does, with `IGNORED` in those that the loss ignores."""
         itemsize = self.dtype.itemsize
         first_block = start * itemsize // HASH_BLOCK_BYTES
         last_block = ((start + count) * itemsize - 1) // HASH_BLOCK_BYTES
@@ -347,7 +347,7 @@ class Corpus:
 
     @property
     def has_ignored(self) -> bool:
-        """Whether some tokens to train on are no targets, as in conversations."""
+        """Whether the loss ignores some tokens to train on, as in conversations."""
         return any(file.has_ignored for file in self.training)
 
     @property

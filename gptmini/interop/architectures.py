@@ -80,8 +80,8 @@ ROPE_TYPES: KeyTypes = (
         ),
     ),
 )
-# Linear scaling divides every frequency by the factor. As of Llama 3.1, that is for frequencies
-# with at most so many periods in the original context: more than any has.
+# Linear scaling divides every frequency by the factor. Llama 3.1's scaling does so for those
+# with at most low_freq_factor periods in the original context, and none has as many as this.
 ALL_FREQUENCIES = (1e8, 1e9)
 
 

@@ -28,7 +28,6 @@ SETTINGS_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-SHOWN_FILES = 5
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _choose_gguf_file(model: ModelName, repository: Repository) -> str | None:
     if model.file is not None:
         if model.file in repository.files:
             return model.file
-        raise repository.make_error(f"has no file {model.file}; it has {_shorten(gguf_files)}")
+        raise repository.make_error(f"has no file {model.file}; it has {hub.list_some(gguf_files)}")
     if INDEX_FILE in repository.files or WEIGHTS_FILE in repository.files:
         return None
     if len(gguf_files) == 1:
@@ -109,22 +108,17 @@ def _choose_gguf_file(model: ModelName, repository: Repository) -> str | None:
     if gguf_files:
         raise repository.make_error(
             f"has {len(gguf_files)} GGUF files; choose one, as in "
-            f"{hub.PREFIX}{model.name}/{gguf_files[0]} (it has {_shorten(gguf_files)})"
+            f"{hub.PREFIX}{model.name}/{gguf_files[0]} (it has {hub.list_some(gguf_files)})"
         )
     pickles = sorted(name for name in repository.files if name.endswith(PICKLE_SUFFIXES))
     if pickles:
         raise repository.make_error(
-            f"has only pickles ({_shorten(pickles)}), which could run code; convert it with "
+            f"has only pickles ({hub.list_some(pickles)}), which could run code; convert it with "
             f"transformers' AutoModelForCausalLM.from_pretrained({model.name!r})"
             f".save_pretrained(FOLDER), and import FOLDER"
         )
+    all_files = hub.list_some(sorted(repository.files))
     raise repository.make_error(
-        f"has no weights in safetensors or GGUF (it has {_shorten(sorted(repository.files))}); "
-        f"choose a model for transformers"
+        f"has no weights in safetensors or GGUF (it has {all_files}); choose a model "
+        f"for transformers"
     )
-
-
-def _shorten(names: list[str]) -> str:
-    shown = ", ".join(names[:SHOWN_FILES]) or "none"
-    more = len(names) - SHOWN_FILES
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -35,8 +35,8 @@ def import_model(
 
     `source` may also name a model of the Hugging Face Hub, as OWNER/NAME. The run appears at `out`
     whole or not at all. Its context is the model's, at most 2048; `context_length` overrides that.
-    Raises CheckpointError or DataError, which name the file and
-    key, for whatever gptmini cannot represent.
+    Raises CheckpointError or DataError, which name the file and key, for whatever gptmini cannot
+    represent.
     """
     out = Path(out)
     write_imported_run(source, out, context_length)

@@ -183,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(padded, dtype=weight.dtype)  # (padded V, D)
         rows = _choose_rows(N, len(padded))
         is_ignored = targets[:, None] < 0  # (N, 1)
-        # A sum over so many rows could leave the range of float16. Ignored rows have no share.
+        # A sum over so many rows could leave the range of float16. Ignored rows add nothing.
         scales = torch.full_like(targets[:, None], SUM_SCALE, dtype=dtype)  # (N, 1)
         scales.masked_fill_(is_ignored, math.inf)
         of_all_rows = (hidden, dhidden, targets[:, None].clamp(min=0), is_ignored, scales)

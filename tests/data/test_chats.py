@@ -188,7 +188,7 @@ def test_a_template_that_hides_the_answers_is_refused(problem):
 
 
 def run_advice(error: DataError, path: Path) -> Any:
-    """What the command that a message advises makes of a file."""
+    """Run the command that a message advises on a file; return what it prints."""
     words = shlex.split(error.lines[0].partition("for example with: ")[2])
     assert words[:2] == ["jq", "-c"]
     if shutil.which("jq") is None:
