@@ -34,12 +34,17 @@ class ShardedInit(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        if func.__name__.split(".")[0] in INIT_FUNCTIONS:
+        name = func.__name__.split(".")[0]
+        if name in INIT_FUNCTIONS:
             parameter, *rest = args
             whole = torch.empty(parameter.shape, device="cpu")
             func(whole, *rest, **options)
             rows = self.slice_rows(len(whole))
             self.initial_rows[id(parameter)] = whole[rows].clone()
+        if name == "add_":
+            parameter, change = args
+            rows = self.slice_rows(len(parameter))
+            self.initial_rows[id(parameter)] += change.expand(parameter.shape)[rows]
         return func(*args, **options)
 
 

@@ -13,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention, KVCache, LayerCache
+from gptmini.model.induction import wire_induction_head
 from gptmini.model.kernels import cross_entropy_, linear_cross_entropy, overwrite_by_softmax_
 from gptmini.model.layers import MLP, Dropout, EmbeddingConv, Rotary, create_norm
+
+EMBEDDING_STD = 0.3  # beside a head of its own
 
 
 class Block(nn.Module):
@@ -167,20 +170,31 @@ def init_weights(model: GPT) -> None:
     | norm weights                                    | 1, as PyTorch makes them  |
     | convolution over the embeddings                 | 0, as it makes itself     |
 
+    With RoPE and a head of its own, `wire_induction_head` then adds to the embeddings and to the
+    first attention head of two layers. A tied model is for a text that is read often, and such a
+    model would only memorize sooner.
+
     An embedding that is not the head may be large. A head near zero begins at the loss of guessing,
     and its first gradients are those of the errors. Bits per byte after 400 steps on 0.2 epochs of
     manual pages (3 x 128, lr 12e-3): 1.389 tied, 1.353 with these two.
     """
+    config = model.config
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     if model.head is not None:
-        nn.init.normal_(model.embed.weight, std=0.3)
+        nn.init.normal_(model.embed.weight, std=EMBEDDING_STD)
         nn.init.normal_(model.head.weight, std=0.001)
-    residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
+    residual_std = 0.02 / (2 * config.n_layer) ** 0.5
     for block in model.blocks:
         assert isinstance(block, Block)
         nn.init.normal_(block.attn.o_proj.weight, std=residual_std)
         nn.init.normal_(block.mlp.down_proj.weight, std=residual_std)
+    if model.head is not None and config.position == "rope" and config.n_layer > 1:
+        first = model.blocks[0]
+        second = model.blocks[1]
+        assert isinstance(first, Block)
+        assert isinstance(second, Block)
+        wire_induction_head(model.embed, first.attn, second.attn, config, EMBEDDING_STD)

@@ -107,10 +107,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        frequencies = config.rope_theta**-exponents  # (K/2,), from 1 down to almost 1 / theta
-        if config.rope_scaling is not None:
-            frequencies = scale_frequencies(frequencies, config.rope_scaling)
+        frequencies = compute_frequencies(config)  # (K/2,)
         angles = torch.arange(config.context_length)[:, None] * frequencies  # (context, K/2)
         self.register_buffer("cosines", angles.cos().float(), persistent=False)
         self.register_buffer("sines", angles.sin().float(), persistent=False)
@@ -122,6 +119,15 @@ class Rotary(nn.Module):
         if positions.ndim == 2:  # rows with positions of their own, the same for all heads
             return cosines[:, None], sines[:, None]
         return cosines, sines
+
+
+def compute_frequencies(config: ModelConfig) -> Tensor:
+    """Compute the angles (K/2,), in radians per position, by which RoPE turns the pairs."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents  # from 1 down to almost 1 / theta
+    if config.rope_scaling is not None:
+        frequencies = scale_frequencies(frequencies, config.rope_scaling)
+    return frequencies
 
 
 def scale_frequencies(frequencies: Tensor, scaling: list[float]) -> Tensor:

@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adamw": {
         "model": {"d_model": 12, "n_head": 6, "dropout": 0.2, "bias": True, "norm": "rmsnorm"}
-        | {"tie_embeddings": False, "position": "learned", "activation": "swiglu"}
+        | {"tie_embeddings": False, "position": "rope", "activation": "swiglu"}
         | {"embedding_conv": 4},
         "train": TRAIN
         | {"batch_size": 8, "micro_batch_size": 1, "optimizer": "adamw"}

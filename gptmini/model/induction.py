@@ -1,0 +1,100 @@
+"""Wires an induction head before training: the model begins with attention that finds repetitions.
+
+Where a text says again what it said before, an induction head predicts how it went on then (Elhage
+et al. 2021, Olsson et al. 2022): after "Mr Dursley ... Mr Durs" it says "ley". It takes two layers:
+
+1. A head of the first layer looks at the token before and passes it on.
+2. A head of the second layer looks for positions where the token before, as passed on, is the
+   current one. What stands there followed it the last time.
+
+Training takes hundreds or thousands of steps to find them, as neither is of use without the other.
+Here both are in the initial weights, and training improves them from its first step on. The first
+one needs RoPE, which can turn a query so that it fits the key one position earlier.
+
+Letters: D width, K head size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptmini.config.settings import ModelConfig
+from gptmini.model.attention import Attention
+from gptmini.model.layers import compute_frequencies
+
+PAIR_SHARE = 3 / 8  # of the pairs that RoPE turns: the fastest find a distance, the slowest a token
+LOOK_SCALE = 0.16  # size of the weights by which the first head looks at the token before
+MATCH_SCALE = 1.0  # size of the weights by which the second head compares
+PASSED_ON = 4.0  # length of what each head passes on, in embeddings
+
+
+def wire_induction_head(
+    embed: nn.Embedding,
+    first: Attention,
+    second: Attention,
+    config: ModelConfig,
+    embedding_std: float,
+) -> None:
+    """Add what makes an induction head to the embeddings and to head 0 of two layers.
+
+    All embeddings get a vector in common, as long as they are. It is what the queries and keys of
+    the first head read, as the token before stands one position earlier whatever it is.
+    """
+    K = config.head_dim
+    D = config.d_model
+    with torch.device("cpu"):  # also where the weights have no memory yet
+        common = draw_directions(1, D)  # (1, D)
+        embed.weight.add_(embedding_std * D**0.5 * common)
+
+        query, key = make_query_and_key_of_token_before(config)  # (K,) each
+        # Large weights last. Without QK-norm the scores would be large too, so it is numbers of 1.
+        look = LOOK_SCALE * D**0.5 if config.attention.qk_norm else (2 / D) ** 0.5
+        read = draw_directions(K, D, common)  # (K, D), of an embedding
+        written = draw_directions(K, D, common)  # (K, D), to the residual stream
+        add_to_head(first.q_proj, look * query[:, None] * common)
+        add_to_head(first.k_proj, look * key[:, None] * common)
+        add_to_head(first.v_proj, read)
+        add_to_head(first.o_proj, PASSED_ON * embedding_std * written.T)
+
+        slow = choose_pairs(config).flip(0).repeat(2)[:, None]  # (K, 1)
+        add_to_head(second.q_proj, MATCH_SCALE * slow * read)
+        add_to_head(second.k_proj, MATCH_SCALE * slow * written)
+        add_to_head(second.v_proj, draw_directions(K, D, common))
+        add_to_head(second.o_proj, PASSED_ON * embedding_std * draw_directions(K, D, common).T)
+
+
+def make_query_and_key_of_token_before(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Make a query and a key (K,) whose product is highest from one position to the one before.
+
+    The fastest pairs of RoPE tell neighbors apart best. The key is (a, 0) in each of them, and the
+    query the same turned by -1 position.
+    """
+    angles = compute_frequencies(config).float()  # (K/2,), of one position
+    fast = choose_pairs(config)  # (K/2,)
+    a = fast / fast.mean() ** 0.5  # a mean square of 1
+    key = torch.cat([a, torch.zeros_like(a)])  # (K,)
+    query = torch.cat([a * angles.cos(), -a * angles.sin()])  # (K,)
+    return query, key
+
+
+def choose_pairs(config: ModelConfig) -> Tensor:
+    """Return 1 for the fastest of the pairs that RoPE turns, and 0 for the others, (K/2,)."""
+    n_pairs = config.head_dim // 2
+    n_fast = max(1, round(PAIR_SHARE * n_pairs))
+    return (torch.arange(n_pairs) < n_fast).float()
+
+
+def draw_directions(count: int, width: int, avoided: Tensor | None = None) -> Tensor:
+    """Draw random directions (count, width) of length 1, at right angles to one (1, width)."""
+    drawn = torch.randn(count, width)
+    drawn = drawn - drawn.mean(dim=1, keepdim=True)  # which LayerNorm would remove
+    if avoided is not None:
+        drawn = drawn - drawn @ avoided.T * avoided
+    return drawn / drawn.norm(dim=1, keepdim=True)
+
+
+def add_to_head(projection: nn.Linear, change: Tensor) -> None:
+    """Add to the first rows and columns of a projection's weight, which belong to head 0."""
+    weight = projection.weight
+    rows, columns = change.shape
+    weight.add_(F.pad(change, (0, weight.shape[1] - columns, 0, weight.shape[0] - rows)))
