@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 
 from gptmini.cli import app
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.model.gpt import GPT
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.load import create_tokenizer
@@ -71,14 +69,6 @@ def prose(n_words: int = 3000) -> str:
     ends = [" ", " ", " ", " ", " ", ", ", ". ", "\n", "\n\n", " 12", "'s ", "-", " (", ") "]
     pairs = zip(draw.choices(words, k=n_words), draw.choices(ends, k=n_words), strict=True)
     return "".join(word + end for word, end in pairs)
-
-
-def draw_embedding_conv(model: GPT) -> GPT:
-    """Draw weights for the convolution over the embeddings, if there is one; its own are zero."""
-    if model.embedding_conv is not None:
-        with torch.no_grad():
-            model.embedding_conv.weight.normal_(std=0.5)
-    return model
 
 
 def tiny(**sections: dict[str, Any]) -> Config:

@@ -187,19 +187,7 @@ def _describe_position(config: ModelConfig) -> str:
         "first layer. Its heads have nothing more to do with positions.",
         "alibi": "ALiBi leaves q and k as they are, and subtracts from each score the distance "
         "times the slope of the head.",
-        "none": "This model has no positions. Its attention knows the order of tokens only from "
-        "what the mask hides.",
+        "none": "This model has no positions. It knows the order of tokens only from what the mask "
+        "hides.",
     }
-    sentence = sentences[config.position]
-    if config.embedding_conv is not None:
-        sentence += f" {_describe_embedding_conv(config.embedding_conv)}"
-    return sentence
-
-
-def _describe_embedding_conv(span: int) -> str:
-    """Say what the convolution over the embeddings adds."""
-    earlier = "that of the token before" if span == 2 else f"those of the {span - 1} tokens before"
-    return (
-        "Before the first layer, a short convolution also adds to the embedding of each token "
-        f"{earlier}, every number times a learned weight."
-    )
+    return sentences[config.position]

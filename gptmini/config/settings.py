@@ -88,9 +88,6 @@ class ModelConfig(Section):
     """Base of the rotary frequencies; raise it for long contexts."""
     rope_scaling: Annotated[list[Positive], Field(min_length=4, max_length=4)] | None = None
     """Slower rotation, as of Llama 3.1: factor, low_freq_factor, high_freq_factor, old context."""
-    embedding_conv: Annotated[int, Field(ge=2, le=8)] | None = None
-    """Tokens that a short convolution over the embeddings spans, its own included; null: none. It
-    learns more from each token, but no other library's architecture has it (no export)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization; on a CPU layernorm is the faster."""
     norm_eps: Positive = 1e-5

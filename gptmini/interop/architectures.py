@@ -255,15 +255,9 @@ def choose_model_type(config: ModelConfig) -> str:
         if architecture.required_settings is not None
     }
     nearest = min(misfits, key=lambda model_type: len(misfits[model_type]))
-    where = f"in {nearest}, the nearest architecture; set it so and train again"
-    lines = [f"{line} {where}" for line in misfits[nearest]]
-    if config.embedding_conv is not None:
-        lines.append(
-            f"model.embedding_conv: {config.embedding_conv}, but no other library's architecture "
-            "has such a convolution; set it to null and train again"
-        )
-    if lines:
-        raise ConfigError(*lines)
+    if misfits[nearest]:
+        where = f"in {nearest}, the nearest architecture; set it so and train again"
+        raise ConfigError(*(f"{line} {where}" for line in misfits[nearest]))
     return nearest
 
 

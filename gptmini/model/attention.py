@@ -391,11 +391,8 @@ class KVCache:
     """One LayerCache per layer: 2 · G · K elements per row and stored position.
 
     Layers with a window store `spare` extra positions, so that `truncate` can take back up to
-    `spare` tokens. `tokens` (B, context_length) are those at each position; only a model with a
-    convolution over the embeddings reads and stores them.
+    `spare` tokens.
     """
-
-    tokens: Tensor | None
 
     def __init__(
         self,
@@ -411,7 +408,6 @@ class KVCache:
             shape = (batch_size, config.n_kv_head, size, config.head_dim)
             memory = torch.empty(2, *shape, device=device, dtype=dtype)  # (2, B, G, size, K)
             self.layers.append(LayerCache(memory[0], memory[1]))
-        self.tokens = create_token_memory(config, batch_size, config.context_length, device)
 
     @property
     def length(self) -> int:
@@ -421,21 +417,9 @@ class KVCache:
         """Return the positions (n,) of the next tokens."""
         return self.layers[0].next_positions(n)
 
-    def append_tokens(self, tokens: Tensor, n_earlier: int) -> Tensor:
-        """Store the next tokens (B, T); return the ones before them (B, n_earlier), -1 for none.
-
-        A pass calls this before any layer appends its keys.
-        """
-        assert self.tokens is not None
-        start = self.length
-        self.tokens[:, start : start + tokens.shape[1]] = tokens
-        earlier = self.tokens[:, max(0, start - n_earlier) : start]
-        return F.pad(earlier, (n_earlier - earlier.shape[1], 0), value=-1)
-
     @property
     def bytes(self) -> int:
-        of_layers = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-        return of_layers + (0 if self.tokens is None else self.tokens.nbytes)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on, and keep the memory."""
@@ -450,14 +434,4 @@ class KVCache:
         cache = copy(self)
         rows = slice(index, index + 1)
         cache.layers = [LayerCache(layer.keys[rows], layer.values[rows]) for layer in self.layers]
-        cache.tokens = None if self.tokens is None else self.tokens[rows]
         return cache
-
-
-def create_token_memory(
-    config: ModelConfig, n_rows: int, n_places: int, device: torch.device
-) -> Tensor | None:
-    """Create memory for the tokens of a cache (n_rows, n_places); None if the model needs none."""
-    if config.embedding_conv is None:
-        return None
-    return torch.zeros(n_rows, n_places, dtype=torch.long, device=device)

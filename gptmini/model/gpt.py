@@ -15,7 +15,7 @@ from gptmini.errors import ConfigError
 from gptmini.model.attention import Attention, KVCache, LayerCache
 from gptmini.model.induction import wire_induction_head
 from gptmini.model.kernels import cross_entropy_, linear_cross_entropy, overwrite_by_softmax_
-from gptmini.model.layers import MLP, Dropout, EmbeddingConv, Rotary, create_norm
+from gptmini.model.layers import MLP, Dropout, Rotary, create_norm
 
 EMBEDDING_STD = 0.3  # beside a head of its own
 
@@ -54,9 +54,6 @@ class GPT(nn.Module):
         # Of the loss, where head and loss are joined; `compile_blocks` compiles it.
         self.overwrite_by_softmax: Callable[[Tensor, Tensor], Tensor] = overwrite_by_softmax_
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.embedding_conv: EmbeddingConv | None = None
-        if config.embedding_conv is not None:
-            self.embedding_conv = EmbeddingConv(config, config.embedding_conv)
         self.positions: nn.Embedding | None = None
         if config.position == "learned":
             self.positions = nn.Embedding(config.context_length, config.d_model)
@@ -94,8 +91,6 @@ class GPT(nn.Module):
         else:
             positions = cache.next_positions(T)  # (T,), or (B, T) where rows differ in length
         x = self.embed(tokens)  # (B, T, D)
-        if self.embedding_conv is not None:
-            x = self.embedding_conv(x, self._embed_earlier(tokens, cache))
         if self.positions is not None:
             x = x + self.positions(positions)
         x = self.dropout(x)
@@ -107,17 +102,6 @@ class GPT(nn.Module):
             else:
                 x = block(x, cos_sin, layer_cache)
         return self.final_norm(x)
-
-    def _embed_earlier(self, tokens: Tensor, cache: KVCache | None) -> Tensor | None:
-        """Embed the tokens that the convolution reads before these (B, T), as (B, n - 1, D).
-
-        None without a cache: nothing is before them.
-        """
-        if cache is None or self.embedding_conv is None:
-            return None
-        earlier = cache.append_tokens(tokens, self.embedding_conv.n_earlier)  # (B, n - 1)
-        embedded = self.embed(earlier.clamp(min=0))  # (B, n - 1, D)
-        return embedded.masked_fill((earlier < 0)[..., None], 0)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden (..., D) -> logits (..., V), by the head or, if tied, the embedding table."""
@@ -168,7 +152,6 @@ def init_weights(model: GPT) -> None:
     | o_proj and down_proj, which add to it           | normal, std 0.02 / √(2 L) |
     | biases                                          | 0                         |
     | norm weights                                    | 1, as PyTorch makes them  |
-    | convolution over the embeddings                 | 0, as it makes itself     |
 
     With RoPE and a head of its own, `wire_induction_head` then adds to the embeddings and to the
     first attention head of two layers. A tied model is for a text that is read often, and such a

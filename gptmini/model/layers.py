@@ -1,4 +1,4 @@
-"""The small parts of a model: norms, dropout, feed-forward, a convolution, rotary positions, ALiBi.
+"""The small parts of a block: norms, dropout, feed-forward, rotary positions, slopes of ALiBi.
 
 Letters: B batch, T positions, H heads, D width, K head size.
 """
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.kernels import RMSNorm, add_earlier_rows
+from gptmini.model.kernels import RMSNorm
 
 
 def create_norm(config: ModelConfig) -> nn.Module:
@@ -70,33 +70,6 @@ class MLP(nn.Module):
         else:
             hidden = F.gelu(hidden, approximate="tanh")
         return self.down_proj(hidden)  # (B, T, D)
-
-
-class EmbeddingConv(nn.Module):
-    """Adds to the embedding of each token those of the n - 1 tokens before it, times weights.
-
-    x_t = e_t + w_1 e_(t-1) + ... + w_(n-1) e_(t-n+1), number by number. So the first layer already
-    reads pairs and triples of tokens. `weight` (n - 1, D) begins at zero, where it changes nothing.
-    RWKV's token shift (Peng et al. 2023) and Canon layers (Allen-Zhu 2025) do the like to what
-    layers read.
-    """
-
-    def __init__(self, config: ModelConfig, span: int) -> None:
-        super().__init__()
-        self.n_earlier = span - 1
-        self.weight = nn.Parameter(torch.empty(self.n_earlier, config.d_model))
-        nn.init.zeros_(self.weight)
-
-    def forward(self, x: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """Convolve embeddings x (B, T, D) -> (B, T, D).
-
-        `earlier` (B, n - 1, D) are those of the tokens before, zero where there is none; without
-        it, x begins the rows.
-        """
-        if earlier is None:
-            return add_earlier_rows(x, self.weight)
-        both = torch.cat([earlier, x], dim=1)  # (B, n - 1 + T, D)
-        return add_earlier_rows(both, self.weight)[:, self.n_earlier :]
 
 
 class Rotary(nn.Module):

@@ -198,19 +198,6 @@ def alibi_bias(H: int, T: int) -> Tensor:
     return -slopes[:, None, None] * distance
 
 
-def embedding_conv(e: Tensor, w: Tensor) -> Tensor:
-    """Add to each embedding e (..., T, D) those of the n - 1 tokens before it times w (n - 1, D).
-
-    A short convolution: position t gets e_t + w_1 e_(t-1) + w_2 e_(t-2) + ..., number by number.
-    Before the first token there is nothing.
-    """
-    x = e.clone()
-    for t in range(e.shape[-2]):
-        for distance in range(1, min(t, len(w)) + 1):
-            x[..., t, :] += w[distance - 1] * e[..., t - distance, :]
-    return x
-
-
 # -- many heads ------------------------------------------------------------------------------------
 
 

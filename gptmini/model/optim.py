@@ -172,7 +172,6 @@ class Optimizer:
     | head, unless tied              | AdamW          | yes          |
     | embeddings                     | AdamW          | no           |
     | positions, norms, biases       | AdamW          | no           |
-    | embedding_conv                 | AdamW          | no           |
 
     The rates are `lr` for AdamW, `embed_lr` for the embeddings and `muon_lr` for Muon. AdamW is
     that of Loshchilov and Hutter (2019); it also takes matrices of a single row or column from

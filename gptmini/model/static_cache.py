@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.attention import KVCache, LayerCache, Masks, create_token_memory
+from gptmini.model.attention import KVCache, LayerCache, Masks
 
 Rows = slice | Tensor
 
 
 class StaticCache:
-    """Keys and values of R texts in every layer, (R, G, size + 1, K), and their tokens if needed.
+    """Keys and values of R texts in every layer, (R, G, size + 1, K).
 
     As in `LayerCache`, position p lies at index p % size. A pass writes all its keys before its
     queries look at them, so layers with a window store `max_pass_tokens` more than the window; that
     many tokens may also be taken back. The last index takes what must not be kept: keys of padding
-    and of idle rows. It is never read. `tokens` (R, context_length + 1) are as in `KVCache`.
+    and of idle rows. It is never read.
     """
 
     def __init__(
@@ -43,23 +43,20 @@ class StaticCache:
             shape = (2, n_rows, config.n_kv_head, size + 1, config.head_dim)
             # Zeros: a key that is masked still takes part in products, and NaN would spread.
             self.memory.append(torch.zeros(shape, device=device, dtype=dtype))
-        self.tokens = create_token_memory(config, n_rows, config.context_length + 1, device)
 
     def copy_row(self, source: int, target: int, other: "StaticCache | None" = None) -> None:
         """Copy a row of this cache, or of another one, to row `target`."""
-        other = self if other is None else other
-        for theirs, ours in zip(other.memory, self.memory, strict=True):
+        layers = self.memory if other is None else other.memory
+        for theirs, ours in zip(layers, self.memory, strict=True):
             ours[:, target] = theirs[:, source]
-        if self.tokens is not None and other.tokens is not None:
-            self.tokens[target] = other.tokens[source]
 
     def select(
         self, rows: Rows, positions: Tensor, is_token: Tensor, n_keys: int
     ) -> "SelectedRows":
         """Prepare a pass over B rows: tokens at `positions` (B, T) that see keys before `n_keys`.
 
-        Where `is_token` (B, T) is False, nothing is kept. The first column of `positions` is where
-        each row goes on, the last one its newest position.
+        Where `is_token` (B, T) is False, nothing is kept. The last column of `positions` is the
+        newest position of each row.
         """
         if isinstance(rows, slice):
             row_numbers = torch.arange(rows.start, rows.stop, device=positions.device)  # (B,)
@@ -72,10 +69,7 @@ class StaticCache:
             if size not in places:
                 places[size] = Places(row_numbers[:, None], positions, is_token, size, n_keys)
             layers.append(SelectedLayer(memory, rows, places[size]))
-        selected_tokens = None
-        if self.tokens is not None:
-            selected_tokens = SelectedTokens(self.tokens, row_numbers, positions, is_token)
-        return SelectedRows(layers, selected_tokens)
+        return SelectedRows(layers)
 
 
 class Places:
@@ -117,33 +111,8 @@ class SelectedLayer(LayerCache):
         return read[0], read[1], places.key_positions
 
 
-class SelectedTokens:
-    """The tokens of the rows of a pass, in the memory (R, context_length + 1) of all rows."""
-
-    def __init__(self, memory: Tensor, rows: Tensor, positions: Tensor, is_token: Tensor) -> None:
-        self._memory = memory
-        self._rows = rows[:, None]  # (B, 1)
-        self._starts = positions[:, :1]  # (B, 1)
-        self._indices = torch.where(is_token, positions, memory.shape[1] - 1)  # (B, T)
-
-    def append(self, tokens: Tensor, n_earlier: int) -> Tensor:
-        """Store tokens (B, T); return the ones before them (B, n_earlier), -1 for none."""
-        self._memory[self._rows, self._indices] = tokens
-        distances = torch.arange(n_earlier, 0, -1, device=tokens.device)  # (n_earlier,)
-        positions = self._starts - distances  # (B, n_earlier)
-        earlier = self._memory[self._rows, positions.clamp(min=0)]  # (B, n_earlier)
-        return earlier.masked_fill(positions < 0, -1)
-
-
 class SelectedRows(KVCache):
     """The rows of a pass, as the model takes them. Their lengths are in their positions."""
 
-    def __init__(
-        self, layers: Sequence[SelectedLayer], selected_tokens: SelectedTokens | None
-    ) -> None:
+    def __init__(self, layers: Sequence[SelectedLayer]) -> None:
         self.layers: list[LayerCache] = list(layers)
-        self._selected_tokens = selected_tokens
-
-    def append_tokens(self, tokens: Tensor, n_earlier: int) -> Tensor:
-        assert self._selected_tokens is not None
-        return self._selected_tokens.append(tokens, n_earlier)

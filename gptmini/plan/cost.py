@@ -8,7 +8,6 @@ from gptmini.config.settings import ModelConfig
 
 # The best use of compute (Hoffmann et al. 2022).
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
-BYTES_PER_CACHED_TOKEN = 8
 
 
 def count_parameters_by_part(config: ModelConfig) -> dict[str, int]:
@@ -30,7 +29,6 @@ def count_parameters_by_part(config: ModelConfig) -> dict[str, int]:
     norm = 2 * D if config.norm == "layernorm" and config.bias else D
     parts = {
         "embedding": V * D,
-        "embedding_conv": (config.embedding_conv - 1) * D if config.embedding_conv else 0,
         "positions": config.context_length * D if config.position == "learned" else 0,
         "attention": L * attention,
         "mlp": L * mlp,
@@ -62,8 +60,7 @@ def count_forward_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
     """Count the floating-point operations per token of a forward pass over T tokens, by part.
 
     A product with a matrix of n weights takes 2 n. Attention counts only the keys that a query
-    sees: half of T on average under the causal mask, fewer with a window. What has no matrix does
-    not count: norms, activations, a convolution over the embeddings.
+    sees: half of T on average under the causal mask, fewer with a window.
     """
     attention, mlp = _count_matrix_weights(config)
     heads = config.n_head * config.head_dim
@@ -97,9 +94,7 @@ def count_training_flops(config: ModelConfig, seq_len: int, checkpointing: bool 
 def count_cache_bytes(config: ModelConfig, positions: int, element: int = 4) -> int:
     """Count the bytes of the keys and values of these positions: 2 L G K elements for each.
 
-    A layer with a window keeps only its window. Each has `element` bytes, four in float32. For a
-    convolution over the embeddings, the number of each token is kept as well.
+    A layer with a window keeps only its window. Each has `element` bytes, four in float32.
     """
     kept = sum(min(positions, config.get_cache_length(layer)) for layer in range(config.n_layer))
-    tokens = BYTES_PER_CACHED_TOKEN * positions if config.embedding_conv else 0
-    return 2 * kept * config.n_kv_head * config.head_dim * element + tokens
+    return 2 * kept * config.n_kv_head * config.head_dim * element

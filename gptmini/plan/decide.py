@@ -141,8 +141,6 @@ def decide(
     config = split_batch(config, world_size, requested.train.micro_batch_size is not None)
     if existing is None:
         config = choose_recipe(config, corpus)
-    if budget is not None:
-        say_other_shape(config, corpus)
     config = choose_dropout(config, corpus)
     config = choose_sample_start(config, corpus)
     if not dry_run:
@@ -398,15 +396,6 @@ def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) ->
         is_exact = is_power_of_two and 1 < world_size <= MAX_EXACT_WORLD_SIZE
         config = config.with_train(reduce="exact" if is_exact else "fast")
     return config
-
-
-def say_other_shape(config: Config, corpus: Corpus) -> None:
-    """Say what a convolution over the embeddings would gain, where it was seen to gain."""
-    is_open = config.model.embedding_conv is None and config.base.run is None
-    if is_open and count_epochs(config, corpus) < MIN_EPOCHS_TO_TIE:
-        say_header(
-            "  shape     model.embedding_conv=3 would learn 3 to 8 % more, but cannot be exported"
-        )
 
 
 def choose_recipe(config: Config, corpus: Corpus) -> Config:

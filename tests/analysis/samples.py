@@ -10,7 +10,7 @@ from gptmini.analysis.variants import RunMeasurement, Variant
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.support import draw_embedding_conv, tiny
+from tests.support import tiny
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -36,7 +36,7 @@ def run_of(sample=None, tokenizer=None, model=None, **attention) -> Run:
     config = tiny(model={**(model or {}), "attention": attention}, sample=sample or {})
     config = config.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
     torch.manual_seed(0)
-    model = draw_embedding_conv(GPT(config.model)).eval()
+    model = GPT(config.model).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)

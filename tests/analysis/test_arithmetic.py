@@ -29,11 +29,7 @@ RUNS = {
     ),
     "alibi": run_of(model={"position": "alibi", "bias": True}, variant="gqa", n_kv_head=2),
     "windows": run_of(
-        model={"position": "none", "embedding_conv": 3},
-        variant="mqa",
-        window=3,
-        full_every=2,
-        qk_norm=True,
+        model={"position": "none"}, variant="mqa", window=3, full_every=2, qk_norm=True
     ),
 }
 
@@ -114,24 +110,6 @@ def test_the_numbers_of_a_page_compute_what_the_model_computes(name: str):
                 if kind != "v" and config.position == "rope":
                     made = mechanisms.rotate_by_position(made, config.rope_theta)
                 torch.testing.assert_close(numbers[kind], made, atol=1e-5, rtol=1e-5)
-
-
-def test_a_convolution_is_in_the_residual_stream_of_the_first_layer_and_in_a_sentence():
-    run = RUNS["windows"]
-    (layer,) = arithmetic.record_layers(run.model, TOKENS, [0])
-    embedded = run.model.embed.weight[TOKENS].detach()
-    expected = mechanisms.embedding_conv(embedded, run.model.embedding_conv.weight.detach())
-    torch.testing.assert_close(layer.stream, expected)
-    sentence = "a short convolution also adds to the embedding of each token"
-    assert (
-        f"{sentence} those of the 2 tokens before, every number times a learned weight."
-        in arithmetic.build_notes(run.model.config, False)["position"]
-    )
-    pairs = run_of(model={"embedding_conv": 2}).model.config
-    assert (
-        f"{sentence} that of the token before," in arithmetic.build_notes(pairs, False)["position"]
-    )
-    assert "convolution" not in str(arithmetic.build_notes(RUNS["rope"].model.config, False))
 
 
 def test_every_position_of_the_settings_is_tried_here():

@@ -37,14 +37,13 @@ TRAIN = {
 CASES: dict[str, dict[str, Any]] = {
     "muon": {
         "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "dropout": 0.1}
-        | {"attention": {"variant": "mqa"}, "position": "alibi", "embedding_conv": 2},
+        | {"attention": {"variant": "mqa"}, "position": "alibi"},
         "train": TRAIN
         | {"batch_size": 24, "micro_batch_size": 2, "grad_clip": 0.1, "dtype": "float32"},
     },
     "adamw": {
         "model": {"d_model": 12, "n_head": 6, "dropout": 0.2, "bias": True, "norm": "rmsnorm"}
-        | {"tie_embeddings": False, "position": "rope", "activation": "swiglu"}
-        | {"embedding_conv": 4},
+        | {"tie_embeddings": False, "position": "rope", "activation": "swiglu"},
         "train": TRAIN
         | {"batch_size": 8, "micro_batch_size": 1, "optimizer": "adamw"}
         | {"gradient_checkpointing": True},

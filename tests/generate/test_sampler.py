@@ -22,7 +22,7 @@ from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
-from tests.support import draw_embedding_conv, tiny
+from tests.support import tiny
 
 LIMIT = 16
 ENGINES = ["torch", "no cache"] + ["compiled"] * (shutil.which("g++") is not None)
@@ -34,19 +34,17 @@ def model_of(
     extra: dict | None = None,
     seed: int = 5,
     length: int = LIMIT,
-    embedding_conv: int | None = None,
 ) -> GPT:
     torch.manual_seed(seed)
     heads = {"variant": variant, "n_kv_head": 2 if variant == "gqa" else None} | (extra or {})
     shape = {"attention": heads, "position": position, "tie_embeddings": False}
     shape["context_length"] = length
-    shape["embedding_conv"] = embedding_conv
     model = GPT(tiny(model=shape).with_tokenizer("byte", 50).model).eval()
     with torch.no_grad():  # strong weights: a text that varies, far from ties
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(8)
-    return draw_embedding_conv(model)
+    return model
 
 
 def engine_of(model: GPT, engine: str, n_texts: int = 1) -> Engine:
@@ -95,21 +93,12 @@ def test_windows_slide_the_same_with_and_without_the_cache(attention):
     assert all(other == first for other in others)
 
 
-def test_a_convolution_slides_the_same_with_and_without_the_cache():
-    """What is kept is read again from the first position, with nothing before it."""
-    model = model_of(embedding_conv=4)
-    first, *others = (drawn(model, [[3, 1, 4]], e, max_new_tokens=60) for e in ENGINES)
-    assert all(other == first for other in others)
-    (drafted,) = drawn(model, [[3, 1, 4]], ENGINES[-1], max_new_tokens=60, drafter=PromptLookup())
-    assert [drafted] == first
-
-
 @pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
-@pytest.mark.parametrize(("position", "conv"), [("rope", None), ("alibi", None), ("rope", 3)])
+@pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, conv, attention):
+def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, attention):
     """Any length, past the context, with its own random numbers, beside texts that end sooner."""
-    model = model_of(position=position, extra=attention, embedding_conv=conv)
+    model = model_of(position=position, extra=attention)
     prompts = [[7], list(range(12)), [3, 1, 4, 1], list(range(40)), [7]]
     together = drawn(model, prompts, engine, max_new_tokens=50)
     for number, prompt in enumerate(prompts):
@@ -152,16 +141,12 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif("compiled" not in ENGINES, reason="no g++ here")
-@pytest.mark.parametrize(
-    ("attention", "conv"),
-    [({}, None), ({}, 4), ({"window": 5}, 3), ({"window": 5, "full_every": 2}, None)],
-    ids=str,
-)
-def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, conv, monkeypatch):
+@pytest.mark.parametrize("attention", [{}, {"window": 5}, {"window": 5, "full_every": 2}], ids=str)
+def test_chunks_between_steps_and_shared_prefixes_change_no_bit(attention, monkeypatch):
     for module, name, value in [(native, "PREFILL_CHUNK", 4), (native, "SPARE_POSITIONS", 1)]:
         monkeypatch.setattr(module, name, value)
         monkeypatch.setattr(torch_engine, name, value)
-    model = model_of(extra=attention, embedding_conv=conv)
+    model = model_of(extra=attention)
     engine = engine_of(model, "compiled", 3)
     first = Text(0, [*range(15)], LIMIT)
     others = [Text(1, [7], LIMIT), Text(2, [*range(9), 40, 41, 42, 43, 44], LIMIT)]
@@ -215,7 +200,7 @@ def test_narrow_weights_give_prompts_and_steps_one_arithmetic(weights, attention
     for module in (native, torch_engine):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     monkeypatch.setattr(native, "MAX_CALL_TOKENS", 32)
-    model = model_of(extra=attention, length=128, embedding_conv=3)
+    model = model_of(extra=attention, length=128)
     open_one = lambda n=1: open_engine(model, weights, n, files.DEFAULT_CACHE_DIR)
     prompt = [n * n % 50 for n in range(100)]
     slowly, engine = Text(0, prompt[:1], 128), open_one()

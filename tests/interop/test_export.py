@@ -442,14 +442,6 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
                 export_run(with_alibi, tmp_path / "out", to)
             (line,) = refusal.value.lines
             assert line.startswith("model.position: alibi, but must be rope in ")
-    with_convolution = run_of(tmp_path / "convolution", embedding_conv=3)
-    for to in ("hf", "gguf"):
-        with pytest.raises(ConfigError) as refusal:
-            export_run(with_convolution, tmp_path / "out", to)
-        assert refusal.value.lines == (
-            "model.embedding_conv: 3, but no other library's architecture has such a convolution; "
-            "set it to null and train again",
-        )
     with pytest.raises(ConfigError, match="--to onnx: unknown format"):
         export_run(run, tmp_path / "out", "onnx")
     (tmp_path / "out").write_text("mine")

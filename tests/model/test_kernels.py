@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptmini.model import kernels, mechanisms
-from gptmini.model.kernels import RMSNorm, add_earlier_rows, cross_entropy_, linear_cross_entropy
+from gptmini.model import kernels
+from gptmini.model.kernels import RMSNorm, cross_entropy_, linear_cross_entropy
 from gptmini.plan.memory import StorageCounter
 
 
@@ -34,36 +34,6 @@ def test_rmsnorm_takes_heads_that_are_not_contiguous():
     ]
     for ours, torchs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, torchs)
-
-
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 17), st.integers(1, 7))
-def test_adding_earlier_rows_and_its_gradients_are_the_definition(rows, length, width, n_earlier):
-    torch.manual_seed(length)
-    x = torch.randn(rows, length, width, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(n_earlier, width, dtype=torch.float64, requires_grad=True)
-    gradient = torch.randn_like(x)
-    results = []
-    for y in (add_earlier_rows(x, weight), mechanisms.embedding_conv(x, weight)):
-        gradients = torch.autograd.grad(y, (x, weight), gradient, materialize_grads=True)
-        results.append((y, *gradients))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("width", [20, 128, 130])
-def test_adding_earlier_rows_has_the_same_bits_on_any_number_of_threads(width):
-    torch.manual_seed(0)
-    x = torch.randn(9, 257, width, requires_grad=True)  # more than one thread takes
-    weight = torch.randn(2, width, requires_grad=True)
-    gradient = torch.randn_like(x)
-    found = []
-    for threads in (1, 2, 3, 5):
-        torch.set_num_threads(threads)
-        y = add_earlier_rows(x, weight)
-        found.append((y, *torch.autograd.grad(y, (x, weight), gradient)))
-    torch.set_num_threads(1)
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
 def compute_mean(logits: Tensor, targets: Tensor) -> Tensor:

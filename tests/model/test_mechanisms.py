@@ -216,17 +216,6 @@ def test_alibi_takes_from_a_score_its_distance_times_the_slope_of_the_head():
     assert weights[0, 3].tolist() == pytest.approx(expected)
 
 
-def test_a_short_convolution_adds_earlier_embeddings_times_weights():
-    e = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0], [13.0, 17.0]])
-    w = torch.tensor([[0.5, 10.0], [2.0, -1.0]])  # of the token before, and of the one before that
-    assert m.embedding_conv(e, w).tolist() == [
-        [1, 2],
-        [3 + 0.5 * 1, 5 + 10 * 2],
-        [7 + 0.5 * 3 + 2 * 1, 11 + 10 * 5 - 2],
-        [13 + 0.5 * 7 + 2 * 3, 17 + 10 * 11 - 5],
-    ]
-
-
 # -- equal ways ------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,6 @@ def small(**settings: bool) -> GPT:
             position="learned",
             bias=True,
             norm="layernorm",
-            embedding_conv=3,
         )
     )
 
@@ -96,7 +95,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
     assert roles(group["params"], model) == MATRICES
     rest = [p for group in adamw.param_groups for p in group["params"]]
     assert len(rest) + len(group["params"]) == len(list(model.parameters()))
-    assert {"embed", "embedding_conv"} <= roles(rest, model)
+    assert "embed" in roles(rest, model)
     assert ("head" in roles(adamw.param_groups[0]["params"], model)) == (not tied)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

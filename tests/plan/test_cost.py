@@ -23,7 +23,6 @@ def by_part(model: GPT) -> dict[str, int]:
     """Parameters by the module that holds them."""
     counts: dict[str, int] = {}
     parts: dict[str, Any] = {"embedding": model.embed, "positions": model.positions}
-    parts["embedding_conv"] = model.embedding_conv
     for name, part in {**parts, "head": model.head}.items():
         if part is not None:
             counts[name] = part.weight.numel()
@@ -40,13 +39,6 @@ def test_parameters_are_those_of_the_model_for_every_configuration(name):
     config = load_config(CONFIGS_DIR / f"{name}.yaml", []).model.model_copy(
         update={"vocab_size": 50257}
     )
-    with torch.device("meta"):
-        assert cost.count_parameters_by_part(config) == by_part(GPT(config))
-
-
-def test_the_convolution_over_the_embeddings_is_a_part_of_its_own():
-    config = ModelConfig(vocab_size=50, d_model=24, embedding_conv=4)
-    assert cost.count_parameters_by_part(config)["embedding_conv"] == 3 * 24
     with torch.device("meta"):
         assert cost.count_parameters_by_part(config) == by_part(GPT(config))
 
@@ -74,7 +66,6 @@ def models(draw) -> ModelConfig:
             "context_length": draw(st.integers(1, 64)),
             "attention": attention,
             "position": draw(st.sampled_from(POSITIONS)),
-            "embedding_conv": draw(st.none() | st.integers(2, 8)),
             "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
             "activation": draw(st.sampled_from(["gelu", "swiglu", "relu2"])),
             "bias": draw(st.booleans()),

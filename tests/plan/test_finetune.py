@@ -52,8 +52,7 @@ def base(text_file: Path, tmp_path: Path) -> RunDirectory:
     config = tiny(
         data={"path": str(text_file)},
         tokenizer={"kind": "bpe", "vocab_size": 300},
-        model={"attention": {"variant": "gqa", "n_kv_head": 2}, "norm": "rmsnorm"}
-        | {"embedding_conv": 3},
+        model={"attention": {"variant": "gqa", "n_kv_head": 2}, "norm": "rmsnorm"},
         train={"lr": 4e-3, "embed_lr": 8e-3, "muon_lr": 0.01, "betas": [0.8, 0.9], "batch_size": 4},
     )
     begin_training(config, tmp_path / "base", new_cache(tmp_path))

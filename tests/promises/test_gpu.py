@@ -45,7 +45,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "gpt-2": {"position": "learned", "activation": "gelu", "bias": True, "tie_embeddings": True},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False},
     "bloom": {"position": "alibi", "activation": "gelu", "bias": True},
-    "convolution": {"embedding_conv": 3},
     "default": {},
 }
 LINE = "{}. The cat of the king sat on mat {}, and {} is not {}.\n"
@@ -57,10 +56,7 @@ def made(attention: dict[str, Any] | None = None, **settings: Any) -> GPT:
     torch.manual_seed(0)
     sizes = {"vocab_size": 101, "n_layer": 2, "n_head": 4, "d_model": 64, "context_length": 64}
     config = AttentionConfig.model_validate(attention or {})
-    model = GPT(ModelConfig(attention=config, **{**sizes, **settings}))
-    if model.embedding_conv is not None:
-        torch.nn.init.normal_(model.embedding_conv.weight, std=0.5)  # begins at zero
-    return model
+    return GPT(ModelConfig(attention=config, **{**sizes, **settings}))
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
@@ -156,12 +152,9 @@ def test_training_follows_that_of_the_cpu(dtype, tolerance, optimizer, tmp_path)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("attention", "conv"), [({}, 3), ({"variant": "gqa", "n_kv_head": 2, "window": 8}, None)]
-)
-def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, conv, tmp_path):
-    model = {"attention": attention, "embedding_conv": conv}
-    asked = settings(tmp_path, "cpu", model, steps=60, eval_every=60)
+@pytest.mark.parametrize("attention", [{}, {"variant": "gqa", "n_kv_head": 2, "window": 8}])
+def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_path):
+    asked = settings(tmp_path, "cpu", {"attention": attention}, steps=60, eval_every=60)
     fit(asked, tmp_path / "run", tmp_path / "cache")
     prompts = ["The cat ", "12. The", "", "a text that fills more than the 32 positions of context"]
     drawn: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0}
@@ -192,7 +185,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(
             os.kill(os.getpid(), signal.SIGTERM)
         return update(training)
 
-    model = {"dropout": 0.1, "attention": attention, "embedding_conv": 3}
+    model = {"dropout": 0.1, "attention": attention}
     asked = settings(tmp_path, DEVICE, model, deterministic=deterministic, dtype=dtype)
     with mock.patch.object(trainer, "train_step", stopping), pytest.raises(Stopped):
         fit(asked, tmp_path / "stopped", tmp_path / "cache")

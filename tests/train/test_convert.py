@@ -68,11 +68,7 @@ def test_a_pooled_head_is_the_mean_of_those_it_replaces():
 
 @pytest.fixture
 def trained(text_file: Path, tmp_path: Path) -> Run:
-    config = tiny(
-        data={"path": str(text_file)},
-        model={"embedding_conv": 3},
-        train={"steps": 20, "eval_every": 10},
-    )
+    config = tiny(data={"path": str(text_file)}, train={"steps": 20, "eval_every": 10})
     train(config, tmp_path / "run", new_cache(tmp_path))
     return load_run(tmp_path / "run", "cpu", "float32", tmp_path / "cache")
 

@@ -46,11 +46,6 @@ struct Model {
   int rms, activation, precision, n_threads;  // numbered as in step.py and precision.py
   float norm_eps;
   const float *embed, *positions, *cosines, *sines;  // (V, D), (S, D), (S, K/2); or null
-  // The convolution over the embeddings (n_earlier, D), or null; and the tokens of each slot by
-  // position (slots, tokens_stride), which only the convolution reads.
-  const float* embedding_conv;
-  int64_t* cached_tokens;
-  int n_earlier, tokens_stride;
   Norm final_norm;
   Matrix head;
   Layer* layers;
@@ -174,36 +169,14 @@ struct Call {
     return {from, to < n ? to : n};
   }
 
-  // Computes x = token embedding, convolved with earlier ones and plus the position embedding if
-  // the model has them.
+  // Computes x = token embedding + position embedding, if there is one.
   void embed() const {
-    if (g.embedding_conv) store_tokens();
 #pragma omp for schedule(static)
     for (int m = 0; m < M; m++) {
-      float* x = g.x + m * D;
-      memcpy(x, g.embed + (int64_t)tokens[m] * g.d_model, g.d_model * sizeof(float));
-      if (g.embedding_conv) add_earlier(m, x);
-      if (!g.positions) continue;
-      const float* position = g.positions + (int64_t)positions[m] * g.d_model;
-      for (int i = 0; i < g.d_model; i++) x[i] += position[i];
-    }
-  }
-
-  // Stores the tokens of the call in the cache, those that follow in the call included: a token
-  // reads only the positions before its own.
-  void store_tokens() const {
-#pragma omp for schedule(static)
-    for (int m = 0; m < M; m++)
-      g.cached_tokens[(int64_t)rows[m] * g.tokens_stride + positions[m]] = tokens[m];
-  }
-
-  // Adds to x the embeddings of the tokens before token m, times the weights of the convolution.
-  void add_earlier(int m, float* x) const {
-    const int64_t* token = g.cached_tokens + (int64_t)rows[m] * g.tokens_stride + positions[m];
-    for (int n = 1; n <= std::min(g.n_earlier, positions[m]); n++) {
-      const float* earlier = g.embed + token[-n] * g.d_model;
-      const float* weight = g.embedding_conv + (int64_t)(n - 1) * g.d_model;
-      for (int i = 0; i < g.d_model; i++) x[i] += weight[i] * earlier[i];
+      const float* token = g.embed + (int64_t)tokens[m] * g.d_model;
+      const float* position =
+          g.positions ? g.positions + (int64_t)positions[m] * g.d_model : nullptr;
+      for (int i = 0; i < g.d_model; i++) g.x[m * D + i] = token[i] + (position ? position[i] : 0);
     }
   }
 

@@ -172,8 +172,6 @@ class NativeEngine:
             for layer in self._cache.layers:
                 layer.keys[slot, :, :length] = layer.keys[donor, :, :length]
                 layer.values[slot, :, :length] = layer.values[donor, :, :length]
-            if self._cache.tokens is not None:
-                self._cache.tokens[slot, :length] = self._cache.tokens[donor, :length]
         self._prefilled[slot] = text.context[:length]
         text.n_cached = length
         if not text.tokens:  # do not count what a text reuses when it slides later

@@ -78,10 +78,6 @@ class _Model(Structure):
         ("positions", c_void_p),
         ("cosines", c_void_p),
         ("sines", c_void_p),
-        ("embedding_conv", c_void_p),
-        ("cached_tokens", c_void_p),
-        ("n_earlier", c_int),
-        ("tokens_stride", c_int),
         ("final_norm", _Norm),
         ("head", _Matrix),
         ("layers", POINTER(_Layer)),
@@ -193,12 +189,6 @@ class NativeStep:
             words = torch.zeros(MAX_CALL_TOKENS, round_up(max(D, F, H * K)) // 2)
             described.words = self._pointer(words)
             described.scales = self._allocate_buffer(1, MAX_CALL_TOKENS)
-        if model.embedding_conv is not None and cache.tokens is not None:
-            n_earlier = model.embedding_conv.n_earlier
-            described.embedding_conv = self._pointer(model.embedding_conv.weight, n_earlier, D)
-            described.cached_tokens = self._pointer(cache.tokens)
-            described.n_earlier = n_earlier
-            described.tokens_stride = cache.tokens.shape[1]
         if model.positions is not None:
             described.positions = self._pointer(model.positions.weight, config.context_length, D)
         if model.rotary is not None:

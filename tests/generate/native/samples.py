@@ -36,7 +36,6 @@ def models(draw: st.DrawFn) -> GPT:
                 "qkv_bias": one_of(None, True, False),
             },
             "position": one_of(*POSITIONS),
-            "embedding_conv": one_of(None, 2, 4),
             "norm": one_of("layernorm", "rmsnorm"),
             "activation": one_of("gelu", "swiglu", "relu2"),
             "bias": one_of(True, False),

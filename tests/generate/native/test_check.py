@@ -53,7 +53,6 @@ MODELS = {
     "window": {"attention": {"variant": "mqa", "window": 7, "full_every": 2}},
     "learned": {"position": "learned", "bias": True, "norm": "layernorm", "activation": "gelu"},
     "alibi": {"position": "alibi", "n_head": 6, "head_dim": 5, "attention": {"window": 30}},
-    "convolution": {"embedding_conv": 4},
     "none": {"position": "none", "tie_embeddings": False, "activation": "swiglu"},
     "one position": {"context_length": 1, "vocab_size": 1},
     "long": {"context_length": 2000, "attention": {"window": 300}},
@@ -119,28 +118,18 @@ def describe_without_window(self, model, cache, old=NativeStep._build_model):
     return described
 
 
-def describe_without_convolution(self, model, cache, old=NativeStep._build_model):
-    described = old(self, model, cache)
-    described.embedding_conv = None
-    return described
-
-
 @needs_compiler
 @pytest.mark.parametrize(
     ("method", "wrong"),
-    [
-        ("_build_layer", describe_without_slopes),
-        ("_build_model", describe_without_window),
-        ("_build_model", describe_without_convolution),
-    ],
-    ids=["slopes", "window", "convolution"],
+    [("_build_layer", describe_without_slopes), ("_build_model", describe_without_window)],
+    ids=["slopes", "window"],
 )
 def test_an_engine_that_lacks_something_of_the_model_is_not_used(
     method, wrong, monkeypatch, capsys
 ):
     """As when a mechanism was added to the model alone, or wrongly to the engine."""
     monkeypatch.setattr(NativeStep, method, wrong)
-    model = noisy(position="alibi", attention={"window": 7}, embedding_conv=2)
+    model = noisy(position="alibi", attention={"window": 7})
     engine = native.open_engine(model, "int8", 1, files.DEFAULT_CACHE_DIR)
     assert isinstance(engine, TorchEngine)
     assert "compiled engine: does not compute this model (logits differ" in capsys.readouterr().err

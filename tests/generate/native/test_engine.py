@@ -18,7 +18,7 @@ from gptmini.config.settings import ModelConfig
 from gptmini.generate.native import build, precision
 from gptmini.model.gpt import GPT
 from tests.generate.native.samples import LENGTH, models, run, step_of
-from tests.support import draw_embedding_conv, needs_posix
+from tests.support import needs_posix
 
 TARGETS = [build.NATIVE_TARGET]  # this processor, and what it would do with fewer instructions
 if platform.machine() == "x86_64":
@@ -96,7 +96,7 @@ def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call
 @pytest.mark.parametrize("weights", precision.PRECISIONS)
 def test_any_number_of_threads_gives_the_same_bits(weights):
     torch.manual_seed(0)
-    model = draw_embedding_conv(GPT(ModelConfig(vocab_size=50, n_layer=2, embedding_conv=3))).eval()
+    model = GPT(ModelConfig(vocab_size=50, n_layer=2)).eval()
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -150,13 +150,11 @@ def test_int8_weights_are_at_most_half_a_step_off(seed):
 
 
 def test_rounding_leaves_norms_and_positions_unchanged():
-    model = GPT(ModelConfig(vocab_size=50, n_layer=1, position="learned", embedding_conv=3))
-    draw_embedding_conv(model)
+    model = GPT(ModelConfig(vocab_size=50, n_layer=1, position="learned"))
     before = copy.deepcopy(model.state_dict())
     precision.round_weights(model, "bfloat16")
     changed = {name for name, now in model.state_dict().items() if not now.equal(before[name])}
-    matrices = {name for name, now in before.items() if now.ndim == 2}
-    assert changed == matrices - {"positions.weight", "embedding_conv.weight"}
+    assert changed == {name for name, now in before.items() if now.ndim == 2} - {"positions.weight"}
     precision.round_weights(model, "float32")
 
 
