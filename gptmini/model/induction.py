@@ -47,7 +47,8 @@ def wire_induction_head(
         embed.weight.add_(embedding_std * D**0.5 * common)
 
         query, key = make_query_and_key_of_token_before(config)  # (K,) each
-        # Large weights last. Without QK-norm the scores would be large too, so it is numbers of 1.
+        # The first updates would undo small weights. Without QK-norm, though, the scores grow with
+        # the weights, so these make queries and keys of about 1 per number.
         look = LOOK_SCALE * D**0.5 if config.attention.qk_norm else (2 / D) ** 0.5
         read = draw_directions(K, D, common)  # (K, D), of an embedding
         written = draw_directions(K, D, common)  # (K, D), to the residual stream
@@ -85,12 +86,12 @@ def choose_pairs(config: ModelConfig) -> Tensor:
 
 
 def draw_directions(count: int, width: int, avoided: Tensor | None = None) -> Tensor:
-    """Draw random directions (count, width) of length 1, at right angles to one (1, width)."""
+    """Draw directions (count, width) of length 1, at right angles to `avoided` (1, width)."""
     drawn = torch.randn(count, width)
     drawn = drawn - drawn.mean(dim=1, keepdim=True)  # which LayerNorm would remove
     if avoided is not None:
         drawn = drawn - drawn @ avoided.T * avoided
-    return drawn / drawn.norm(dim=1, keepdim=True)
+    return F.normalize(drawn, dim=1)  # zero where D leaves no direction
 
 
 def add_to_head(projection: nn.Linear, change: Tensor) -> None:

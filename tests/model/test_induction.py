@@ -98,3 +98,9 @@ def test_without_rope_a_head_of_its_own_or_a_second_layer_nothing_is_wired(
     monkeypatch.setattr(gpt, "wire_induction_head", lambda *_: None)
     drawn = make(**given).state_dict()
     assert all(weights[name].equal(drawn[name]) for name in drawn)
+
+
+@pytest.mark.parametrize("d_model", [1, 2, 3])
+def test_a_width_without_room_for_directions_has_finite_weights(d_model: int):
+    model = make(d_model=d_model, n_head=1, head_dim=2)
+    assert all(weight.isfinite().all() for weight in model.state_dict().values())
