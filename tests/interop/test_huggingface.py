@@ -308,6 +308,7 @@ def test_the_context_is_cut_to_what_is_asked(tmp_path):
         model = written(name, tmp_path / name)
         run = import_model(tmp_path / name, tmp_path / f"{name} run", 16, tmp_path)
         assert run.config.model.context_length == 16
+        assert run.config.seq_len == 16  # what it is fine-tuned on fits the context
         tokens = torch.arange(16)[None]
         with torch.no_grad():
             expected = model(tokens).logits
@@ -320,6 +321,7 @@ def test_an_import_has_2048_positions_unless_more_are_asked_for(tmp_path):
     written("SmolLM2", tmp_path / "there", max_position_embeddings=4096)
     run = import_model(tmp_path / "there", tmp_path / "run", cache=tmp_path)
     assert run.config.model.context_length == 2048
+    assert (run.config.train.batch_size, run.config.seq_len) == (4, 256)
     run = import_model(tmp_path / "there", tmp_path / "long", 4096, tmp_path)
     assert run.config.model.context_length == 4096
 
