@@ -9,11 +9,18 @@
 // multiply and add two columns at once: bfloat16 weights are multiplied with inputs rounded to
 // bfloat16, int8 weights with inputs rounded to int16 with one scale per token.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES
 #endif
 
 // Floats in a vector. The compiler splits vectors for processors with narrower registers.
@@ -208,9 +215,115 @@ inline void multiply_panels(const Matrix& w, int row, int& m, int end, Inputs x,
   }
 }
 
+// -- bfloat16 by AMX ------------------------------------------------------------------------------
+
+// AMX is the matrix unit of Intel's processors since Sapphire Rapids. One instruction multiplies a
+// tile of 16 tokens x 32 columns with one of 32 columns x 16 rows of weights, and the panels of
+// weights are such tiles, one behind the other. It adds even and odd columns by themselves, so sums
+// have other bits than those above, though still the same whatever the other tokens are. Hence,
+// where there are tiles, all products of bfloat16 take them, also those of a single token.
+#ifdef HAS_TILES
+
+constexpr int TILE = 16;        // tokens, or rows of weights
+constexpr int TILE_BYTES = 64;  // in one of the 16 lines of a tile: 32 columns, or 16 sums
+// The tile registers: sums of the first and second 16 tokens, each with two panels of 16 rows; the
+// inputs of the first and second 16 tokens; the weights of the two panels. g++ makes the names of
+// registers of these, and takes no other constants.
+#define SUMS_00 0
+#define SUMS_01 1
+#define SUMS_10 2
+#define SUMS_11 3
+#define FIRST_INPUTS 4
+#define SECOND_INPUTS 5
+#define FIRST_ROWS 6
+#define SECOND_ROWS 7
+
+// Asks Linux for the tile registers, once in a process; false if it refuses.
+inline bool allow_tiles() {
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
+  static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return allowed;
+}
+
+// Sets the shapes of this thread's tile registers for M <= 32 tokens.
+inline void configure_tiles(int M) {
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t lines[16];
+  } shapes = {1, 0, {}, {}, {}};
+  const uint8_t first = std::min(M, TILE);
+  const uint8_t second = std::max(M - TILE, 1);  // a tile of no line is not allowed
+  const uint8_t lines[] = {first, first, second, second, first, second, TILE, TILE};
+  for (int tile = 0; tile < 8; tile++) {
+    shapes.lines[tile] = lines[tile];
+    shapes.bytes[tile] = TILE_BYTES;
+  }
+  // The intrinsics do not tell g++ all of what they read: it must be in memory by now.
+  asm volatile("" : : "r"(&shapes) : "memory");
+  _tile_loadconfig(&shapes);
+}
+
+// Multiplies two panels of rows with the M tokens that the tiles are configured for.
+inline void multiply_by_tiles(const Matrix& w, int row, int M, Inputs x, float* y, int64_t ys) {
+  const int64_t panel_words = w.columns / 2 * TILE;
+  const uint32_t* first_panel = (const uint32_t*)w.data + row / TILE * panel_words;
+  const uint32_t* second_panel = first_panel + panel_words;
+  const uint32_t* inputs = x.words;
+  const int64_t input_bytes = 4 * x.distance, output_bytes = 4 * ys;
+  _tile_zero(SUMS_00);
+  _tile_zero(SUMS_01);
+  _tile_zero(SUMS_10);
+  _tile_zero(SUMS_11);
+  for (int c = 0; c < w.columns; c += 2 * TILE) {
+    _tile_loadd(FIRST_ROWS, first_panel, TILE_BYTES);
+    _tile_loadd(SECOND_ROWS, second_panel, TILE_BYTES);
+    _tile_loadd(FIRST_INPUTS, inputs, input_bytes);
+    _tile_dpbf16ps(SUMS_00, FIRST_INPUTS, FIRST_ROWS);
+    _tile_dpbf16ps(SUMS_01, FIRST_INPUTS, SECOND_ROWS);
+    if (M > TILE) {
+      _tile_loadd(SECOND_INPUTS, inputs + TILE * x.distance, input_bytes);
+      _tile_dpbf16ps(SUMS_10, SECOND_INPUTS, FIRST_ROWS);
+      _tile_dpbf16ps(SUMS_11, SECOND_INPUTS, SECOND_ROWS);
+    }
+    first_panel += TILE * TILE;
+    second_panel += TILE * TILE;
+    inputs += TILE;
+  }
+  _tile_stored(SUMS_00, y + row, output_bytes);
+  _tile_stored(SUMS_01, y + row + TILE, output_bytes);
+  if (M > TILE) {
+    _tile_stored(SUMS_10, y + TILE * ys + row, output_bytes);
+    _tile_stored(SUMS_11, y + TILE * ys + row + TILE, output_bytes);
+  }
+  if (!w.bias) return;
+  for (int m = 0; m < M; m++)
+    for (int i = row; i < row + 2 * TILE; i++) y[m * ys + i] += w.bias[i];
+}
+
+// Computes the rows `from` to `to` of y = w x for M tokens, 32 rows and 32 tokens at a time.
+inline void multiply_rows_by_tiles(const Matrix& w, int from, int to, int M, Inputs x, float* y,
+                                   int64_t ys) {
+  int configured = 0;
+  for (int row = from; row < to; row += 2 * TILE)
+    for (int m = 0; m < M; m += 2 * TILE) {
+      const int tokens = std::min(M - m, 2 * TILE);
+      if (tokens != configured) configure_tiles(tokens);
+      configured = tokens;
+      Inputs some{x.words + m * x.distance, x.scales, x.distance};
+      multiply_by_tiles(w, row, tokens, some, y + m * ys, ys);
+    }
+  _tile_release();
+}
+#endif
+
 // Computes the rows `from` to `to` of y = w x for M tokens, 2 * WIDTH rows at a time.
 template <typename Type>
 void multiply_rows(const Matrix& w, int from, int to, int M, Inputs x, float* y, int ys) {
+#ifdef HAS_TILES
+  if (std::is_same<Type, BFloat16>::value && allow_tiles())
+    return multiply_rows_by_tiles(w, from, to, M, x, y, ys);
+#endif
   for (int row = from; row < to; row += 2 * WIDTH) {
     int m = 0;
     multiply_panels<TOKENS, Type>(w, row, m, M, x, y, ys);

@@ -23,7 +23,8 @@ from tests.support import needs_posix
 TARGETS = [build.NATIVE_TARGET]  # this processor, and what it would do with fewer instructions
 if platform.machine() == "x86_64":
     TARGETS += [
-        ("-march=native", "-mno-avx512bf16", "-mno-avx512vnni"),
+        ("-march=native", "-mno-amx-bf16"),
+        ("-march=native", "-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512vnni"),
         ("-march=native", "-mno-avx512f"),
         ("-march=x86-64",),
     ]
