@@ -157,6 +157,7 @@ struct Call {
   int F = round_up(g.d_ff) * (g.activation == SWIGLU ? 2 : 1);
   // The distance between tokens in words, which hold two columns each.
   int W = std::max({D, O, round_up(g.d_ff)}) / 2;
+  bool by_tiles = takes_tiles(g.precision, M);
   // The head size in the cache.
   int cached_K = g.precision == FLOAT32 ? g.head_dim : round_up(g.head_dim, LANES);
 
@@ -184,14 +185,14 @@ struct Call {
   void round(int m, const float* x, int columns) const {
     uint32_t* words = g.words + (int64_t)m * W;
     if (g.precision == BFLOAT16) round_bfloat16(x, words, columns);
-    if (g.precision == INT8) g.scales[m] = round_int16(x, words, columns);
+    if (g.precision == INT8) g.scales[m] = round_int16(x, words, columns, by_tiles);
   }
 
   // Computes the rows `mine` of y = w x for n tokens. Every thread needs all of x, so a barrier
   // must stand between the computation of x and this.
   void multiply(const Matrix& w, Share mine, int n, const float* x, int xs, float* y,
                 int ys) const {
-    Inputs inputs{g.words, g.scales, W};
+    Inputs inputs{g.words, g.scales, W, by_tiles};
     if (g.precision == FLOAT32) multiply_rows(w, mine.from, mine.to, n, x, xs, y, ys);
     if (g.precision == BFLOAT16) multiply_rows<BFloat16>(w, mine.from, mine.to, n, inputs, y, ys);
     if (g.precision == INT8) multiply_rows<Int8>(w, mine.from, mine.to, n, inputs, y, ys);

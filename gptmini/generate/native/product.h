@@ -17,7 +17,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES
@@ -170,6 +170,7 @@ struct Inputs {
   const uint32_t* words;  // pairs of columns; the tokens begin `distance` words apart
   const float* scales;    // (M,) for int16, else unused
   int64_t distance;
+  bool by_tiles;  // whether AMX multiplies them; words of int16 are then split
 };
 
 // Multiplies two registers of rows with M tokens.
@@ -210,33 +211,37 @@ template <int M, typename Type>
 inline void multiply_panels(const Matrix& w, int row, int& m, int end, Inputs x, float* y,
                             int64_t ys) {
   for (; m + M <= end; m += M) {
-    Inputs inputs{x.words + m * x.distance, x.scales + m, x.distance};
+    Inputs inputs{x.words + m * x.distance, x.scales + m, x.distance, false};
     multiply_panel<M, Type>(w, row, inputs, y + m * ys, ys);
   }
 }
 
-// -- bfloat16 by AMX ------------------------------------------------------------------------------
+// -- the same by AMX ------------------------------------------------------------------------------
 
 // AMX is the matrix unit of Intel's processors since Sapphire Rapids. One instruction multiplies a
-// tile of 16 tokens x 32 columns with one of 32 columns x 16 rows of weights, and the panels of
-// weights are such tiles, one behind the other. It adds even and odd columns by themselves, so sums
-// have other bits than those above, though still the same whatever the other tokens are. Hence,
-// where there are tiles, all products of bfloat16 take them, also those of a single token.
+// tile of 16 tokens with one of 16 rows of weights, 32 columns of bfloat16 or 64 of int8. Panels of
+// weights are such tiles, one behind the other.
+//
+// It adds even and odd columns of bfloat16 by themselves: sums have other bits than those above,
+// though still the same whatever the other tokens are. So where there are tiles, all products of
+// bfloat16 take them, also those of a single token. Sums of integers are exact either way, so that
+// the few tokens of a call can take what is faster for them.
 #ifdef HAS_TILES
 
 constexpr int TILE = 16;        // tokens, or rows of weights
-constexpr int TILE_BYTES = 64;  // in one of the 16 lines of a tile: 32 columns, or 16 sums
-// The tile registers: sums of the first and second 16 tokens, each with two panels of 16 rows; the
-// inputs of the first and second 16 tokens; the weights of the two panels. g++ makes the names of
-// registers of these, and takes no other constants.
+constexpr int TILE_BYTES = 64;  // in one of the 16 lines of a tile
+// The tile registers. For bfloat16: sums of the first and second 16 tokens, each with two panels of
+// 16 rows; the inputs of the first and second 16 tokens; the weights of the two panels. For int8:
+// upper and lower halves in place of first and second tokens. g++ makes the names of registers of
+// these, and takes no other constants.
 #define SUMS_00 0
 #define SUMS_01 1
 #define SUMS_10 2
 #define SUMS_11 3
-#define FIRST_INPUTS 4
-#define SECOND_INPUTS 5
-#define FIRST_ROWS 6
-#define SECOND_ROWS 7
+#define INPUTS_0 4
+#define INPUTS_1 5
+#define WEIGHTS_0 6
+#define WEIGHTS_1 7
 
 // Asks Linux for the tile registers, once in a process; false if it refuses.
 inline bool allow_tiles() {
@@ -245,16 +250,21 @@ inline bool allow_tiles() {
   return allowed;
 }
 
-// Sets the shapes of this thread's tile registers for M <= 32 tokens.
-inline void configure_tiles(int M) {
+// Returns whether a call of M tokens is multiplied by tiles.
+inline bool takes_tiles(int precision, int M) {
+  constexpr int MIN_TOKENS_FOR_INT8 = 4;
+  const bool is_faster = precision == BFLOAT16 || (precision == INT8 && M >= MIN_TOKENS_FOR_INT8);
+  return is_faster && allow_tiles();
+}
+
+// Sets the lines of this thread's tile registers, for the first and the second sums and inputs.
+inline void configure_tiles(int first, int second) {
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t bytes[16];
     uint8_t lines[16];
   } shapes = {1, 0, {}, {}, {}};
-  const uint8_t first = std::min(M, TILE);
-  const uint8_t second = std::max(M - TILE, 1);  // a tile of no line is not allowed
-  const uint8_t lines[] = {first, first, second, second, first, second, TILE, TILE};
+  const int lines[] = {first, first, second, second, first, second, TILE, TILE};
   for (int tile = 0; tile < 8; tile++) {
     shapes.lines[tile] = lines[tile];
     shapes.bytes[tile] = TILE_BYTES;
@@ -264,65 +274,126 @@ inline void configure_tiles(int M) {
   _tile_loadconfig(&shapes);
 }
 
-// Multiplies two panels of rows with the M tokens that the tiles are configured for.
-inline void multiply_by_tiles(const Matrix& w, int row, int M, Inputs x, float* y, int64_t ys) {
-  const int64_t panel_words = w.columns / 2 * TILE;
-  const uint32_t* first_panel = (const uint32_t*)w.data + row / TILE * panel_words;
-  const uint32_t* second_panel = first_panel + panel_words;
-  const uint32_t* inputs = x.words;
-  const int64_t input_bytes = 4 * x.distance, output_bytes = 4 * ys;
-  _tile_zero(SUMS_00);
-  _tile_zero(SUMS_01);
-  _tile_zero(SUMS_10);
-  _tile_zero(SUMS_11);
-  for (int c = 0; c < w.columns; c += 2 * TILE) {
-    _tile_loadd(FIRST_ROWS, first_panel, TILE_BYTES);
-    _tile_loadd(SECOND_ROWS, second_panel, TILE_BYTES);
-    _tile_loadd(FIRST_INPUTS, inputs, input_bytes);
-    _tile_dpbf16ps(SUMS_00, FIRST_INPUTS, FIRST_ROWS);
-    _tile_dpbf16ps(SUMS_01, FIRST_INPUTS, SECOND_ROWS);
-    if (M > TILE) {
-      _tile_loadd(SECOND_INPUTS, inputs + TILE * x.distance, input_bytes);
-      _tile_dpbf16ps(SUMS_10, SECOND_INPUTS, FIRST_ROWS);
-      _tile_dpbf16ps(SUMS_11, SECOND_INPUTS, SECOND_ROWS);
-    }
-    first_panel += TILE * TILE;
-    second_panel += TILE * TILE;
-    inputs += TILE;
-  }
-  _tile_stored(SUMS_00, y + row, output_bytes);
-  _tile_stored(SUMS_01, y + row + TILE, output_bytes);
-  if (M > TILE) {
-    _tile_stored(SUMS_10, y + TILE * ys + row, output_bytes);
-    _tile_stored(SUMS_11, y + TILE * ys + row + TILE, output_bytes);
-  }
-  if (!w.bias) return;
-  for (int m = 0; m < M; m++)
-    for (int i = row; i < row + 2 * TILE; i++) y[m * ys + i] += w.bias[i];
-}
+struct BFloat16Tiles {
+  static constexpr int TOKENS_AT_A_TIME = 2 * TILE;
 
-// Computes the rows `from` to `to` of y = w x for M tokens, 32 rows and 32 tokens at a time.
-inline void multiply_rows_by_tiles(const Matrix& w, int from, int to, int M, Inputs x, float* y,
-                                   int64_t ys) {
+  static void configure(int M) {
+    // No tile may be empty, used or not.
+    configure_tiles(std::min(M, TILE), std::max(M - TILE, 1));
+  }
+
+  // Multiplies two panels of rows with the M tokens that the tiles are configured for.
+  static void multiply(const Matrix& w, int row, int M, Inputs x, float* y, int64_t ys) {
+    const int64_t panel_words = w.columns / 2 * TILE;
+    const uint32_t* panels = (const uint32_t*)w.data + row / TILE * panel_words;
+    const uint32_t* inputs = x.words;
+    const int64_t input_bytes = 4 * x.distance, output_bytes = 4 * ys;
+    _tile_zero(SUMS_00);
+    _tile_zero(SUMS_01);
+    _tile_zero(SUMS_10);
+    _tile_zero(SUMS_11);
+    for (int c = 0; c < w.columns; c += 32, inputs += TILE, panels += TILE * TILE) {
+      _tile_loadd(WEIGHTS_0, panels, TILE_BYTES);
+      _tile_loadd(WEIGHTS_1, panels + panel_words, TILE_BYTES);
+      _tile_loadd(INPUTS_0, inputs, input_bytes);
+      _tile_dpbf16ps(SUMS_00, INPUTS_0, WEIGHTS_0);
+      _tile_dpbf16ps(SUMS_01, INPUTS_0, WEIGHTS_1);
+      if (M > TILE) {
+        _tile_loadd(INPUTS_1, inputs + TILE * x.distance, input_bytes);
+        _tile_dpbf16ps(SUMS_10, INPUTS_1, WEIGHTS_0);
+        _tile_dpbf16ps(SUMS_11, INPUTS_1, WEIGHTS_1);
+      }
+    }
+    _tile_stored(SUMS_00, y + row, output_bytes);
+    _tile_stored(SUMS_01, y + row + TILE, output_bytes);
+    if (M > TILE) {
+      _tile_stored(SUMS_10, y + TILE * ys + row, output_bytes);
+      _tile_stored(SUMS_11, y + TILE * ys + row + TILE, output_bytes);
+    }
+    if (!w.bias) return;
+    for (int m = 0; m < M; m++)
+      for (int i = row; i < row + 2 * TILE; i++) y[m * ys + i] += w.bias[i];
+  }
+};
+
+// AMX multiplies bytes with bytes, so a token's inputs are the upper bytes of all columns, then the
+// lower ones; see `split_int16`.
+struct Int8Tiles {
+  static constexpr int TOKENS_AT_A_TIME = TILE;
+
+  static void configure(int M) { configure_tiles(M, M); }
+
+  // Multiplies two panels of rows with the M tokens that the tiles are configured for.
+  static void multiply(const Matrix& w, int row, int M, Inputs x, float* y, int64_t ys) {
+    const int64_t panel_words = w.columns / 4 * TILE;
+    const uint32_t* panels = (const uint32_t*)w.data + row / TILE * panel_words;
+    const uint32_t* upper = x.words;
+    const uint32_t* lower = x.words + w.columns / 4;
+    const int64_t input_bytes = 4 * x.distance;
+    _tile_zero(SUMS_00);
+    _tile_zero(SUMS_01);
+    _tile_zero(SUMS_10);
+    _tile_zero(SUMS_11);
+    for (int c = 0; c < w.columns; c += 64, upper += TILE, lower += TILE, panels += TILE * TILE) {
+      _tile_loadd(WEIGHTS_0, panels, TILE_BYTES);
+      _tile_loadd(WEIGHTS_1, panels + panel_words, TILE_BYTES);
+      _tile_loadd(INPUTS_0, upper, input_bytes);
+      _tile_loadd(INPUTS_1, lower, input_bytes);
+      _tile_dpbssd(SUMS_00, INPUTS_0, WEIGHTS_0);
+      _tile_dpbssd(SUMS_01, INPUTS_0, WEIGHTS_1);
+      _tile_dpbusd(SUMS_10, INPUTS_1, WEIGHTS_0);  // lower bytes have no sign
+      _tile_dpbusd(SUMS_11, INPUTS_1, WEIGHTS_1);
+    }
+    uint32_t upper_sums[TILE][2 * TILE], lower_sums[TILE][2 * TILE];
+    _tile_stored(SUMS_00, upper_sums[0], 2 * TILE_BYTES);
+    _tile_stored(SUMS_01, upper_sums[0] + TILE, 2 * TILE_BYTES);
+    _tile_stored(SUMS_10, lower_sums[0], 2 * TILE_BYTES);
+    _tile_stored(SUMS_11, lower_sums[0] + TILE, 2 * TILE_BYTES);
+    for (int m = 0; m < M; m++)
+      for (int i = 0; i < 2 * TILE; i++) {
+        int32_t sum = upper_sums[m][i] * 256 + lower_sums[m][i];
+        float bias = w.bias ? w.bias[row + i] : 0;
+        y[m * ys + row + i] = std::fma((float)sum, w.scale[row + i] * x.scales[m], bias);
+      }
+  }
+};
+
+// Computes the rows `from` to `to` of y = w x for M tokens, two panels at a time.
+template <typename Tiles>
+void multiply_rows_by_tiles(const Matrix& w, int from, int to, int M, Inputs x, float* y,
+                            int64_t ys) {
   int configured = 0;
   for (int row = from; row < to; row += 2 * TILE)
-    for (int m = 0; m < M; m += 2 * TILE) {
-      const int tokens = std::min(M - m, 2 * TILE);
-      if (tokens != configured) configure_tiles(tokens);
+    for (int m = 0; m < M; m += Tiles::TOKENS_AT_A_TIME) {
+      const int tokens = std::min(M - m, Tiles::TOKENS_AT_A_TIME);
+      if (tokens != configured) Tiles::configure(tokens);
       configured = tokens;
-      Inputs some{x.words + m * x.distance, x.scales, x.distance};
-      multiply_by_tiles(w, row, tokens, some, y + m * ys, ys);
+      Inputs some{x.words + m * x.distance, x.scales + m, x.distance, true};
+      Tiles::multiply(w, row, tokens, some, y + m * ys, ys);
     }
   _tile_release();
 }
+
+// Splits 64 inputs, pairs of int16, into words of their upper and of their lower bytes. The four
+// columns of a word are in the order in which `pack` in precision.py has those of the weights.
+inline void split_int16(const uint32_t* pairs, uint32_t* upper, uint32_t* lower) {
+  for (int i = 0; i < TILE; i++) {
+    const uint32_t first = pairs[2 * i], second = pairs[2 * i + 1];
+    upper[i] = (first >> 8 & 0x00ff00ff) | (second & 0xff00ff00);
+    lower[i] = (first & 0x00ff00ff) | (second << 8 & 0xff00ff00);
+  }
+}
+
+#else
+inline bool takes_tiles(int, int) { return false; }
 #endif
 
 // Computes the rows `from` to `to` of y = w x for M tokens, 2 * WIDTH rows at a time.
 template <typename Type>
 void multiply_rows(const Matrix& w, int from, int to, int M, Inputs x, float* y, int ys) {
 #ifdef HAS_TILES
-  if (std::is_same<Type, BFloat16>::value && allow_tiles())
-    return multiply_rows_by_tiles(w, from, to, M, x, y, ys);
+  using Tiles = std::conditional_t<std::is_same_v<Type, Int8>, Int8Tiles, BFloat16Tiles>;
+  if (x.by_tiles) return multiply_rows_by_tiles<Tiles>(w, from, to, M, x, y, ys);
 #endif
   for (int row = from; row < to; row += 2 * WIDTH) {
     int m = 0;
@@ -354,10 +425,11 @@ inline void round_bfloat16(const float* x, uint32_t* words, int n) {
   }
 }
 
-// Rounds n inputs to int16 and returns their scale: the smallest with which the largest input fits
-// and no sum of products with int8 weights exceeds 32 bits. Up to 15,000 columns the error is below
-// that of bfloat16, as the largest input is at most sqrt(n) times the root of the mean square.
-inline float round_int16(const float* x, uint32_t* words, int n) {
+// Rounds n inputs (a multiple of 64) to int16 and returns their scale: the smallest with which the
+// largest input fits and no sum of products with int8 weights exceeds 32 bits. Up to 15,000 columns
+// the error is below that of bfloat16, as the largest input is at most sqrt(n) times the root of
+// the mean square.
+inline float round_int16(const float* x, uint32_t* words, int n, bool by_tiles) {
   Lanes largest = {}, sum = {};
   for (int i = 0; i < n; i += LANES) {
     Lanes size = (Lanes)((Words)load(x + i) & 0x7fffffffu);
@@ -370,8 +442,18 @@ inline float round_int16(const float* x, uint32_t* words, int n) {
   if (most / 32767 > scale) scale = most / 32767;
   // With a NaN or an infinity the sum is not finite, and neither is the scale nor any output.
   float factor = scale > 1e-30f ? 1 / scale : 0;
-  for (int i = 0; i < n; i += LANES)
-    // Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits of the sum.
-    store((Words)(load(x + i) * factor + 12582912.0f), words + i / 2);
+  for (int i = 0; i < n; i += ROW_ALIGNMENT) {
+    uint32_t pairs[ROW_ALIGNMENT / 2];
+    for (int j = 0; j < ROW_ALIGNMENT; j += LANES)
+      // Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits of the sum.
+      store((Words)(load(x + i + j) * factor + 12582912.0f), pairs + j / 2);
+#ifdef HAS_TILES
+    if (by_tiles) {
+      split_int16(pairs, words + i / 4, words + (n + i) / 4);
+      continue;
+    }
+#endif
+    memcpy(words + i / 2, pairs, sizeof pairs);
+  }
   return scale;
 }

@@ -94,6 +94,20 @@ def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call
 
 
 @needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compares two paths of x86-64")
+@settings(max_examples=10, deadline=None)
+@given(model=models())
+def test_int8_has_the_same_bits_with_and_without_amx(model):
+    precision.round_weights(model, "int8")
+    tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
+    found = []
+    for target in TARGETS[:2]:
+        step = step_of(model, "int8", target=target)
+        found.append(run(step, tokens))
+    assert torch.equal(found[0], found[1])
+
+
+@needs_compiler
 @pytest.mark.parametrize("weights", precision.PRECISIONS)
 def test_any_number_of_threads_gives_the_same_bits(weights):
     torch.manual_seed(0)
