@@ -33,6 +33,8 @@ def import_model(
         f"try it with:\n  gptmini generate {name} --prompt TEXT"
     )
     names = {number: name for name, number in tokenizer.special_tokens.items()}
-    say(f"its texts end with {' or '.join(names[number] for number in tokenizer.end_tokens)}")
+    ends = " or ".join(names[number] for number in tokenizer.end_tokens)
+    begins = f"begin with {names[tokenizer.eos_token_id]} and " if tokenizer.adds_bos else ""
+    say(f"its texts {begins}end with {ends}")
     if tokenizer.chat_template is not None:
         say(f"it answers questions with:\n  gptmini generate {name} --chat --prompt TEXT")
