@@ -35,7 +35,8 @@ class RunSummary:
 
     `step` is the last one that was logged if the run is being trained, else that of the newest
     checkpoint. `val_loss` and `val_bpb` are the last that were logged. `written` is in seconds
-    since 1970. `problem` says why a run cannot be read.
+    since 1970. `source` is what the run or its base was imported from. `problem` says why a run
+    cannot be read.
     """
 
     path: str
@@ -47,6 +48,7 @@ class RunSummary:
     parameters: int | None = None
     val_loss: float | None = None
     val_bpb: float | None = None
+    source: str = ""
     removable: tuple[FileSize, ...] = ()
     problem: str = ""
 
@@ -105,6 +107,7 @@ def _summarize(path: Path) -> RunSummary:
         parameters=cost.count_parameters(config.model),
         val_loss=val_loss,
         val_bpb=val_bpb,
+        source=run.read_source(),
         removable=tuple(_measure(removed) for removed in removable),
     )
 
@@ -140,6 +143,8 @@ def format_runs(runs: list[RunSummary]) -> str:
 
 def _format_row(run: RunSummary) -> list[str]:
     note = run.problem
+    if run.source:
+        note = f"from {run.source}"
     if run.being_trained:
         note = "being trained now"
     return [

@@ -68,11 +68,13 @@ def score_text(run: Run, text: str) -> Score:
     every token has at least half a context before it, or everything there is. Raises DataError if
     the text is empty, CheckpointError if the weights are not finite.
     """
-    tokens = run.encode(text, "text")
+    read_tokens = run.encode(text, "text")
+    if not run.tokenizer.adds_bos:
+        read_tokens = encode_start(run.tokenizer, run.config.sample)[-1:] + read_tokens
+    document = torch.tensor(read_tokens)
+    tokens = read_tokens[1:]
     if not tokens:
         raise DataError("text: empty; give at least one character")
-    start_token = encode_start(run.tokenizer, run.config.sample)[-1:]
-    document = torch.tensor([*start_token, *tokens])
     context_length = run.config.model.context_length
     logprobs: list[float] = []
     token_ranks: list[int] = []

@@ -7,7 +7,7 @@ from gptmini.cli.options import RUNS_FOLDER, argument, option
 
 
 def import_model(
-    source: str = argument(
+    model: str = argument(
         ...,
         "MODEL",
         "A folder with config.json and safetensors, a .gguf, or a name on the Hugging Face Hub: "
@@ -20,15 +20,11 @@ def import_model(
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
     from gptmini.console import say
-    from gptmini.interop.hub_model import parse_model_name
-    from gptmini.interop.import_model import write_imported_run
+    from gptmini.interop.import_model import choose_run_name, parse_source, write_imported_run
     from gptmini.plan.cost import count_parameters
 
-    model = parse_model_name(source)
-    if out is None and model is not None:
-        out = RUNS_FOLDER / model.run_name
-    elif out is None:
-        out = RUNS_FOLDER / Path(source).resolve().name.removesuffix(".gguf")
+    source = parse_source(model)
+    out = out or RUNS_FOLDER / choose_run_name(source)
     config, tokenizer = write_imported_run(source, out, context_length)
     name = shlex.quote(str(out))
     say(
@@ -37,6 +33,8 @@ def import_model(
         f"try it with:\n  gptmini generate {name} --prompt TEXT"
     )
     names = {number: name for name, number in tokenizer.special_tokens.items()}
-    say(f"its texts end with {' or '.join(names[number] for number in tokenizer.end_tokens)}")
+    ends = " or ".join(names[number] for number in tokenizer.end_tokens)
+    begins = f"begin with {names[tokenizer.eos_token_id]} and " if tokenizer.adds_bos else ""
+    say(f"its texts {begins}end with {ends}")
     if tokenizer.chat_template is not None:
         say(f"it answers questions with:\n  gptmini generate {name} --chat --prompt TEXT")

@@ -115,12 +115,14 @@ def info(
     inspected = find_tokenizer(name)
     lengths = inspected.compute_byte_lengths()
     special = inspected.special_tokens
+    special_names = {number: token_name for token_name, number in special.items()}
     longest = lengths.argsort(kind="stable")[::-1][:10].tolist()
     facts: dict[str, Any] = {
         "kind": inspected.kind,
         "vocab_size": inspected.vocab_size,
         "longest_tokens": [inspected.decode([token]) for token in longest],
         "special_tokens": [name for name in special if not name.startswith("<|unused_")],
+        "bos_token": special_names[inspected.eos_token_id] if inspected.adds_bos else None,
         "end_tokens": [name for name in special if special[name] in inspected.end_tokens],
     }
     if data:
@@ -132,6 +134,8 @@ def info(
     if lengths.max() > 1:
         rows["longest tokens"] = ", ".join(label_token(inspected, token) for token in longest)
     rows["special tokens"] = ", ".join(map(escape_control_characters, facts["special_tokens"]))
+    if facts["bos_token"] is not None:
+        rows["texts begin with"] = escape_control_characters(facts["bos_token"])
     rows["texts end with"] = " or ".join(map(escape_control_characters, facts["end_tokens"]))
     if data:
         rows["text"] = f"{facts['bytes']:,} bytes, {facts['tokens']:,} tokens"

@@ -241,12 +241,13 @@ class Run:
     def encode(self, text: str, name: str = "text", special: bool = False) -> list[int]:
         """Encode a text to the tokens that `model` takes.
 
-        With `special`, the names of special tokens are these tokens. Raises DataError for lone
-        surrogates; `name` is what the message calls the text.
+        As with transformers' tokenizers, a beginning-of-text token comes first if the model has one
+        there. With `special`, the names of special tokens are these tokens. Raises DataError for
+        lone surrogates; `name` is what the message calls the text.
         """
         encode = self.tokenizer.encode_special if special else self.tokenizer.encode
         try:
-            return encode(text).tolist()
+            return self.tokenizer.add_bos(encode(text).tolist())
         except UnicodeEncodeError as error:
             where = f"{name}: character {error.start}"
             raise DataError(f"{where} is not valid Unicode; remove it") from None
@@ -349,6 +350,8 @@ class Run:
             # has hardly seen one alone. So drop it, and let the first token bring it back.
             prompt = prompt[:-1]
             allowed_first = self._begins_with_space
+        if not prompt:
+            return [], allowed_first
         return self.encode(prompt, "prompt", special), allowed_first
 
     @cached_property

@@ -24,7 +24,7 @@ def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     """Return the tokens that stand in for an empty prompt."""
     if not sample.start:
         return [tokenizer.eos_token_id]
-    return tokenizer.encode(sample.start).tolist()
+    return tokenizer.add_bos(tokenizer.encode(sample.start).tolist())
 
 
 def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:

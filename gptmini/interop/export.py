@@ -127,6 +127,8 @@ def check_read_back(
     config, weights, read_tokenizer = read_back
     if not tokenizer.special_tokens.items() <= read_tokenizer.special_tokens.items():
         raise GptminiError(f"{out}: not written: special tokens are others there; {REPORT_BUG}")
+    if tokenizer.add_bos([]) != read_tokenizer.add_bos([]):
+        raise GptminiError(f"{out}: not written: prompts begin otherwise there; {REPORT_BUG}")
     for text in HARD_TEXTS:
         if tokenizer.encode(text).tolist() != read_tokenizer.encode(text).tolist():
             raise GptminiError(

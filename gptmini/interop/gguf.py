@@ -222,7 +222,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
         writer.add_eot_token_id(tokenizer.end_tokens[1])
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(tokenizer.adds_bos)
     writer.add_add_eos_token(False)
 
 

@@ -385,7 +385,9 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
     }
     bos_token = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token") and bos_token is not None:
+    # Like llama.cpp, where the file does not say.
+    default = PATTERN_ALIASES.get(llama_cpp_name, llama_cpp_name) == "llama-bpe"
+    if metadata.get("tokenizer.ggml.add_bos_token", default) and bos_token is not None:
         start = {"SpecialToken": {"id": texts[bos_token]}}
         content["post_processor"] = {"type": "TemplateProcessing", "single": [start]}
     template_tokens = {}

@@ -7,7 +7,7 @@ template, and weights in safetensors or GGUF. Pickles and code are not.
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptmini import hub
@@ -38,6 +38,12 @@ class ModelName:
     revision: str | None
     file: str | None
 
+    def __str__(self) -> str:
+        """Write the name as `parse_model_name` reads it."""
+        revision = "" if self.revision is None else f"@{self.revision}"
+        file = "" if self.file is None else f"/{self.file}"
+        return f"{hub.PREFIX}{self.name}{revision}{file}"
+
     @property
     def run_name(self) -> str:
         """How a run of the model is called."""
@@ -66,8 +72,10 @@ def parse_model_name(source: str) -> ModelName | None:
     return ModelName(parts["name"], parts["revision"], parts.get("file"))
 
 
-def fetch_model(model: ModelName) -> Path:
-    """Download what the cache lacks of a model; return its folder there, or its GGUF file.
+def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
+    """Download what the cache lacks of a model.
+
+    Returns its name with the commit as the revision, and its folder in the cache or its GGUF file.
 
     Raises CheckpointError for one that does not exist, may not be read or has no weights that can
     be imported, MachineError for trouble with the network or the disk.
@@ -75,10 +83,11 @@ def fetch_model(model: ModelName) -> Path:
     repository = hub.open_repository("model", model.name, model.revision)
     say(f"{hub.PREFIX}{model.name}: revision {repository.commit}")
     gguf_file = _choose_gguf_file(model, repository)
+    fetched = replace(model, revision=repository.commit, file=gguf_file)
     if gguf_file is not None:
         file = repository.files[gguf_file]
         hub.download([file])
-        return file.path
+        return fetched, file.path
     names = [name for name in (*SETTINGS_FILES, INDEX_FILE) if name in repository.files]
     hub.download([repository.files[name] for name in names])
     weights = list_weight_files(repository.folder)
@@ -88,7 +97,7 @@ def fetch_model(model: ModelName) -> Path:
             f"{missing[0]}: missing there, though {INDEX_FILE} names it; choose another revision"
         )
     hub.download([repository.files[name] for name in weights])
-    return repository.folder
+    return fetched, repository.folder
 
 
 def _choose_gguf_file(model: ModelName, repository: Repository) -> str | None:

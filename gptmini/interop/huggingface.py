@@ -386,7 +386,7 @@ def _build_tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[s
         "eos_token": names[tokenizer.end_tokens[0]],
         "pad_token": eos_token,
         "padding_side": "left",  # so that a model continues the last token of a text
-        "add_bos_token": False,
+        "add_bos_token": tokenizer.adds_bos,
         "split_special_tokens": tokenizer.chat_template is None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,

@@ -8,7 +8,7 @@ from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainC
 from gptmini.console import show_elapsed, warn
 from gptmini.generate.run import Run, load_run
 from gptmini.interop.gguf_reader import read_gguf
-from gptmini.interop.hub_model import fetch_model, parse_model_name
+from gptmini.interop.hub_model import ModelName, fetch_model, parse_model_name
 from gptmini.interop.huggingface import read_folder
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import NamedTensors
@@ -49,28 +49,46 @@ def import_model(
     represent.
     """
     out = Path(out)
-    write_imported_run(source, out, context_length)
+    write_imported_run(parse_source(source), out, context_length)
     return load_run(out, weights="float32", cache=cache)
 
 
+def parse_source(source: str | Path) -> ModelName | Path:
+    """Tell a name on the Hub from the path of a folder or GGUF file.
+
+    Raises CheckpointError for a wrong name.
+    """
+    return parse_model_name(str(source)) or Path(source)
+
+
+def choose_run_name(source: ModelName | Path) -> str:
+    """Choose how a run of the model is called."""
+    if isinstance(source, ModelName):
+        return source.run_name
+    return source.resolve().name.removesuffix(".gguf")
+
+
 def write_imported_run(
-    source: str | Path, out: Path, context_length: int | None
+    source: ModelName | Path, out: Path, context_length: int | None
 ) -> tuple[ModelConfig, Tokenizer]:
     """Write the run of `import_model` without loading it; return its model's settings."""
-    name = parse_model_name(str(source))
     with files.atomic_output(out) as partial:
-        path = Path(source) if name is None else fetch_model(name)
+        if isinstance(source, ModelName):
+            source, path = fetch_model(source)
+        else:
+            path = source
+            source = source.resolve()  # the run may be moved, and remembers where it came from
         with show_elapsed("reading and converting"):
-            return _write_run(source, path, partial, context_length)
+            return _write_run(str(source), path, partial, context_length)
 
 
 def _write_run(
-    source: str | Path, path: Path, out: Path, context_length: int | None
+    source: str, path: Path, out: Path, context_length: int | None
 ) -> tuple[ModelConfig, Tokenizer]:
     config, weights, tokenizer = _read_model(path, context_length)
     if tokenizer.missing_bytes:
         warn(
-            f"{source}: {len(tokenizer.missing_bytes)} bytes have no token, such as "
+            f"{path}: {len(tokenizer.missing_bytes)} bytes have no token, such as "
             f"{tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
         )
     seq_len = min(FINETUNE_ROW_LENGTH, config.context_length)
@@ -79,7 +97,7 @@ def _write_run(
         tokenizer=TokenizerConfig(kind=tokenizer.kind),
         train=TrainConfig(**FINETUNE_SETTINGS, seq_len=seq_len),
     )
-    write_run(RunDirectory(out), settings, weights, tokenizer)
+    write_run(RunDirectory(out), settings, weights, tokenizer, source)
     return config, tokenizer
 
 

@@ -1,4 +1,7 @@
-"""Estimate the memory of a training run by a dry run: two steps on tensors without storage."""
+"""Estimate the memory of a training run.
+
+By a dry run, two steps on tensors without storage; or, at once, by a formula that comes close.
+"""
 
 import weakref
 from dataclasses import astuple, dataclass
@@ -16,6 +19,7 @@ from gptmini.errors import MachineError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
+from gptmini.plan.cost import count_parameters_by_part
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,40 @@ class StorageCounter(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.bytes -= self._live.pop(key)
+
+
+def approximate_memory(config: Config, compute: Compute) -> Memory:
+    """Approximate `estimate_memory` at once, by formula; `micro_batch_size` must be set.
+
+    Activations are those of a model without dropout. For SmolLM2-135M in bfloat16 on a CPU, rows of
+    256 tokens, this gives 5.05 GB for one row and 5.67 for four; `estimate_memory` 5.07 and 5.67.
+    """
+    model = config.model
+    train = config.train
+    parts = count_parameters_by_part(model)
+    weights = 4 * sum(parts.values())
+    state = 2 * weights  # two moments in float32, but one for the matrices that Muon updates
+    orthogonalizing = 0
+    is_half = compute.dtype != torch.float32
+    itemsize = 2 if is_half else 4
+    if train.optimizer == "muon":
+        matrices = parts["attention"] + parts["mlp"]
+        state -= 4 * matrices
+        orthogonalizing = int(3.4 * itemsize * matrices)  # several copies of most of them
+    n_heads = 2 * model.n_head + 2 * model.n_kv_head  # q, k, v and the result
+    layer = 3 * model.d_model + 3 * model.d_ff + n_heads * model.head_dim
+    if compute.device.type == "cpu" and is_half and config.seq_len < 1024:
+        layer += model.n_head * config.seq_len  # attention without a fused kernel
+    n_layers = model.n_layer
+    kept = 0
+    if train.gradient_checkpointing:
+        kept = model.n_layer * model.d_model
+        n_layers = 1
+    per_token = itemsize * (n_layers * layer + kept) + 4 * (model.vocab_size or 0)
+    rows = train.micro_batch_size or train.batch_size
+    activations = max(rows * config.seq_len * per_token, orthogonalizing)
+    saving = weights + 2 * state if compute.device.type == "cpu" else 0
+    return Memory(weights, weights, state, activations, saving)
 
 
 @show_elapsed("estimating the memory")

@@ -27,6 +27,8 @@ from gptmini.plan.memory import estimate_memory
 PROXY_LAYERS = 3
 # Passes until their times settle to within a few percent.
 PASSES_UNTIL_STEADY = 6
+# For timing a step of a run that is too short to be compiled.
+MAX_TIMING_SECONDS = 2.0
 # For the sample and the checkpoint that follow an evaluation.
 SECONDS_AFTER_EVALUATION = 0.5
 
@@ -94,12 +96,20 @@ def list_equivalent_world_sizes(config: Config, world_size: int) -> list[int]:
 
 
 def _bound_row_bytes(config: Config) -> int:
-    """Bound the bytes of a row's activations from above: twice the most seen."""
+    """Bound the bytes of a row's activations from above: 1.6 times the most seen.
+
+    Few rows of a large model need no dry run then, which takes three seconds for SmolLM2-135M.
+    """
     model = config.model
-    heads = model.n_head * (2 * model.head_dim + config.seq_len)  # q, k, v, scores
-    block = 20 * model.d_model + 6 * (model.d_ff + heads)
-    numbers = config.seq_len * (model.n_layer * block + 6 * (model.vocab_size or 0))
-    return 8 * numbers + 24 * count_parameters(model)
+    vocab_size = model.vocab_size or 0
+    heads = model.n_head * (10 * model.head_dim + 5 * config.seq_len)  # q, k, v, scores
+    block = 16 * model.d_model + 6 * model.d_ff + heads
+    numbers = config.seq_len * (model.n_layer * block + 3 * vocab_size)
+    if config.train.optimizer == "muon":
+        numbers += 6 * count_parameters(model)  # orthogonalized
+    else:
+        numbers += 3 * model.d_model * max(vocab_size, model.d_ff)  # gradients that are added
+    return 4 * numbers
 
 
 @show_elapsed("timing a step")
@@ -109,17 +119,19 @@ def time_step(
     repeats: int = 3,
     compiled: bool = False,
     limit: float = math.inf,
+    exact_from: float = math.inf,
 ) -> StepTime:
     """Time steps of a new model on dummy tokens; the first pass allocates and is not counted.
 
     After `limit` seconds nothing is repeated: the first pass and update may then be all there is.
+    A run whose passes take `exact_from` seconds by the first one has no limit.
     """
     with compute.enter_training():
-        return _time_step(config, compute, repeats, compiled, limit)
+        return _time_step(config, compute, repeats, compiled, limit, exact_from)
 
 
 def _time_step(
-    config: Config, compute: Compute, repeats: int, compiled: bool, limit: float
+    config: Config, compute: Compute, repeats: int, compiled: bool, limit: float, exact_from: float
 ) -> StepTime:
     timing_started = time.perf_counter()
     train = config.train
@@ -137,6 +149,8 @@ def _time_step(
         mean.backward()
         compute.synchronize()
         passes.append(time.perf_counter() - started)
+        if passes[0] * train.batch_size / size * train.steps >= exact_from:
+            limit = math.inf
         if time.perf_counter() - timing_started > limit:
             break
     optimizer = Optimizer(model, train, compute.dtype)
@@ -232,7 +246,10 @@ def try_compile(config: Config, compute: Compute, eager: StepTime | None = None)
     setting = config.train.compile
     if setting == "off" or (setting == "auto" and not has_compiler()):
         return CompileTrial(compiled=False)
-    eager = eager or time_step(config, compute)
+    if eager is None:
+        limit = MAX_TIMING_SECONDS if setting == "auto" else math.inf
+        exact_from = get_estimates(compute.device).min_seconds_to_compile
+        eager = time_step(config, compute, limit=limit, exact_from=exact_from)
     if not is_worth_compiling(config, eager.passes * config.train.steps, compute.device):
         return CompileTrial(compiled=False, step_time=eager)
     say("  timing a compiled model; this can take half a minute ...")

@@ -255,7 +255,7 @@ class Completion:
             tokens.append(name)
             token_logprobs.append(event.logprob)
             top_logprobs.append(top)
-            text_offsets.append(choice.text_offset)
+            text_offsets.append(max(0, choice.text_offset))  # a prompt lacks the BOS before it
             spelling = self._tokenizer.decode_token(event.token)
             choice.text_offset += len(choice.decoder.decode(spelling))
             if choice.n_named:

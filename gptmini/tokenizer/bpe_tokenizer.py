@@ -27,6 +27,7 @@ class BpeTokenizer(Tokenizer):
         ends: Sequence[str] = (),
         chat_template: str | None = None,
         template_tokens: dict[str, str] | None = None,
+        adds_bos: bool = False,
     ) -> None:
         """`eos_token` and `ends` name the special tokens that end a text."""
         self.kind = encoding.name
@@ -36,6 +37,7 @@ class BpeTokenizer(Tokenizer):
         self.missing_bytes = _find_missing_bytes(encoding._mergeable_ranks)
         self.chat_template = chat_template
         self.template_tokens = template_tokens or {}
+        self.adds_bos = adds_bos
         self._eos_token = eos_token
         self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
         self._end_tokens = [self.special_tokens[name] for name in self._ends]
@@ -99,6 +101,8 @@ class BpeTokenizer(Tokenizer):
         }
         if self._eos_token != END_OF_TEXT:
             settings["document"] = self._eos_token
+        if self.adds_bos:
+            settings["adds_bos"] = True
         return settings
 
     def chat_settings(self) -> dict[str, Any]:
@@ -125,6 +129,7 @@ class BpeTokenizer(Tokenizer):
             data.get("ends", []),
             data.get("chat_template"),
             data.get("template_tokens"),
+            data.get("adds_bos", False),
         )
 
 
@@ -137,6 +142,7 @@ def create_bpe_tokenizer(
     ends: Sequence[str] = (),
     chat_template: str | None = None,
     template_tokens: dict[str, str] | None = None,
+    adds_bos: bool = False,
 ) -> BpeTokenizer:
     """Check the ranks and special tokens (ValueError), then build the tokenizer.
 
@@ -159,10 +165,12 @@ def create_bpe_tokenizer(
     for key, value in (template_tokens or {}).items():
         if not isinstance(value, str):
             raise ValueError(f"{key} is not a text")
+    if not isinstance(adds_bos, bool):
+        raise ValueError("adds_bos is not true or false")
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )
-    return BpeTokenizer(encoding, eos_token, ends, chat_template, template_tokens)
+    return BpeTokenizer(encoding, eos_token, ends, chat_template, template_tokens, adds_bos)
 
 
 def list_published_encodings() -> list[str]:

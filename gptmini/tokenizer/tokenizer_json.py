@@ -135,7 +135,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "padding": None,
         "added_tokens": _build_added_tokens(special_tokens),
         "normalizer": None,
-        "post_processor": None,
+        "post_processor": _build_post_processor(tokenizer),
         "decoder": byte_level | {"use_regex": True},
         "pre_tokenizer": _build_pre_tokenizer(KNOWN_PATTERNS[pattern].tokenizer_json, byte_level),
         "model": {
@@ -150,6 +150,24 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "vocab": vocab | special_tokens,
             "merges": recover_merges(ranks),
         },
+    }
+
+
+def _build_post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Build the part that puts a special token before texts, as Llama 3 has it."""
+    if not tokenizer.adds_bos:
+        return None
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    bos = names[tokenizer.eos_token_id]
+    first, second = (
+        [{"SpecialToken": {"id": bos, "type_id": n}}, {"Sequence": {"id": text, "type_id": n}}]
+        for n, text in enumerate("AB")
+    )
+    return {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + second,
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.eos_token_id], "tokens": [bos]}},
     }
 
 
@@ -204,21 +222,29 @@ def from_tokenizer_json(
     """Build a tokenizer from tokenizer.json; DataError, which names `path`, for other kinds.
 
     Unused numbers up to `vocab_size` become special tokens. `end_tokens`, numbers or names, end a
-    text. The end-of-text token is `<|endoftext|>`, or without that `bos_token`, or else the first
-    of `end_tokens`. Both may name tokens that are not special; these are ignored.
+    text. The end-of-text token is the one that the tokenizer puts before texts, if it does that; or
+    else `<|endoftext|>`, `bos_token` or the first of `end_tokens`. The last two may name tokens
+    that are not special; these are ignored.
     """
     _check_model(data["model"], path)
     pattern = _find_pattern(data.get("pre_tokenizer") or {}, path)
     _check_normalizer(data.get("normalizer") or {}, path)
-    _check_post_processor(data.get("post_processor") or {}, path)
+    added_bos = _find_added_bos(data.get("post_processor") or {}, path)
     ranks, special_tokens = _read_vocabulary(data, path, vocab_size)
     names: dict[int | str | None, str] = {}
     for name, number in special_tokens.items():
         names[number] = name
         names[name] = name
     end_names = [names[end] for end in end_tokens if end in names]
-    document_names = [names[each] for each in (END_OF_TEXT, bos_token) if each in names]
+    if added_bos is not None and added_bos not in names:
+        raise DataError(
+            f"{path}: post_processor: {shorten(added_bos)} is not in added_tokens; restore the file"
+        )
+    preferred = (added_bos, END_OF_TEXT, bos_token)
+    document_names = [names[each] for each in preferred if each in names]
     document_names += end_names
+    if added_bos is not None and END_OF_TEXT in names:
+        end_names.append(END_OF_TEXT)
     if not document_names:
         raise DataError(f"{path}: no token ends a document; add {END_OF_TEXT} to added_tokens")
     tokenizer = create_bpe_tokenizer(
@@ -230,6 +256,7 @@ def from_tokenizer_json(
         end_names,
         chat_template,
         template_tokens,
+        adds_bos=added_bos is not None,
     )
     unknown = data["model"].get("unk_token")
     if tokenizer.missing_bytes and unknown is not None:
@@ -261,19 +288,23 @@ def _check_normalizer(normalizer: dict[str, Any], path: Path) -> None:
         raise _unsupported(path, "normalizer", " + ".join(map(str, kinds)))
 
 
-def _check_post_processor(post_processor: dict[str, Any], path: Path) -> None:
-    """Warn of a special token that others put before a prompt, as they do for Llama 3."""
+def _find_added_bos(post_processor: dict[str, Any], path: Path) -> str | None:
+    """Return the special token that is put before texts, as in Llama 3; warn of all others."""
+    bos = None
     steps: list[dict[str, Any]] = [post_processor]
     if post_processor.get("type") == "Sequence":
         steps = post_processor["processors"]
     for step in steps:
-        pieces = step.get("single") if step.get("type") == "TemplateProcessing" else None
+        pieces = step["single"] if step.get("type") == "TemplateProcessing" else []
+        special = [str(piece["SpecialToken"]["id"]) for piece in pieces if "SpecialToken" in piece]
         if pieces and "SpecialToken" in pieces[0]:
-            name = shorten(pieces[0]["SpecialToken"]["id"])
+            bos = special.pop(0)
+        for name in special:
             warn(
-                f"{path}: post_processor: {name} is not put before prompts; write it there, with "
-                f"--special"
+                f"{path}: post_processor: {shorten(name)} is not put around texts; write it there, "
+                f"with --special"
             )
+    return bos
 
 
 def _read_vocabulary(

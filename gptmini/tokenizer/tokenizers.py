@@ -26,6 +26,7 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     eos_token_id: int
+    adds_bos = False  # whether the end-of-text token stands before prompts, too, as in Llama 3
     missing_bytes = b""  # have no token; `encode` leaves them out
     chat_template: str | None = None  # of an instruct model: Jinja, as Hugging Face has it
     template_tokens: dict[str, str] = {}  # noqa: RUF012 - names by use, such as bos_token; immutable
@@ -61,6 +62,15 @@ class Tokenizer(ABC):
             else:
                 tokens.append(self.encode(part))
         return np.concatenate(tokens)
+
+    def add_bos(self, tokens: list[int]) -> list[int]:
+        """Put the end-of-text token before those of a prompt, if that is done and it is not there.
+
+        Transformers calls it the beginning-of-text token (BOS) then.
+        """
+        if not self.adds_bos or tokens[:1] == [self.eos_token_id]:
+            return tokens
+        return [self.eos_token_id, *tokens]
 
     @cached_property
     def _special_names(self) -> re.Pattern[str]:

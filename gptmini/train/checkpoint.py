@@ -16,7 +16,7 @@ from gptmini.train.state import Progress, Training
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
 # What checkpoints of older versions lack; the defaults of Progress hold for them.
-ADDED_LATER = {"loss_scale", "deterministic", "muon_version"}
+ADDED_LATER = {"loss_scale", "deterministic", "muon_version", "source"}
 
 
 def save_checkpoint(training: Training) -> None:

@@ -44,7 +44,8 @@ def convert_run(
     weights = pool_kv_heads(run.model.state_dict(), config.model)
     if not run.corpus:  # imported, so it has no text to train on
         with atomic_output(out) as partial:
-            write_run(RunDirectory(partial), config, weights.items(), run.tokenizer)
+            source = run.state.get("source", "")
+            write_run(RunDirectory(partial), config, weights.items(), run.tokenizer, source)
         return config
     training = build_training(decide(config, None, cache, dry_run=True), directory)
     corpus = training.corpus

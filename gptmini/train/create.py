@@ -38,9 +38,11 @@ def create_run_with_weights(training: Training) -> None:
 
 
 def write_run(
-    run: RunDirectory, config: Config, weights: NamedTensors, tokenizer: Tokenizer
+    run: RunDirectory, config: Config, weights: NamedTensors, tokenizer: Tokenizer, source: str = ""
 ) -> None:
     """Write a run with weights that were trained elsewhere, and on no text of ours.
+
+    `source` says where they came from.
 
     The weights may be read while they are written: of a large model, no more is in memory than a
     file of PART_BYTES holds. A kill may leave half of a run, so callers write to a directory that
@@ -54,6 +56,7 @@ def write_run(
         device="cpu",
         dtype="float32",
         compile="off",
+        source=source,
     )
     run.create(config, tokenizer)
     parts = _split_into_parts(create_meta_tensors(config.model))

@@ -4,10 +4,11 @@ import signal
 import statistics
 
 from gptmini.config.settings import Config
-from gptmini.console import format_count, format_duration, say_header, warn
+from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
 from gptmini.model.optim import get_cooldown_steps, get_learning_rate
 from gptmini.plan import cost
 from gptmini.plan.decision import Decision
+from gptmini.plan.memory import Memory, approximate_memory
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import Training
 
@@ -16,6 +17,7 @@ MIN_LOSSES_FOR_SPIKE = 20  # before which their spread says nothing
 SPIKE_DEVIATIONS = 6  # of the last losses, above their mean
 SPIKE_MARGIN = 0.1  # in nats, where the last losses hardly differ
 SHOWN_WINDOWS = 4
+MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 
 def say_header_lines(training: Training, decision: Decision) -> None:
@@ -27,6 +29,10 @@ def say_header_lines(training: Training, decision: Decision) -> None:
         training.config.seq_len, train.batch_size, train.steps, training.config.data.weights
     )
     say_header(_describe_length(training, decision, epochs))
+    memory = approximate_memory(training.config, training.compute)
+    is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
+    if is_worth_saying and not training.placement.is_sharded:
+        say_header(_describe_memory(memory))
     held_out = training.corpus.held_out
     if train.eval_tokens is not None and train.eval_tokens < held_out:
         say_header(
@@ -75,6 +81,17 @@ def _describe_machine(training: Training, decision: Decision) -> str:
     elif decision.compile_outcome:
         parts.append(decision.compile_outcome)
     return "; ".join(parts)
+
+
+def _describe_memory(memory: Memory) -> str:
+    line = (
+        f"  memory    about {format_bytes(memory.peak)} at the peak: weights and gradients "
+        f"{format_bytes(memory.weights + memory.gradients)}, optimizer "
+        f"{format_bytes(memory.optimizer)}, activations {format_bytes(memory.activations)}"
+    )
+    if memory.saving:
+        line += f", saving {format_bytes(memory.saving)}"
+    return line
 
 
 def _describe_length(training: Training, decision: Decision, epochs: float) -> str:

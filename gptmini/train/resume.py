@@ -100,6 +100,7 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
         )
     model = training.model
     model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), base.checkpoints))
+    training.progress.source = checkpoint.state.get("source", "")
 
 
 def check_same_settings(

@@ -35,7 +35,8 @@ class Progress:
     `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
     each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
     `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
-    is that of Compute; `muon_version` is MUON_VERSION.
+    is that of Compute; `muon_version` is MUON_VERSION; `source` is what was imported, such as
+    hf:OWNER/NAME@COMMIT or a path, also for runs that began from that.
     """
 
     corpus: str
@@ -54,6 +55,7 @@ class Progress:
     loss_scale: float = 1.0
     deterministic: bool = False
     muon_version: int = 1
+    source: str = ""
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""

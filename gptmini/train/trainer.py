@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmini import machine
+from gptmini.config.settings import Config
 from gptmini.console import TrainingProgressBar, iter_with_progress, say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
@@ -38,6 +39,10 @@ from gptmini.train.state import Training
 from gptmini.train.step import train_step
 
 MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
+MIN_SAMPLE_TOKENS = 20
+# Drawing a token takes as long as training on 20 to 30 (SmolLM2-135M on a CPU), so a sample takes
+# a quarter of the time of the updates before it at most, if it may be that short.
+TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
 MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
@@ -185,10 +190,7 @@ def evaluate_validation(training: Training) -> dict[str, Any]:
 
 def generate_sample(training: Training) -> str:
     """Return what the model would write now; drawing it does not touch the run."""
-    limits = {
-        "max_new_tokens": min(MAX_SAMPLE_TOKENS, training.config.sample.max_new_tokens),
-        "overflow": "stop",
-    }
+    limits = {"max_new_tokens": _limit_sample_tokens(training.config), "overflow": "stop"}
     settings = training.config.sample.model_copy(update=limits)
     model = training.model
     tokenizer = training.corpus.tokenizer
@@ -205,6 +207,14 @@ def generate_sample(training: Training) -> str:
             if time.perf_counter() - started > seconds:
                 break
     return text.text
+
+
+def _limit_sample_tokens(config: Config) -> int:
+    """Return how many tokens a sample may have; few where little is trained between samples."""
+    train = config.train
+    trained = min(train.eval_every, train.steps) * train.batch_size * config.seq_len
+    worthwhile = max(MIN_SAMPLE_TOKENS, trained // TRAINED_TOKENS_PER_SAMPLE_TOKEN)
+    return min(MAX_SAMPLE_TOKENS, worthwhile, config.sample.max_new_tokens)
 
 
 def _get_sample_seconds(training: Training) -> float:

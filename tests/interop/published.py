@@ -5,6 +5,7 @@ as facts; nothing is copied. Sizes are then replaced by small ones, weights are 
 vocabulary is learned, numbered and written in the way of the original.
 """
 
+import copy
 import json
 import random
 from dataclasses import dataclass, field, replace
@@ -77,7 +78,12 @@ class PublishedTokenizer:
         words = {to_byte_level(token): number for token, number in ranks.items()}
         model = {"vocab": numbers | words if self.special_first else words}
         model["merges"] = self.list_merges(ranks)
-        return self.head | {
+        head = copy.deepcopy(self.head)
+        for step in (head["post_processor"] or {}).get("processors", []):
+            if step["type"] == "TemplateProcessing":
+                bos = self.config["bos_token"]
+                step["special_tokens"] = {bos: {"id": bos, "ids": [numbers[bos]], "tokens": [bos]}}
+        return head | {
             "version": "1.0",
             "truncation": None,
             "padding": None,
@@ -186,6 +192,20 @@ QWEN25_TOKENIZER = PublishedTokenizer(
 QWEN3_TOKENIZER = replace(
     QWEN25_TOKENIZER, merges="pairs", unspecial=("<tool_call>", "</tool_call>", "<think>")
 )
+BOS_AND_TEXT = [
+    {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}},
+    {"Sequence": {"id": "A", "type_id": 0}},
+]
+BOS_AND_TEXTS = [
+    *BOS_AND_TEXT,
+    {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 1}},
+    {"Sequence": {"id": "B", "type_id": 1}},
+]
+LLAMA3_CHAT_TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+{{- '<|reserved_special_token_0|>' + message['role'] + '\n\n' + message['content'] + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|reserved_special_token_0|>assistant\n\n' }}{% endif %}"""
 LLAMA3_TOKENIZER = PublishedTokenizer(
     head={
         "normalizer": None,
@@ -195,15 +215,8 @@ LLAMA3_TOKENIZER = PublishedTokenizer(
             "processors": [
                 {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
                 | {"use_regex": True},
-                {
-                    "type": "TemplateProcessing",
-                    "single": [
-                        {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}},
-                        {"Sequence": {"id": "A", "type_id": 0}},
-                    ],
-                    "pair": [],
-                    "special_tokens": {},
-                },
+                # "special_tokens" is filled in by `build`, since it has numbers.
+                {"type": "TemplateProcessing", "single": BOS_AND_TEXT, "pair": BOS_AND_TEXTS},
             ],
         },
         "decoder": BYTE_LEVEL_5 | {"add_prefix_space": True},
@@ -211,7 +224,11 @@ LLAMA3_TOKENIZER = PublishedTokenizer(
     special=["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>"],
     merges="all",
     model=BPE_MODEL | {"ignore_merges": True},
-    config={"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+    config={
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|end_of_text|>",
+        "chat_template": LLAMA3_CHAT_TEMPLATE,
+    },
 )
 STARCODER2_TOKENIZER = PublishedTokenizer(
     head=SMOLLM2_TOKENIZER.head,

@@ -214,11 +214,19 @@ def test_frequencies_scaled_as_llama_3_are_recognized(llama, tmp_path):
         read_whole(other)
 
 
-def test_a_token_that_llama_cpp_puts_before_prompts_is_named(llama, tmp_path, capfd):
-    read_whole(llama[1])
-    assert "before prompts" not in capfd.readouterr().err
-    read_whole(rewrite(llama[1], tmp_path / "b.gguf", {"tokenizer.ggml.add_bos_token": True}))
-    assert "<|endoftext|> is not put before prompts; write it there" in capfd.readouterr().err
+def test_prompts_begin_with_the_token_that_llama_cpp_puts_there(llama, tmp_path):
+    key = "tokenizer.ggml.add_bos_token"
+    llama3 = {"tokenizer.ggml.pre": "llama-bpe"}
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, []),
+        ({key: True}, [299]),
+        ({key: REMOVED}, []),
+        ({key: REMOVED} | llama3, [299]),  # llama.cpp's default for Llama 3
+        ({key: False} | llama3, []),
+    ]
+    for number, (fields, expected) in enumerate(cases):
+        tokenizer = read_whole(rewrite(llama[1], tmp_path / f"{number}.gguf", fields))[2]
+        assert tokenizer.add_bos([]) == expected
 
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {

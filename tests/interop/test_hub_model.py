@@ -1,6 +1,7 @@
 """Models of the Hub by name, from a Hub on this machine."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -19,12 +20,14 @@ from huggingface_hub import constants, file_download
 from gptmini import console, hub
 from gptmini.generate.run import load_run
 from gptmini.interop import hub_model
+from gptmini.interop import import_model as importing
 from gptmini.interop.export import export_run
 from gptmini.interop.hub_model import ModelName, parse_model_name
 from gptmini.interop.import_model import import_model
+from gptmini.runs.directory import RunDirectory
 from tests.interop.samples import run_of
 from tests.local_hub import NO_ENDPOINT, LocalHub, set_endpoint
-from tests.support import ROOT
+from tests.support import ROOT, prose
 
 NAME = "Somebody/Tiny-1M"
 
@@ -73,6 +76,54 @@ def test_a_model_is_imported_by_name(gptmini, local_hub: LocalHub, published, tm
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
         "model.safetensors",
     }
+
+
+def test_a_run_remembers_the_commit_that_it_was_imported_from(
+    gptmini, local_hub: LocalHub, published, tmp_path
+):
+    commit = local_hub.add(NAME, published)
+    source = f"hf:{NAME}@{commit}"
+    assert gptmini("import", NAME)[0] == 0
+    local_hub.add(NAME, published | {"README.md": b"a later commit"})
+    assert load_run("runs/Tiny-1M", "cpu", cache=tmp_path).state["source"] == source
+    # A fine-tuned run says it, too, also after it has been resumed.
+    Path("my.txt").write_text(prose())
+    tuning = ("train", "--from", "runs/Tiny-1M", "--data", "my.txt", "--out", "runs/tuned")
+    for steps in ("1", "2"):
+        code, _, err = gptmini(*tuning, "--steps", steps, "--set", "train.batch_size=1")
+        assert code == 0, err
+    listed = json.loads(gptmini("runs", "--json")[1])["runs"]
+    assert {run["path"]: run["source"] for run in listed} == {
+        "runs/Tiny-1M": source,
+        "runs/tuned": source,
+    }
+    rows = gptmini("runs")[1].splitlines()
+    assert rows[1].endswith(f"from {source}")
+    # A source is a name that can be imported again, though there is a newer commit.
+    assert gptmini("import", source, "--out", "runs/again")[0] == 0
+    assert RunDirectory(Path("runs/again")).read_source() == source
+    # So is the path of a folder, from wherever the command is called.
+    (tmp_path / "folder").mkdir()
+    for name, content in published.items():
+        if "/" not in name:
+            (tmp_path / "folder" / name).write_bytes(content)
+    assert gptmini("import", "folder", "--out", "runs/from-folder")[0] == 0
+    assert RunDirectory(Path("runs/from-folder")).read_source() == str(tmp_path / "folder")
+
+
+def test_the_name_is_parsed_once(gptmini, local_hub, published, monkeypatch):
+    """Else a folder of that name, made meanwhile, would be imported in place of the model."""
+    local_hub.add(NAME, published)
+    parsed = []
+
+    def parse(source: str) -> ModelName | None:
+        parsed.append(source)
+        return parse_model_name(source)
+
+    for module in (hub_model, importing):
+        monkeypatch.setattr(module, "parse_model_name", parse)
+    assert gptmini("import", NAME)[0] == 0
+    assert parsed == [NAME]
 
 
 def test_what_the_cache_holds_needs_no_network(
@@ -145,8 +196,9 @@ def test_a_gguf_file_is_imported_if_it_is_named_or_the_only_one(gptmini, local_h
     run_of(tmp_path / "runs" / "my")
     export_run(tmp_path / "runs" / "my", tmp_path / "my.gguf", to="gguf", weights="f32")
     gguf_file = (tmp_path / "my.gguf").read_bytes()
-    local_hub.add(NAME, {"tiny-f32.gguf": gguf_file})
+    commit = local_hub.add(NAME, {"tiny-f32.gguf": gguf_file})
     assert gptmini("import", NAME, "--out", "runs/only")[0] == 0
+    assert RunDirectory(Path("runs/only")).read_source() == f"hf:{NAME}@{commit}/tiny-f32.gguf"
     local_hub.add(NAME, {"tiny-f32.gguf": gguf_file, "tiny-q8_0.gguf": b"x", "README.md": b""})
     assert gptmini("import", f"{NAME}/tiny-f32.gguf")[0] == 0
     assert Path("runs/tiny-f32/config.yaml").exists()
@@ -167,6 +219,8 @@ def test_what_exists_here_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "my-hf").mkdir(parents=True)
     assert parse_model_name("runs/my-hf") is None
+    for name in ("hf:a/b", "hf:a/b@v1", "hf:a/b@v1/c/d.gguf", "hf:gpt2"):
+        assert str(parse_model_name(name)) == name
     assert parse_model_name("hf:runs/my-hf") == ModelName("runs/my-hf", None, None)
     assert parse_model_name("hf:gpt2@main") == ModelName("gpt2", "main", None)
     assert parse_model_name("a/b@refs/pr/3") == ModelName("a/b", "refs/pr/3", None)

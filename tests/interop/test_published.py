@@ -1,13 +1,18 @@
 """Imports of models as their authors publish them: read exactly, or refused by name."""
 
+import json
 import unicodedata
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gptmini.analysis.score import score_text
+from gptmini.data.corpus import prepare_text
+from gptmini.data.token_file import IGNORED
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
 from gptmini.interop import architectures
@@ -19,6 +24,7 @@ from tests.interop.published import (
     LLAMA_32_1B,
     MODELS,
     N_TOKENS,
+    N_WORDS,
     QWEN3_06B,
     REMOVED,
     SENTENCEPIECE_HEADS,
@@ -28,6 +34,7 @@ from tests.interop.published import (
     Published,
     odd_texts,
 )
+from tests.support import prose
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra bench")
 tokenizers: Any = pytest.importorskip("tokenizers", reason="needs the extra bench")
@@ -73,17 +80,98 @@ def test_a_published_model_has_the_logits_and_tokens_of_transformers(name, tmp_p
     normalizes = model.tokenizer.head["normalizer"] is not None
     warnings = capfd.readouterr().err
     assert ("not brought into NFC" in warnings) == normalizes
-    starts = "post_processor: <|begin_of_text|> is not put before prompts; write it there"
-    assert (starts in warnings) == ("Llama-3" in name)
+    assert "post_processor" not in warnings
     added = [*model.tokenizer.special, *model.tokenizer.unspecial]
     for text in odd_texts():
         if not any(name in text for name in added):  # with us, text is never a special token
             ours = unicodedata.normalize("NFC", text) if normalizes else text
-            expected = theirs.encode(text, add_special_tokens=False).ids
-            assert run.encode(ours) == expected, text
+            assert run.encode(ours) == theirs.encode(text).ids, text
     prompt = "".join(f"{name}A{index}\n" for index, name in enumerate(added))
     text = run.create_text(0, prompt, run.config.sample, special=True)
     assert text.prompt_tokens == theirs.encode(prompt, add_special_tokens=False).ids
+
+
+def test_prompts_begin_with_the_token_that_transformers_puts_there(tmp_path, gptmini):
+    """As Llama 3's tokenizer does, and with the logits that follow from it."""
+    run = import_exactly(MODELS["Llama-3.2-1B"], tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
+    bos = theirs.bos_token_id
+    for prompt in ("It was", "Mondegano 12", "\n"):
+        expected = theirs(prompt).input_ids
+        assert expected[0] == bos
+        for special in (False, True):
+            (text,) = run.start([prompt], special=special).samples
+            assert text.prompt_tokens == expected
+        logits = compute_expected(tmp_path / "there", torch.tensor([expected]))
+        torch.testing.assert_close(run.model(torch.tensor([expected])), logits, rtol=0, atol=1e-4)
+        # A score has the same context.
+        scored = score_text(run, prompt)
+        assert scored.tokens == expected[1:]
+        logprobs = logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(expected[1:])[:, None])
+        torch.testing.assert_close(torch.tensor(scored.logprobs), logprobs[:, 0], rtol=0, atol=1e-4)
+    # The token comes once: a chat template writes it, and so may a user.
+    messages = [{"role": "user", "content": "What is 12?"}]
+    chat = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    (text,) = run.start([run.render_chat(messages)], special=True).samples
+    assert text.prompt_tokens == chat["input_ids"]
+    assert text.prompt_tokens.count(bos) == 1
+    (text,) = run.start(["<|begin_of_text|>It was"], special=True).samples
+    assert text.prompt_tokens == theirs("It was").input_ids
+    # The commands say so.
+    assert gptmini("tokenizer", "info", str(tmp_path / "run"))[1].splitlines()[-2] == (
+        "texts begin with <|begin_of_text|>"
+    )
+    code, _, err = gptmini("import", str(tmp_path / "there"), "--out", str(tmp_path / "again"))
+    assert code == 0
+    assert "its texts begin with <|begin_of_text|> and end with <|end_of_text|> or" in err
+    # Nothing else changes: tokens that are given, an empty prompt, a start of one's own.
+    sample = run.config.sample
+    assert run.create_text(0, [1, 2], sample).prompt_tokens == [1, 2]
+    assert run.create_text(0, "", sample).prompt_tokens == [bos]
+    with_start = sample.model_copy(update={"start": "\n"})
+    assert run.create_text(0, "", with_start).prompt_tokens == theirs("\n").input_ids
+    assert run.create_text(0, " ", with_start).prompt_tokens == theirs("\n").input_ids
+    assert run.tokenizer.encode("It was").tolist() == theirs("It was").input_ids[1:]
+    assert run.decode(run.encode("It was")) == "It was"
+
+
+def test_an_export_keeps_the_token_that_prompts_begin_with(tmp_path):
+    run = import_exactly(MODELS["Llama-3.2-1B"], tmp_path, rope_scaling=None)
+    export_run(run, tmp_path / "out", cache=tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    before = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
+    assert theirs("It was").input_ids == before("It was").input_ids == run.encode("It was")
+    assert theirs("a", "b").input_ids == before("a", "b").input_ids
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    assert back.tokenizer.to_json() == run.tokenizer.to_json()
+    if find_spec("gguf") is None:
+        return
+    export_run(run, tmp_path / "out.gguf", "gguf", cache=tmp_path)
+    back = import_model(tmp_path / "out.gguf", tmp_path / "from-gguf", cache=tmp_path)
+    assert back.encode("It was") == run.encode("It was")
+
+
+def test_fine_tuning_begins_each_document_with_that_token(tmp_path):
+    """As a tokenizer of transformers does with each text of a dataset."""
+    ends = [N_WORDS + 1, N_WORDS + 3]  # as instruct models name them
+    run = import_exactly(MODELS["Llama-3.2-1B"], tmp_path, eos_token_id=ends)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
+    documents = [f"{prose(200)} {number}" for number in range(3)]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, document in enumerate(documents):
+        (folder / f"{number}.txt").write_text(document)
+    settings = run.config.data.model_copy(update={"path": [str(folder)]})
+    tokens = prepare_text(settings, run.tokenizer, tmp_path / "cache")
+    expected = [token for document in documents for token in theirs(document).input_ids]
+    assert tokens.read(0, len(tokens)).tolist() == expected
+    # So does a conversation, whose template writes it.
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    settings = run.config.data.model_copy(update={"path": [str(tmp_path / "chat.jsonl")]})
+    tokens = prepare_text(settings, run.tokenizer, tmp_path / "cache")
+    chat = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert [token & ~IGNORED for token in tokens.read(0, len(tokens)).tolist()] == chat
 
 
 def dtypes(file: Path) -> set[torch.dtype]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptmini import console
 from gptmini.analysis.evaluate import evaluate_run, load_held_out
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
@@ -490,3 +491,13 @@ def test_mistakes_are_one_line(gptmini, text_file, other_text):
         assert found == code, err
         assert line in err
         assert err.count("gptmini: ") == 1
+
+
+def test_the_memory_that_training_takes_is_said_before_it_begins(tune, requested, base, capsys):
+    tune(requested, "tuned")
+    header = capsys.readouterr().err.split("step 0/6")[0]
+    (line,) = [each for each in header.splitlines() if each.startswith("  memory    about ")]
+    weights = sum(tensor.nbytes for tensor in base.load_best().model.values())
+    assert f"weights and gradients {console.format_bytes(2 * weights)}, optimizer " in line
+    assert ", activations " in line
+    assert ", saving " in line

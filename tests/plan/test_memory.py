@@ -11,7 +11,8 @@ from gptmini.config.settings import Config
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT, compute_loss
 from gptmini.model.optim import Optimizer
-from gptmini.plan.memory import StorageCounter, estimate_memory
+from gptmini.plan import memory
+from gptmini.plan.memory import StorageCounter, approximate_memory, estimate_memory
 from tests.support import tiny
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -93,6 +94,24 @@ def test_windows_cost_activations_and_checkpointing_saves_them():
     assert 3 < many.activations / few.activations < 4.5
     assert saving.activations < 0.6 * many.activations
     assert few.weights == many.weights == saving.weights
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_formula_comes_close_to_the_dry_run(optimizer, dtype, checkpointing, monkeypatch):
+    shape = {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 4000, "context_length": 256}
+    llama = {"norm": "rmsnorm", "activation": "swiglu", "attention": {"qk_norm": False}}
+    train = {"optimizer": optimizer, "batch_size": 4, "micro_batch_size": 4}
+    train["gradient_checkpointing"] = checkpointing
+    config = tiny(model={**shape, **llama}, train=train)
+    compute = Compute(torch.device("cpu"), dtype)
+    estimated = estimate_memory(config, compute)
+    monkeypatch.setattr(memory, "FakeTensorMode", lambda: pytest.fail("a dry run"))
+    found = approximate_memory(config, compute)
+    assert found.peak == pytest.approx(estimated.peak, rel=0.1)
+    for part in ("weights", "gradients", "optimizer", "saving"):
+        assert getattr(found, part) == pytest.approx(getattr(estimated, part), rel=0.01)
 
 
 def test_no_weights_are_made(monkeypatch):

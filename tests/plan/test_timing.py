@@ -81,15 +81,40 @@ def test_sharded_processes_hold_one_model_together_and_have_room_for_more_rows(m
     assert timing.choose_micro_batch_size(sharded, CPU, 2) == 4
 
 
+SMOLLM2 = {
+    "n_layer": 30,
+    "n_head": 9,
+    "d_model": 576,
+    "head_dim": 64,
+    "d_ff": 1536,
+    "vocab_size": 49152,
+    "attention": {"variant": "gqa", "n_kv_head": 3, "qk_norm": False},
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "tie_embeddings": True,
+    "context_length": 256,
+}
+
+
+def test_a_few_rows_of_a_large_model_need_no_dry_run(monkeypatch):
+    """Four of SmolLM2-135M, with 16 GB."""
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 16_000_000_000)
+    monkeypatch.setattr(timing, "estimate_memory", lambda *_: pytest.fail("a dry run"))
+    config = tiny(model=SMOLLM2, train={"batch_size": 4, "optimizer": "adamw"})
+    assert timing.choose_micro_batch_size(config, CPU) == 4
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("kind", ["relu2", "swiglu"])
 @pytest.mark.parametrize("seq_len", [8, 512])
 @pytest.mark.parametrize(("width", "heads", "vocab_size"), [(512, 2, 257), (32, 8, 5000)])
-def test_no_row_reaches_what_is_assumed_at_most(kind, seq_len, width, heads, vocab_size):
+def test_no_row_reaches_what_is_assumed_at_most(optimizer, kind, seq_len, width, heads, vocab_size):
     shape = {"d_model": width, "n_head": heads, "head_dim": 64, "context_length": seq_len}
     other = {"activation": kind, "vocab_size": vocab_size, "dropout": 0.2, "norm": "rmsnorm"}
     attention = {"backend": "eager", "weight_dropout": 0.1}
     model = {**shape, **other, "n_layer": 1, "attention": attention}
-    config = tiny(model=model, train={"batch_size": 1, "micro_batch_size": 1})
+    train = {"batch_size": 1, "micro_batch_size": 1, "optimizer": optimizer}
+    config = tiny(model=model, train=train)
     for dtype in (torch.float32, torch.bfloat16):
         held = estimate_memory(config, Compute(torch.device("cpu"), dtype)).activations
         assert held < timing._bound_row_bytes(config) < 50 * held
@@ -113,6 +138,36 @@ def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
     config = tiny().with_tokenizer("byte", 257)
     assert timing.time_step(config, CPU, limit=limit).passes == 1
     assert made == passes
+
+
+@pytest.mark.parametrize(
+    ("steps", "compile_setting", "eager_passes"),
+    [(3, "auto", 1), (29, "auto", 1), (30, "auto", 3), (3, "on", 3)],
+)
+def test_only_a_run_that_may_be_compiled_is_timed_for_long(
+    monkeypatch, steps, compile_setting, eager_passes
+):
+    """By this clock a pass takes three seconds, and compiling is tried from 90 seconds on."""
+    now = 0.0
+    made = []
+
+    def slow(*given: Any) -> torch.Tensor:
+        nonlocal now
+        now += 3
+        made.append(now)
+        return loss(*given)
+
+    loss = timing.compute_loss
+    monkeypatch.setattr(timing, "compute_loss", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(timing, "compile_blocks", lambda _: made.append("compiled"))
+    config = tiny(train={"steps": steps, "compile": compile_setting, "micro_batch_size": 4})
+    trial = timing.try_compile(config.with_tokenizer("byte", 257), CPU)
+    assert trial.step_time == timing.StepTime(3.0, 0.0)
+    eager = made[: made.index("compiled")] if "compiled" in made else made
+    assert len(eager) == eager_passes
+    assert ("compiled" in made) == (eager_passes == 3)
 
 
 def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):

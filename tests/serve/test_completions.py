@@ -143,3 +143,20 @@ def test_text_offsets_count_the_names_of_special_tokens(prompt, special, offsets
     events.append(TokenEvent("c", 99, -1.0, [], "length"))
     choice = completion.build_choice(0, events)
     assert choice["logprobs"]["text_offset"] == [*offsets, len(choice["text"]) - 1]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_token_before_a_prompt_is_no_part_of_its_text(special):
+    run = run_of()
+    run.tokenizer.adds_bos = True
+    fields: dict[str, Any] = {"special": special, "echo": True, "logprobs": 0, "max_tokens": 1}
+    completion = complete(run, prompt=["ab", "ab"], **fields)
+    text = completion.requests[0].text
+    assert text.prompt_tokens == [256, 97, 98]
+    events = [TokenEvent("", token, -1.0, [], None) for token in text.prompt_tokens]
+    events.append(TokenEvent("c", 99, -1.0, [], "length"))
+    choice = completion.build_choice(0, events)
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+    (request,) = complete(run, prompt=[97, 98], **fields).requests
+    assert request.text.prompt_tokens == [97, 98]

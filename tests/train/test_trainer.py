@@ -282,7 +282,7 @@ def test_another_micro_batch_is_said_to_change_the_bits(train, config, capsys):
 
 def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
     """With bias, bans and stop texts; after a few updates, so that not all are alike."""
-    settings = {"temperature": 0, "max_new_tokens": 40, "start": "the "}
+    settings = {"temperature": 0, "max_new_tokens": 20, "start": "the "}
     cases = [{}, {"bias": {"q": 50.0}}, {"ban": [" ", "o"]}, {"stop": ["o", "ck"]}]
     cases.append({"bias": {"a": 50.0, "b": 50.0}, "ban": ["a"], "stop": ["bbbb"]})
     samples = []
@@ -304,6 +304,15 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
     assert samples[4] == ""
     assert not {" ", "o"} & set(samples[2])
     assert len(set(samples)) > 3
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, 20), (12, 48), (25, 100), (999, 120)])
+def test_little_training_gets_short_samples(steps, expected):
+    train = {"steps": steps, "batch_size": 25, "eval_every": 100}
+    config = tiny(train=train, sample={"max_new_tokens": 256})
+    assert trainer._limit_sample_tokens(config) == expected
+    shorter = tiny(train=train, sample={"max_new_tokens": 8})
+    assert trainer._limit_sample_tokens(shorter) == 8
 
 
 def test_a_ban_of_several_tokens_is_refused_before_the_first_step(text_file, tmp_path):
