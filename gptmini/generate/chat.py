@@ -11,7 +11,7 @@ def drop_oldest_turns(run: Run, messages: list[Message], max_new_tokens: int) ->
     first turn, such as a system message, stays, and so does the last turn. An answer gets
     `max_new_tokens`, or half of the context if that is less.
     """
-    context_length = run.model.config.context_length
+    context_length = run.context_length
     room = min(max_new_tokens, context_length // 2)
     starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
     for start in starts:

@@ -33,7 +33,7 @@ from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.generate.texts import Generation, Text, build_token_bias, encode_start
 from gptmini.machine import pick_compute, pick_device
-from gptmini.model.gpt import GPT
+from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.chat_template import ChatTemplate, Message
@@ -44,8 +44,8 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 MIN_PARAMETERS_FOR_GPU = 50_000_000
 
 
-# Threads that share a run share one copy of its model.
-_copying = threading.Lock()
+# Threads that share a run share one copy of its model. Making one may need the other.
+_copying = threading.RLock()
 
 
 class Run:
@@ -75,13 +75,14 @@ class Run:
     ) -> None:
         """Combine parts that are already in memory; `gptmini.load` reads them from a directory.
 
+        Matrices of `model` may be in bfloat16, if `weights` is; everything else is in float32.
         `cache` is the folder of the compiled engine.
         """
         self.path = path
         self.config = config
         self.state: dict[str, Any] = state or {"step": 0, "corpus": ""}
         self.tokenizer = tokenizer
-        self.model = model
+        self._model = model  # in bfloat16 until someone asks for `model`
         self.weights = weights
         self._cache = cache
         # Engines that no generation is using. Not a list behind a lock: the garbage collector may
@@ -92,7 +93,7 @@ class Run:
         self._packed_matrices: precision.PackedMatrices = {}
 
     def __repr__(self) -> str:
-        size = sum(parameter.numel() for parameter in self.model.parameters())
+        size = sum(parameter.numel() for parameter in self._model.parameters())
         tokenizer = f"{self.tokenizer.kind} tokenizer, vocabulary {self.tokenizer.vocab_size:,}"
         return f"<Run {self.path}: step {self.step}, {size:,} parameters, {tokenizer}>"
 
@@ -102,6 +103,21 @@ class Run:
         state.pop("_decoding_model", None)
         state.pop("_chat_template", None)
         return state
+
+    @cached_property
+    def model(self) -> GPT:
+        """The model with all weights in float32, as they were rounded.
+
+        The compiled engine reads bfloat16, so a run that only generates never needs these copies.
+        """
+        with _copying:
+            precision.widen_weights(self._model)
+        return self._model
+
+    @property
+    def context_length(self) -> int:
+        """The number of tokens that the model sees at most."""
+        return self._model.config.context_length
 
     @property
     def step(self) -> int:
@@ -190,7 +206,7 @@ class Run:
                 "use a draft with the same tokenizer"
             )
         tokens = self._generate_tokens(texts, sample, bias, draft, use_cache)
-        compiled = native.load_library(self.model, self._cache, use_cache)
+        compiled = native.load_library(self._model, self._cache, use_cache)
         engine = native.NativeEngine.name if compiled else TorchEngine.name
         return Generation(tokens, texts, logprobs, engine)
 
@@ -205,10 +221,9 @@ class Run:
             tokens = prompt
             prompt = self.tokenizer.decode(tokens)
         tokens = tokens or encode_start(self.tokenizer, sample)
-        context_length = self.model.config.context_length
-        check_overflow(len(tokens), sample, context_length)
+        check_overflow(len(tokens), sample, self.context_length)
         return Text(
-            number, tokens, context_length, prompt, self.tokenizer, sample.stop, allowed_first
+            number, tokens, self.context_length, prompt, self.tokenizer, sample.stop, allowed_first
         )
 
     def _generate_tokens(
@@ -227,15 +242,14 @@ class Run:
             drafter: PromptLookup | DraftModel | None = None
             if isinstance(draft, Run):
                 draft_engine = engines.enter_context(draft.borrow_engine(len(texts)))
-                drafter = DraftModel(draft.model, draft_engine, sample)
+                drafter = DraftModel(draft.context_length, draft_engine, sample)
             elif draft:
                 drafter = PromptLookup()
-            context_length = self.model.config.context_length
             if drafter is None:
-                yield from sample_tokens(engine, texts, sample, context_length, bias)
+                yield from sample_tokens(engine, texts, sample, self.context_length, bias)
             else:
                 yield from sample_speculatively(
-                    engine, drafter, texts, sample, context_length, bias
+                    engine, drafter, texts, sample, self.context_length, bias
                 )
 
     def encode(self, text: str, name: str = "text", special: bool = False) -> list[int]:
@@ -296,8 +310,9 @@ class Run:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the tokenizer and of the weights as they were rounded."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
-        for name, tensor in self.model.state_dict().items():
-            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+        for name, tensor in self._model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.float().cpu().contiguous().numpy())
         return digest.hexdigest()
 
     @contextmanager
@@ -305,8 +320,10 @@ class Run:
         """Lend an engine for up to `n_texts` texts; nobody else uses it until the block ends."""
         engine = self._take_idle_engine(n_texts) if use_cache else None
         if engine is None:
-            with _copying:
-                model = self._decoding_model
+            model = self._model
+            if native.load_library(model, self._cache, use_cache) is None:
+                with _copying:
+                    model = self._decoding_model
             engine = native.open_engine(
                 model, self.weights, n_texts, self._cache, use_cache, self._packed_matrices
             )
@@ -318,17 +335,15 @@ class Run:
 
     @cached_property
     def _decoding_model(self) -> GPT:
-        """The model as engines run it: in bfloat16 on a GPU that multiplies it, if rounded to it.
+        """The model as torch runs it: in bfloat16 on a GPU that multiplies it, if rounded to it.
 
         A step of few texts takes the time of reading the weights, and these are half the bytes.
-        `model` stays in float32, for those who score texts.
+        `model` is in float32, for those who score texts.
         """
-        device = self.model.device.type
-        if self.weights != "bfloat16" or device == "cpu":
-            return self.model
-        if pick_compute(device, "auto").dtype != torch.bfloat16:
-            return self.model
-        return precision.copy_to_bfloat16(self.model)
+        device = self._model.device
+        if self.weights == "bfloat16" and device.type != "cpu" and has_bfloat16(device):
+            return precision.copy_as(self._model, torch.bfloat16)
+        return self.model
 
     def _take_idle_engine(self, n_texts: int) -> Engine | None:
         """Take an engine that an earlier generation gave back, if one is large enough.
@@ -375,6 +390,11 @@ def _pick_device(name: str, model: GPT, cache: Path) -> torch.device:
     return device
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Check whether a GPU multiplies in bfloat16."""
+    return pick_compute(device.type, "auto").dtype == torch.bfloat16
+
+
 @show_elapsed("loading the model")
 def load_run(
     path: str | Path,
@@ -398,8 +418,13 @@ def load_run(
     config = directory.load_config()
     checkpoint = directory.load_best() if step is None else directory.load_checkpoint(step)
     tokenizer = directory.load_tokenizer(checkpoint)
-    model = GPT(config.model)
-    model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), directory.checkpoints))
+    model = create_undrawn(config.model).eval()
+    tensors = check_shapes(checkpoint.model, model.state_dict(), directory.checkpoints)
+    model.load_state_dict(tensors, assign=True)
+    tensors.clear()  # so that rounding frees one after the other
     precision.round_weights(model, weights)
-    model = model.eval().to(_pick_device(device, model, cache))
+    target = _pick_device(device, model, cache)
+    if target.type != "cpu" and not has_bfloat16(target):
+        precision.widen_weights(model)
+    model = model.to(target)
     return Run(directory.path, config, tokenizer, model, checkpoint.state, weights, cache)

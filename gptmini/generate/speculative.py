@@ -20,7 +20,6 @@ from gptmini.generate.engine import Engine
 from gptmini.generate.filters import LogitsProcessor, draw_uniform, sample_token
 from gptmini.generate.sampler import append_token, copy_to_host, draw_token
 from gptmini.generate.texts import Text
-from gptmini.model.gpt import GPT
 
 MAX_DRAFT_TOKENS = 3  # the compiled step takes 1.4 times as long for four tokens as for one
 
@@ -113,8 +112,8 @@ class PromptLookup:
 class DraftModel:
     """Drafts what a smaller model with the same tokenizer draws with the same random numbers."""
 
-    def __init__(self, model: GPT, engine: Engine, sample: SampleConfig) -> None:
-        self._context_length = model.config.context_length
+    def __init__(self, context_length: int, engine: Engine, sample: SampleConfig) -> None:
+        self._context_length = context_length
         self._engine = engine
         self._sample = sample
         self._views: dict[Text, Text] = {}  # each text as the draft model's engine sees it

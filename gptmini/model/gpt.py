@@ -4,10 +4,12 @@ Letters: B batch, T positions, D width, V vocabulary, L layers.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gptmini.config.settings import ModelConfig
@@ -45,7 +47,8 @@ class GPT(nn.Module):
     Raises ConfigError if the configuration lacks vocab_size.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, draw: bool = True) -> None:
+        """`draw` the weights; `create_undrawn` makes a model for those who have weights."""
         super().__init__()
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size: missing; set it to the size of the tokenizer")
@@ -66,7 +69,8 @@ class GPT(nn.Module):
         self.head: nn.Linear | None = None
         if not config.tie_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        init_weights(self)
+        if draw:
+            init_weights(self)
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +122,28 @@ def create_meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors of a model by name, on the meta device: shapes without memory."""
     with torch.device("meta"):
         return GPT(config).state_dict()
+
+
+class _SkipDraws(TorchFunctionMode):
+    """Leaves tensors as they are where torch would fill them with random numbers."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
+
+
+def create_undrawn(config: ModelConfig) -> GPT:
+    """Create a model without drawing its matrices, for those who load them next.
+
+    They hold whatever lies in memory, and no page of it is touched. A model on the meta device has
+    no memory either, but torch takes seconds to import what that device needs.
+    """
+    with _SkipDraws():
+        return GPT(config, draw=False)
 
 
 def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -295,7 +295,7 @@ class Scheduler(threading.Thread):
     def _add_token(self, request: Request, logits: Tensor, token: int) -> TokenEvents:
         """Add a token, drawn from logits (n_logits, V), to its text; return its events."""
         text = request.text
-        context_length = self._run.model.config.context_length
+        context_length = self._run.context_length
         if request.n_logprobs is not None:
             logits = logits.cpu()
         events = self._score_prompt(request, logits) if request.scores_prompt_next else []

@@ -24,7 +24,7 @@ from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native.engine import NativeEngine, open_engine
-from gptmini.generate.native.precision import PRECISIONS
+from gptmini.generate.native.precision import PRECISIONS, round_weights
 from gptmini.generate.run import load_run
 from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.texts import Generation, Text
@@ -267,6 +267,7 @@ def print_memory(size: str, who: str) -> None:
         time_hf(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
     else:
         model = create_model(size, "mha")
+        round_weights(model, who)  # as a run stores them when it is loaded
         time_gptmini(open_engine(model, who, 1, DEFAULT_CACHE_DIR), model, prompts, 32)
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line for line in lines if line.startswith("VmHWM"))

@@ -295,7 +295,7 @@ def commands(check: Check) -> Facts:
 CHANGES: dict[str, tuple[str, Any]] = {
     "CUDA graphs": ("gptmini.generate.engine.StepGraphs", lambda _: None),
     "drawing on the GPU": ("gptmini.generate.sampler.DRAWING_DEVICES", ()),
-    "bfloat16": ("gptmini.generate.native.precision.copy_to_bfloat16", lambda model: model),
+    "bfloat16": ("gptmini.generate.run.has_bfloat16", lambda _: False),
 }
 
 

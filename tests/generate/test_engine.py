@@ -5,7 +5,7 @@ import torch
 
 from gptmini.generate import graphs
 from gptmini.generate.engine import PREFILL_CHUNK, TorchEngine, round_up_rows
-from gptmini.generate.native.precision import copy_to_bfloat16, round_weights
+from gptmini.generate.native.precision import copy_as, round_weights, widen_weights
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 from tests.generate.recorded_graphs import RecordedGraph
@@ -137,7 +137,8 @@ def test_a_model_in_bfloat16_has_a_cache_in_bfloat16_and_logits_close_by(positio
         for parameter in model.parameters():
             parameter.div_(4 if parameter.ndim == 2 else 1)
     round_weights(model, "bfloat16")
-    narrow = copy_to_bfloat16(model)
+    narrow = copy_as(model, torch.bfloat16)
+    widen_weights(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
     engines = [TorchEngine(model, 2), TorchEngine(narrow, 2)]

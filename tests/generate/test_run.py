@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import itertools
 import json
 import threading
@@ -13,7 +14,7 @@ from gptmini.generate.filters import compute_logprob
 from gptmini.generate.native import engine as native
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
-from gptmini.model.gpt import GPT
+from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer
 from tests.support import tiny, train
@@ -164,6 +165,65 @@ def test_a_run_says_what_it_is_and_feeds_its_model(run: Run):
     assert run.encode("The") == [84, 104, 101]
     with torch.no_grad():
         assert run.model(torch.tensor([run.encode("The")])).shape == (1, 3, 257)
+
+
+def test_a_run_that_only_generates_never_has_its_matrices_in_float32(run: Run):
+    run.generate("the ")
+    if run.start(["the "]).engine != native.NativeEngine.name:
+        pytest.skip("needs g++")
+    run.fingerprint  # noqa: B018
+    stored = run._model
+    assert {weight.dtype for weight in stored.parameters() if weight.ndim == 2} == {torch.bfloat16}
+    assert {weight.dtype for weight in stored.parameters() if weight.ndim == 1} == {torch.float32}
+    assert run.model is stored
+    assert {weight.dtype for weight in stored.parameters()} == {torch.float32}
+
+
+def test_the_model_of_a_run_has_the_rounded_weights_in_float32(trained: Path):
+    exact = load_run(trained, weights="float32").model
+    run = load_run(trained)
+    generated = run.generate("the ")
+    with torch.inference_mode():  # as `score` looks at it
+        weights = dict(run.model.named_parameters())
+    for name, expected in exact.named_parameters():
+        rounded = expected.bfloat16().float() if expected.ndim == 2 else expected
+        assert torch.equal(weights[name], rounded)
+    run.model(torch.tensor([[1, 2]])).sum().backward()
+    assert run.model.embed.weight.grad is not None
+    assert run.generate("the ") == generated
+    assert run.start(["the "], use_cache=False).finish()[0].text
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_the_fingerprint_is_that_of_the_weights_in_float32(trained: Path, weights: str):
+    run = load_run(trained, weights=weights)
+    found = run.fingerprint
+    digest = hashlib.sha256(run.tokenizer.fingerprint.encode())
+    for name, tensor in run.model.state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    assert found == digest.hexdigest()
+
+
+def test_loading_draws_no_weights(trained: Path):
+    state = torch.get_rng_state()
+    load_run(trained)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi", "learned"])
+def test_a_model_without_drawn_weights_has_all_the_rest(position: str):
+    config = tiny(model={"position": position, "tie_embeddings": False}).model
+    config = config.model_copy(update={"vocab_size": 20})
+    expected = GPT(config)
+    found = create_undrawn(config)
+    for (name, ours), (other, theirs) in zip(
+        found.named_buffers(), expected.named_buffers(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(ours, theirs)
+    found.load_state_dict(expected.state_dict())
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(found(tokens), expected(tokens))
 
 
 @pytest.mark.parametrize("prompt", [("a", "b"), None, b"a", 7])

@@ -419,10 +419,10 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
     for drafting, right in ((model, True), (other, False)):
-        draft = DraftModel(drafting, engine_of(drafting, "torch"), sample)
+        draft = DraftModel(LIMIT, engine_of(drafting, "torch"), sample)
         assert drawn(model, [[3, 1, 4]], engine, **given, drafter=draft) == plain
         text = Text(0, [3, 1, 4], LIMIT)
-        draft = DraftModel(drafting, engine_of(drafting, "torch"), sample)
+        draft = DraftModel(LIMIT, engine_of(drafting, "torch"), sample)
         for _ in sample_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
             pass
         assert len(text.tokens) == 256

@@ -28,7 +28,7 @@ from gptmini.distributed.group import Group
 from gptmini.generate.device_draw import Draw, draw_on_device
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
-from gptmini.generate.native.precision import copy_to_bfloat16
+from gptmini.generate.native.precision import copy_as
 from gptmini.generate.texts import Text
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
@@ -162,7 +162,7 @@ def count_token(name: str, n_texts: int) -> dict[str, Any]:
     """Count what one more token of each text takes: the step, and then the draw."""
     config = ModelConfig.model_validate({**MODELS[name], "context_length": 1024})
     with torch.device("gpu"):
-        model = copy_to_bfloat16(GPT(config).eval())
+        model = copy_as(GPT(config).eval(), torch.bfloat16)
     engine = TorchEngine(model, n_texts)
     texts = [Text(number, [1] * (5 + number), 1024) for number in range(n_texts)]
     sample = SampleConfig(top_k=50, top_p=0.9)

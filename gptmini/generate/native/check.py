@@ -5,19 +5,27 @@ is compared once, before the compiled step generates with it. The comparison is 
 the precision of the weights: rounding inputs to 16 bits would hide small changes, and the paths of
 bfloat16 and int8 differ from that of float32 in nothing but this rounding.
 
-Letters: T tokens of a row, D width, V vocabulary.
+Copies of a whole model in float32 would take more memory than the generation. So both sides have
+one layer at a time in float32, and the embeddings and logits of some tokens only.
+
+Letters: T tokens of a row, V tokens of the vocabulary that are compared, D width.
 """
 
+import copy
 import ctypes
 import threading
+from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
-from gptmini.generate.native.precision import create_cache
-from gptmini.generate.native.step import NativeStep, UnexpectedShapeError
+from gptmini.generate.native.precision import AnyModule, copy_as, create_cache
+from gptmini.generate.native.step import NativeStep, UnexpectedShapeError, check_shape
 from gptmini.model.attention import KVCache
 from gptmini.model.gpt import GPT
 from gptmini.model.static_cache import StaticCache
@@ -25,6 +33,9 @@ from gptmini.model.static_cache import StaticCache
 TOKENS_PER_ROW = 2
 # How long a context is compared. Attention to more positions would take most of the time.
 MAX_POSITIONS = 512
+# How many tokens of the vocabulary are compared, if it has as many. Each is a row of the head, and
+# all rows are computed alike.
+MAX_TOKENS = 1024
 # A share of the largest logit. In 600 random models, with weights up to 150 times as large as
 # initial ones, rounding made at most 2e-5 of it; bfloat16 inputs would make 0.27, int8 ones 0.54.
 TOLERANCE = 2e-4
@@ -69,26 +80,110 @@ def measure_difference(library: ctypes.CDLL, model: GPT) -> float:
     end = min(model.config.context_length, MAX_POSITIONS)
     T = min(TOKENS_PER_ROW, end)
     start = end - T
-    # Multiples of a large prime are spread over the vocabulary.
-    tokens = torch.arange(2 * T).view(2, T) * 7919 % model.embed.num_embeddings  # (2, T)
-    cache = _create_zero_cache(model, end)
-    step = NativeStep(library, model, "float32", cache)
-    rows = [0] * T + [1] * T
-    positions = [*range(T), *range(start, end)]
-    found = step(tokens.flatten().tolist(), rows, positions, [T - 1, 2 * T - 1])  # (2, V)
+    positions = torch.tensor([[*range(T)], [*range(start, end)]])  # (2, T)
+    model = _reduce(model, 2 * T)
+    found = _compute_compiled(library, model, positions, end)  # (2, V)
 
     config = model.config.model_copy(update={"context_length": end})
     zeros = StaticCache(config, 2, model.device, torch.float32, max_pass_tokens=T)
     is_token = torch.ones(2, T, dtype=torch.bool)
-    cache = zeros.select(slice(0, 2), torch.tensor(positions).view(2, T), is_token, end)
+    cache = zeros.select(slice(0, 2), positions, is_token, end)
+    tokens = torch.arange(2 * T).view(2, T)
     hidden = model.forward_hidden(tokens, cache)  # (2, T, D)
     expected = model.compute_logits(hidden[:, -1]).float()  # (2, V)
     return _compute_relative_difference(found, expected)
 
 
-def _create_zero_cache(model: GPT, length: int) -> KVCache:
+def _reduce(model: GPT, min_tokens: int) -> GPT:
+    """Reduce a model to some tokens of its vocabulary; its layers become float32 as they are used.
+
+    A smaller vocabulary than `min_tokens` is repeated.
+    """
+    config = model.config
+    n_vocabulary = config.vocab_size or 0
+    n_tokens = max(min_tokens, min(n_vocabulary, MAX_TOKENS))
+    # Multiples of a large prime are spread over the vocabulary.
+    chosen = torch.arange(n_tokens) * 7919 % n_vocabulary  # (V,)
+
+    def reduce_rows(table: AnyModule) -> AnyModule:
+        weight = table.weight
+        assert isinstance(weight, Tensor)
+        check_shape(weight, n_vocabulary, config.d_model)
+        return _replace_parts(table, weight=_freeze(weight.detach()[chosen].float()))
+
+    parts: dict[str, Any] = {
+        "config": config.model_copy(update={"vocab_size": n_tokens}),
+        "embed": reduce_rows(model.embed),
+        "blocks": _BlocksInFloat32(model.blocks),
+    }
+    if model.head is not None:
+        parts["head"] = reduce_rows(model.head)
+    return _replace_parts(model, **parts)
+
+
+class _BlocksInFloat32(nn.ModuleList):
+    """Blocks of which those that are not in float32 are copied to it while they are looked at."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for block in super().__iter__():
+            is_wide = all(weight.dtype == torch.float32 for weight in block.parameters())
+            yield block if is_wide else copy_as(block, torch.float32)
+
+
+def _compute_compiled(library: ctypes.CDLL, model: GPT, positions: Tensor, end: int) -> Tensor:
+    """Compute the logits (2, V) of the last tokens of both rows, one layer after the other.
+
+    Each layer is a model of its own, whose embeddings are what the layer before it has computed.
+    """
+    T = positions.shape[1]
+    tokens = [*range(2 * T)]
+    rows = [0] * T + [1] * T
+    embed = model.embed
+    learned = model.positions
+    logits = torch.empty(0)
+    for number, block in enumerate(model.blocks):
+        config = _describe_layer(model.config, number)
+        layer = _replace_parts(
+            model,
+            config=config,
+            embed=embed,
+            positions=learned,
+            blocks=nn.ModuleList([block]),
+            head=model.head or model.embed,
+        )
+        step = NativeStep(library, layer, "float32", _create_zero_cache(config, end))
+        logits = step(tokens, rows, positions.flatten().tolist(), [T - 1, 2 * T - 1])  # (2, V)
+        hidden = step.x[: 2 * T, : config.d_model]  # (2 T, D)
+        missing = model.embed.weight.shape[0] - 2 * T
+        embed = _replace_parts(embed, weight=_freeze(functional.pad(hidden, (0, 0, 0, missing))))
+        learned = None  # added before the first layer
+    return logits
+
+
+def _describe_layer(config: ModelConfig, number: int) -> ModelConfig:
+    """Return the configuration of a model that has this layer alone."""
+    changes = {"window": config.get_window(number), "full_every": None}
+    attention = config.attention.model_copy(update=changes)
+    return config.model_copy(update={"n_layer": 1, "attention": attention})
+
+
+def _freeze(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _replace_parts(module: AnyModule, **parts: Any) -> AnyModule:
+    """Copy a module with other parts; the copy shares all the rest with it."""
+    copied = copy.copy(module)
+    copied._parameters = dict(module._parameters)
+    copied._modules = dict(module._modules)
+    for name, part in parts.items():
+        setattr(copied, name, part)
+    return copied
+
+
+def _create_zero_cache(config: ModelConfig, length: int) -> KVCache:
     """Create a cache of two rows and `length` positions, filled with zeros."""
-    config = model.config.model_copy(update={"context_length": length})
+    config = config.model_copy(update={"context_length": length})
     cache = create_cache(config, "float32", 2, TOKENS_PER_ROW)
     for layer in cache.layers:
         # torch.zeros gets pages from the system that are zero already, and costs nothing until

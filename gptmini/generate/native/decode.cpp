@@ -43,9 +43,11 @@ struct Layer {
 
 struct Model {
   int n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, context_length;
-  int rms, activation, precision, n_threads;  // numbered as in step.py and precision.py
+  // Numbered as in step.py and precision.py. embed_precision is FLOAT32 or BFLOAT16.
+  int rms, activation, precision, embed_precision, n_threads;
   float norm_eps;
-  const float *embed, *positions, *cosines, *sines;  // (V, D), (S, D), (S, K/2); or null
+  const void* embed;  // (V, D)
+  const float *positions, *cosines, *sines;  // (S, D), (S, K/2); or null
   Norm final_norm;
   Matrix head;
   Layer* layers;
@@ -55,6 +57,14 @@ struct Model {
   uint32_t* words;  // (M, padded width / 2): inputs rounded to 16 bits; null for float32
   float* scales;    // (M,): their scales, for int8
 };
+
+// Computes to = from for n numbers; bfloat16 is the upper half of a float32.
+void widen_bfloat16(const uint16_t* from, float* to, int n) {
+  for (int i = 0; i < n; i++) {
+    uint32_t bits = (uint32_t)from[i] << 16;
+    memcpy(to + i, &bits, sizeof bits);
+  }
+}
 
 // Computes y = RMSNorm or LayerNorm of the n numbers x.
 void normalize(const float* x, float* y, int n, bool rms, float eps, Norm norm) {
@@ -174,10 +184,16 @@ struct Call {
   void embed() const {
 #pragma omp for schedule(static)
     for (int m = 0; m < M; m++) {
-      const float* token = g.embed + (int64_t)tokens[m] * g.d_model;
+      int64_t row = (int64_t)tokens[m] * g.d_model;
+      float* x = g.x + m * D;
+      if (g.embed_precision == BFLOAT16) {
+        widen_bfloat16((const uint16_t*)g.embed + row, x, g.d_model);
+      } else {
+        memcpy(x, (const float*)g.embed + row, g.d_model * sizeof(float));
+      }
       const float* position =
           g.positions ? g.positions + (int64_t)positions[m] * g.d_model : nullptr;
-      for (int i = 0; i < g.d_model; i++) g.x[m * D + i] = token[i] + (position ? position[i] : 0);
+      for (int i = 0; i < g.d_model; i++) x[i] += position ? position[i] : 0;
     }
   }
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,41 +18,63 @@ PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
 ROW_ALIGNMENT = 64
 LANES = 16
 
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize weights (N, K) to int8 with one scale per row (N,); each row's largest is 127."""
     integers = []
     scales = []
     # In slices, as the float copies of a whole vocabulary would set the peak of memory.
-    for rows in weights.split(1024):
+    for part in weights.split(1024):
+        rows = part.float()  # (rows, K)
         scale = rows.abs().amax(dim=1).clamp(min=1e-30) / 127  # (rows,)
         scales.append(scale)
         integers.append((rows / scale[:, None]).round().to(torch.int8))
     return torch.cat(integers), torch.cat(scales)
 
 
-@torch.no_grad()
 def round_weights(model: GPT, precision: str) -> None:
-    """Round every matrix in place to a precision.
+    """Round every matrix to a precision, one after the other.
 
-    The rounded values are stored as float32, so torch computes with the same weights.
+    Those in bfloat16 are stored in it, as the compiled step needs no others; `widen_weights` makes
+    the model one that torch computes. All other weights become float32, those of int8 after
+    rounding.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear) or module is model.embed:
-            if precision == "bfloat16":
-                module.weight.copy_(module.weight.bfloat16())
-            elif precision == "int8":
-                integers, scales = quantize(module.weight)
-                module.weight.copy_(integers * scales[:, None])
+        is_matrix = isinstance(module, nn.Linear) or module is model.embed
+        for name, parameter in module.named_parameters(recurse=False):
+            weights = parameter.detach()
+            if is_matrix and name == "weight" and precision == "int8":
+                integers, scales = quantize(weights)
+                rounded = integers * scales[:, None]
+            else:
+                is_narrow = is_matrix and name == "weight" and precision == "bfloat16"
+                # A copy, also of the same type: the bytes of a file lie at any address, and the
+                # last bits of torch's products depend on it.
+                rounded = weights.to(torch.bfloat16 if is_narrow else torch.float32, copy=True)
+            setattr(module, name, nn.Parameter(rounded))
 
 
-def copy_to_bfloat16(model: GPT) -> GPT:
-    """Copy a model with all parameters in bfloat16; angles of rotary positions stay in float32."""
+def widen_weights(model: GPT) -> None:
+    """Store every weight of a model as float32, in place and without rounding."""
+    with torch.inference_mode(False):  # which may be on, and would make weights without gradients
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dtype != torch.float32:
+                    setattr(module, name, nn.Parameter(parameter.detach().float()))
+
+
+def copy_as(module: AnyModule, dtype: torch.dtype) -> AnyModule:
+    """Copy a module with all parameters in a type; those that have it already are shared.
+
+    The angles of rotary positions are no parameters, and stay in float32.
+    """
     replaced: dict[int, Any] = {}
-    for parameter in model.parameters():
-        narrow = nn.Parameter(parameter.detach().bfloat16(), requires_grad=False)
-        replaced[id(parameter)] = narrow  # so that deepcopy takes it for the copy
-    return copy.deepcopy(model, replaced)
+    for parameter in module.parameters():
+        converted = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        replaced[id(parameter)] = converted  # so that deepcopy takes it for the copy
+    return copy.deepcopy(module, replaced)
 
 
 def round_up(width: int, multiple: int = ROW_ALIGNMENT) -> int:
@@ -93,7 +115,7 @@ def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedM
     missing_rows = -weights.shape[0] % ROW_ALIGNMENT
     missing_columns = -weights.shape[1] % ROW_ALIGNMENT
     if precision == "float32":  # plain rows
-        weights = pad_with_zeros(weights, 0, missing_columns)
+        weights = pad_with_zeros(weights.float(), 0, missing_columns)
         rows, columns = weights.shape
         return PackedMatrix(weights, None, bias, rows, columns)
     weights = pad_with_zeros(weights, missing_rows, missing_columns)

@@ -72,6 +72,7 @@ class _Model(Structure):
         ("rms", c_int),
         ("activation", c_int),
         ("precision", c_int),
+        ("embed_precision", c_int),
         ("n_threads", c_int),
         ("norm_eps", c_float),
         ("embed", c_void_p),
@@ -119,6 +120,8 @@ class NativeStep:
         self._precision = precision
         self._packed = {} if packed is None else packed
         self._referenced: list[Tensor] = []  # keeps alive what C has pointers to
+        # The residual stream, which a call leaves as the last layer made it.
+        self.x = torch.zeros(MAX_CALL_TOKENS, round_up(model.config.d_model))
         self._model = self._build_model(model, cache)
         # Fixed buffers, so that a call allocates nothing: tokens, rows, positions and logit
         # indices, then the logits. The array shares the memory whose addresses C gets.
@@ -156,6 +159,7 @@ class NativeStep:
         n_threads = torch.get_num_threads()
         D, F, H, K = config.d_model, config.d_ff, config.n_head, config.head_dim
         V = config.vocab_size or 0
+        embed = model.embed.weight
         layers = (_Layer * config.n_layer)()
         for number, block in enumerate(model.blocks):
             assert isinstance(block, Block)
@@ -172,13 +176,14 @@ class NativeStep:
             rms=config.norm == "rmsnorm",
             activation=ACTIVATION_CODES[config.activation],
             precision=PRECISIONS[self._precision],
+            embed_precision=PRECISIONS[str(embed.dtype).removeprefix("torch.")],
             n_threads=n_threads,
             norm_eps=config.norm_eps,
-            embed=self._pointer(model.embed.weight, V, D),
+            embed=self._pointer(embed, V, D),
             final_norm=self._build_norm(model.final_norm, D),
             head=self._build_matrix(D, (model.head or model.embed, V)),
             layers=layers,
-            x=self._allocate_buffer(MAX_CALL_TOKENS, D),
+            x=self._pointer(self.x),
             normed=self._allocate_buffer(MAX_CALL_TOKENS, D),
             qkv=self._allocate_buffer(MAX_CALL_TOKENS, (H + 2 * config.n_kv_head) * K),
             mixed=self._allocate_buffer(MAX_CALL_TOKENS, H * K),
@@ -236,8 +241,8 @@ class NativeStep:
         """
         modules = []
         for module, n_outputs in parts:
-            _check_shape(module.weight, n_outputs, n_inputs)
-            _check_shape(dict(module.named_parameters()).get("bias"), n_outputs)
+            check_shape(module.weight, n_outputs, n_inputs)
+            check_shape(dict(module.named_parameters()).get("bias"), n_outputs)
             modules.append(module)
         if modules[0] not in self._packed:
             self._packed[modules[0]] = pack(modules, self._precision)
@@ -258,13 +263,14 @@ class NativeStep:
         if tensor is None:
             return None
         if shape:
-            _check_shape(tensor, *shape)
+            check_shape(tensor, *shape)
         values = tensor.detach().contiguous()
         self._referenced.append(values)
         return values.data_ptr()
 
 
-def _check_shape(tensor: Tensor | None, *shape: int) -> None:
+def check_shape(tensor: Tensor | None, *shape: int) -> None:
+    """Raise UnexpectedShapeError if there is a tensor and it has another shape."""
     if tensor is not None and tuple(tensor.shape) != shape:
         found = " x ".join(map(str, tensor.shape))
         expected = " x ".join(map(str, shape))

@@ -13,7 +13,7 @@ from gptmini.analysis import attention_maps
 from gptmini.analysis.evaluate import evaluate_run, load_text
 from gptmini.config.settings import ModelConfig
 from gptmini.generate.engine import TorchEngine
-from gptmini.generate.native import build, check
+from gptmini.generate.native import build, check, precision
 from gptmini.generate.native import engine as native
 from gptmini.generate.native.step import NativeStep
 from gptmini.generate.run import Run, load_run
@@ -21,6 +21,7 @@ from gptmini.generate.texts import Text
 from gptmini.model.attention import Attention, KVCache, Masks, make_mask
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
+from gptmini.plan.memory import StorageCounter
 from tests.support import new_cache, tiny, train
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -64,7 +65,10 @@ MODELS = {
 def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
     library = build.build_library(files.DEFAULT_CACHE_DIR)
     for seed in range(5):
-        assert check.measure_difference(library, noisy(seed, **settings)) < check.TOLERANCE / 5
+        model = noisy(seed, **settings)
+        assert check.measure_difference(library, model) < check.TOLERANCE / 5
+        precision.round_weights(model, "bfloat16")
+        assert check.measure_difference(library, model) < check.TOLERANCE / 5
     assert native.load_library(noisy(**settings), files.DEFAULT_CACHE_DIR) is not None
     assert capsys.readouterr().err == ""
 
@@ -103,6 +107,44 @@ def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
     assert line.endswith("generating with PyTorch, which is slower")
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layer", [0, 4, 6])
+def test_a_change_of_a_single_layer_is_seen(layer, weights, monkeypatch):
+    """Also in a model of which a part of the vocabulary is compared."""
+    monkeypatch.setattr(check, "MAX_TOKENS", 10)
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    model = noisy(n_layer=7, attention={"window": 7, "full_every": 3})
+    precision.round_weights(model, weights)
+    assert check.measure_difference(library, model) < check.TOLERANCE / 5
+
+    def mask(module, queries, keys, made, old=Attention.mask):
+        changed = getattr(module, "changed", False)
+        return (
+            wider_window(module, queries, keys, {}) if changed else old(module, queries, keys, {})
+        )
+
+    monkeypatch.setattr(Attention, "mask", mask)
+    assert check.measure_difference(library, model) < check.TOLERANCE / 5
+    model.blocks[layer].attn.changed = True
+    assert check.measure_difference(library, model) > 2 * check.TOLERANCE
+
+
+@needs_compiler
+def test_the_comparison_needs_no_more_memory_for_more_layers_and_tokens():
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    peaks = []
+    for n_layer, vocab_size in ((8, 2000), (32, 20_000)):
+        settings = {"n_layer": n_layer, "vocab_size": vocab_size, "context_length": 32}
+        model = GPT(ModelConfig.model_validate(settings)).eval()
+        precision.round_weights(model, "bfloat16")
+        weights = sum(weight.nbytes for weight in model.parameters())
+        with StorageCounter() as storages:
+            check.measure_difference(library, model)
+        peaks.append(storages.peak - weights)
+    assert 0 < peaks[1] < 1.1 * peaks[0]
 
 
 def describe_without_slopes(self, config, block, cache, old=NativeStep._build_layer):

@@ -73,6 +73,8 @@ def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call
     step = step_of(model, weights, 4, target)
     tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
     alone = torch.cat([run(step, [t], 0, p) for p, t in enumerate(tokens)])
+    precision.widen_weights(model)
+    assert torch.equal(run(step_of(model, weights, 1, target), tokens), alone)
     with torch.no_grad():
         expected = rounded_inputs(model, weights)(torch.tensor([tokens]))[0]
     # Sums in another order may round an input or a key the other way, rarely and by 1/256.
@@ -168,9 +170,12 @@ def test_rounding_leaves_norms_and_positions_unchanged():
     model = GPT(ModelConfig(vocab_size=50, n_layer=1, position="learned"))
     before = copy.deepcopy(model.state_dict())
     precision.round_weights(model, "bfloat16")
+    matrices = {name for name, now in model.state_dict().items() if now.dtype == torch.bfloat16}
+    precision.widen_weights(model)
     changed = {name for name, now in model.state_dict().items() if not now.equal(before[name])}
     assert changed == {name for name, now in before.items() if now.ndim == 2} - {"positions.weight"}
-    precision.round_weights(model, "float32")
+    assert matrices == changed
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @needs_posix
