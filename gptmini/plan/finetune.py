@@ -35,7 +35,7 @@ from gptmini.runs.directory import RunDirectory
 # 2.676. LoRA saves at most 0.032 s of a step: that much without gradients of any matrix.
 #
 # Nor at 135 M weights: SmolLM2-135M-Instruct, 60 steps of 4 x 256 tokens of German manual pages, at
-# 1.827 before; CPU seconds a step in bfloat16 of one core of a Xeon with AMX, and bits per byte. All
+# 1.827 before; CPU seconds a step in bfloat16 (one core of a Xeon with AMX), and bits per byte. All
 # weights at 2e-4: 2.40 s, 1.362. LoRA of rank 16 on all matrices: at 1e-3 2.45 s, 1.448; at 2e-3
 # 2.57 s, 1.399. The products that it adds cost what the gradients that it leaves out do; it spares
 # memory alone, 12 bytes a weight.
@@ -57,6 +57,18 @@ ADVICE = {
 # What a tokenizer is judged by: places in each file of a text, and tokens at each place.
 SAMPLES_PER_FILE = 10
 TOKENS_PER_SAMPLE = 1000
+
+# When a model from scratch ends lower: bits per byte of SmolLM2-135M-Instruct fine-tuned, and of a
+# new model, after `--minutes 4` on one core of a Xeon with AMX (one run each, beside other work).
+# They are those of 100,000 characters of the same kind on which neither was trained.
+#
+#     text, tokens per character     base   of 100 kB     1 MB          3 MB          10 MB
+#     German manual pages, 0.44      1.594  1.254, 2.302  1.168, 1.361  1.158, 0.962  1.161, 0.865
+#     the standard library, 0.30     0.694                0.678, 1.636                0.652, 0.926
+#
+# Which of the two a text is like shows in its tokens: SmolLM2 has read little German.
+MIN_TOKENS_OF_FOREIGN_CHARACTER = 0.4
+MIN_CHARACTERS_FOR_NEW_MODEL = 2_000_000
 
 
 def start_from_base(requested: Config, base: RunDirectory) -> Config:
@@ -135,16 +147,23 @@ def record_base(config: Config, base: RunDirectory) -> Config:
 
 
 def say_base(config: Config, corpus: Corpus) -> None:
-    """Show the base, and warn if its tokenizer spells the text out.
+    """Show the base, and warn if a new model may learn more of the text.
 
     A vocabulary that was learned from other writing makes several tokens of a character, as GPT-2's
-    does of Chinese. Bytes are the same for every text.
+    does of Chinese. One of English makes more of German than of English, and of a long text in
+    another language a new model learns more. Bytes are the same for every text.
     """
     base = config.base
     step = "" if base.step is None else f", step {base.step:,}"
     say_header(f"  base      {base.run}{step}: its weights and tokenizer")
+    kind = corpus.tokenizer.kind
+    if kind == "byte":
+        return
     per_character = count_tokens_per_character(corpus)
-    if per_character > 1 and corpus.tokenizer.kind != "byte":
+    is_spelled_out = per_character > 1
+    is_foreign = kind != "char" and per_character > MIN_TOKENS_OF_FOREIGN_CHARACTER
+    is_long = sum(map(len, corpus.training)) > MIN_CHARACTERS_FOR_NEW_MODEL * per_character
+    if is_spelled_out or (is_foreign and is_long):
         warn(
             f"{corpus.name}: the tokenizer of {base.run} does not suit it, with "
             f"{per_character:.2f} tokens per character; training without --from may do better"

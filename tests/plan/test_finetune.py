@@ -367,6 +367,7 @@ def test_a_text_shorter_than_a_window_is_refused(base, tmp_path, tune):
 ENGLISH = (
     "It is a truth universally acknowledged, that a single man in possession of a good fortune. "
 )
+GERMAN = "Ein Junggeselle in guten Verhaeltnissen braucht, wie jeder weiss, eine Frau. "
 CHINESE = "凡是有钱的单身汉。总想娶位太太。这已经成了一条举世公认的真理。"
 
 
@@ -404,6 +405,25 @@ def test_a_tokenizer_that_spells_the_text_out_is_noted(
         assert float(said.partition("suit it, with ")[2].split()[0]) == pytest.approx(
             noted, rel=0.2
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "fewest", "noted"),
+    [(ENGLISH, 1000, False), (GERMAN, 1000, True), (GERMAN, 1_000_000, False)],
+)
+def test_a_long_text_in_a_language_that_is_new_to_the_base_is_noted(
+    text, fewest, noted, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(fine_tuning, "MIN_CHARACTERS_FOR_NEW_MODEL", fewest)
+    made = create_tokenizer("bpe", 400, [ENGLISH * 20])
+    (tmp_path / "tokenizer.json").write_text(made.to_json())
+    (tmp_path / "new.txt").write_text(text * 100)
+    tokenizer = {"kind": str(tmp_path / "tokenizer.json")}
+    config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
+    corpus = prepare_corpus(config, tmp_path / "cache")
+    assert fine_tuning.count_tokens_per_character(corpus) < 1
+    fine_tuning.say_base(config, corpus)
+    assert ("training without --from may do better" in capsys.readouterr().err) == noted
 
 
 def test_end_of_text_tokens_spell_nothing(tmp_path):
