@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,76 @@ def test_bench_serve_times_the_server(tmp_path: Path):
     assert (clients, name) == ("2 x 5", "gptmini")
     assert float(speed.replace(",", "")) > 0
     assert first.count("/") == between.count("/") == 2
+
+
+def test_bench_tasks_makes_tasks_from_a_text_and_compares_answers(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS / "bench")
+    import tasks
+
+    words = [f"word{n}" for n in range(5000)]
+    assert tasks.write_tasks(" ".join(words), tmp_path, 9) == list(tasks.TASKS)
+    documents = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in tasks.TASKS
+    }
+    for question in documents["continuation"]:
+        passage = f"{question['context']} {question['choices'][question['answer']]}".split()
+        first = words.index(passage[0])
+        assert passage == words[first : first + 48]
+    assert [len(each["text"].split()) for each in documents["passages"]] == [250] * 4 + [2500]
+    for repetition in documents["repetition"]:
+        passage, beginning = repetition["prompt"].split("\n")
+        assert passage == f"{beginning} {repetition['end']}"
+    for name in tasks.TASKS:
+        task = json.loads((tmp_path / f"{name}.yaml").read_text())
+        assert task["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / f"{name}.jsonl")
+
+    metrics = {("continuation", "acc"): 0.5}
+    answers = {
+        ("continuation", 0): [["-1.5", "False"], ["-2.0", "True"]],
+        ("passages", 0): ["-100.0"],
+        ("repetition", 0): ["word"],
+    }
+    other = {
+        ("continuation", 0): [["-1.25", "False"], ["-2.0", "False"]],
+        ("passages", 0): ["-100.5"],
+        ("repetition", 0): ["word"],
+    }
+    tasks.print_table(
+        {"a": tasks.Found(metrics, answers, 1.4), "b": tasks.Found(metrics, other, 2)}
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "|  | a | b |",
+        "|---|---|---|",
+        "| continuation: acc | 0.5 | 0.5 |",
+        "| difference of a choice, nats |  | 2.5e-01 |",
+        "| difference of a passage, nats |  | 5.0e-01 |",
+        "| greedy alike |  | 1 of 2 |",
+        "| same text |  | 1 of 1 |",
+        "| seconds | 1 | 2 |",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("lm_eval") is None, reason="no lm_eval here")
+def test_lm_eval_finds_the_same_served_and_exported(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    model = {"context_length": 400}
+    train(
+        tiny(model=model, data={"path": str(text)}, train={"steps": 30, "seq_len": 16}),
+        tmp_path / "run",
+        tmp_path / "cache",
+    )
+    words = [str(tmp_path / "run"), str(text), "--n", "3", "--models", "hf,float32"]
+    rows = [line.strip("| ").split(" | ") for line in output("bench/tasks.py", *words).splitlines()]
+    found = {row[0]: row[1:] for row in rows}
+    for name in ("continuation: acc", "repetition: exact_match", "passages: bits_per_byte"):
+        theirs, ours = map(float, found[name])
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert float(found["difference of a choice, nats"][-1]) < 1e-3
+    assert float(found["difference of a passage, nats"][-1]) < 0.1
+    assert found["greedy alike"][-1] == "12 of 12"
+    assert found["same text"][-1] == "3 of 3"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8")

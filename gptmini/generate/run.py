@@ -211,11 +211,21 @@ class Run:
         return Generation(tokens, texts, logprobs, engine)
 
     def create_text(
-        self, number: int, prompt: str | list[int], sample: SampleConfig, special: bool = False
+        self,
+        number: int,
+        prompt: str | list[int],
+        sample: SampleConfig,
+        special: bool = False,
+        whole: bool = False,
     ) -> Text:
-        """Create a text that continues a prompt, given as text or as tokens; see `start`."""
+        """Create a text that continues a prompt, given as text or as tokens; see `start`.
+
+        `whole` keeps a space that the prompt ends with among its tokens, as scoring it needs.
+        """
         allowed_first = None
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and whole:
+            tokens = self.encode(prompt, "prompt", special)
+        elif isinstance(prompt, str):
             tokens, allowed_first = self._encode_prompt(prompt, special)
         else:
             tokens = prompt

@@ -98,6 +98,7 @@ class Completion:
         max_texts = limits.max_waiting
         _require(len(prompts) * n <= max_texts, f"n: at most {max_texts} texts per request")
         bias = _build_bias(run, self.sample, fields["logit_bias"])
+        self._score_prompt = echo and n_logprobs is not None
         texts: list[Text] = []
         for prompt in prompts:
             for number in range(n):
@@ -106,9 +107,8 @@ class Completion:
         self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._first_of_each_prompt)
 
         logits_processor = LogitsProcessor(self.sample, bias)
-        score_prompt = echo and n_logprobs is not None
         n_tokens = len(texts) * self.sample.max_new_tokens
-        if score_prompt:
+        if self._score_prompt:
             n_tokens += n * self.prompt_tokens
         n_values = n_tokens * (1 + (n_logprobs or 0))
         _require(
@@ -131,7 +131,13 @@ class Completion:
         for index, text in enumerate(texts):
             callback = self._create_callback(index)
             request = Request(
-                text, self.sample, logits_processor, n_logprobs, score_prompt, callback, client
+                text,
+                self.sample,
+                logits_processor,
+                n_logprobs,
+                self._score_prompt,
+                callback,
+                client,
             )
             may_name = fields["special"] and isinstance(prompts[index // n], str)
             self._choices.append(self._create_choice(request, echo, may_name))
@@ -159,7 +165,7 @@ class Completion:
         return run.build_sample_config(settings)
 
     def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
-        text = run.create_text(number, prompt, self.sample, special)
+        text = run.create_text(number, prompt, self.sample, special, whole=self._score_prompt)
         if text.context_start:
             n_tokens = len(text.prompt_tokens)
             context_length = len(text.context)
@@ -248,10 +254,13 @@ class Completion:
         text_offsets: list[int] = []
         for event in events:
             name = self._spell_token(event.token)
-            top = None
+            top: dict[str, float] | None = None
             if event.logprob is not None:
-                top = {self._spell_token(token): value for token, value in event.top_logprobs}
-                top[name] = event.logprob
+                # Of tokens spelled alike the likeliest counts, and it comes first, so that clients
+                # who compare a token with the likeliest one do not take it for that.
+                top = {}
+                for token, value in [*event.top_logprobs, (event.token, event.logprob)]:
+                    top.setdefault(self._spell_token(token), value)
             tokens.append(name)
             token_logprobs.append(event.logprob)
             top_logprobs.append(top)

@@ -83,6 +83,33 @@ def test_offsets_find_each_token_in_prompt_and_text():
             place += len(token)
 
 
+def test_a_prompt_that_is_scored_keeps_its_last_space():
+    ranks = bpe.learn_bpe([WORDS * 20], 290)
+    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 290})
+    run = run_of(tokenizer=tokenizer)
+    for max_tokens in (0, 1):
+        scored = {"prompt": "the ", "echo": True, "max_tokens": max_tokens}
+        (request,) = complete(run, logprobs=1, **scored).requests
+        assert request.text.prompt_tokens == run.encode("the ")
+        assert request.text.allowed_first is None
+        (request,) = complete(run, **scored).requests  # otherwise the first token brings it back
+        assert request.text.prompt_tokens == run.encode("the")
+
+
+def test_of_tokens_spelled_alike_the_likeliest_is_listed():
+    names = {"<|endoftext|>": 256, "a": 257}  # and token 97 is an "a", too
+    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, bpe.learn_bpe([""], 256), names)
+    completion = complete(run_of(tokenizer=tokenizer), prompt="x", logprobs=2)
+    events = [
+        TokenEvent("a", 97, -2.0, [(257, -0.5), (98, -1.0)], None),
+        TokenEvent("a", 97, -0.5, [(97, -0.5), (257, -1.0)], None),
+        TokenEvent("c", 99, -3.0, [(97, -0.5), (257, -1.0)], None),
+    ]
+    logprobs = completion.build_choice(0, events)["logprobs"]
+    assert logprobs["token_logprobs"] == [-2.0, -0.5, -3.0]
+    assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -1.0}, {"a": -0.5}, {"a": -0.5, "c": -3.0}]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stream_that_nobody_reads_ends(stream: bool):
     run = run_of()

@@ -260,6 +260,36 @@ def test_echo_scores_the_prompt(run: Run, client: openai.OpenAI, prompt: str):
     assert logprobs == found.token_logprobs
 
 
+def test_lm_eval_finds_the_log_likelihoods_of_the_model(run: Run, url: str):
+    """Requests as lm-eval's local-completions sends them, and its reading of the answers."""
+    words = "the quick brown fox jumps over the lazy dog. " * 10
+    choices = [("the quick brown", " fox"), ("the quick brown", " dog"), ("over the ", "lazy")]
+    choices += [(words[: CONTEXT - 5], words[CONTEXT - 5 : CONTEXT]), ("t", "he x")]
+    pairs = [(run.encode(context), run.encode(end)) for context, end in choices]
+
+    def post(batch: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        body = {"model": "small", "prompt": [context + end for context, end in batch]}
+        body |= {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        answer = HTTP.post(f"{url}/v1/completions", json=body)
+        found = []
+        for choice, (context, _) in zip(answer.json()["choices"], batch, strict=True):
+            logprobs = choice["logprobs"]["token_logprobs"][len(context) : -1]
+            tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+            greedy = all(a == max(top.values()) for a, top in zip(logprobs, tops, strict=True))
+            found.append((sum(logprobs), greedy))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        batches = pool.map(post, [pairs[:2], pairs[2:4], pairs[4:]])
+        found = [each for batch in batches for each in batch]
+    for (context, end), (logprob, greedy) in zip(pairs, found, strict=True):
+        with torch.inference_mode():
+            logits = run.model(torch.tensor([context + end]))[0, len(context) - 1 : -1]  # (T, V)
+        expected = logits.log_softmax(-1)[range(len(end)), end].sum()
+        assert logprob == pytest.approx(float(expected), abs=5e-3 * len(end))
+        assert greedy == (logits.argmax(-1).tolist() == end)
+
+
 def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
     monkeypatch.setattr(native, "load_library", lambda *_: None)  # rows of torch share a length
     body = {"logprobs": 0, "echo": True, "max_tokens": 3}
