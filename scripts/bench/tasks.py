@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=50, help="questions, and texts to repeat")
     parser.add_argument("--questions", type=Path, action="append", default=[])
     options = parser.parse_args()
-    context_length = gptmini.load(options.run, "cpu").model.config.context_length
+    context_length = gptmini.load(options.run, "cpu").context_length
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tasks = write_tasks(options.text.read_text(), folder, options.n) if options.n else []
