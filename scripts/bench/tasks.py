@@ -42,7 +42,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 @dataclass
 class Found:
-    """What lm-eval found out about a model."""
+    """The results of lm-eval for a model."""
 
     metrics: dict[tuple[str, str], float]  # of each task and metric
     answers: dict[tuple[str, int], list[Any]]  # of each task and document, as it logs them

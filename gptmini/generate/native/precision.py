@@ -68,7 +68,7 @@ def widen_weights(model: GPT) -> None:
 def copy_as(module: AnyModule, dtype: torch.dtype) -> AnyModule:
     """Copy a module with all parameters in a type; those that have it already are shared.
 
-    The angles of rotary positions are no parameters, and stay in float32.
+    Rotary angles are buffers, not parameters, and stay in float32.
     """
     replaced: dict[int, Any] = {}
     for parameter in module.parameters():
