@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -259,10 +259,10 @@ def _try_lock_on_windows(descriptor: int) -> bool:
 # -- the steps of a durable write ------------------------------------------------------------------
 
 
-def write_and_sync(path: Path, data: bytes) -> None:
+def write_and_sync(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Create and sync a file in a directory that does not have its final name yet."""
     with path.open("xb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
         sync(file.fileno())
 

@@ -3,7 +3,9 @@
 What can be wrong with the command line is checked before torch is loaded and the text is prepared.
 """
 
+import math
 import time
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -79,6 +81,7 @@ def train(
     from gptmini.generate.run import load_run
     from gptmini.plan.broadcast import decide_on_all_ranks
     from gptmini.plan.decide import check_base, reuse_choices
+    from gptmini.plan.minutes import FINAL_SAMPLE_SECONDS
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
     from gptmini.train import resume, trainer
@@ -97,10 +100,22 @@ def train(
         return
     run = load_run(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
-    console.stream_to_stdout(chain(run.stream(""), ["\n"]))
+    end = math.inf
+    if decision.paced and settings.train.minutes is not None:
+        end = started + 60 * settings.train.minutes
+        end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
+    console.stream_to_stdout(chain(_take_until(end, run.stream("")), ["\n"]))
     ask = "continue your own prompt with"
     chat = ""
     if decision.corpus.has_ignored:  # it learned to answer
         ask = "ask it with"
         chat = "--chat "
     console.say(f"\n{ask}: gptmini generate {console.quote(out)} {chat}--prompt TEXT")
+
+
+def _take_until(end: float, texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts up to the first that comes after a moment of `time.perf_counter`."""
+    for text in texts:
+        yield text
+        if time.perf_counter() >= end:
+            return

@@ -111,7 +111,7 @@ def _save_tokenizer(tokenizer: Tokenizer, out: Path, name: str) -> None:
     # Named after the part: other machines may be writing the same at this moment.
     temporary = out / f".tmp-{name}.json"
     temporary.unlink(missing_ok=True)
-    files.write_and_sync(temporary, tokenizer.to_json().encode())
+    files.write_and_sync(temporary, [tokenizer.to_json().encode()])
     files.rename(temporary, path)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from gptmini.generate.run import Run
 from gptmini.interop import architectures
 from gptmini.interop.architectures import Tensors
 from gptmini.model.gpt import create_meta_tensors
-from gptmini.runs.tensors import NamedTensors
+from gptmini.runs.tensors import NamedTensors, write_tensors
 from gptmini.tokenizer import tokenizer_json
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -299,9 +298,9 @@ def write_folder(
     }
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
-        files.write_and_sync(folder / name, text.encode())
+        files.write_and_sync(folder / name, [text.encode()])
     card = _build_model_card(run, model_type).encode(errors="replace")  # its name may be any bytes
-    files.write_and_sync(folder / "README.md", card)
+    files.write_and_sync(folder / "README.md", [card])
     _write_tensors(folder, architectures.to_hf(model_type, config, weights))
     files.sync_directory(folder)
 
@@ -314,13 +313,13 @@ def _write_tensors(folder: Path, tensors: Tensors) -> None:
         file = WEIGHTS_FILE
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        files.write_and_sync(folder / file, safetensors.torch.save(shard, {"format": "pt"}))
+        write_tensors(folder / file, shard, {"format": "pt"})
         for name in shard:
             weight_map[name] = file
     if len(shards) > 1:
         total_size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        files.write_and_sync(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
+        files.write_and_sync(folder / INDEX_FILE, [json.dumps(index, indent=2).encode()])
 
 
 def _split_into_shards(tensors: Tensors) -> list[Tensors]:

@@ -8,7 +8,7 @@ multiplied.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -268,8 +268,7 @@ def _simulate_replica(config: Config, world_size: int) -> MeasureRank:
 
     def measure(training: Config) -> tuple[Memory, dict[str, int]]:
         training = training.model_copy(update={"model": config.model})
-        memory = estimate_memory(training, SIMULATED_COMPUTE)
-        return replace(memory, saving=0), traffic  # saving takes no memory of a GPU
+        return estimate_memory(training, SIMULATED_COMPUTE), traffic
 
     return measure
 
@@ -333,7 +332,6 @@ def _simulate_sharded_rank(config: Config, mesh: DeviceMesh) -> MeasureRank:
             gradients=sums * whole.weights,
             optimizer=whole.optimizer,
             activations=activations,
-            saving=0,
         )
         traffic = {
             "all_gather": passes * whole.gathered,

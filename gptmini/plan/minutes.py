@@ -21,7 +21,7 @@ from gptmini.plan.timing import (
 
 Pace = tuple[int, float]  # a step, and the seconds of all updates so far
 
-# Seconds kept for the sample from the best checkpoint.
+# Seconds kept for the sample from the best checkpoint, besides those of reading it.
 FINAL_SAMPLE_SECONDS = 2
 # Evaluations, but for the one at the end, take at most this share of the time.
 MAX_EVALUATION_SHARE = 0.05
@@ -183,25 +183,41 @@ def choose_steps(
     config = _limit_eval_tokens(config, seconds, per_step, held_out)
     evaluation = estimate_evaluation_seconds(config, per_step, held_out)
     evaluations = min(MAX_EVALUATIONS, max(1, int(MAX_EVALUATION_SHARE * seconds / evaluation)))
+    saving = _estimate_saving_seconds(config)
+    saves = min(TARGET_SAVES, max(1, int(MAX_EVALUATION_SHARE * seconds / saving)))
+    after_last_step = evaluation + saving + _estimate_final_sample_seconds(config)
     if "eval_every" in config.train.model_fields_set:
         per_step += evaluation / config.train.eval_every
         evaluations = 1  # the last one
-    left = seconds - FINAL_SAMPLE_SECONDS - evaluations * evaluation
+    between_steps = (evaluations - 1) * evaluation + (max(saves, evaluations) - 1) * saving
+    left = seconds - between_steps - after_last_step
     stated_steps = _get_stated_steps(config)
     if left < per_step and not stated_steps:
         warn("train.minutes: too short for this machine; making a single step")
     steps = stated_steps or max(1, int(left / per_step))
     eval_every = math.ceil(EVALUATION_INTERVAL_MARGIN * steps / evaluations)
-    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * count_parameters(config.model)
-    saving = checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND
-    saves = min(TARGET_SAVES, max(1, int(MAX_EVALUATION_SHARE * seconds / saving)))
+    # The best evaluation is saved. So that nothing is saved twice, a save is due there anyway.
+    saves_per_evaluation = 1 if saves == 1 else math.ceil(saves * eval_every / steps)
+    save_every = max(1, eval_every // saves_per_evaluation)
     chosen = {
         "steps": steps,
-        "eval_every": eval_every,
-        "save_every": min(eval_every, max(1, steps // saves)),  # the most that a kill may cost
+        "eval_every": save_every * saves_per_evaluation,
+        "save_every": save_every,  # the most that a kill may cost
         "log_every": max(1, steps // 100),
     }
     return fill_open_settings(config, {"train": chosen})
+
+
+def _estimate_saving_seconds(config: Config) -> float:
+    """Estimate the time of writing a checkpoint."""
+    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * count_parameters(config.model)
+    return checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND
+
+
+def _estimate_final_sample_seconds(config: Config) -> float:
+    """Estimate the time of reading the weights of the best checkpoint, and of a sample from it."""
+    weights_share = 4 / CHECKPOINT_BYTES_PER_PARAMETER
+    return FINAL_SAMPLE_SECONDS + weights_share * _estimate_saving_seconds(config)
 
 
 def _limit_eval_tokens(config: Config, seconds: float, per_step: float, held_out: int) -> Config:
@@ -319,8 +335,9 @@ def compute_paced_steps(
         return train.steps
     per_step = (seconds - first_seconds) / (step - first_step)
     evaluation = max(evaluating, estimate_evaluation_seconds(config, per_step, held_out))
-    # The final sample, evaluation and checkpoint come after the last step.
-    left = 60 * train.minutes - FINAL_SAMPLE_SECONDS - elapsed - evaluation - saving
+    saving = max(saving, _estimate_saving_seconds(config))
+    after_last_step = evaluation + saving + _estimate_final_sample_seconds(config)
+    left = 60 * train.minutes - elapsed - after_last_step
     between_steps = evaluation / train.eval_every + saving / train.save_every
     steps = step + int(left / (per_step + between_steps))
     fewest_without_cooldown = math.ceil((step + 2) / (1 - train.cooldown))

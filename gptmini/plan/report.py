@@ -255,7 +255,7 @@ def format_report(facts: dict[str, Any]) -> list[str]:
     time = facts["time"]
     otherwise = "without" if facts["checkpointing"] else "with"
     rank = " per rank" if time.get("ranks", 1) > 1 else ""
-    more = "" if "ranks" in time else f", saving {mib['saving']}, program {mib['program']}"
+    more = "" if "ranks" in time else f", program {mib['program']}"
     return f"""\
 {_format_parameters(parts)}
 compute     {flops["training"]} per token, {flops["forward"]} of it forward

@@ -169,14 +169,19 @@ class RunDirectory:
 
         MachineError if it cannot be written; existing checkpoints stay intact.
         """
-        tensor_files = {
-            "model.safetensors": tensors.serialize(checkpoint.model),
-            "optimizer.safetensors": tensors.serialize(checkpoint.optimizer),
+        by_file = {
+            "model.safetensors": checkpoint.model,
+            "optimizer.safetensors": checkpoint.optimizer,
         }
-        contents = _add_state_and_manifest(tensor_files, checkpoint.state)
-        with self._report_failed_save(checkpoint.step, sum(map(len, contents.values()))):
+        needed = 0
+        for contents in by_file.values():
+            needed += sum(tensor.nbytes for tensor in contents.values())
+        manifest: Manifest = {}
+        with self._report_failed_save(checkpoint.step, needed):
             self.begin_save()
-            self._commit(checkpoint.state, contents, keep)
+            for name, contents in by_file.items():
+                manifest[name] = tensors.write_tensors(self._temporary / name, contents)
+            self._commit(checkpoint.state, manifest, keep)
 
     def begin_save(self) -> None:
         """Make an empty folder for the files of a checkpoint."""
@@ -205,11 +210,11 @@ class RunDirectory:
 
     def finish_save(self, state: dict[str, Any], shards: Manifest, keep: int = 2) -> None:
         """Make a checkpoint of all shards; `shards` has the entries that `save_shard` returned."""
-        contents = _add_state_and_manifest({}, state, shards)
-        with self._report_failed_save(int(state["step"]), sum(map(len, contents.values()))):
-            self._commit(state, contents, keep)
+        needed = sum(map(len, _build_last_files(state, shards).values()))
+        with self._report_failed_save(int(state["step"]), needed):
+            self._commit(state, shards, keep)
 
-    def _commit(self, state: dict[str, Any], contents: dict[str, bytes], keep: int) -> None:
+    def _commit(self, state: dict[str, Any], manifest: Manifest, keep: int) -> None:
         """Write the last files of a checkpoint, give it its name, and delete old ones.
 
         The order is the promise: a folder has its name only once everything in it is synced, and an
@@ -217,8 +222,8 @@ class RunDirectory:
         temporary folder, which the next save removes.
         """
         step = int(state["step"])
-        for name, data in contents.items():
-            files.write_and_sync(self._temporary / name, data)
+        for name, data in _build_last_files(state, manifest).items():
+            files.write_and_sync(self._temporary / name, [data])
         files.sync_directory(self._temporary)
         files.remove_tree(self._get_folder(step))  # if one is there, it is damaged
         files.rename(self._temporary, self._get_folder(step))
@@ -394,17 +399,11 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:08d}"
 
 
-def _add_state_and_manifest(
-    tensor_files: dict[str, bytes], state: dict[str, Any], shards: Manifest | None = None
-) -> dict[str, bytes]:
-    """Return the files of a checkpoint in the order in which they are written, manifest last."""
-    state_json = json.dumps({"format": CHECKPOINT_FORMAT_VERSION, **state}, indent=1)
-    contents = tensor_files | {"state.json": state_json.encode()}
-    manifest = dict(shards or {})
-    for name, data in contents.items():
-        manifest[name] = tensors.describe_file(data)
-    contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
-    return contents
+def _build_last_files(state: dict[str, Any], tensor_files: Manifest) -> dict[str, bytes]:
+    """Return the files that follow the tensors of a checkpoint, in order: state, then manifest."""
+    state_json = json.dumps({"format": CHECKPOINT_FORMAT_VERSION, **state}, indent=1).encode()
+    manifest = tensor_files | {"state.json": tensors.describe_file(state_json)}
+    return {"state.json": state_json, "manifest.json": json.dumps(manifest, indent=1).encode()}
 
 
 def find_newest_run(runs: Path) -> Path | None:

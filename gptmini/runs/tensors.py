@@ -11,8 +11,9 @@ the SHA-256 of every file, the old checkpoint whole wherever a save is killed) n
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ from gptmini.errors import CheckpointError, describe_os_error
 Tensors = dict[str, Tensor]
 NamedTensors = Iterable[tuple[str, Tensor]]
 Manifest = dict[str, Any]
+DTYPE_NAMES = {  # in a safetensors file
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
 SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
@@ -65,14 +72,57 @@ class ShardSpec:
 UNSHARDED = ShardSpec()
 
 
-def serialize(tensors: Tensors) -> bytes:
-    """Return the bytes of a safetensors file."""
-    return safetensors.torch.save(tensors)
-
-
 def describe_file(data: bytes) -> dict[str, Any]:
     """Return the entry of a file in the manifest."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def write_tensors(
+    path: Path, tensors: Tensors, metadata: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Write and sync a safetensors file, and return its entry in the manifest.
+
+    Writing takes no memory but that of one tensor, where tensors are on an accelerator. The
+    library's own `save` holds all of them twice; its `save_file` computes no digest, and hides
+    what the system says of a full disk.
+    """
+    digest = hashlib.sha256()
+    size = 0
+
+    def iter_hashed() -> Iterator[memoryview]:
+        nonlocal size
+        for piece in _iter_pieces(tensors, metadata):
+            digest.update(piece)
+            size += len(piece)
+            yield piece
+
+    files.write_and_sync(path, iter_hashed())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _iter_pieces(tensors: Tensors, metadata: dict[str, str] | None) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file: its header's length, its header, then the tensors.
+
+    Wider numbers come first, so that each begins at a multiple of its own size.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start = end
+        end += tensor.nbytes
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        flat = tensors[name].detach().cpu().contiguous().flatten()
+        yield flat.view(torch.uint8).numpy().data
 
 
 def write_shard(
@@ -80,18 +130,15 @@ def write_shard(
 ) -> Manifest:
     """Write the file of one of `count` processes, from 1; returns its entry in the manifest."""
     name = f"{kind}-{number:05d}-of-{count:05d}.safetensors"
-    rows = {}
     layout = {}
     for key, row_slice in slices.items():
-        rows[key] = row_slice.rows.contiguous()
         layout[key] = {
             "start": row_slice.start,
             "rows": list(row_slice.rows.shape[:1]),  # empty for a scalar
             "shape": row_slice.shape,
         }
-    data = serialize(rows)
-    files.write_and_sync(folder / name, data)
-    return {name: describe_file(data) | {"tensors": layout}}
+    rows = {key: row_slice.rows for key, row_slice in slices.items()}
+    return {name: write_tensors(folder / name, rows) | {"tensors": layout}}
 
 
 def list_files(kind: str, folder: Path, manifest: Manifest) -> list[str]:

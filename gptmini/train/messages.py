@@ -84,14 +84,11 @@ def _describe_machine(training: Training, decision: Decision) -> str:
 
 
 def _describe_memory(memory: Memory) -> str:
-    line = (
+    return (
         f"  memory    about {format_bytes(memory.peak)} at the peak: weights and gradients "
         f"{format_bytes(memory.weights + memory.gradients)}, optimizer "
         f"{format_bytes(memory.optimizer)}, activations {format_bytes(memory.activations)}"
     )
-    if memory.saving:
-        line += f", saving {format_bytes(memory.saving)}"
-    return line
 
 
 def _describe_length(training: Training, decision: Decision, epochs: float) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gptmini.cli.train import _take_until
 from gptmini.train import trainer
 from tests.support import SMALL, WORDS
 
@@ -245,3 +247,12 @@ def test_a_real_training_learns(gptmini):
     assert gptmini(*words)[0] == 0
     best = json.loads(Path("runs/shakespeare-char-small/best.json").read_text())
     assert best["val_loss"] < 1.6
+
+
+def test_the_final_sample_ends_with_the_minutes(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
+    texts = iter("abcdefgh")
+    assert "".join(_take_until(2.0, texts)) == "abc"
+    assert "".join(texts) == "defgh"
+    assert "".join(_take_until(math.inf, "abc")) == "abc"

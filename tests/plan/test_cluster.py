@@ -214,7 +214,7 @@ def measured(monkeypatch):
     def measure(training):
         rows = training.train.micro_batch_size
         activations = rows * (500 - 100 * training.train.gradient_checkpointing)
-        memory = Memory(250, 250, 500, activations, 0)
+        memory = Memory(250, 250, 500, activations)
         scaled = Memory(*(size * 10**6 for size in astuple(memory)))
         return scaled, {"all_gather": 10**9 * training.train.batch_size}
 

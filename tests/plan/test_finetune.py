@@ -520,4 +520,3 @@ def test_the_memory_that_training_takes_is_said_before_it_begins(tune, requested
     weights = sum(tensor.nbytes for tensor in base.load_best().model.values())
     assert f"weights and gradients {console.format_bytes(2 * weights)}, optimizer " in line
     assert ", activations " in line
-    assert ", saving " in line

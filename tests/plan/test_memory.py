@@ -69,7 +69,7 @@ def test_the_second_pass_has_the_gradients_of_the_first(passes):
     compute = Compute(torch.device("cpu"), torch.float32)
     *_, held = run_real_steps(config, compute, passes)
     found = estimate_memory(config, compute)
-    assert found.peak - found.saving == pytest.approx(held.peak, rel=0.02)
+    assert found.peak == pytest.approx(held.peak, rel=0.02)
     alone = estimate_memory(config_of("adamw"), compute)
     assert found.activations - alone.activations > 0.5 * found.gradients
 
@@ -109,8 +109,8 @@ def test_the_formula_comes_close_to_the_dry_run(optimizer, dtype, checkpointing,
     estimated = estimate_memory(config, compute)
     monkeypatch.setattr(memory, "FakeTensorMode", lambda: pytest.fail("a dry run"))
     found = approximate_memory(config, compute)
-    assert found.peak == pytest.approx(estimated.peak, rel=0.1)
-    for part in ("weights", "gradients", "optimizer", "saving"):
+    assert found.peak == pytest.approx(estimated.peak, rel=0.15)
+    for part in ("weights", "gradients", "optimizer"):
         assert getattr(found, part) == pytest.approx(getattr(estimated, part), rel=0.01)
 
 
@@ -137,8 +137,8 @@ print(get_peak_memory(cpu) - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_saving_takes_the_weights_and_twice_the_state(tmp_path):
-    """As `Memory.saving` has it, in a process of its own whose peak the system tells."""
+def test_saving_takes_no_memory(tmp_path):
+    """In a process of its own, whose peak the system tells."""
     command = [sys.executable, "-c", SAVE, str(tmp_path)]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert int(found) == pytest.approx(80e6 + 2 * 120e6, rel=0.1)
+    assert int(found) < 5e6  # of 200 MB

@@ -259,7 +259,7 @@ def test_a_plan_says_what_preparing_has_left(capsys):
 
 def test_slow_evaluations_and_checkpoints_leave_fewer_steps():
     settings = {"minutes": 1.0, "steps": 100, "warmup_steps": 5, "eval_every": 10, "save_every": 10}
-    config = Config(train=TrainConfig.model_validate(settings))
+    config = tiny(train=settings)  # whose checkpoints take no time
 
     def steps(**slow: float) -> int:
         return minutes.compute_paced_steps(config, (1, 0.5), (11, 5.5), 6.0, 0, **slow)

@@ -73,7 +73,8 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, before: bool) -> None:
             count += 1
             if count == number:
                 if not before and function.__name__ == "write_and_sync":
-                    path.write_bytes(rest[0][: len(rest[0]) // 2])
+                    data = b"".join(rest[0])
+                    path.write_bytes(data[: len(data) // 2])
                 elif not before and function is shutil_rmtree:
                     next(path.iterdir()).unlink()
                 elif not before:

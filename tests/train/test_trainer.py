@@ -21,6 +21,8 @@ from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import get_learning_rate
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, state, trainer
+from gptmini.train.checkpoint import save_checkpoint
+from gptmini.train.create import create_run
 from gptmini.train.resume import check_same_settings
 from tests.support import prepared, tiny
 from tests.support import train as begin_training
@@ -520,6 +522,23 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(train, config, monk
     run = RunDirectory(Path(config.data.path[0]).parent / "run")
     assert run.list_steps() == [3]
     assert all(tensor.isfinite().all() for tensor in weights(run, 3).values())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_not_saved(config, tmp_path, bad):
+    training = prepared(config, tmp_path / "run", tmp_path)
+    create_run(training)
+    parameters = list(training.model.parameters())
+    for weight in (parameters[0], parameters[-1]):
+        with torch.no_grad():
+            kept = weight.clone()
+            weight.view(-1)[-1] = bad
+            with pytest.raises(DivergedError, match="weights that are not finite"):
+                save_checkpoint(training)
+            weight.copy_(kept)
+    assert training.run.list_steps() == []
+    save_checkpoint(training)
+    assert training.run.list_steps() == [0]
 
 
 def test_the_run_directory_holds_what_it_promises(train, config):
