@@ -318,13 +318,16 @@ def _choose_sizes_and_prepare(
 ) -> tuple[Config, Corpus]:
     """Choose sizes, and prepare the text in a vocabulary that suits them and the steps.
 
-    The sizes stay open if the text took so long that the time left may not suffice for them.
+    The sizes stay open if the text took so long that the time left may not suffice for them, or is
+    so short that they would read it often.
     """
     before = budget.get_seconds_left()
     sized, steps = minutes.choose_sizes(config, before, budget.compute, budget.world_size)
     corpus = prepare_corpus(sized.with_train(steps=steps), cache)
     took_long = budget.get_seconds_left() < MIN_TIME_SHARE_LEFT * before
-    return config if took_long else sized, corpus
+    if took_long or reads_often(sized.with_train(steps=steps), corpus):
+        return config, corpus
+    return sized, corpus
 
 
 # -- sizes and steps for a number of minutes -------------------------------------------------------
@@ -345,7 +348,13 @@ def choose_sizes(
             config, requested, seconds, budget.compute, budget.world_size, longest_row
         )
     if not minutes.states_all_sizes(config):
-        config, _ = minutes.choose_sizes(config, seconds, budget.compute, budget.world_size)
+        config, _ = minutes.choose_sizes(
+            config,
+            seconds,
+            budget.compute,
+            budget.world_size,
+            lambda sized: reads_often(sized, corpus),
+        )
     return config, None
 
 
@@ -405,7 +414,7 @@ def choose_recipe(config: Config, corpus: Corpus) -> Config:
     """
     if config.train.optimizer != "muon" or config.base.run is not None:
         return config
-    if count_epochs(config, corpus) >= MIN_EPOCHS_TO_TIE:
+    if reads_often(config, corpus):
         return fill_open_settings(config, MANY_EPOCHS)
     config = fill_open_settings(config, FEW_EPOCHS)
     if config.model.tie_embeddings:
@@ -437,6 +446,11 @@ def choose_sample_start(config: Config, corpus: Corpus) -> Config:
         text = corpus.read_excerpt()
         start = "\n" if "\n" in text else Counter(text).most_common(1)[0][0]
     return fill_open_settings(config, {"sample": {"start": start}})
+
+
+def reads_often(config: Config, corpus: Corpus) -> bool:
+    """Return whether training reads its text so often that a head of its own would memorize it."""
+    return count_epochs(config, corpus) >= MIN_EPOCHS_TO_TIE
 
 
 def count_epochs(config: Config, corpus: Corpus) -> float:

@@ -11,6 +11,18 @@ Rung = tuple[int, int, int]  # layers, width, rows per batch
 
 
 @dataclass(frozen=True)
+class Ladder:
+    """Models to choose from, small to large.
+
+    min_tokens_per_weight: what a model must see for each weight of its blocks to beat the rung
+    below.
+    """
+
+    min_tokens_per_weight: float
+    rungs: tuple[Rung, ...]
+
+
+@dataclass(frozen=True)
 class Estimates:
     """What planning assumes of a device.
 
@@ -21,7 +33,8 @@ class Estimates:
     compile_seconds: what compiling takes.
     min_seconds_to_compile: of training, below which compiling is not tried.
     startup_seconds: a command's time before its steps: imports, text, timing, the first kernels.
-    model_ladder: the models that `train.minutes` chooses from, small to large.
+    few_epochs, many_epochs: the models that `train.minutes` chooses from, by how often they read
+    the text.
     """
 
     max_tokens_per_pass: int | None
@@ -32,8 +45,65 @@ class Estimates:
     compile_seconds: float
     min_seconds_to_compile: float
     startup_seconds: float
-    model_ladder: tuple[Rung, ...]
+    few_epochs: Ladder
+    many_epochs: Ladder
 
+
+# A text that is read a few times: two layers, of which the first finds what the second copies
+# (model/induction.py), are enough for what a CPU reads in ten minutes. Bits per byte after so many
+# minutes on one core of a Xeon with AMX; in brackets the tokens per weight; one run each:
+#
+#     layers x width, rows   2 x 128, 8   2 x 192, 16  2 x 256, 16  3 x 256, 16  4 x 192, 16
+#     German pages, 1 min.   1.158 (4.7)  1.153 (1.5)
+#                   2        0.980 (10)   0.930 (3.5)  0.950 (1.4)               1.014 (0.9)*
+#                   4                     0.807 (5.6)  0.799 (2.4)  0.829 (1.2)  0.826 (1.9)
+#     std. library, 1        1.125 (4.7)  1.139 (1.4)*
+#                   4                                  0.894 (2.4)  0.910 (1.3)  0.916 (1.8)
+#
+#                            2 x 256, 16  2 x 384, 16  4 x 256, 16
+#     Python packages, 10    0.940 (6.2)  0.946 (1.8)  0.960 (2.0)
+#
+# (* with 8 rows.) docs/experiments.md has the other shapes.
+CPU_FEW_EPOCHS = Ladder(
+    min_tokens_per_weight=2.0,
+    rungs=(
+        (2, 128, 8),
+        (2, 192, 16),
+        (2, 256, 16),
+        (2, 384, 16),
+        (4, 384, 16),  # from here on not measured
+        (6, 384, 16),
+        (8, 512, 32),
+        (12, 768, 64),
+    ),
+)
+
+# One that is read often: its models have a tied head, and learn to copy by themselves, for which
+# four layers are better than two. Tiny Shakespeare by character, 4 minutes (4.5 and 5.7 epochs): 4
+# x 192 2.346, 2 x 256 2.404. By an earlier recipe, after equal seconds of updates on one core of an
+# AMD EPYC, where seeds differ by 0.01 or so:
+#
+#       rows   2 x 128      3 x 128      4 x 128      4 x 192      4 x 256
+#   20 s   8   2.616 (2.6)  2.626 (1.2)  2.651 (0.7)
+#   50 s   8                2.496 (3.0)  2.479 (1.7)  2.564 (0.4)  2.618 (0.1)
+#         16                             2.506 (1.8)  2.578 (0.4)
+#  180 s   8                                          2.439 (1.5)
+#         16                                          2.411 (1.6)  2.447 (0.5)
+#  255 s  16                                          2.383 (2.3)  2.386 (0.8)
+CPU_MANY_EPOCHS = Ladder(
+    min_tokens_per_weight=1.4,
+    rungs=(
+        (2, 128, 8),
+        (3, 128, 8),
+        (4, 128, 8),
+        (4, 192, 16),
+        (4, 256, 16),
+        (6, 256, 16),
+        (6, 384, 16),
+        (8, 512, 32),
+        (12, 768, 64),
+    ),
+)
 
 CPU = Estimates(
     max_tokens_per_pass=8192,  # more leave the caches
@@ -44,16 +114,21 @@ CPU = Estimates(
     compile_seconds=12,
     min_seconds_to_compile=90,  # compiling takes less than a quarter of that
     startup_seconds=5,
-    model_ladder=(
-        (2, 128, 8),
-        (3, 128, 8),
-        (4, 128, 8),
+    few_epochs=CPU_FEW_EPOCHS,
+    many_epochs=CPU_MANY_EPOCHS,
+)
+
+ACCELERATOR_LADDER = Ladder(
+    min_tokens_per_weight=1.8,
+    rungs=(
+        (2, 128, 16),
         (4, 192, 16),
-        (4, 256, 16),
-        (6, 256, 16),
-        (6, 384, 16),
-        (8, 512, 32),
+        (4, 256, 32),
+        (6, 384, 32),
+        (8, 512, 64),
         (12, 768, 64),
+        (16, 1024, 128),
+        (24, 1024, 128),
     ),
 )
 
@@ -68,16 +143,8 @@ ACCELERATOR = Estimates(
     compile_seconds=40,
     min_seconds_to_compile=160,
     startup_seconds=10,
-    model_ladder=(
-        (2, 128, 16),
-        (4, 192, 16),
-        (4, 256, 32),
-        (6, 384, 32),
-        (8, 512, 64),
-        (12, 768, 64),
-        (16, 1024, 128),
-        (24, 1024, 128),
-    ),
+    few_epochs=ACCELERATOR_LADDER,
+    many_epochs=ACCELERATOR_LADDER,
 )
 
 

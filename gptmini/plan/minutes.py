@@ -1,6 +1,7 @@
 """Choose sizes and steps for a given number of minutes, and pace a run to keep to them."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from gptmini import machine
@@ -10,7 +11,7 @@ from gptmini.console import format_count, format_duration, say, say_header, warn
 from gptmini.machine import Compute
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
-from gptmini.plan.estimates import get_estimates
+from gptmini.plan.estimates import Ladder, get_estimates
 from gptmini.plan.timing import (
     SECONDS_AFTER_EVALUATION,
     StepTime,
@@ -50,32 +51,6 @@ ASSUMED_VOCAB_SIZE = 1024
 TARGET_UPDATES = 60
 MIN_ROW_LENGTH = 256
 
-# How many tokens a model must see for each weight of its blocks to beat the rung below. Bits per
-# byte on text that is read at most once, after `--minutes 1` and 4 on one core of a Xeon with AMX,
-# vocabulary 1,024 and 4,096; in brackets the tokens per weight; one run each:
-#
-#       rows             8            8            8             16             16
-#                        2 x 128      3 x 128      4 x 128       4 x 192        4 x 256
-#     German pages, 1    1.158 (4.7)  1.183 (2.2)  1.231 (1.2)
-#     std. library, 1    1.125 (4.7)  1.162 (2.2)  1.218 (1.2)
-#     Shakespeare, 1     2.460 (6.1)  2.476 (2.6)  2.495 (1.4)
-#     German pages, 4                              0.878 (5.2)   0.826 (1.9)    0.865 (0.8)
-#
-# (Shakespeare by character, on another part than below.) By a recipe that learned more slowly,
-# larger models won earlier: Tiny Shakespeare by character after equal seconds of updates on one
-# core of an AMD EPYC; seeds differ by 0.01 or so:
-#
-#       rows   2 x 128      3 x 128      4 x 128      4 x 192      4 x 256
-#   20 s   8   2.616 (2.6)  2.626 (1.2)  2.651 (0.7)
-#   50 s   8                2.496 (3.0)  2.479 (1.7)  2.564 (0.4)  2.618 (0.1)
-#         16                             2.506 (1.8)  2.578 (0.4)
-#  180 s   8                                          2.439 (1.5)
-#         16                                          2.411 (1.6)  2.447 (0.5)
-#  255 s  16                                          2.383 (2.3)  2.386 (0.8, decay 0.1)
-#
-# A decay of 0.1 in place of 0.3 changed 2.479 to 2.499 and 2.411 to 2.409.
-MIN_TOKENS_PER_WEIGHT = 1.8
-
 
 def states_all_sizes(config: Config) -> bool:
     """Return whether the configuration states all that `choose_sizes` chooses."""
@@ -84,19 +59,41 @@ def states_all_sizes(config: Config) -> bool:
 
 
 def choose_sizes(
-    config: Config, seconds: float, compute: Compute, world_size: int = 1
+    config: Config,
+    seconds: float,
+    compute: Compute,
+    world_size: int = 1,
+    reads_often: Callable[[Config], bool] = lambda _: False,
 ) -> tuple[Config, int]:
     """Choose the sizes of the best model for the seconds left on `world_size` processes.
 
-    Whatever the configuration states is kept. Models are timed from small to large, up to the
-    largest that would still see enough tokens. Also returns about how many steps the seconds allow.
+    Whatever the configuration states is kept. `reads_often` tells of a configuration with steps
+    whether it reads its text often; as long as the text is not known, it does not. Also returns
+    about how many steps the seconds allow.
     """
     stated_time = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing models for the {stated_time} given ...")
+    estimates = get_estimates(compute.device)
+    chosen, steps = _climb(estimates.few_epochs, config, seconds, compute, world_size)
+    has_others = estimates.many_epochs != estimates.few_epochs
+    if has_others and reads_often(chosen.with_train(steps=steps)):
+        other, other_steps = _climb(estimates.many_epochs, config, seconds, compute, world_size)
+        if reads_often(other.with_train(steps=other_steps)):
+            return other, other_steps
+    return chosen, steps
+
+
+def _climb(
+    ladder: Ladder, config: Config, seconds: float, compute: Compute, world_size: int
+) -> tuple[Config, int]:
+    """Time models from small to large, up to the first that would see too few tokens.
+
+    Returns the one before, and its steps.
+    """
     chosen = config
     steps = 0  # none yet
     unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    for n_layer, width, rows in get_estimates(compute.device).model_ladder:
+    for n_layer, width, rows in ladder.rungs:
         model = {"n_layer": n_layer, **_choose_width_and_heads(config.model, width)}
         train = {"batch_size": math.ceil(rows / unit) * unit}
         candidate = fill_open_settings(config, {"model": model, "train": train})
@@ -108,7 +105,7 @@ def choose_sizes(
         possible = _get_stated_steps(config) or max(1, int(seconds / per_step))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
         parts = count_parameters_by_part(candidate.model)
-        enough = MIN_TOKENS_PER_WEIGHT * (parts["attention"] + parts["mlp"])
+        enough = ladder.min_tokens_per_weight * (parts["attention"] + parts["mlp"])
         fits = tokens >= enough and possible * per_step <= seconds
         if fits or not steps:
             chosen = candidate

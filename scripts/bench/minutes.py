@@ -1,14 +1,16 @@
 """Compare what --minutes makes of a text with what other configurations make of it in that time.
 
-python scripts/bench/minutes.py --shakespeare FILE --chinese FOLDER [--minutes 0.5,1] [--texts ...]
+python scripts/bench/minutes.py --shakespeare FILE --chinese FOLDER [--minutes 0.5,1] [--runs 2]
+    [--texts ...] [--arms plan,default,3x128] [--cores 0,1]
 
 Trains each text for each number of minutes by
-  plan      gptmini train --data TEXT --minutes M
-  default   the sizes, batch and vocabulary of the default configuration
-  hand      those of the hand-made configuration whose own steps take nearest to M minutes here
-and reports bits per byte on the tenth of the text that `data.test` keeps from all of them, ± the
-standard error. All are given M minutes for the whole command, text preparation included (each
-starts with an empty cache but for the compiled decoder), and fit their steps to them.
+  plan           gptmini train --data TEXT --minutes M
+  default        the sizes, batch and vocabulary of the default configuration
+  3x128 ...      as many layers of that width, chosen by hand, 8 rows if they are 128 wide, else 16
+and reports bits per byte on the tenth of the text that `data.test` keeps from all of them: means
+over runs, each with a seed of its own. All are given M minutes for the whole command, text
+preparation included (each starts with an empty cache but for the compiled decoder), and fit their
+steps to them.
 
 --shakespeare is Tiny Shakespeare, one file. --chinese is the folder of manual pages of Debian's
 manpages-zh: apt-get download manpages-zh; dpkg -x manpages-zh_*.deb zh; zh/usr/share/man/zh_CN.
@@ -20,7 +22,6 @@ at a time on each of these cores, with one thread, instead of one on the whole m
 import argparse
 import gzip
 import json
-import math
 import os
 import queue
 import shutil
@@ -32,34 +33,29 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from gptmini.config.load import DEFAULT_CONFIG_FILE, find_config_file, load_config
+from gptmini.config.load import DEFAULT_CONFIG_FILE, load_config
 from gptmini.config.settings import DataConfig
 from gptmini.data import sources
 from gptmini.tokenizer.choose import choose_tokenizer
 
-ARMS = ("plan", "default", "hand")
-Trial = tuple[str, str, str]  # text, minutes, arm
-Results = dict[str, dict[str, Any]]  # by these three, with a slash between them
+ARMS = ("plan", "default", "3x128", "4x192", "4x256", "6x384")
+Trial = tuple[str, str, str, int]  # text, minutes, arm, run
+Results = dict[str, dict[str, Any]]  # by these four, with a slash between them
+FIRST_SEED = 1337
 # What --minutes chooses, and the other configurations therefore state.
 PLANNED = {"model": ("n_layer", "n_head", "d_model"), "train": ("batch_size",)}
-# What follows the epochs unless a configuration states it.
-RECIPE = {
-    "model": ("dropout", "tie_embeddings"),
-    "train": ("lr", "embed_lr", "muon_lr", "weight_decay"),
-}
 
 
 @dataclass(frozen=True)
 class BenchText:
-    """A text, the settings that belong to it, and the configurations made for it by hand."""
+    """A text, and the settings that belong to it."""
 
     paths: list[str]
     settings: tuple[str, ...] = ()
-    by_hand: tuple[str, ...] = ()
 
     @property
     def words(self) -> list[str]:
@@ -75,11 +71,10 @@ def find_texts(
     found = {}
     if shakespeare is not None:
         path = str(shakespeare.resolve())
-        by_hand = ("shakespeare-char-small", "shakespeare-char", "shakespeare-char-best")
-        found["shakespeare-char"] = BenchText([path], ("tokenizer.kind=char",), by_hand)
+        found["shakespeare-char"] = BenchText([path], ("tokenizer.kind=char",))
         found["shakespeare"] = BenchText([path])
     found["python-docs"] = BenchText(["builtin:python-docs"])
-    found["python-code"] = BenchText(["builtin:python-code"], by_hand=("python-code",))
+    found["python-code"] = BenchText(["builtin:python-code"])
     if chinese is not None:
         pages = [gzip.decompress(page.read_bytes()) for page in sorted(chinese.rglob("*.gz"))]
         if not pages:
@@ -101,7 +96,6 @@ class Bench:
         self.cores: queue.Queue[str] = queue.Queue()
         for core in cores or [""]:
             self.cores.put(core)
-        self.spent: dict[str, float] = {}
 
     def run_gptmini(self, *words: str, core: str = "") -> tuple[str, float]:
         """The output of a command, and its seconds; RuntimeError if it fails."""
@@ -116,40 +110,31 @@ class Bench:
             raise RuntimeError(process.stderr.strip()[-500:])
         return process.stdout, time.perf_counter() - started
 
-    def find_nearest(self, text: BenchText, minutes: float, core: str) -> str:
-        """The hand-made configuration of a text whose own training is nearest to the minutes."""
-        for name in text.by_hand:
-            if name not in self.spent:
-                words = ["size", name, *text.words, "--json", "--cache", str(self.folder)]
-                size = json.loads(self.run_gptmini(*words, core=core)[0])
-                self.spent[name] = size["time"]["minutes"]
-        return min(text.by_hand, key=lambda name: abs(math.log(self.spent[name] / minutes)))
-
-    def measure(self, text: BenchText, minutes: float, arm: str) -> dict[str, Any]:
+    def measure(self, text: BenchText, minutes: float, arm: str, run: int) -> dict[str, Any]:
         """Train, then evaluate on the test part."""
         core = self.cores.get()
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         try:
             cache = folder / "cache"
-            run = folder / "run"
+            out = folder / "run"
             shutil.copytree(self.folder / "native", cache / "native")  # no g++: empty
-            name = self.find_nearest(text, minutes, core) if arm == "hand" else "default"
-            settings = ["data.test=0.1"]
-            if arm != "plan":
-                settings += list_planned_settings(name, text)
+            settings = ["data.test=0.1", f"train.seed={FIRST_SEED + run}"]
+            if arm == "default":
+                settings += list_default_settings(text)
+            elif arm != "plan":
+                settings += list_settings_of_size(arm)
             words = [*text.words, "--minutes", str(minutes), "--cache", str(cache)]
             for setting in settings:
                 words += ["--set", setting]
-            _, seconds = self.run_gptmini("train", *words, "--out", str(run), core=core)
+            _, seconds = self.run_gptmini("train", *words, "--out", str(out), core=core)
             words = ["--split", "test", "--json", "--cache", str(cache)]
-            facts = json.loads(self.run_gptmini("evaluate", str(run), *words, core=core)[0])
-            metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-            config = load_config(run / "config.yaml", [])
+            facts = json.loads(self.run_gptmini("evaluate", str(out), *words, core=core)[0])
+            metrics = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+            config = load_config(out / "config.yaml", [])
         finally:
             shutil.rmtree(folder)
             self.cores.put(core)
         return {
-            "name": name,
             "bits": facts["bits_per_byte"],
             "error": facts["bits_per_byte_error"],
             "loss": facts["loss"],
@@ -168,17 +153,12 @@ class Bench:
         self.run_gptmini("train", *words, "--steps", "1", "--out", str(self.folder / "first"))
 
 
-def list_planned_settings(name: str, text: BenchText) -> Iterator[str]:
-    """List the settings that the plan would choose, with the values of a configuration."""
-    config = load_config(DEFAULT_CONFIG_FILE if name == "default" else find_config_file(name), [])
+def list_default_settings(text: BenchText) -> Iterator[str]:
+    """List the settings that the plan would choose, as the default configuration has them."""
+    config = load_config(DEFAULT_CONFIG_FILE, [])
     for section, keys in PLANNED.items():
-        values = getattr(config, section)
-        stated = [key for key in RECIPE[section] if key in values.model_fields_set]
-        for key in (*keys, *stated):
-            if (value := getattr(values, key)) is not None:
-                yield f"{section}.{key}={value}"
-    if config.model.context_length != 256:
-        yield f"model.context_length={config.model.context_length}"
+        for key in keys:
+            yield f"{section}.{key}={getattr(getattr(config, section), key)}"
     if not any(each.startswith("tokenizer.") for each in text.settings):
         size = sources.find_source(text.paths, DataConfig(path=text.paths)).bytes
         kind, vocab_size = choose_tokenizer("auto", size, config.model.d_model)
@@ -187,29 +167,56 @@ def list_planned_settings(name: str, text: BenchText) -> Iterator[str]:
             yield f"tokenizer.vocab_size={vocab_size}"
 
 
+def list_settings_of_size(size: str) -> Iterator[str]:
+    """List the settings of a model made by hand: layers x width, with heads of 64."""
+    n_layer, d_model = map(int, size.split("x"))
+    yield f"model.n_layer={n_layer}"
+    yield f"model.d_model={d_model}"
+    yield f"model.n_head={d_model // 64}"
+    yield f"train.batch_size={8 if d_model == 128 else 16}"
+
+
 def format_table(results: Results) -> Iterator[str]:
-    yield "| text | minutes | plan | its sizes, steps | default | hand-made | seconds of plan |"
-    yield "|---|---|---|---|---|---|---|"
+    """Format a row for each text and number of minutes: the plan, and how far others are from it.
+
+    Means over the runs that both have.
+    """
+    yield f"| text | minutes | runs | plan | its sizes, steps | seconds | {' | '.join(ARMS[1:])} |"
+    yield "|---" * (6 + len(ARMS) - 1) + "|"
     for text, minutes in dict.fromkeys(tuple(key.split("/")[:2]) for key in results):
-        plan, default, hand = (results.get(f"{text}/{minutes}/{arm}") for arm in ARMS)
-        cells = [text, minutes, "", "", "", "", ""]
-        if plan:
-            cells[2] = f"{plan['bits']:.4f} ± {plan['error'] or 0:.4f}"
-            cells[3] = f"{plan['sizes']}, {plan['steps']:,}"
-            cells[6] = f"{plan['seconds']:.0f}"
-        for place, other in ((4, default), (5, hand)):
-            if other:
-                share = f" ({100 * (plan['bits'] / other['bits'] - 1):+.1f} %)" if plan else ""
-                name = f" {other['name']}" if other is hand else ""
-                cells[place] = f"{other['bits']:.4f}{share}{name}"
+        by_arm: dict[str, dict[str, dict[str, Any]]] = {arm: {} for arm in ARMS}
+        for key, result in results.items():
+            if key.startswith(f"{text}/{minutes}/"):
+                arm, run = key.split("/")[2:]
+                by_arm[arm][run] = result
+        plans = by_arm["plan"]
+        cells = [text, minutes, str(len(plans))]
+        cells.append(f"{average(plans, 'bits'):.4f}" if plans else "")
+        found = dict.fromkeys(f"{run['sizes']}, {run['steps']:,}" for run in plans.values())
+        cells.append("; ".join(found))
+        cells.append(f"{average(plans, 'seconds'):.0f}" if plans else "")
+        for arm in ARMS[1:]:
+            both = plans.keys() & by_arm[arm].keys()
+            if not both:
+                cells.append("")
+                continue
+            ours = average({run: plans[run] for run in both}, "bits")
+            theirs = average({run: by_arm[arm][run] for run in both}, "bits")
+            cells.append(f"{theirs:.4f} ({100 * (ours / theirs - 1):+.1f} %)")
         yield f"| {' | '.join(cells)} |"
+
+
+def average(runs: dict[str, dict[str, Any]], key: str) -> float:
+    """Compute the mean of a figure over runs."""
+    return fmean(run[key] for run in runs.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shakespeare", type=Path)
     parser.add_argument("--chinese", type=Path)
-    parser.add_argument("--minutes", default="0.5,1,2,5,15")
+    parser.add_argument("--minutes", default="0.5,1,2,5")
+    parser.add_argument("--runs", type=int, default=1, help="of each, by different seeds")
     parser.add_argument("--texts", help="names of texts, as in the table")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--out", type=Path, default=Path("bench_minutes.json"))
@@ -222,9 +229,14 @@ def main() -> None:
         names = options.texts.split(",") if options.texts else list(known)
         if missing := [name for name in names if name not in known]:
             sys.exit(f"{', '.join(missing)}: not there; choose from {', '.join(known)}")
-        jobs = product(names, options.minutes.split(","), options.arms.split(","))
-        possible = [job for job in jobs if job[2] != "hand" or known[job[0]].by_hand]
-        new = [job for job in possible if "/".join(job) not in results]
+        jobs = [
+            (text, minutes, arm, run)
+            for run in range(options.runs)
+            for minutes in options.minutes.split(",")
+            for text in names
+            for arm in options.arms.split(",")
+        ]
+        new = [job for job in jobs if "/".join(map(str, job)) not in results]
         bench = Bench(Path(folder), cores)
         if new:
             bench.warm_up()
@@ -239,18 +251,19 @@ def measure_all(
     writing = threading.Lock()
 
     def add(job: Trial) -> None:
-        text, minutes, arm = job
+        text, minutes, arm, run = job
+        key = "/".join(map(str, job))
         try:
-            measured = bench.measure(known[text], float(minutes), arm)
+            measured = bench.measure(known[text], float(minutes), arm, run)
         except RuntimeError as error:  # the others go on; the same command tries this again
-            print(f"{'/'.join(job)}: {error}", file=sys.stderr, flush=True)
+            print(f"{key}: {error}", file=sys.stderr, flush=True)
             return
         with writing:
-            results["/".join(job)] = measured
+            results[key] = measured
             partial = out.with_suffix(".tmp")
             partial.write_text(json.dumps(results, indent=1))
             partial.replace(out)
-            print(f"{'/'.join(job)}: {measured['bits']:.4f}", file=sys.stderr, flush=True)
+            print(f"{key}: {measured['bits']:.4f}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(bench.cores.qsize()) as pool:
         list(pool.map(add, jobs))

@@ -46,6 +46,28 @@ def planned(
     return minutes.choose_steps(sizes, seconds, compute, 1, held_out)
 
 
+def test_a_text_that_is_read_often_gets_a_deeper_model(monkeypatch):
+    """Not if the deeper one, which is slower, would no longer read it often."""
+
+    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+        return StepTime(config.model.n_layer * config.train.batch_size / 2000, 0.0)
+
+    monkeypatch.setattr(minutes, "time_step", computed)
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    config = Config().with_tokenizer("byte", 257)
+
+    def choose(often: float) -> tuple[int, int]:
+        def reads_often(sized: Config) -> bool:
+            return sized.train.steps * sized.train.batch_size >= often
+
+        model = minutes.choose_sizes(config, 10, CPU, 1, reads_often)[0].model
+        return model.n_layer, model.d_model
+
+    assert choose(math.inf) == (2, 192)  # 10,000 rows
+    assert choose(1) == (4, 128)  # 5,000 rows
+    assert choose(6000) == (2, 192)
+
+
 def test_a_fast_machine_gets_models_that_a_cpu_never_trains(monkeypatch):
     monkeypatch.setattr(machine, "get_total_memory", lambda _: 80 << 30)
     shapes = []
@@ -291,8 +313,10 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     update = trainer.train_step
     evaluation = trainer.evaluate_and_sample
-    first_rung = replace(estimates.CPU, model_ladder=estimates.CPU.model_ladder[:1])
-    monkeypatch.setattr(estimates, "CPU", first_rung)
+    ladder = estimates.CPU.few_epochs
+    first_rung = replace(ladder, rungs=ladder.rungs[:1])
+    one_model = replace(estimates.CPU, few_epochs=first_rung, many_epochs=first_rung)
+    monkeypatch.setattr(estimates, "CPU", one_model)
 
     def timed(training: Any) -> Any:
         clock.now += speeds[training.step > 100] / 2
