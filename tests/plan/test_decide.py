@@ -226,10 +226,10 @@ def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
     config = decide(validate(sections, {}), None, tmp_path / "cache").config
     assert config.model.vocab_size == vocabulary
     assert config.train.steps == pytest.approx(120 * given, rel=0.1)
-    assert config.model.n_layer == (2 if given == 1 else 4)  # read 2 or 30 times
+    assert config.model.n_layer == (2 if given == 1 else 6)  # read 2 or 30 times
 
 
-@pytest.mark.parametrize(("size", "layers"), [(2_000_000, 2), (200_000, 4)])
+@pytest.mark.parametrize(("size", "layers"), [(2_000_000, 2), (200_000, 6)])
 def test_minutes_choose_deeper_models_for_texts_that_are_read_often(
     tmp_path: Path, monkeypatch, size: int, layers: int
 ):
@@ -240,7 +240,7 @@ def test_minutes_choose_deeper_models_for_texts_that_are_read_often(
     sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
     config = decide(validate(sections, {}), None, tmp_path / "cache").config
     assert (config.model.n_layer, config.model.d_model) == (layers, 256)
-    assert config.model.tie_embeddings == (layers == 4)
+    assert config.model.tie_embeddings == (layers == 6)
 
 
 def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
