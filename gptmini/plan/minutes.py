@@ -77,9 +77,7 @@ def choose_sizes(
     chosen, steps = _climb(estimates.few_epochs, config, seconds, compute, world_size)
     has_others = estimates.many_epochs != estimates.few_epochs
     if has_others and reads_often(chosen.with_train(steps=steps)):
-        other, other_steps = _climb(estimates.many_epochs, config, seconds, compute, world_size)
-        if reads_often(other.with_train(steps=other_steps)):
-            return other, other_steps
+        return _climb(estimates.many_epochs, config, seconds, compute, world_size)
     return chosen, steps
 
 
