@@ -5,6 +5,7 @@ nothing is prepared twice.
 """
 
 import hashlib
+import math
 import shutil
 import tempfile
 import time
@@ -57,6 +58,13 @@ def learns_vocabulary(config: Config) -> bool:
         and config.tokenizer.vocab_size is None
         and shards.find_token_files(config.data.path) is None
     )
+
+
+def measure_text(settings: DataConfig) -> float:
+    """Measure the bytes of a text; standard input may have any number."""
+    if "-" in settings.path:
+        return math.inf
+    return sources.find_source(settings.path, settings).bytes
 
 
 def check_paths(paths: list[str], settings: DataConfig) -> None:

@@ -15,7 +15,7 @@ from gptmini import machine
 from gptmini.config.load import fill_open_settings
 from gptmini.config.settings import Config, TokenizerConfig
 from gptmini.console import say_header, warn
-from gptmini.data.corpus import learns_vocabulary, pin_datasets, prepare_corpus
+from gptmini.data.corpus import learns_vocabulary, measure_text, pin_datasets, prepare_corpus
 from gptmini.data.token_file import Corpus
 from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
 from gptmini.errors import ConfigError
@@ -81,6 +81,10 @@ MANY_EPOCHS: dict[str, dict[str, Any]] = {"train": {"weight_decay": 1.0}}
 # after that token  29.9  29.2  28.2  26.5  26.7  25.4  24.8
 # after a newline   25.4  26.0  25.3  25.0  25.1  25.7  24.9
 MIN_DOCUMENT_TOKENS_READ = 100
+
+# Of text in a vocabulary of 512 to 2,048 that was learned from it: 2.2 to 3 in English, German and
+# Python.
+BYTES_PER_TOKEN = 2.7
 
 # Sizes that were chosen before the text was prepared are chosen again if less of the time is left.
 MIN_TIME_SHARE_LEFT = 0.8
@@ -318,16 +322,23 @@ def _choose_sizes_and_prepare(
 ) -> tuple[Config, Corpus]:
     """Choose sizes, and prepare the text in a vocabulary that suits them and the steps.
 
-    The sizes stay open if the text took so long that the time left may not suffice for them, or is
-    so short that they would read it often.
+    How often they read the text is guessed from its bytes. The sizes stay open if the text took so
+    long that the time left may not suffice for them, or if it is read often after all.
     """
     before = budget.get_seconds_left()
-    sized, steps = minutes.choose_sizes(config, before, budget.compute, budget.world_size)
-    corpus = prepare_corpus(sized.with_train(steps=steps), cache)
+    often = MIN_EPOCHS_TO_TIE * measure_text(config.data) / BYTES_PER_TOKEN
+
+    def guess_reads_often(sized: Config) -> bool:
+        return sized.train.steps * sized.train.batch_size * sized.seq_len >= often
+
+    sized, steps = minutes.choose_sizes(
+        config, before, budget.compute, budget.world_size, guess_reads_often
+    )
+    with_steps = sized.with_train(steps=steps)
+    corpus = prepare_corpus(with_steps, cache)
     took_long = budget.get_seconds_left() < MIN_TIME_SHARE_LEFT * before
-    if took_long or reads_often(sized.with_train(steps=steps), corpus):
-        return config, corpus
-    return sized, corpus
+    was_wrong = reads_often(with_steps, corpus) and not guess_reads_often(with_steps)
+    return config if took_long or was_wrong else sized, corpus
 
 
 # -- sizes and steps for a number of minutes -------------------------------------------------------

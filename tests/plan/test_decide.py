@@ -258,4 +258,17 @@ def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatc
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
     config = decide(validate(sections, {}), None, tmp_path / "cache").config
-    assert config.model.d_model == 128  # for 100 seconds; for 600 it would be 256
+    assert config.model.d_model == 192  # for 100 seconds; for 600 it would be 256
+
+
+def test_sizes_are_chosen_again_if_the_text_is_read_often_after_all(tmp_path: Path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40_000)
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    sections = {"data": {"path": str(tmp_path / "text.txt")}}
+    sections["train"] = {"minutes": 6, "compile": "off", "device": "cpu", "dtype": "float32"}
+    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    assert config.model.n_layer == 4
+    monkeypatch.setattr(deciding, "BYTES_PER_TOKEN", 0.5)
+    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    assert config.model.n_layer == 4

@@ -62,7 +62,7 @@ def test_a_text_that_is_read_often_gets_a_deeper_model(monkeypatch):
         return model.n_layer, model.d_model
 
     assert choose(10_001) == (2, 192)  # reads 10,000 rows
-    assert choose(10_000) == (4, 128)
+    assert choose(10_000) == (4, 192)
 
 
 def test_a_fast_machine_gets_models_that_a_cpu_never_trains(monkeypatch):
