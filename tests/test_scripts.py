@@ -115,40 +115,34 @@ def test_bench_minutes_trains_every_arm_once(tmp_path: Path):
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
     words = ["--shakespeare", str(text), "--texts", "shakespeare-char", "--minutes", "0.02"]
     results = tmp_path / "results.json"
-    first = output("bench/minutes.py", *words, "--arms", "plan,default", "--out", str(results))
+    arms = ["--arms", "plan,default,3x128", "--out", str(results)]
+    first = output("bench/minutes.py", *words, *arms)
     found = json.loads(results.read_text())
-    assert found.keys() == {"shakespeare-char/0.02/plan", "shakespeare-char/0.02/default"}
-    assert found["shakespeare-char/0.02/default"]["sizes"] == "4 x 192, char 257, 16 rows"
+    default, by_hand, plan = (
+        f"shakespeare-char/0.02/{arm}/0" for arm in ("default", "3x128", "plan")
+    )
+    assert found.keys() == {plan, default, by_hand}
+    assert found[default]["sizes"] == "4 x 192, char 257, 16 rows"
+    assert found[by_hand]["sizes"] == "3 x 128, char 257, 8 rows"
     assert all(0 < each["bits"] < 9 and each["seconds"] > 0 for each in found.values())
     (row,) = first.splitlines()[2:]
-    assert row.startswith(
-        f"| shakespeare-char | 0.02 | {found['shakespeare-char/0.02/plan']['bits']:.4f}"
-    )
-    again = output("bench/minutes.py", *words, "--arms", "plan,default", "--out", str(results))
+    ours = found[plan]["bits"]
+    assert row.startswith(f"| shakespeare-char | 0.02 | 1 | {ours:.4f} | ")
+    theirs = found[by_hand]["bits"]
+    assert f"| {theirs:.4f} ({100 * (ours / theirs - 1):+.1f} %) |" in row
+    again = output("bench/minutes.py", *words, *arms)
     assert (again, json.loads(results.read_text())) == (first, found)  # nothing is trained again
 
 
-def test_bench_minutes_states_what_a_configuration_made_by_hand_has(monkeypatch):
+def test_bench_minutes_states_what_the_default_configuration_has(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS / "bench")
     import minutes
 
     texts = minutes.find_texts(Path("t.txt"), None, Path())
-    stated = set(minutes.list_planned_settings("shakespeare-char-best", texts["shakespeare-char"]))
-    assert {"model.n_layer=6", "model.dropout=0.15", "train.weight_decay=0.1"} <= stated
-    assert not any(each.startswith("tokenizer") for each in stated)
-    assert "tokenizer.vocab_size=4096" in minutes.list_planned_settings(
-        "default", texts["python-docs"]
-    )
-    bench = minutes.Bench(Path(), [])
-    bench.spent = {
-        "shakespeare-char-small": 0.4,
-        "shakespeare-char": 2,
-        "shakespeare-char-best": 14,
-    }
-    nearest = [
-        bench.find_nearest(texts["shakespeare-char"], minutes, "") for minutes in (0.5, 1.5, 15)
-    ]
-    assert nearest == list(texts["shakespeare-char"].by_hand)
+    stated = set(minutes.list_default_settings(texts["shakespeare-char"]))
+    sizes = {"model.n_layer=4", "model.n_head=4", "model.d_model=192", "train.batch_size=16"}
+    assert stated == sizes
+    assert "tokenizer.vocab_size=4096" in minutes.list_default_settings(texts["python-docs"])
 
 
 def test_bench_generate_times_hugging_face_and_gptmini():
