@@ -115,15 +115,15 @@ def test_bench_minutes_trains_every_arm_once(tmp_path: Path):
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
     words = ["--shakespeare", str(text), "--texts", "shakespeare-char", "--minutes", "0.02"]
     results = tmp_path / "results.json"
-    arms = ["--arms", "plan,default,3x128", "--out", str(results)]
+    arms = ["--arms", "plan,default,2x64", "--out", str(results)]
     first = output("bench/minutes.py", *words, *arms)
     found = json.loads(results.read_text())
     default, by_hand, plan = (
-        f"shakespeare-char/0.02/{arm}/0" for arm in ("default", "3x128", "plan")
+        f"shakespeare-char/0.02/{arm}/0" for arm in ("default", "2x64", "plan")
     )
     assert found.keys() == {plan, default, by_hand}
     assert found[default]["sizes"] == "4 x 192, char 257, 16 rows"
-    assert found[by_hand]["sizes"] == "3 x 128, char 257, 8 rows"
+    assert found[by_hand]["sizes"] == "2 x 64, char 257, 16 rows"
     assert all(0 < each["bits"] < 9 and each["seconds"] > 0 for each in found.values())
     (row,) = first.splitlines()[2:]
     ours = found[plan]["bits"]

@@ -323,7 +323,7 @@ def _choose_sizes_and_prepare(
     """Choose sizes, and prepare the text in a vocabulary that suits them and the steps.
 
     How often they read the text is guessed from its bytes. The sizes stay open if the text took so
-    long that the time left may not suffice for them, or if it is read often after all.
+    long that the time left may not suffice for them, or if the guess was wrong.
     """
     before = budget.get_seconds_left()
     often = MIN_EPOCHS_TO_TIE * measure_text(config.data) / BYTES_PER_TOKEN
@@ -337,7 +337,7 @@ def _choose_sizes_and_prepare(
     with_steps = sized.with_train(steps=steps)
     corpus = prepare_corpus(with_steps, cache)
     took_long = budget.get_seconds_left() < MIN_TIME_SHARE_LEFT * before
-    was_wrong = reads_often(with_steps, corpus) and not guess_reads_often(with_steps)
+    was_wrong = reads_often(with_steps, corpus) != guess_reads_often(with_steps)
     return config if took_long or was_wrong else sized, corpus
 
 

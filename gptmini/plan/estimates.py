@@ -49,9 +49,9 @@ class Estimates:
     many_epochs: Ladder
 
 
-# A text that is read a few times: two layers, of which the first finds what the second copies
-# (model/induction.py), are enough for what a CPU reads in ten minutes. Bits per byte after so many
-# minutes on one core of a Xeon with AMX; in brackets the tokens per weight; one run each:
+# For a text that is read a few times, two layers are enough, as they can copy from the start
+# (model/induction.py). Bits per byte after 1 to 10 minutes on one core of a Xeon with AMX; in
+# brackets the tokens per weight; one run each:
 #
 #     layers x width, rows   2 x 128, 8   2 x 192, 16  2 x 256, 16  3 x 256, 16  4 x 192, 16
 #     German pages, 1 min.   1.158 (4.7)  1.153 (1.5)
@@ -78,8 +78,8 @@ CPU_FEW_EPOCHS = Ladder(
     ),
 )
 
-# One that is read often, by models with a tied head that learn to copy by themselves: four layers
-# are better than two, and more weights better than more epochs. As above, with 8 rows at a width of
+# For a text that is read often, by models with a tied head that must learn to copy, four layers are
+# better than two, and more weights better than more epochs. As above, with 8 rows at a width of
 # 128, else 16:
 #
 #                     3 x 128      4 x 128      2 x 192      2 x 256      4 x 192      4 x 256

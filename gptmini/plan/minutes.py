@@ -62,14 +62,13 @@ def choose_sizes(
     config: Config,
     seconds: float,
     compute: Compute,
-    world_size: int = 1,
-    reads_often: Callable[[Config], bool] = lambda _: False,
+    world_size: int,
+    reads_often: Callable[[Config], bool],
 ) -> tuple[Config, int]:
     """Choose the sizes of the best model for the seconds left on `world_size` processes.
 
     Whatever the configuration states is kept. `reads_often` tells of a configuration with steps
-    whether it reads its text often; as long as the text is not known, it does not. Also returns
-    about how many steps the seconds allow.
+    whether it reads its text often. Also returns about how many steps the seconds allow.
     """
     stated_time = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing models for the {stated_time} given ...")

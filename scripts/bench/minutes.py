@@ -181,10 +181,14 @@ def format_table(results: Results) -> Iterator[str]:
 
     Means over the runs that both have.
     """
-    yield f"| text | minutes | runs | plan | its sizes, steps | seconds | {' | '.join(ARMS[1:])} |"
-    yield "|---" * (6 + len(ARMS) - 1) + "|"
+    others = list(dict.fromkeys(key.split("/")[2] for key in results))
+    if "plan" in others:
+        others.remove("plan")
+    headings = ["text", "minutes", "runs", "plan", "its sizes, steps", "seconds", *others]
+    yield f"| {' | '.join(headings)} |"
+    yield "|---" * len(headings) + "|"
     for text, minutes in dict.fromkeys(tuple(key.split("/")[:2]) for key in results):
-        by_arm: dict[str, dict[str, dict[str, Any]]] = {arm: {} for arm in ARMS}
+        by_arm: dict[str, dict[str, dict[str, Any]]] = {arm: {} for arm in ("plan", *others)}
         for key, result in results.items():
             if key.startswith(f"{text}/{minutes}/"):
                 arm, run = key.split("/")[2:]
@@ -195,7 +199,7 @@ def format_table(results: Results) -> Iterator[str]:
         found = dict.fromkeys(f"{run['sizes']}, {run['steps']:,}" for run in plans.values())
         cells.append("; ".join(found))
         cells.append(f"{average(plans, 'seconds'):.0f}" if plans else "")
-        for arm in ARMS[1:]:
+        for arm in others:
             both = plans.keys() & by_arm[arm].keys()
             if not both:
                 cells.append("")

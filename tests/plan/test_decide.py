@@ -261,14 +261,20 @@ def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatc
     assert config.model.d_model == 192  # for 100 seconds; for 600 it would be 256
 
 
-def test_sizes_are_chosen_again_if_the_text_is_read_often_after_all(tmp_path: Path, monkeypatch):
-    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40_000)
+@pytest.mark.parametrize(
+    ("n_words", "guess", "layers"), [(20_000, 0.1, 4), (20_000, 2.7, 4), (500_000, 50, 2)]
+)
+def test_sizes_are_chosen_again_if_the_guess_how_often_a_text_is_read_was_wrong(
+    tmp_path: Path, monkeypatch, n_words: int, guess: float, layers: int
+):
+    letters = random.Random(0)
+    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(n_words)]
+    (tmp_path / "text.txt").write_text(" ".join(words))
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    monkeypatch.setattr(deciding, "BYTES_PER_TOKEN", guess)
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": 6, "compile": "off", "device": "cpu", "dtype": "float32"}
     config = decide(validate(sections, {}), None, tmp_path / "cache").config
-    assert config.model.n_layer == 4
-    monkeypatch.setattr(deciding, "BYTES_PER_TOKEN", 0.5)
-    config = decide(validate(sections, {}), None, tmp_path / "cache").config
-    assert config.model.n_layer == 4
+    assert config.model.n_layer == layers
+    assert config.model.tie_embeddings == (layers == 4)

@@ -41,7 +41,7 @@ def planned(
     monkeypatch.setattr(minutes, "time_step", computed)
     monkeypatch.setattr(minutes, "has_compiler", lambda: False)
     config = config.with_tokenizer("byte", 257)
-    sizes, _ = minutes.choose_sizes(config, seconds, compute)
+    sizes, _ = minutes.choose_sizes(config, seconds, compute, 1, lambda _: False)
     assert minutes.states_all_sizes(sizes)
     return minutes.choose_steps(sizes, seconds, compute, 1, held_out)
 
@@ -204,7 +204,8 @@ def test_a_fine_tuning_reads_so_little_that_two_evaluations_fit(monkeypatch):
 def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     config = validate({"train": {"micro_batch_size": 16}}, {})
-    sizes, _ = minutes.choose_sizes(config.with_tokenizer("byte", 257), 30, CPU, world_size=2)
+    config = config.with_tokenizer("byte", 257)
+    sizes, _ = minutes.choose_sizes(config, 30, CPU, 2, lambda _: False)
     assert sizes.train.batch_size == 32
 
 
@@ -225,7 +226,7 @@ def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
     stated = {"model": {"n_layer": 4, "d_model": 256}, "train": {"batch_size": 16}}
     config = validate(stated, {}).with_tokenizer("byte", 257)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
-    assert minutes.choose_sizes(config, 30, CPU)[1] == 60
+    assert minutes.choose_sizes(config, 30, CPU, 1, lambda _: False)[1] == 60
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 192, 256, 320, 768])
