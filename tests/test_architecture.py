@@ -71,6 +71,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "decision",
         "decide",
         "finetune",
+        "recipe",
         "minutes",
         "timing",
         "estimates",

@@ -30,50 +30,9 @@ from gptmini.plan.finetune import (
     say_base,
     start_from_base,
 )
+from gptmini.plan.recipe import MIN_EPOCHS_TO_OVERFIT, choose_dropout, choose_recipe, count_epochs
 from gptmini.plan.timing import CompileTrial, StepTime, choose_micro_batch_size, try_compile
 from gptmini.runs.directory import RunDirectory
-
-# Dropout by the least number of epochs it is for. Bits per byte of builtin:python-docs (vocabulary
-# 1,024, width 128) after 4.9 epochs: 1.700 without dropout and 1.755 with 0.1; after 9.3 epochs:
-# 1.694 and 1.637. Of Tiny Shakespeare by character (width 192) after 4.5 epochs: 2.383 and 2.449.
-# One run each.
-DROPOUT_BY_EPOCHS = ((12, 0.2), (6, 0.1), (0, 0.0))
-
-# Where a text is read a few times, AdamW learns six times as fast, embeddings four times faster
-# yet, and the head has weights of its own. Where it is read more often, such a model memorizes.
-# Bits per byte of German manual pages (3 layers, width 128, vocabulary 1,024, 400 steps of 8 x 256
-# tokens) that are read so often; dropout 0.1 for 6 epochs; one run each. The last column is
-# Python's manual, with dropout 0.2.
-#
-#     epochs         0.25      1      2      4      6     12
-#     tied, 2e-3    1.551  1.666  1.822  1.828  2.052  1.892
-#     few epochs    1.316  1.441  1.685  1.885  2.121  2.057
-#
-# "Tied" up to 2 epochs is without beta1 0.8 and even columns in Muon, which bring 0.04 at 4 epochs.
-# Tiny Shakespeare by character has 2.706 tied at 2 epochs and 2.810 at 4, with the settings for few
-# 2.715 and 2.886.
-# A decay of 0.3 has 1.334 at 0.25 epochs and 1.833 at 4. Other texts, read a quarter time: sources
-# of the standard library 2.068 and 1.882, Chinese manual pages 2.959 and 2.696, Tiny Shakespeare by
-# character 2.880 and 2.802. docs/experiments.md has each part by itself.
-FEW_EPOCHS: dict[str, dict[str, Any]] = {
-    "model": {"tie_embeddings": False},
-    "train": {"lr": 12e-3, "weight_decay": 0.1},
-}
-EMBED_LR_SCALE = 4.0
-MIN_EPOCHS_TO_TIE = 3.0
-
-# Where it is read more often, a strong decay holds memorizing back. The same setting, tied, at
-# 2e-3; one run each:
-#
-#     weight decay                  0.3    1.0    2.0
-#     Python's manual, 4 epochs   1.712  1.683
-#                      6          1.658  1.649
-#                      12         1.894  1.851  1.907
-#     German pages,    4          1.825  1.814
-#                      6          2.044  2.019
-#                      12         2.221  2.180  2.204
-#     the default,     10         1.617  1.589  1.592
-MANY_EPOCHS: dict[str, dict[str, Any]] = {"train": {"weight_decay": 1.0}}
 
 # Document tokens read in training from which a model knows what follows them. Nats for the first 20
 # bytes of a held-out paragraph (2 layers, width 64, 180 kB in 1 to 100 documents, 9 epochs):
@@ -326,7 +285,7 @@ def _choose_sizes_and_prepare(
     long that the time left may not suffice for them, or if the guess was wrong.
     """
     before = budget.get_seconds_left()
-    often = MIN_EPOCHS_TO_TIE * measure_text(config.data) / BYTES_PER_TOKEN
+    often = MIN_EPOCHS_TO_OVERFIT * measure_text(config.data) / BYTES_PER_TOKEN
 
     def guess_reads_often(sized: Config) -> bool:
         return sized.train.steps * sized.train.batch_size * sized.seq_len >= often
@@ -418,29 +377,9 @@ def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) ->
     return config
 
 
-def choose_recipe(config: Config, corpus: Corpus) -> Config:
-    """Choose rates, decay and whether the head is tied by how often training reads the text.
-
-    The figures are Muon's; fine-tuning has its recipe from the base.
-    """
-    if config.train.optimizer != "muon" or config.base.run is not None:
-        return config
-    if reads_often(config, corpus):
-        return fill_open_settings(config, MANY_EPOCHS)
-    config = fill_open_settings(config, FEW_EPOCHS)
-    if config.model.tie_embeddings:
-        return config
-    embed_lr = EMBED_LR_SCALE * config.train.lr
-    return fill_open_settings(config, {"train": {"embed_lr": embed_lr}})
-
-
-def choose_dropout(config: Config, corpus: Corpus) -> Config:
-    """Choose dropout by how often training reads the text."""
-    if config.model.dropout is not None:
-        return config
-    epochs = count_epochs(config, corpus)
-    dropout = next(share for least, share in DROPOUT_BY_EPOCHS if epochs >= least)
-    return fill_open_settings(config, {"model": {"dropout": dropout}})
+def reads_often(config: Config, corpus: Corpus) -> bool:
+    """Return whether training reads its text so often that a model may memorize it."""
+    return count_epochs(config, corpus) >= MIN_EPOCHS_TO_OVERFIT
 
 
 def choose_sample_start(config: Config, corpus: Corpus) -> Config:
@@ -457,17 +396,6 @@ def choose_sample_start(config: Config, corpus: Corpus) -> Config:
         text = corpus.read_excerpt()
         start = "\n" if "\n" in text else Counter(text).most_common(1)[0][0]
     return fill_open_settings(config, {"sample": {"start": start}})
-
-
-def reads_often(config: Config, corpus: Corpus) -> bool:
-    """Return whether training reads its text so often that a head of its own would memorize it."""
-    return count_epochs(config, corpus) >= MIN_EPOCHS_TO_TIE
-
-
-def count_epochs(config: Config, corpus: Corpus) -> float:
-    """Count how often training reads its text."""
-    train = config.train
-    return corpus.count_epochs(config.seq_len, train.batch_size, train.steps, config.data.weights)
 
 
 # -- the machine -----------------------------------------------------------------------------------

@@ -90,9 +90,9 @@ def _climb(
     chosen = config
     steps = 0  # none yet
     unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    for n_layer, width, rows in ladder.rungs:
-        model = {"n_layer": n_layer, **_choose_width_and_heads(config.model, width)}
-        train = {"batch_size": math.ceil(rows / unit) * unit}
+    for rung in ladder:
+        model = {"n_layer": rung.n_layer, **_choose_width_and_heads(config.model, rung.width)}
+        train = {"batch_size": math.ceil(rung.batch_size / unit) * unit}
         candidate = fill_open_settings(config, {"model": model, "train": train})
         if steps and candidate == chosen:  # the sizes in which the two rungs differ are stated
             continue
@@ -102,7 +102,7 @@ def _climb(
         possible = _get_stated_steps(config) or max(1, int(seconds / per_step))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
         parts = count_parameters_by_part(candidate.model)
-        enough = ladder.min_tokens_per_weight * (parts["attention"] + parts["mlp"])
+        enough = rung.min_tokens_per_weight * (parts["attention"] + parts["mlp"])
         fits = tokens >= enough and possible * per_step <= seconds
         if fits or not steps:
             chosen = candidate

@@ -17,9 +17,10 @@ from gptmini.console import format_count, format_table
 from gptmini.data.token_file import Corpus
 from gptmini.machine import Compute
 from gptmini.plan import cost
-from gptmini.plan.decide import count_epochs, decide
+from gptmini.plan.decide import decide
 from gptmini.plan.estimates import get_estimates
 from gptmini.plan.memory import Memory, estimate_memory
+from gptmini.plan.recipe import count_epochs
 from gptmini.plan.timing import (
     estimate_evaluation_seconds,
     is_worth_compiling,

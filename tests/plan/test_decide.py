@@ -14,27 +14,39 @@ from gptmini.machine import Compute
 from gptmini.plan import decide as deciding
 from gptmini.plan import minutes
 from gptmini.plan.decide import decide, reuse_choices
+from gptmini.plan.recipe import estimate_overfitting_risk
 from gptmini.plan.timing import CompileTrial, StepTime
 from gptmini.runs.directory import RunDirectory
 from tests.support import tiny
 
 
-def test_dropout_follows_the_epochs_unless_it_is_stated(text_file: Path, tmp_path: Path):
+def test_dropout_follows_the_risk_of_overfitting_unless_it_is_stated(
+    text_file: Path, tmp_path: Path
+):
     def chosen(steps: int, **model: float | None) -> float | None:
         config = tiny(data={"path": str(text_file)}, train={"steps": steps}, model=model)
         return decide(config, None, tmp_path / "cache").config.model.dropout
 
     assert chosen(10) == 0
-    assert chosen(1000) == 0.2
-    assert chosen(1000, dropout=0.05) == 0.05
-    assert chosen(1000, dropout=None) == 0.2
+    assert chosen(1000, d_model=16) == 0  # too small to memorize its text
+    assert chosen(1000, d_model=64) == 0.1
+    assert chosen(1000, d_model=64, dropout=0.05) == 0.05
+    assert chosen(1000, d_model=64, dropout=None) == 0.1
 
 
-def test_rates_and_tying_follow_the_epochs_unless_they_are_stated(text_file: Path, tmp_path: Path):
+def test_the_risk_grows_with_weights_for_a_token_and_the_root_of_epochs():
+    model = validate({"model": {"n_layer": 2, "d_model": 192, "n_head": 3}}, {}).model
+    weights = 2 * (4 + 8) * 192**2  # four square matrices, and two of the MLP
+    assert estimate_overfitting_risk(model, weights, 4.0) == pytest.approx(2.0, rel=0.01)
+    assert estimate_overfitting_risk(model, weights // 3, 9.0) == pytest.approx(9.0, rel=0.01)
+    assert estimate_overfitting_risk(model, weights // 1000, 2.9) == 0
+
+
+def test_rates_and_tying_follow_the_risk_unless_they_are_stated(text_file: Path, tmp_path: Path):
     def chosen(
-        steps: int, optimizer: str = "muon", **model: bool
+        steps: int, optimizer: str = "muon", **model: int
     ) -> tuple[bool, float, float | None, float]:
-        sizes = {"n_layer": 1, "n_head": 2, "d_model": 16, "context_length": 16}
+        sizes = {"n_layer": 1, "n_head": 2, "d_model": 32, "context_length": 16}
         train = {"steps": steps, "batch_size": 4, "optimizer": optimizer, "compile": "off"}
         sections = {"data": {"path": str(text_file)}, "tokenizer": {"kind": "byte"}}
         config = validate(sections | {"model": sizes | model, "train": train}, {})
@@ -42,28 +54,31 @@ def test_rates_and_tying_follow_the_epochs_unless_they_are_stated(text_file: Pat
         train_ = config.train
         return config.model.tie_embeddings, train_.lr, train_.embed_lr, train_.weight_decay
 
-    few = 2 * 2684 // 64  # 2 epochs: of 2,991 tokens 307 are held out
-    assert chosen(few) == (False, 12e-3, 48e-3, 0.1)
-    assert chosen(2 * few) == (True, 2e-3, None, 1.0)
-    assert chosen(few, tie_embeddings=True) == (True, 12e-3, None, 0.1)
-    assert chosen(2 * few, tie_embeddings=False) == (False, 2e-3, None, 1.0)
-    assert chosen(few, optimizer="adamw") == (True, 2e-3, None, 0.3)
+    # Of 2,991 tokens 307 are held out; 12,288 weights in blocks are 4.6 for each of the others.
+    twice = 2 * 2684 // 64
+    assert chosen(twice) == (False, 12e-3, 48e-3, 0.1)
+    assert chosen(2 * twice) == (False, 4e-3, 16e-3, 1.0)
+    assert chosen(2 * twice, d_model=16, n_head=1) == (False, 12e-3, 48e-3, 0.1)
+    assert chosen(7 * twice) == (True, 2e-3, None, 1.0)
+    assert chosen(twice, tie_embeddings=True) == (True, 12e-3, None, 0.1)
+    assert chosen(7 * twice, tie_embeddings=False) == (False, 2e-3, None, 1.0)
+    assert chosen(twice, optimizer="adamw") == (True, 2e-3, None, 0.3)
 
 
 def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkeypatch):
     """250 steps, the default, would read this text 27 times; a minute suffices for 0.7 epochs."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 105)  # 2520 tokens
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    for seconds, dropout in ((10.0, 0.0), (0.2, 0.2)):
+    for seconds, dropout in ((10.0, 0.0), (0.2, 0.1)):
         step_time = StepTime(seconds, 0.0)
         monkeypatch.setattr(minutes, "time_step", lambda *_, step_time=step_time, **__: step_time)
         train = {"minutes": 1.0, "batch_size": 16, "compile": "off"}
         sections = {"data": {"path": str(tmp_path / "text.txt")}, "train": train}
-        sections["model"] = {"n_layer": 1, "n_head": 2, "d_model": 16, "context_length": 16}
+        sections["model"] = {"n_layer": 1, "n_head": 2, "d_model": 64, "context_length": 16}
         sections["tokenizer"] = {"kind": "byte"}
         config = decide(validate(sections, {}), None, tmp_path / "cache").config
         epochs = config.train.steps * 16 * 16 / 2268  # 9 of 10 tokens are to train on
-        assert (epochs > 12) == (dropout == 0.2)
+        assert (epochs > 6) == (dropout == 0.1)
         assert (epochs < 1) == (dropout == 0)
         assert config.model.dropout == dropout
 
@@ -258,7 +273,7 @@ def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatc
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
     config = decide(validate(sections, {}), None, tmp_path / "cache").config
-    assert config.model.d_model == 192  # for 100 seconds; for 600 it would be 256
+    assert config.model.d_model == 128  # for 100 seconds; for 600 it would be 256
 
 
 @pytest.mark.parametrize(

@@ -311,8 +311,7 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     update = trainer.train_step
     evaluation = trainer.evaluate_and_sample
-    ladder = estimates.CPU.few_epochs
-    first_rung = replace(ladder, rungs=ladder.rungs[:1])
+    first_rung = estimates.CPU.few_epochs[:1]
     one_model = replace(estimates.CPU, few_epochs=first_rung, many_epochs=first_rung)
     monkeypatch.setattr(estimates, "CPU", one_model)
 
