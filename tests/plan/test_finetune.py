@@ -272,6 +272,18 @@ def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     assert stated.seq_len == 8
 
 
+def test_embeddings_have_no_rate_of_their_own_if_the_base_gave_them_none(
+    text_file, other_text, tmp_path
+):
+    untied = {"tie_embeddings": False}
+    config = tiny(data={"path": str(text_file)}, model=untied, train={"optimizer": "adamw"})
+    begin_training(config, tmp_path / "untied", tmp_path / "cache")
+    base = RunDirectory(tmp_path / "untied")
+    assert base.load_config().train.embed_lr is None
+    requested = on(base, other_text, train={**STEPS, "optimizer": "muon"})
+    assert decide(requested, None, tmp_path / "cache").config.train.embed_lr is None
+
+
 def test_a_base_that_adamw_trained_is_tuned_with_adamw(base, other_text, text_file, tmp_path):
     adamw = tiny(data={"path": str(text_file)}, train={"optimizer": "adamw"})
     begin_training(adamw, tmp_path / "adamw", tmp_path / "cache")
