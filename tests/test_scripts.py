@@ -142,7 +142,7 @@ def test_bench_minutes_states_what_the_default_configuration_has(monkeypatch):
     stated = set(minutes.list_default_settings(texts["shakespeare-char"]))
     sizes = {"model.n_layer=4", "model.n_head=4", "model.d_model=192", "train.batch_size=16"}
     assert stated == sizes
-    assert "tokenizer.vocab_size=4096" in minutes.list_default_settings(texts["python-docs"])
+    assert "tokenizer.vocab_size=512" in minutes.list_default_settings(texts["python-docs"])
 
 
 def test_bench_generate_times_hugging_face_and_gptmini():

@@ -161,7 +161,7 @@ class TokenizerConfig(Section):
 
     kind: str = "auto"
     """One of byte, char and bpe (learned from the text); or the name of a tiktoken encoding such as
-    gpt2; or a saved tokenizer (.json). auto: bpe, or byte for texts of less than 46 KB."""
+    gpt2; or a saved tokenizer (.json). auto: bpe, or byte for less than 40 KB to train on."""
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = None
     """Number of tokens of a bpe tokenizer; null: as suits the text, the model and given minutes."""
 
@@ -207,7 +207,7 @@ class TrainConfig(Section):
 
     minutes: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Minutes for the whole command: sizes and steps that are not set are chosen to fit them."""
-    steps: Steps = 250
+    steps: Steps = 400
     """Number of optimizer updates."""
     batch_size: Count = 16
     """Rows of seq_len tokens per update."""

@@ -5,6 +5,7 @@ nothing is prepared twice.
 """
 
 import hashlib
+import json
 import math
 import shutil
 import tempfile
@@ -265,8 +266,9 @@ def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> T
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
+    digest = hashlib.sha256("".join(text.digest for text in training).encode()).hexdigest()[:20]
     if kind in ("auto", "bpe") and vocab_size is None:
-        text_bytes = sum(text.bytes for text in training)
+        text_bytes = _measure_training(training, cache / f"{digest}-size.json")
         train = config.train
         training_tokens = None
         if train.minutes is not None and "steps" in train.model_fields_set:
@@ -274,8 +276,7 @@ def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> T
         kind, vocab_size = choose_tokenizer(kind, text_bytes, config.model.d_model, training_tokens)
     if kind not in ("char", "bpe"):
         return create_tokenizer(kind)
-    digest = hashlib.sha256("".join(text.digest for text in training).encode()).hexdigest()
-    path = cache / f"{digest[:20]}-{kind}-{vocab_size}.json"
+    path = cache / f"{digest}-{kind}-{vocab_size}.json"
     try:
         return load_tokenizer(path)
     except DataError:  # not there yet, or damaged
@@ -283,6 +284,15 @@ def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> T
     tokenizer = learn_tokenizer(kind, vocab_size, training)
     files.atomic_write_bytes(path, tokenizer.to_json().encode())
     return tokenizer
+
+
+def _measure_training(training: list[TextSource], path: Path) -> int:
+    """Measure the bytes of the training text; `path` keeps them, so that it is read only once."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+        return int(files.read_json(path)["text_bytes"])
+    text_bytes = sum(text.text_bytes for text in training)
+    files.atomic_write_bytes(path, json.dumps({"text_bytes": text_bytes}).encode())
+    return text_bytes
 
 
 def learn_tokenizer(kind: str, vocab_size: int | None, training: Sequence[TextSource]) -> Tokenizer:

@@ -225,6 +225,17 @@ class SourceSide:
         return self.split.source.bytes
 
     @property
+    def text_bytes(self) -> int:
+        """About the size of this side's text in UTF-8."""
+        split = self.split
+        shares = {
+            "training": 1 - split.validation - split.test,
+            "validation": split.validation,
+            "test": split.test,
+        }
+        return round(shares[self.side] * split.source.text_bytes)
+
+    @property
     def digest(self) -> str:
         """SHA-256 (hex) of everything that determines this side of the text."""
         source = self.split.source

@@ -4,8 +4,10 @@ import math
 
 MIN_BPE_VOCAB_SIZE = 512
 MAX_BPE_VOCAB_SIZE = 32_768
-TEXT_BYTES_PER_VOCAB_ENTRY = 128
-TRAINING_TOKENS_PER_VOCAB_ENTRY = 1000
+MIN_BPE_TEXT_BYTES = 40_000
+VOCAB_ENTRIES_PER_WIDTH = 20
+TEXT_BYTES_PER_VOCAB_ENTRY = 1000
+VOCAB_ENTRIES_PER_ROOT_TOKEN = 1.1
 
 
 def choose_tokenizer(
@@ -13,33 +15,31 @@ def choose_tokenizer(
 ) -> tuple[str, int | None]:
     """Choose kind and vocabulary size for `auto`, or the size for `bpe`.
 
-    The size is the power of two nearest to 20 d_model, so that the output head costs half as much
-    as four layers. A text of less than 128 bytes per entry gets a smaller one, since rare tokens
-    are not learned. Best bits per byte on held-out text within 500 steps of the default model:
+    The size is the power of two nearest to the least of these, but at least 512: 20 d_model, so
+    that the output head costs half as much as four layers; an entry per 1,000 bytes of training
+    text, since rare tokens are not learned; and 1.1 sqrt(training_tokens), if the number that
+    training will read is given. With `auto`, less than 40 KB of text become bytes.
+    Bits per byte of the text's part for testing after --minutes on one core of an AMD EPYC with
+    AVX512-BF16, one run each:
 
-        corpus                    byte  bpe 512   1024   2048   4096   8192
-        Shakespeare,    0.1 MB    2.33     2.21   2.18
-        python-docs,    0.5 MB    1.67     1.69   1.66   1.65   1.60   1.58
-        Shakespeare,    1.1 MB    2.33     2.15   2.10   2.03   1.98   1.97
-        python-code,   10   MB    1.92     1.79   1.76   1.69   1.64   1.58
-        seconds a step            0.13     0.14   0.15   0.16   0.19   0.25
+        text trained on, minutes        tokens read   512   1024   2048   4096
+        Python's manual,     0.4 MB, 2        1.5 M  1.521  1.554  1.584  1.617
+        standard library,    0.8 MB, 1        1.4 M  1.518  1.556  1.664  1.777
+        German manual pages, 0.8 MB, 1        1.4 M  1.951  1.966  1.996  2.008
+        Shakespeare,         0.9 MB, 1        1.3 M  2.049  2.020  1.998  2.033
+        German manual pages, 2.4 MB, 1        2.1 M  1.478  1.422  1.404  1.418
+        Chinese pages,       4.8 MB, 0.5      0.8 M  2.736  2.623  2.539  2.653
+                                     2        3.8 M         2.090  2.038  2.050
+        python-code,         8 MB,   0.5      0.8 M  1.689  1.655  1.705  1.856
+                                     2        3.6 M         1.398  1.388  1.418
 
-    `training_tokens`, the number that training will read, allows one entry per 1,000 of them, but
-    at least 512. Best bits per byte in equal seconds, with models of the size that `--minutes`
-    chooses for them:
-
-        corpus, tokens read              char  bpe 512   1024   2048   4096
-        python-docs,  0.5 M (4 layers)   1.92     1.79
-        python-docs,  0.6 M                      1.694  1.700
-        python-docs,  1.2 M                      1.636  1.637         1.712
-        python-code,  1.1 M                             1.898  1.913
-        python-code,  2.3 M                             1.432  1.428
+    docs/experiments.md has more. The default configuration ends at 1.533 with 512 and at 1.589 with
+    4,096, on the validation part.
     """
-    size = min(20 * d_model, text_bytes // TEXT_BYTES_PER_VOCAB_ENTRY, MAX_BPE_VOCAB_SIZE)
-    if training_tokens is not None:
-        readable = training_tokens // TRAINING_TOKENS_PER_VOCAB_ENTRY
-        size = min(size, max(readable, MIN_BPE_VOCAB_SIZE))
-    vocab_size = 1 << round(math.log2(max(size, 1)))
-    if kind == "auto" and vocab_size < MIN_BPE_VOCAB_SIZE:
+    if kind == "auto" and text_bytes < MIN_BPE_TEXT_BYTES:
         return "byte", None
-    return "bpe", max(vocab_size, MIN_BPE_VOCAB_SIZE)
+    size = min(VOCAB_ENTRIES_PER_WIDTH * d_model, text_bytes / TEXT_BYTES_PER_VOCAB_ENTRY)
+    if training_tokens is not None:
+        size = min(size, VOCAB_ENTRIES_PER_ROOT_TOKEN * math.sqrt(training_tokens))
+    size = min(max(size, MIN_BPE_VOCAB_SIZE), MAX_BPE_VOCAB_SIZE)
+    return "bpe", 1 << round(math.log2(size))

@@ -160,7 +160,7 @@ def list_default_settings(text: BenchText) -> Iterator[str]:
         for key in keys:
             yield f"{section}.{key}={getattr(getattr(config, section), key)}"
     if not any(each.startswith("tokenizer.") for each in text.settings):
-        size = sources.find_source(text.paths, DataConfig(path=text.paths)).bytes
+        size = sources.find_source(text.paths, DataConfig(path=text.paths)).text_bytes
         kind, vocab_size = choose_tokenizer("auto", size, config.model.d_model)
         yield f"tokenizer.kind={kind}"
         if vocab_size is not None:

@@ -1,5 +1,7 @@
+import gzip
 import json
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +65,20 @@ def test_a_vocabulary_is_learned_from_the_training_part_alone(tmp_path: Path, ki
     )
     if kind == "bpe":
         assert {" the", " cat"} <= known
+
+
+def test_a_vocabulary_suits_the_text_and_not_its_file(tmp_path: Path, monkeypatch):
+    letters = random.Random(0)
+    words = " ".join("".join(letters.choices("abcdefgh", k=5)) for _ in range(500))
+    (tmp_path / "a.txt").write_text(60 * words)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(60 * words.encode()))
+    assert (tmp_path / "a.txt.gz").stat().st_size < 40_000
+    for name in ("a.txt", "a.txt.gz"):
+        corpus = prepared(tmp_path / name, tmp_path / "cache", "auto")
+        assert corpus.tokenizer.vocab_size == 512, name
+
+    monkeypatch.setattr(sources.Source, "iter_chunks", lambda _: pytest.fail("was read again"))
+    prepared(tmp_path / "a.txt.gz", tmp_path / "cache", "auto")
 
 
 def test_characters_are_learned_from_all_of_a_large_text(tmp_path: Path, monkeypatch):

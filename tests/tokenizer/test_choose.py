@@ -4,7 +4,8 @@ from gptmini.tokenizer.choose import choose_tokenizer
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocab_size"), [(0, 512), (500_000, 512), (1_200_000, 1024), (10**8, 4096)]
+    ("tokens", "vocab_size"),
+    [(0, 512), (850_000, 1024), (2_000_000, 2048), (5_000_000, 2048), (10**8, 4096)],
 )
 def test_few_tokens_get_a_small_vocabulary(tokens, vocab_size):
     assert choose_tokenizer("auto", 10**7, 192, tokens) == ("bpe", vocab_size)
@@ -15,10 +16,13 @@ def test_few_tokens_get_a_small_vocabulary(tokens, vocab_size):
     ("text_bytes", "d_model", "expected"),
     [
         (0, 192, ("byte", None)),
-        (30_000, 192, ("byte", None)),
-        (100_000, 192, ("bpe", 1024)),
-        (500_000, 192, ("bpe", 4096)),
+        (39_000, 192, ("byte", None)),
+        (41_000, 192, ("bpe", 512)),
+        (500_000, 192, ("bpe", 512)),
+        (1_000_000, 192, ("bpe", 1024)),
+        (2_500_000, 192, ("bpe", 2048)),
         (10**12, 192, ("bpe", 4096)),
+        (10**12, 16, ("bpe", 512)),
         (10**12, 64, ("bpe", 1024)),
         (10**12, 768, ("bpe", 16384)),
         (10**12, 10**6, ("bpe", 32768)),
