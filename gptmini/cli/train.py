@@ -57,7 +57,7 @@ def train(
 ) -> None:
     """Train a model on a text, or resume a run.
 
-    Without CONFIG and --data, train configs/default.yaml: a small model for 250 steps on the
+    Without CONFIG and --data, train configs/default.yaml: a small model for 400 steps on the
     language reference that comes with Python. Running the same command again resumes a stopped
     run; so does gptmini train with the run's directory.
     """
