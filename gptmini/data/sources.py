@@ -146,7 +146,7 @@ class SourceSplit:
         The text is cut between words where that is possible, a conversation before it begins.
         """
         size = self.source.text_bytes
-        located = self._locate_stretches(size)
+        located = self.locate_stretches(size)
         stretches = {side: stretch for side, stretch in located.items() if side in sides}
         last_end = max(end for _, end in stretches.values())
         reach = min(4096, size // 100)  # a short text is not cut far from the requested place
@@ -167,7 +167,7 @@ class SourceSplit:
                     yield side, TextChunk(text[first:last], chunk.starts_document and first == 0)
             at += length
 
-    def _locate_stretches(self, size: int) -> dict[Side, tuple[int, int]]:
+    def locate_stretches(self, size: int) -> dict[Side, tuple[int, int]]:
         """Return where each side begins and ends in a text of `size` bytes, in their order."""
         n_test = max(1, round(size * self.test)) if self.test else 0
         n_validation = max(1, round(size * self.validation)) if self.validation else 0
@@ -227,13 +227,8 @@ class SourceSide:
     @property
     def text_bytes(self) -> int:
         """About the size of this side's text in UTF-8."""
-        split = self.split
-        shares = {
-            "training": 1 - split.validation - split.test,
-            "validation": split.validation,
-            "test": split.test,
-        }
-        return round(shares[self.side] * split.source.text_bytes)
+        begin, end = self.split.locate_stretches(self.split.source.text_bytes)[self.side]
+        return end - begin
 
     @property
     def digest(self) -> str:

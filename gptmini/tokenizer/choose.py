@@ -19,6 +19,7 @@ def choose_tokenizer(
     that the output head costs half as much as four layers; an entry per 1,000 bytes of training
     text, since rare tokens are not learned; and 1.1 sqrt(training_tokens), if the number that
     training will read is given. With `auto`, less than 40 KB of text become bytes.
+
     Bits per byte of the text's part for testing after --minutes on one core of an AMD EPYC with
     AVX512-BF16, one run each:
 
@@ -30,7 +31,7 @@ def choose_tokenizer(
         German manual pages, 2.4 MB, 1        2.1 M  1.478  1.422  1.404  1.418
         Chinese pages,       4.8 MB, 0.5      0.8 M  2.736  2.623  2.539  2.653
                                      2        3.8 M         2.090  2.038  2.050
-        python-code,         8 MB,   0.5      0.8 M  1.689  1.655  1.705  1.856
+        python-code,         10 MB,  0.5      0.8 M  1.689  1.655  1.705  1.856
                                      2        3.6 M         1.398  1.388  1.418
 
     docs/experiments.md has more. The default configuration ends at 1.533 with 512 and at 1.589 with
