@@ -104,8 +104,8 @@ class ModelConfig(Section):
     """Share one matrix between the token embedding and the output head; default with Muon: where
     the risk of overfitting is high."""
     dropout: Fraction | None = None
-    """Dropout of embeddings and residual branches, rounded to n/256 (0.1 is 26/256); null: 0.1
-    from 6 epochs on where the risk of overfitting is high, else 0."""
+    """Dropout of embeddings and residual branches, rounded to n/256 (0.1 is 26/256); null: from
+    6 epochs on 0.1 where the risk of overfitting is high, 0.2 where it is very high; else 0."""
 
     @property
     def n_kv_head(self) -> int:

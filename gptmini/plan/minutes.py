@@ -99,17 +99,25 @@ def _climb(
         if steps and _is_too_large(candidate, compute, world_size):
             break
         per_step = _measure_seconds_per_step(candidate, seconds, compute, world_size)
-        possible = _get_stated_steps(config) or max(1, int(seconds / per_step))
+        updating = _estimate_updating_seconds(candidate, seconds)
+        possible = _get_stated_steps(config) or max(1, int(updating / per_step))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
         parts = count_parameters_by_part(candidate.model)
         enough = rung.min_tokens_per_weight * (parts["attention"] + parts["mlp"])
-        fits = tokens >= enough and possible * per_step <= seconds
+        fits = tokens >= enough and possible * per_step <= updating
         if fits or not steps:
             chosen = candidate
             steps = possible
         if not fits:
             break
     return chosen, steps
+
+
+def _estimate_updating_seconds(config: Config, seconds: float) -> float:
+    """Estimate how many of the seconds left are for updates, before the held-out text is known."""
+    sized = _assume_vocabulary(config)
+    end = _estimate_saving_seconds(sized) + _estimate_final_sample_seconds(sized)
+    return (1 - MAX_EVALUATION_SHARE) * seconds - end
 
 
 def choose_batch(

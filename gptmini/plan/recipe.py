@@ -36,7 +36,19 @@ Settings = dict[str, dict[str, Any]]
 #     4 x 192, Shakespeare                6.9   16.4  2.109  2.004   1.946
 #     2 x 192, Python's manual           11.5   29.3  1.771* 1.616*  1.595*
 #
-# The two runs at 16 were planned for 16.5 and 15. Differences below 0.02 mean little.
+# The two runs at 16 were planned for 16.5 and 15. Differences below 0.02 mean little. In all of
+# these, tied models were without an induction head. With it, on one core of an AMD EPYC with
+# AVX512-BF16:
+#
+#     2 x 192, Shakespeare                4.0    5.2         2.020   2.006
+#     2 x 192, German pages, 1 MB         4.2    5.5         1.966   2.011
+#     2 x 192, standard library, 1 MB     4.5    6.0         1.556   1.532
+#     4 x 192, Shakespeare and manual     6.4    8.9         1.902   1.900
+#     4 x 192, Shakespeare                5.7   12.4         1.979   1.952
+#     4 x 192, German pages, 1 MB         5.6   12.8         1.922   1.929
+#     4 x 192, standard library, 1 MB     5.5   13.5         1.549   1.490
+#     4 x 192, standard library, 0.3 MB  15.0   59.4         2.344*  2.332*
+#
 # docs/experiments.md has more, and each part by itself.
 LOW_RISK: Settings = {
     "model": {"tie_embeddings": False},
@@ -48,7 +60,7 @@ MEDIUM_RISK: Settings = {
 }
 HIGH_RISK: Settings = {"train": {"weight_decay": 1.0}}  # the head is tied, lr 2e-3
 MIN_MEDIUM_RISK = 4.5
-MIN_HIGH_RISK = 13.0
+MIN_HIGH_RISK = 10.0
 # Below these, the settings for a low risk were never clearly behind, at any size.
 MIN_EPOCHS_TO_OVERFIT = 3.0
 # How much faster embeddings learn that the head does not share.
@@ -63,10 +75,24 @@ EMBED_LR_SCALE = 4.0
 #      10   3 x 128, Python's manual, 4.9       1.700  1.755
 #      14   3 x 128, Python's manual, 9.3       1.694  1.637
 #
-# 0.2 brings no more than 0.1: 4 x 192 on Python's manual 1.592 and 1.589 (risk 51),
-# 2 x 192 1.595 and 1.592 (risk 30).
+# With 0.1 and 0.2, mostly after 5 minutes, tied and without an induction head:
+#
+#     risk                                         0.1    0.2
+#     13   4 x 192, Shakespeare and manual, 14   1.887  1.930
+#     18   4 x 192, Shakespeare, 12              1.958  2.001
+#     25   4 x 256, Shakespeare, 7.5             1.954  1.997
+#     29   4 x 256, standard library, 1 MB, 8    1.493  1.578
+#     46   4 x 192, German pages, 0.3 MB, 11     1.871  1.873
+#     50   4 x 192, Python's manual, 24          1.610  1.561, 1.544 (another seed)
+#     56   4 x 192, Shakespeare, 0.3 MB, 14      2.131  2.121
+#     56   4 x 192, standard library, 0.3 MB, 13 2.697  2.737
+#     70   4 x 256, Python's manual, 15          1.606  1.555
+#
+# 0.3 has 1.565 and 1.573 on the manual.
 DROPOUT = 0.1
 MIN_EPOCHS_TO_DROP = 6.0
+STRONG_DROPOUT = 0.2
+MIN_RISK_TO_DROP_MORE = 40.0
 
 
 def choose_recipe(config: Config, corpus: Corpus) -> Config:
@@ -90,9 +116,10 @@ def choose_dropout(config: Config, corpus: Corpus) -> Config:
     """Choose dropout by the risk of overfitting, and by how often training reads the text."""
     if config.model.dropout is not None:
         return config
-    is_risky = compute_overfitting_risk(config, corpus) >= MIN_HIGH_RISK
-    is_needed = is_risky and count_epochs(config, corpus) >= MIN_EPOCHS_TO_DROP
-    dropout = DROPOUT if is_needed else 0.0
+    risk = compute_overfitting_risk(config, corpus)
+    dropout = 0.0
+    if risk >= MIN_HIGH_RISK and count_epochs(config, corpus) >= MIN_EPOCHS_TO_DROP:
+        dropout = STRONG_DROPOUT if risk >= MIN_RISK_TO_DROP_MORE else DROPOUT
     return fill_open_settings(config, {"model": {"dropout": dropout}})
 
 

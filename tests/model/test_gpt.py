@@ -471,7 +471,8 @@ def test_weights_are_drawn_by_role():
     stds[0.02].append(model.positions.weight.std().item())
     stds[0.3] = [model.embed.weight.std().item()]
     stds[0.001] = [model.head.weight.std().item()]
-    stds[0.02].append(make(vocab_size=500, d_model=128).embed.weight.std().item())  # tied
+    tied = make(vocab_size=500, d_model=128, position="learned")
+    stds[0.02].append(tied.embed.weight.std().item())
     for expected, found in stds.items():
         assert found == pytest.approx([expected] * len(found), rel=0.05)
 

@@ -20,6 +20,7 @@ SHAPES = {
     "one head": {"n_head": 1, "d_model": 64},
     "without QK-norm": {"attention": {"qk_norm": False}},
     "of two layers": {"n_layer": 2},
+    "tied": {"tie_embeddings": True},
 }
 
 
@@ -66,7 +67,7 @@ def test_a_new_model_attends_to_what_followed_a_token_before(shape: str):
     assert followed > 1.8 * others
 
 
-@pytest.mark.parametrize("shape", ["as it is by default", "gqa"])
+@pytest.mark.parametrize("shape", ["as it is by default", "gqa", "tied"])
 def test_wiring_leaves_all_other_weights_as_they_were_drawn(
     monkeypatch: pytest.MonkeyPatch, shape: str
 ):
@@ -87,11 +88,8 @@ def test_wiring_leaves_all_other_weights_as_they_were_drawn(
         assert not of_other_heads.any()
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"position": "learned"}, {"position": "alibi"}, {"n_layer": 1}, {"tie_embeddings": True}],
-)
-def test_without_rope_a_head_of_its_own_or_a_second_layer_nothing_is_wired(
+@pytest.mark.parametrize("given", [{"position": "learned"}, {"position": "alibi"}, {"n_layer": 1}])
+def test_without_rope_or_a_second_layer_nothing_is_wired(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, object]
 ):
     weights = make(**given).state_dict()

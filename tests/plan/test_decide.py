@@ -27,11 +27,15 @@ def test_dropout_follows_the_risk_of_overfitting_unless_it_is_stated(
         config = tiny(data={"path": str(text_file)}, train={"steps": steps}, model=model)
         return decide(config, None, tmp_path / "cache").config.model.dropout
 
+    epoch = 2684 // 64  # in steps: of 2,991 tokens 307 are held out
     assert chosen(10) == 0
-    assert chosen(1000, d_model=16) == 0  # too small to memorize its text
-    assert chosen(1000, d_model=64) == 0.1
+    assert chosen(15 * epoch, d_model=16) == 0  # too small to memorize its text
+    assert chosen(5 * epoch, d_model=64) == 0
+    assert chosen(7 * epoch, d_model=32) == 0.1
+    assert chosen(15 * epoch, d_model=32) == 0.1  # a risk of 36
+    assert chosen(20 * epoch, d_model=32) == 0.2  # a risk of 41
     assert chosen(1000, d_model=64, dropout=0.05) == 0.05
-    assert chosen(1000, d_model=64, dropout=None) == 0.1
+    assert chosen(1000, d_model=64, dropout=None) == 0.2
 
 
 def test_the_risk_grows_with_weights_for_a_token_and_the_root_of_epochs():
@@ -69,7 +73,7 @@ def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkey
     """400 steps, the default, would read this text 45 times; a minute suffices for 0.7 epochs."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 105)  # 2520 tokens
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    for seconds, dropout in ((10.0, 0.0), (0.2, 0.1)):
+    for seconds, dropout in ((10.0, 0.0), (0.2, 0.2)):
         step_time = StepTime(seconds, 0.0)
         monkeypatch.setattr(minutes, "time_step", lambda *_, step_time=step_time, **__: step_time)
         train = {"minutes": 1.0, "batch_size": 16, "compile": "off"}
@@ -78,7 +82,7 @@ def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkey
         sections["tokenizer"] = {"kind": "byte"}
         config = decide(validate(sections, {}), None, tmp_path / "cache").config
         epochs = config.train.steps * 16 * 16 / 2268  # 9 of 10 tokens are to train on
-        assert (epochs > 6) == (dropout == 0.1)
+        assert (epochs > 6) == (dropout == 0.2)
         assert (epochs < 1) == (dropout == 0)
         assert config.model.dropout == dropout
 

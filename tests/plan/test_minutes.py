@@ -58,11 +58,11 @@ def test_a_text_that_is_read_often_gets_a_deeper_model(monkeypatch):
         def reads_often(sized: Config) -> bool:
             return sized.train.steps * sized.train.batch_size >= often
 
-        model = minutes.choose_sizes(config, 10, CPU, 1, reads_often)[0].model
+        model = minutes.choose_sizes(config, 14, CPU, 1, reads_often)[0].model
         return model.n_layer, model.d_model
 
-    assert choose(10_001) == (2, 192)  # reads 10,000 rows
-    assert choose(10_000) == (4, 192)
+    assert choose(12_000) == (2, 192)  # reads about 11,200 rows
+    assert choose(11_000) == (4, 192)
 
 
 def test_a_fast_machine_gets_models_that_a_cpu_never_trains(monkeypatch):
@@ -226,7 +226,21 @@ def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
     stated = {"model": {"n_layer": 4, "d_model": 256}, "train": {"batch_size": 16}}
     config = validate(stated, {}).with_tokenizer("byte", 257)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
-    assert minutes.choose_sizes(config, 30, CPU, 1, lambda _: False)[1] == 60
+    # 1.5 s are for evaluations, and 2.3 for the last checkpoint and the sample.
+    assert minutes.choose_sizes(config, 30, CPU, 1, lambda _: False)[1] == 52
+
+
+def test_sizes_leave_time_to_evaluate_and_to_end(monkeypatch):
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.04, 0.01))
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    config = Config().with_tokenizer("byte", 257)
+
+    def choose(seconds: float) -> int:
+        return minutes.choose_sizes(config, seconds, CPU, 1, lambda _: False)[0].model.d_model
+
+    # 2 layers of width 192 should see 2 tokens for each of 884,992 weights: 433 steps, 21.7 s.
+    assert choose(22) == 128
+    assert choose(26) == 192
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 192, 256, 320, 768])

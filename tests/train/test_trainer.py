@@ -283,7 +283,7 @@ def test_another_micro_batch_is_said_to_change_the_bits(train, config, capsys):
 
 
 def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
-    """With bias, bans and stop texts; after a few updates, so that not all are alike."""
+    """With bias, bans and stop texts; after some updates, so that not all are alike."""
     settings = {"temperature": 0, "max_new_tokens": 20, "start": "the "}
     cases = [{}, {"bias": {"q": 50.0}}, {"ban": [" ", "o"]}, {"stop": ["o", "ck"]}]
     cases.append({"bias": {"a": 50.0, "b": 50.0}, "ban": ["a"], "stop": ["bbbb"]})
@@ -295,7 +295,8 @@ def test_samples_are_drawn_as_generate_draws_them(text_file, tmp_path):
             sample=settings | case,
         )
         training = prepared(config, tmp_path / f"run-{number}", tmp_path / "cache")
-        trainer.train_step(training)
+        for _ in range(30):
+            trainer.train_step(training)
         samples.append(trainer.generate_sample(training))
         tokenizer = training.corpus.tokenizer
         model = training.model
