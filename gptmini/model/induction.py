@@ -42,9 +42,9 @@ def wire_induction_head(
     """
     K = config.head_dim
     D = config.d_model
-    with torch.device("cpu"):  # wherever the weights are, and where they have no memory yet
+    with torch.device("cpu"):  # wherever the weights are, so that all draw the same
         common = draw_directions(1, D)  # (1, D)
-        embed.weight.add_((embedding_std * D**0.5 * common).to(embed.weight.device))
+        add_to(embed.weight, embedding_std * D**0.5 * common)
 
         query, key = make_query_and_key_of_token_before(config)  # (K,) each
         # The first updates would undo small weights. Without QK-norm, though, the scores grow with
@@ -98,5 +98,10 @@ def add_to_head(projection: nn.Linear, change: Tensor) -> None:
     """Add to the first rows and columns of a projection's weight, which belong to head 0."""
     weight = projection.weight
     rows, columns = change.shape
-    padded = F.pad(change, (0, weight.shape[1] - columns, 0, weight.shape[0] - rows))
-    weight.add_(padded.to(weight.device))
+    add_to(weight, F.pad(change, (0, weight.shape[1] - columns, 0, weight.shape[0] - rows)))
+
+
+def add_to(weight: Tensor, change: Tensor) -> None:
+    """Add on the weight's device; a weight without memory yet is filled on the CPU later."""
+    has_memory = weight.device.type != "meta"
+    weight.add_(change.to(weight.device) if has_memory else change)
