@@ -19,8 +19,8 @@ from gptmini.model.induction import wire_induction_head
 from gptmini.model.kernels import cross_entropy_, linear_cross_entropy, overwrite_by_softmax_
 from gptmini.model.layers import MLP, Dropout, Rotary, create_norm
 
+WEIGHT_STD = 0.02
 EMBEDDING_STD = 0.3  # beside a head of its own
-TIED_EMBEDDING_STD = 0.02
 
 
 class Block(nn.Module):
@@ -190,15 +190,15 @@ def init_weights(model: GPT) -> None:
     config = model.config
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=WEIGHT_STD)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    embedding_std = TIED_EMBEDDING_STD
+    embedding_std = WEIGHT_STD
     if model.head is not None:
         embedding_std = EMBEDDING_STD
         nn.init.normal_(model.embed.weight, std=embedding_std)
         nn.init.normal_(model.head.weight, std=0.001)
-    residual_std = 0.02 / (2 * config.n_layer) ** 0.5
+    residual_std = WEIGHT_STD / (2 * config.n_layer) ** 0.5
     for block in model.blocks:
         assert isinstance(block, Block)
         nn.init.normal_(block.attn.o_proj.weight, std=residual_std)

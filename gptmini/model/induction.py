@@ -102,6 +102,6 @@ def add_to_head(projection: nn.Linear, change: Tensor) -> None:
 
 
 def add_to(weight: Tensor, change: Tensor) -> None:
-    """Add on the weight's device; a weight without memory yet is filled on the CPU later."""
+    """Add on the weight's device; what a weight without memory gets stays on the CPU (sharding)."""
     has_memory = weight.device.type != "meta"
     weight.add_(change.to(weight.device) if has_memory else change)
