@@ -54,8 +54,8 @@ _SET_HELP = (
 )
 _ATTENTION_HELP = "mha, mqa, gqa:N with N KV heads, or window:N with a window of N positions."
 _MINUTES_HELP = (
-    "Minutes that training may take, in place of the steps of CONFIG; sizes that are not set are "
-    "chosen to fit."
+    "Minutes that the whole command may take, in place of the steps of CONFIG; sizes that are not "
+    "set are chosen to fit."
 )
 _THREADS_HELP = "CPU threads to use. Beside other busy programs, fewer are often faster."
 _BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."

@@ -25,7 +25,7 @@ from gptmini.model.layers import compute_frequencies
 PAIR_SHARE = 3 / 8  # of the pairs that RoPE turns: the fastest find a distance, the slowest a token
 LOOK_SCALE = 0.16  # size of the weights by which the first head looks at the token before
 MATCH_SCALE = 1.0  # size of the weights by which the second head compares
-PASSED_ON = 4.0  # length of what each head passes on, in embeddings
+PASSED_ON = 4.0  # length of what each head passes on, in lengths of an embedding
 
 
 def wire_induction_head(
@@ -37,8 +37,8 @@ def wire_induction_head(
 ) -> None:
     """Add what makes an induction head to the embeddings and to head 0 of two layers.
 
-    All embeddings get a vector in common, as long as they are. It is what the queries and keys of
-    the first head read, as the token before stands one position earlier whatever it is.
+    The same vector, about as long as an embedding, is added to each of them. It is what the queries
+    and keys of the first head read, as the token before stands one position earlier whatever it is.
     """
     K = config.head_dim
     D = config.d_model

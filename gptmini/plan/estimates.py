@@ -1,6 +1,6 @@
 """Figures by which a run is planned, for each kind of device.
 
-Those of a CPU were measured on two cores; those of an accelerator are estimates, not measured.
+Those of a CPU were measured on one or two cores; those of an accelerator are estimates.
 """
 
 from dataclasses import dataclass

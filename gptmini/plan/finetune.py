@@ -23,7 +23,7 @@ from gptmini.runs.directory import RunDirectory
 # Text that is far from the base's gains most from all of the rate. On text that the base had read
 # (builtin:python-docs, 1.635 before) all of it does harm: 1.653, where 0.3 and 0.1 reach 1.515.
 #
-# A base with a head of its own, trained at 12e-3 on 0.2 epochs of the same sources (0.7 M weights,
+# A base with an untied head, trained at 12e-3 on 0.2 epochs of the same sources (0.7 M weights,
 # 60 steps of 8 x 128 tokens of Shakespeare, Muon at half): 2.700, 2.737, 2.797 and 2.877 with a
 # share of 1, 0.5, 0.25 and 0.1 for AdamW.
 #
