@@ -73,6 +73,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "finetune",
         "recipe",
         "minutes",
+        "overfitting",
         "timing",
         "estimates",
         "cost",

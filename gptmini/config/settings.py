@@ -102,10 +102,10 @@ class ModelConfig(Section):
     """Biases in linear layers and layer norms (GPT-2)."""
     tie_embeddings: bool = True
     """Share one matrix between the token embedding and the output head; default with Muon: where
-    the risk of overfitting is high."""
+    the risk of overfitting (docs/training.md) is high."""
     dropout: Fraction | None = None
     """Dropout of embeddings and residual branches, rounded to n/256 (0.1 is 26/256); null: from
-    6 epochs on 0.1 where the risk of overfitting is high, 0.2 where it is very high; else 0."""
+    6 epochs on 0.1 where the risk of overfitting is 10 or more, 0.2 from 40 on; else 0."""
 
     @property
     def n_kv_head(self) -> int:
@@ -220,11 +220,11 @@ class TrainConfig(Section):
     muon_lr: Rate = 0.02
     """Peak learning rate of Muon; follows the same schedule as lr."""
     lr: Rate = 2e-3
-    """Peak learning rate of AdamW; default with Muon: by the risk of overfitting, 12e-3 where it is
-    low, 4e-3, or 2e-3 where it is high."""
+    """Peak learning rate of AdamW; default with Muon: 12e-3 where the risk of overfitting is low,
+    else 2e-3."""
     embed_lr: Rate | None = None
-    """Peak learning rate of the token embeddings, by AdamW; null: lr, with Muon and a head of their
-    own 4 lr unless the risk of overfitting is high."""
+    """Peak learning rate of the token embeddings, by AdamW; null: lr; with Muon and an untied head
+    4 lr where the risk of overfitting is low."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the cool-down."""
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
@@ -236,8 +236,8 @@ class TrainConfig(Section):
     cooldown: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Fraction of the steps, at the end, over which the rate falls to min_lr."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.3
-    """Weight decay of matrices in linear layers; nothing else decays. Default with Muon:
-    1.0, where the risk of overfitting is low 0.1."""
+    """Weight decay of matrices in linear layers; nothing else decays. Default with Muon: 0.1
+    where the risk of overfitting is low, else 1.0."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.8, 0.95]
     """AdamW's decay rates of the two running averages."""
     grad_clip: Positive = 1.0

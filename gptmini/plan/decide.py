@@ -30,7 +30,14 @@ from gptmini.plan.finetune import (
     say_base,
     start_from_base,
 )
-from gptmini.plan.recipe import MIN_EPOCHS_TO_OVERFIT, choose_dropout, choose_recipe, count_epochs
+from gptmini.plan.overfitting import (
+    TextSize,
+    compute_useful_steps,
+    count_epochs,
+    measure_corpus,
+    reads_often,
+)
+from gptmini.plan.recipe import choose_dropout, choose_recipe
 from gptmini.plan.timing import CompileTrial, StepTime, choose_micro_batch_size, try_compile
 from gptmini.runs.directory import RunDirectory
 
@@ -41,9 +48,11 @@ from gptmini.runs.directory import RunDirectory
 # after a newline   25.4  26.0  25.3  25.0  25.1  25.7  24.9
 MIN_DOCUMENT_TOKENS_READ = 100
 
-# Of text in a vocabulary of 512 to 2,048 that was learned from it: 2.2 to 3 in English, German and
+# Of text in a vocabulary of 512 to 2,048 that was learned from it: 2.1 to 3 in English, German and
 # Python.
 BYTES_PER_TOKEN = 2.7
+# How far off the guess may be, as a factor: a compressed text is much longer than its file.
+MAX_GUESS_ERROR = 1.3
 
 # Sizes that were chosen before the text was prepared are chosen again if less of the time is left.
 MIN_TIME_SHARE_LEFT = 0.8
@@ -71,7 +80,7 @@ def decide(
     dry_run: bool = False,
     world_size: int = 1,
 ) -> Decision:
-    """Complete a configuration: tokenizer, sizes, steps, dropout, micro-batch, compilation.
+    """Complete a configuration: tokenizer, sizes, steps, recipe, micro-batch, compilation.
 
     `run` is where it is to be trained; a run that exists keeps what it chose. `dry_run`: plan only;
     skip checks and timings that need this machine, and leave the base's weights unread. Each of
@@ -100,11 +109,14 @@ def decide(
     if budget is not None:
         config, step_time = choose_sizes(config, requested, corpus, budget)
         config = choose_steps(config, corpus, budget, step_time)
+    elif existing is not None and _is_paced(requested):
+        config = limit_added_steps(config, existing, corpus)
 
     config = split_batch(config, world_size, requested.train.micro_batch_size is not None)
+    text = measure_corpus(config, corpus)
     if existing is None:
-        config = choose_recipe(config, corpus)
-    config = choose_dropout(config, corpus)
+        config = choose_recipe(config, text)
+    config = choose_dropout(config, text)
     config = choose_sample_start(config, corpus)
     if not dry_run:
         config = shard_if_needed(config, compute, world_size)
@@ -285,18 +297,16 @@ def _choose_sizes_and_prepare(
     long that the time left may not suffice for them, or if the guess was wrong.
     """
     before = budget.get_seconds_left()
-    often = MIN_EPOCHS_TO_OVERFIT * measure_text(config.data) / BYTES_PER_TOKEN
-
-    def guess_reads_often(sized: Config) -> bool:
-        return sized.train.steps * sized.train.batch_size * sized.seq_len >= often
-
-    sized, steps = minutes.choose_sizes(
-        config, before, budget.compute, budget.world_size, guess_reads_often
-    )
+    tokens = max(1.0, measure_text(config.data) / BYTES_PER_TOKEN)
+    guess = TextSize(total=tokens, per_epoch=tokens)
+    sized, steps = minutes.choose_sizes(config, before, budget.compute, budget.world_size, guess)
     with_steps = sized.with_train(steps=steps)
     corpus = prepare_corpus(with_steps, cache)
     took_long = budget.get_seconds_left() < MIN_TIME_SHARE_LEFT * before
-    was_wrong = reads_often(with_steps, corpus) != guess_reads_often(with_steps)
+    text = measure_corpus(with_steps, corpus)
+    is_off = not 1 / MAX_GUESS_ERROR < guess.total / text.total < MAX_GUESS_ERROR
+    read_often = reads_often(with_steps, text)
+    was_wrong = read_often != reads_often(with_steps, guess) or (read_often and is_off)
     return config if took_long or was_wrong else sized, corpus
 
 
@@ -318,13 +328,8 @@ def choose_sizes(
             config, requested, seconds, budget.compute, budget.world_size, longest_row
         )
     if not minutes.states_all_sizes(config):
-        config, _ = minutes.choose_sizes(
-            config,
-            seconds,
-            budget.compute,
-            budget.world_size,
-            lambda sized: reads_often(sized, corpus),
-        )
+        text = measure_corpus(config, corpus)
+        config, _ = minutes.choose_sizes(config, seconds, budget.compute, budget.world_size, text)
     return config, None
 
 
@@ -339,7 +344,15 @@ def choose_steps(
         budget.world_size,
         corpus.held_out,
         step_time,
+        compute_useful_steps(config, measure_corpus(config, corpus)),
     )
+
+
+def limit_added_steps(config: Config, existing: Config, corpus: Corpus) -> Config:
+    """Let a run that is resumed with more minutes go on, but not until its model gets worse."""
+    useful = compute_useful_steps(config, measure_corpus(config, corpus))
+    most = max(existing.train.steps, useful)
+    return config.with_train(steps=int(min(config.train.steps, most)))
 
 
 # -- settings that follow from the text and the steps ----------------------------------------------
@@ -377,11 +390,6 @@ def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) ->
     return config
 
 
-def reads_often(config: Config, corpus: Corpus) -> bool:
-    """Return whether training reads its text so often that a model may memorize it."""
-    return count_epochs(config, corpus) >= MIN_EPOCHS_TO_OVERFIT
-
-
 def choose_sample_start(config: Config, corpus: Corpus) -> Config:
     """Choose what stands before a text without a prompt: the end-of-text token, if it was learned.
 
@@ -391,7 +399,8 @@ def choose_sample_start(config: Config, corpus: Corpus) -> Config:
     if "start" in config.sample.model_fields_set:
         return config
     start = None  # the end-of-text token
-    document_tokens_read = count_epochs(config, corpus) * corpus.inner_document_count
+    epochs = count_epochs(config, measure_corpus(config, corpus))
+    document_tokens_read = epochs * corpus.inner_document_count
     if document_tokens_read < MIN_DOCUMENT_TOKENS_READ:
         text = corpus.read_excerpt()
         start = "\n" if "\n" in text else Counter(text).most_common(1)[0][0]

@@ -1,7 +1,6 @@
 """Choose sizes and steps for a given number of minutes, and pace a run to keep to them."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from gptmini import machine
@@ -11,7 +10,8 @@ from gptmini.console import format_count, format_duration, say, say_header, warn
 from gptmini.machine import Compute
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
-from gptmini.plan.estimates import Ladder, get_estimates
+from gptmini.plan.estimates import Ladder, Rung, get_estimates
+from gptmini.plan.overfitting import TextSize, compute_useful_steps, reads_often
 from gptmini.plan.timing import (
     SECONDS_AFTER_EVALUATION,
     StepTime,
@@ -59,34 +59,37 @@ def states_all_sizes(config: Config) -> bool:
 
 
 def choose_sizes(
-    config: Config,
-    seconds: float,
-    compute: Compute,
-    world_size: int,
-    reads_often: Callable[[Config], bool],
+    config: Config, seconds: float, compute: Compute, world_size: int, text: TextSize
 ) -> tuple[Config, int]:
     """Choose the sizes of the best model for the seconds left on `world_size` processes.
 
-    Whatever the configuration states is kept. `reads_often` tells of a configuration with steps
-    whether it reads its text often. Also returns about how many steps the seconds allow.
+    Whatever the configuration states is kept. Also returns about how many steps it makes.
     """
     stated_time = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing models for the {stated_time} given ...")
     estimates = get_estimates(compute.device)
-    chosen, steps = _climb(estimates.few_epochs, config, seconds, compute, world_size)
+    chosen, steps = _climb(estimates.few_epochs, config, seconds, compute, world_size, text)
     has_others = estimates.many_epochs != estimates.few_epochs
-    if has_others and reads_often(chosen.with_train(steps=steps)):
-        return _climb(estimates.many_epochs, config, seconds, compute, world_size)
+    if has_others and reads_often(chosen.with_train(steps=steps), text):
+        return _climb(estimates.many_epochs, config, seconds, compute, world_size, text)
     return chosen, steps
 
 
 def _climb(
-    ladder: Ladder, config: Config, seconds: float, compute: Compute, world_size: int
+    ladder: Ladder,
+    config: Config,
+    seconds: float,
+    compute: Compute,
+    world_size: int,
+    text: TextSize,
 ) -> tuple[Config, int]:
     """Time models from small to large, up to the first that would see too few tokens.
 
-    Returns the one before, and its steps.
+    Returns the one before, and its steps. A model whose layers and width are stated takes the batch
+    of the nearest rung.
     """
+    if {"n_layer", "d_model"} <= config.model.model_fields_set:
+        ladder = (_find_nearest_rung(ladder, config.model),)
     chosen = config
     steps = 0  # none yet
     unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
@@ -100,7 +103,8 @@ def _climb(
             break
         per_step = _measure_seconds_per_step(candidate, seconds, compute, world_size)
         updating = _estimate_updating_seconds(candidate, seconds)
-        possible = _get_stated_steps(config) or max(1, int(updating / per_step))
+        useful = compute_useful_steps(candidate, text)
+        possible = _get_stated_steps(config) or max(1, int(min(updating / per_step, useful)))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
         parts = count_parameters_by_part(candidate.model)
         enough = rung.min_tokens_per_weight * (parts["attention"] + parts["mlp"])
@@ -111,6 +115,16 @@ def _climb(
         if not fits:
             break
     return chosen, steps
+
+
+def _find_nearest_rung(ladder: Ladder, model: ModelConfig) -> Rung:
+    """Find the rung whose model is nearest in size to one that is stated, for its batch."""
+
+    def compute_distance(rung: Rung) -> float:
+        stated = model.n_layer * model.d_model**2
+        return abs(math.log(rung.n_layer * rung.width**2 / stated))
+
+    return min(ladder, key=compute_distance)
 
 
 def _estimate_updating_seconds(config: Config, seconds: float) -> float:
@@ -172,11 +186,13 @@ def choose_steps(
     world_size: int,
     held_out: int,
     step_time: StepTime | None = None,
+    useful_steps: float = math.inf,
 ) -> Config:
     """Choose the steps that the seconds left allow, and how often to evaluate, save and log.
 
-    An evaluation reads the `held_out` tokens, or a part of them if all take too long. A step is
-    timed unless its time is known.
+    There are no more than `useful_steps`, unless they are stated. An evaluation reads the
+    `held_out` tokens, or a part of them if all take too long. A step is timed unless its time is
+    known.
     """
     if step_time is None:
         per_step = _measure_seconds_per_step(config, seconds, compute, world_size)
@@ -195,8 +211,17 @@ def choose_steps(
     left = seconds - between_steps - after_last_step
     stated_steps = _get_stated_steps(config)
     if left < per_step and not stated_steps:
-        warn("train.minutes: too short for this machine; making a single step")
-    steps = stated_steps or max(1, int(left / per_step))
+        warn(
+            "train.minutes: too short for this machine, so training makes a single step; "
+            "use more minutes or a smaller model"
+        )
+    steps = stated_steps or max(1, int(min(left / per_step, useful_steps)))
+    if steps < int(left / per_step) and not stated_steps:
+        takes = format_duration(steps * per_step + between_steps + after_last_step)
+        say_header(
+            f"  time      training takes about {takes} of it: reading so short a text more often "
+            "would make the model worse"
+        )
     eval_every = math.ceil(EVALUATION_INTERVAL_MARGIN * steps / evaluations)
     # The best evaluation is saved. So that nothing is saved twice, a save is due there anyway.
     saves_per_evaluation = 1 if saves == 1 else math.ceil(saves * eval_every / steps)

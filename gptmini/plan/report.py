@@ -20,7 +20,7 @@ from gptmini.plan import cost
 from gptmini.plan.decide import decide
 from gptmini.plan.estimates import get_estimates
 from gptmini.plan.memory import Memory, estimate_memory
-from gptmini.plan.recipe import count_epochs
+from gptmini.plan.overfitting import count_epochs, measure_corpus
 from gptmini.plan.timing import (
     estimate_evaluation_seconds,
     is_worth_compiling,
@@ -107,7 +107,7 @@ def _describe_text(config: Config, corpus: Corpus) -> dict[str, Any]:
     return {
         "an_epoch": sum(map(len, corpus.training)),
         "held_out": corpus.held_out,
-        "epochs": count_epochs(config, corpus),
+        "epochs": count_epochs(config, measure_corpus(config, corpus)),
     }
 
 

@@ -9,6 +9,14 @@ from gptmini.model.optim import get_cooldown_steps, get_learning_rate
 from gptmini.plan import cost
 from gptmini.plan.decision import Decision
 from gptmini.plan.memory import Memory, approximate_memory
+from gptmini.plan.overfitting import (
+    TextSize,
+    compute_overfitting_risk,
+    compute_useful_steps,
+    count_epochs,
+    measure_corpus,
+)
+from gptmini.plan.recipe import get_risk_level
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import Training
 
@@ -23,11 +31,11 @@ MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 def say_header_lines(training: Training, decision: Decision) -> None:
     """Show the model, the machine and the length of the run."""
     say_header(_describe_model(training))
+    say_header(_describe_recipe(training))
     say_header(_describe_machine(training, decision))
     train = training.config.train
-    epochs = training.corpus.count_epochs(
-        training.config.seq_len, train.batch_size, train.steps, training.config.data.weights
-    )
+    text = measure_corpus(training.config, training.corpus)
+    epochs = count_epochs(training.config, text)
     say_header(_describe_length(training, decision, epochs))
     memory = approximate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
@@ -39,11 +47,20 @@ def say_header_lines(training: Training, decision: Decision) -> None:
             f"  evaluates on {train.eval_tokens:,} of the {held_out:,} tokens held out, always "
             f"the same"
         )
-    if epochs > MAX_USEFUL_EPOCHS:
-        warn(
-            f"training reads the text {epochs:.0f} times and learns little after "
-            f"{MAX_USEFUL_EPOCHS}; use more text or fewer steps"
-        )
+    if not training.paced:  # else the minutes decide, and how long the text is
+        _warn_of_many_epochs(training.config, text)
+
+
+def _warn_of_many_epochs(config: Config, text: TextSize) -> None:
+    epochs = count_epochs(config, text)
+    useful_epochs = epochs * compute_useful_steps(config, text) / config.train.steps
+    if epochs > 1.05 * useful_epochs:
+        harm = f"a model of this size gets worse after {useful_epochs:.0f}"
+    elif epochs > MAX_USEFUL_EPOCHS:
+        harm = f"little is learned after {MAX_USEFUL_EPOCHS}"
+    else:
+        return
+    warn(f"training reads the text {epochs:.0f} times; {harm}, so use more text or fewer steps")
 
 
 def _describe_model(training: Training) -> str:
@@ -56,8 +73,26 @@ def _describe_model(training: Training) -> str:
         f"  model     {size} parameters: {format_count(model.n_layer, 'layer')}, "
         f"width {model.d_model}, {format_count(model.n_head, 'head')} / "
         f"{format_count(model.n_kv_head, 'KV head')} ({model.attention.variant.upper()}{window}), "
-        f"context {model.context_length}, dropout {model.dropout:g}; "
-        f"KV cache {cache / 2**20:,.1f} MiB"
+        f"context {model.context_length}; KV cache {cache / 2**20:,.1f} MiB"
+    )
+
+
+def _describe_recipe(training: Training) -> str:
+    model = training.config.model
+    train = training.config.train
+    text = measure_corpus(training.config, training.corpus)
+    risk = compute_overfitting_risk(training.config, text)
+    parts = []
+    if train.optimizer == "muon":
+        parts.append(f"Muon lr {train.muon_lr:g}")
+    parts.append(f"AdamW lr {train.lr:g}")
+    if train.embed_lr is not None:
+        parts.append(f"embeddings lr {train.embed_lr:g}")
+    parts.append(f"weight decay {train.weight_decay:g}")
+    parts.append("tied head" if model.tie_embeddings else "untied head")
+    parts.append(f"dropout {model.dropout:g}")
+    return (
+        f"  recipe    {', '.join(parts)}; risk of overfitting {risk:.1f} ({get_risk_level(risk)})"
     )
 
 
@@ -67,7 +102,6 @@ def _describe_machine(training: Training, decision: Decision) -> str:
     parts = [
         f"  machine   {progress.device}, {format_count(progress.threads, 'thread')}, "
         f"{progress.dtype}",
-        train.optimizer,
         f"micro-batch {train.micro_batch_size}",
     ]
     if progress.deterministic:
@@ -122,6 +156,9 @@ def describe_how_to_continue(training: Training) -> str:
     settings = training.config.train
     best = training.progress.best
     if training.step >= settings.steps or best is None:
+        text = measure_corpus(training.config, training.corpus)
+        if training.paced and settings.steps + 1 > compute_useful_steps(training.config, text):
+            return "more epochs of so short a text would make the model worse"
         return f"pass a larger {'--minutes' if training.paced else '--steps'} to train longer"
     return (
         f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "

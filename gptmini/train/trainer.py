@@ -20,6 +20,7 @@ from gptmini.generate.texts import Text, encode_start
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.decision import Decision
 from gptmini.plan.minutes import compute_paced_steps
+from gptmini.plan.overfitting import compute_useful_steps, measure_corpus
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import NoLog, RunLog
 from gptmini.train.batches import iter_validation_batches
@@ -272,6 +273,9 @@ def _keep_pace(training: Training, bar: TrainingProgressBar) -> None:
             training.saving_seconds,
         )
     )
+    if steps > config.train.steps:
+        useful = compute_useful_steps(config, measure_corpus(config, training.corpus))
+        steps = max(config.train.steps, int(min(steps, useful)))
     if config.train.minutes and steps != config.train.steps:
         training.config = config.with_train(steps=steps)
         training.group.on_rank_zero(lambda: training.run.write_config(training.config))

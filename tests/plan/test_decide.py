@@ -1,20 +1,29 @@
 """The one place where a run's configuration is made."""
 
 import json
+import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
+from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import MachineError
 from gptmini.machine import Compute
 from gptmini.plan import decide as deciding
 from gptmini.plan import minutes
 from gptmini.plan.decide import decide, reuse_choices
-from gptmini.plan.recipe import estimate_overfitting_risk
+from gptmini.plan.overfitting import (
+    TextSize,
+    compute_overfitting_risk,
+    compute_useful_steps,
+    count_epochs,
+    measure_corpus,
+)
 from gptmini.plan.timing import CompileTrial, StepTime
 from gptmini.runs.directory import RunDirectory
 from tests.support import tiny
@@ -39,11 +48,34 @@ def test_dropout_follows_the_risk_of_overfitting_unless_it_is_stated(
 
 
 def test_the_risk_grows_with_weights_for_a_token_and_the_root_of_epochs():
-    model = validate({"model": {"n_layer": 2, "d_model": 192, "n_head": 3}}, {}).model
+    config = validate({"model": {"n_layer": 2, "d_model": 192, "n_head": 3}}, {})
+    config = config.with_tokenizer("byte", 257).with_train(steps=3600)
     weights = 2 * (4 + 8) * 192**2  # four square matrices, and two of the MLP
-    assert estimate_overfitting_risk(model, weights, 4.0) == pytest.approx(2.0, rel=0.01)
-    assert estimate_overfitting_risk(model, weights // 3, 9.0) == pytest.approx(9.0, rel=0.01)
-    assert estimate_overfitting_risk(model, weights // 1000, 2.9) == 0
+    tokens = 3600 * 16 * 256
+
+    def compute(total: float, epochs: float) -> float:
+        return compute_overfitting_risk(config, TextSize(total, per_epoch=tokens / epochs))
+
+    assert compute(weights, 4.0) == pytest.approx(2.0, rel=0.01)
+    assert compute(weights // 3, 9.0) == pytest.approx(9.0, rel=0.01)
+    assert compute(weights // 1000, 2.9) == 0
+
+
+def test_a_fine_tuning_uses_all_its_minutes_however_short_its_text():
+    text = TextSize(100, per_epoch=100)
+    assert compute_useful_steps(Config().with_tokenizer("byte", 257), text) < 300
+    assert compute_useful_steps(validate({"base": {"run": "base"}}, {}), text) == math.inf
+
+
+def test_epochs_of_weighted_texts_are_those_of_the_most_visited(tmp_path: Path):
+    paths = [str(tmp_path / name) for name in ("one.txt", "two.txt")]
+    for path in paths:
+        Path(path).write_text("the cat sat on the mat. " * 1000)
+    sections: dict[str, Any] = {"data": {"path": paths, "weights": [1, 3]}}
+    config = validate(sections | {"tokenizer": {"kind": "byte"}}, {})
+    text = measure_corpus(config, prepare_corpus(config, tmp_path / "cache"))
+    assert text.total == pytest.approx(2 * 0.9 * 24_000, rel=0.01)
+    assert text.per_epoch == pytest.approx(0.9 * 24_000 * 4 / 3, rel=0.02)
 
 
 def test_rates_and_tying_follow_the_risk_unless_they_are_stated(text_file: Path, tmp_path: Path):
@@ -61,9 +93,8 @@ def test_rates_and_tying_follow_the_risk_unless_they_are_stated(text_file: Path,
     # Of 2,991 tokens 307 are held out; 12,288 weights in blocks are 4.6 for each of the others.
     twice = 2 * 2684 // 64
     assert chosen(twice) == (False, 12e-3, 48e-3, 0.1)
-    assert chosen(2 * twice) == (False, 4e-3, 16e-3, 1.0)
+    assert chosen(2 * twice) == (True, 2e-3, None, 1.0)
     assert chosen(2 * twice, d_model=16, n_head=1) == (False, 12e-3, 48e-3, 0.1)
-    assert chosen(7 * twice) == (True, 2e-3, None, 1.0)
     assert chosen(twice, tie_embeddings=True) == (True, 12e-3, None, 0.1)
     assert chosen(7 * twice, tie_embeddings=False) == (False, 2e-3, None, 1.0)
     assert chosen(twice, optimizer="adamw") == (True, 2e-3, None, 0.3)
@@ -248,7 +279,7 @@ def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
     assert config.model.n_layer == (2 if given == 1 else 6)  # read 0.2 or 4 times
 
 
-@pytest.mark.parametrize(("size", "layers"), [(2_000_000, 2), (200_000, 6)])
+@pytest.mark.parametrize(("size", "layers"), [(2_000_000, 2), (1_000_000, 6)])
 def test_minutes_choose_deeper_models_for_texts_that_are_read_often(
     tmp_path: Path, monkeypatch, size: int, layers: int
 ):
@@ -262,8 +293,23 @@ def test_minutes_choose_deeper_models_for_texts_that_are_read_often(
     assert config.model.tie_embeddings == (layers == 6)
 
 
+def test_training_by_minutes_ends_before_a_short_text_is_memorized(
+    tmp_path: Path, monkeypatch, capsys
+):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 1000)
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    sections = {"data": {"path": str(tmp_path / "text.txt")}, "tokenizer": {"kind": "byte"}}
+    sections["train"] = {"minutes": 100, "compile": "off", "device": "cpu", "dtype": "float32"}
+    decision = decide(validate(sections, {}), None, tmp_path / "cache")
+    text = measure_corpus(decision.config, decision.corpus)
+    # A million tokens of it, as it is so short; the minutes suffice for 12,000 steps.
+    assert count_epochs(decision.config, text) == pytest.approx(1e6 / text.per_epoch, rel=0.02)
+    assert "  time      training takes about" in capsys.readouterr().err
+
+
 def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
-    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 4000)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 100_000)
     clock = [0.0]
     prepare = deciding.prepare_corpus
 
@@ -281,7 +327,8 @@ def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("n_words", "guess", "layers"), [(20_000, 0.1, 4), (20_000, 2.7, 4), (500_000, 50, 2)]
+    ("n_words", "guess", "layers"),
+    [(100_000, 0.1, 4), (100_000, 2.7, 4), (100_000, 8.0, 4), (500_000, 50, 2)],
 )
 def test_sizes_are_chosen_again_if_the_guess_how_often_a_text_is_read_was_wrong(
     tmp_path: Path, monkeypatch, n_words: int, guess: float, layers: int

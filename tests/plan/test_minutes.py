@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from gptmini import machine
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, TrainConfig
+from gptmini.data.corpus import prepare_corpus
 from gptmini.machine import Compute
 from gptmini.model.optim import get_learning_rate
-from gptmini.plan import cost, estimates, minutes
+from gptmini.plan import cost, estimates, minutes, overfitting
+from gptmini.plan.overfitting import (
+    TextSize,
+    compute_overfitting_risk,
+    compute_useful_steps,
+    measure_corpus,
+)
 from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
@@ -22,6 +29,7 @@ from tests.support import tiny, train
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 GPU = Compute(torch.device("cuda"), torch.bfloat16)
+LONG_TEXT = TextSize(math.inf, math.inf)
 
 
 def planned(
@@ -41,7 +49,7 @@ def planned(
     monkeypatch.setattr(minutes, "time_step", computed)
     monkeypatch.setattr(minutes, "has_compiler", lambda: False)
     config = config.with_tokenizer("byte", 257)
-    sizes, _ = minutes.choose_sizes(config, seconds, compute, 1, lambda _: False)
+    sizes, _ = minutes.choose_sizes(config, seconds, compute, 1, LONG_TEXT)
     assert minutes.states_all_sizes(sizes)
     return minutes.choose_steps(sizes, seconds, compute, 1, held_out)
 
@@ -54,15 +62,52 @@ def test_a_text_that_is_read_often_gets_a_deeper_model(monkeypatch):
     monkeypatch.setattr(minutes, "has_compiler", lambda: False)
     config = Config().with_tokenizer("byte", 257)
 
-    def choose(often: float) -> tuple[int, int]:
-        def reads_often(sized: Config) -> bool:
-            return sized.train.steps * sized.train.batch_size >= often
-
-        model = minutes.choose_sizes(config, 14, CPU, 1, reads_often)[0].model
+    def choose(rows: int) -> tuple[int, int]:
+        text = TextSize(math.inf, per_epoch=rows * config.seq_len)
+        model = minutes.choose_sizes(config, 14, CPU, 1, text)[0].model
         return model.n_layer, model.d_model
 
-    assert choose(12_000) == (2, 192)  # reads about 11,200 rows
-    assert choose(11_000) == (4, 192)
+    assert choose(4000) == (2, 192)  # training reads about 11,200 rows
+    assert choose(3600) == (4, 192)
+
+
+def test_more_minutes_than_a_short_text_is_good_for_are_not_used(monkeypatch, capsys):
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.09, 0.01))
+    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    config = Config().with_tokenizer("byte", 257)
+    text = TextSize(150_000, per_epoch=140_000)
+    sizes, _ = minutes.choose_sizes(config, 100_000, CPU, 1, text)
+    # The text is read (55 * 150,000 / weights)² times, or 10. Of 3.1 M weights in 4 x 256 each
+    # would see 0.45 tokens, and should see 0.7; of 1.8 M in 4 x 192 it is 1.7.
+    assert (sizes.model.n_layer, sizes.model.d_model) == (4, 192)
+    parts = cost.count_parameters_by_part(sizes.model)
+    epochs = (55 * 150_000 / (parts["attention"] + parts["mlp"])) ** 2
+    steps = epochs * 140_000 / (16 * 256)
+    useful = compute_useful_steps(sizes, text)
+    assert useful == pytest.approx(steps)
+    assert compute_overfitting_risk(sizes.with_train(steps=int(useful)), text) == pytest.approx(
+        55, rel=0.01
+    )
+
+    plan = minutes.choose_steps(sizes, 100_000, CPU, 1, 1000, useful_steps=useful)
+    assert plan.train.steps == int(useful)
+    assert plan.train.eval_every < plan.train.steps / 5
+    assert (
+        "  time      training takes about 1:22 of it: reading so short" in capsys.readouterr().err
+    )
+
+    longer = minutes.choose_steps(
+        sizes.with_train(steps=1000), 10_000, CPU, 1, 1000, useful_steps=useful
+    )
+    assert longer.train.steps == 1000  # as stated
+
+
+def test_a_large_model_reads_a_short_text_ten_times():
+    config = validate({"model": {"d_model": 1024}}, {}).with_tokenizer("byte", 257)
+    for text in (TextSize(500_000, per_epoch=600_000), TextSize(600_000, per_epoch=3000)):
+        assert compute_useful_steps(config, text) == pytest.approx(10 * 600_000 / (16 * 256))
+    # One that is shorter yet is read more often.
+    assert compute_useful_steps(config, TextSize(600, 600)) == pytest.approx(1e6 / (16 * 256))
 
 
 def test_a_fast_machine_gets_models_that_a_cpu_never_trains(monkeypatch):
@@ -119,6 +164,13 @@ def test_what_is_stated_wins_over_the_plan(monkeypatch):
     plan = planned(validate(stated, {}), 300, monkeypatch)
     assert (plan.model.d_model, plan.model.n_head, plan.model.head_dim) == (64, 2, 32)
     assert (plan.train.steps, plan.train.batch_size, plan.train.eval_every) == (7, 3, 1)
+
+
+@pytest.mark.parametrize("seconds", [10, 1000, 100_000])
+def test_the_batch_of_a_stated_model_does_not_grow_with_the_minutes(monkeypatch, seconds):
+    for layers, width, rows in ((2, 64, 8), (2, 128, 8), (4, 192, 16), (6, 384, 16), (12, 768, 64)):
+        stated = {"model": {"n_layer": layers, "d_model": width}}
+        assert planned(validate(stated, {}), seconds, monkeypatch).train.batch_size == rows
 
 
 def test_stated_evaluations_take_their_time_from_the_steps(monkeypatch):
@@ -205,7 +257,7 @@ def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     config = validate({"train": {"micro_batch_size": 16}}, {})
     config = config.with_tokenizer("byte", 257)
-    sizes, _ = minutes.choose_sizes(config, 30, CPU, 2, lambda _: False)
+    sizes, _ = minutes.choose_sizes(config, 30, CPU, 2, LONG_TEXT)
     assert sizes.train.batch_size == 32
 
 
@@ -227,7 +279,7 @@ def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
     config = validate(stated, {}).with_tokenizer("byte", 257)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     # 1.5 s are for evaluations, and 2.3 for the last checkpoint and the sample.
-    assert minutes.choose_sizes(config, 30, CPU, 1, lambda _: False)[1] == 52
+    assert minutes.choose_sizes(config, 30, CPU, 1, LONG_TEXT)[1] == 52
 
 
 def test_sizes_leave_time_to_evaluate_and_to_end(monkeypatch):
@@ -236,7 +288,7 @@ def test_sizes_leave_time_to_evaluate_and_to_end(monkeypatch):
     config = Config().with_tokenizer("byte", 257)
 
     def choose(seconds: float) -> int:
-        return minutes.choose_sizes(config, seconds, CPU, 1, lambda _: False)[0].model.d_model
+        return minutes.choose_sizes(config, seconds, CPU, 1, LONG_TEXT)[0].model.d_model
 
     # 2 layers of width 192 should see 2 tokens for each of 884,992 weights: 433 steps, 21.7 s.
     assert choose(22) == 128
@@ -278,7 +330,8 @@ def test_minutes_that_are_too_short_are_said_to_be(monkeypatch, capsys):
     assert planned(Config().with_train(minutes=0.01), 0.6, monkeypatch).train.steps == 1
     assert capsys.readouterr().err.splitlines() == [
         "  timing models for the 0.01 minutes given ...",
-        "warning: train.minutes: too short for this machine; making a single step",
+        "warning: train.minutes: too short for this machine, so training makes a single step; "
+        "use more minutes or a smaller model",
     ]
 
 
@@ -372,6 +425,28 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     assert all(torch.equal(weights[name], again.model[name]) for name in weights)
     # The same command finds it finished.
     train(config, run, tmp_path / "cache")
+
+
+def test_a_run_that_is_faster_than_planned_ends_before_it_memorizes_its_text(
+    text_file, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(overfitting, "MIN_USEFUL_TOKENS", 0)
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(4.9, 0.1))
+    sections = tiny(model={"n_layer": 1, "d_model": 64}, data={"path": str(text_file)}).model_dump(
+        exclude_unset=True
+    )
+    sections["train"] = {"batch_size": 4, "minutes": 5.0, "eval_every": 1000, "save_every": 1000}
+    config = validate(sections, {})
+    train(config, tmp_path / "run", tmp_path / "cache")
+    final = RunDirectory(tmp_path / "run").load_config()
+    corpus = prepare_corpus(config, tmp_path / "cache")
+    useful = compute_useful_steps(final, measure_corpus(final, corpus))
+    assert 400 < useful < 450  # ten epochs of 2,684 tokens in 64 a step; the plan was about 50
+    assert final.train.steps == int(useful)
+    # More minutes add nothing that is worth having.
+    train(config.with_train(minutes=50.0), tmp_path / "run", tmp_path / "cache")
+    said = f"already finished at step {int(useful)}; more epochs of so short a text would make"
+    assert said in capsys.readouterr().err
 
 
 @given(

@@ -19,10 +19,13 @@ from gptmini.generate.run import Run
 from gptmini.machine import catch_signals, pick_device
 from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import get_learning_rate
+from gptmini.plan import overfitting
+from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, state, trainer
 from gptmini.train.checkpoint import save_checkpoint
 from gptmini.train.create import create_run
+from gptmini.train.messages import say_header_lines
 from gptmini.train.resume import check_same_settings
 from tests.support import prepared, tiny
 from tests.support import train as begin_training
@@ -416,6 +419,38 @@ def test_minutes_cannot_be_given_to_a_run_that_was_trained_by_steps(train, confi
     train(config)
     with pytest.raises(ConfigError, match=r"^train.minutes: not set in .*run, now 2\.0\n"):
         train(config.with_train(minutes=2.0))
+
+
+def test_a_run_says_its_recipe(train, text_file, capsys):
+    data = {"path": str(text_file)}
+    train(tiny(data=data, model={"tie_embeddings": False}))
+    line = "  recipe    Muon lr 0.02, AdamW lr 0.002, embeddings lr 0.008, weight decay 0.1, "
+    line += "untied head, dropout 0; risk of overfitting 0.0 (low)\n"
+    assert line in capsys.readouterr().err
+    train(tiny(data=data, train={"optimizer": "adamw", "steps": 168}), "adamw")  # 4 epochs
+    line = r"  recipe    AdamW lr 0\.002, weight decay 0\.3, tied head, dropout 0; "
+    # 24,576 weights for 2,684 tokens, times the root of 4
+    assert re.search(line + r"risk of overfitting 18\.\d \(high\)\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("width", "steps", "warning"),
+    [
+        (32, 6, None),
+        (32, 1260, "training reads the text 30 times; little is learned after 20, so"),
+        (64, 630, "training reads the text 15 times; a model of this size gets worse after 10, so"),
+    ],
+)
+def test_more_epochs_than_are_useful_get_a_warning(
+    text_file, tmp_path, monkeypatch, capsys, width, steps, warning
+):
+    monkeypatch.setattr(overfitting, "MIN_USEFUL_TOKENS", 0)
+    config = tiny(data={"path": str(text_file)}, model={"d_model": width}, train={"steps": steps})
+    decision = decide(config, None, tmp_path / "cache")
+    training = build.build_training(decision, RunDirectory(tmp_path / "run"))
+    say_header_lines(training, decision)
+    assert ("times;" in (said := capsys.readouterr().err)) == (warning is not None)
+    assert warning is None or f"warning: {warning} use more text or fewer steps\n" in said
 
 
 def test_evaluations_read_as_much_as_stated_and_say_so(train, text_file, capsys):
