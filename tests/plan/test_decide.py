@@ -309,7 +309,9 @@ def test_training_by_minutes_ends_before_a_short_text_is_memorized(
 
 
 def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
-    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 100_000)
+    letters = random.Random(0)
+    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(200_000)]
+    (tmp_path / "text.txt").write_text(" ".join(words))
     clock = [0.0]
     prepare = deciding.prepare_corpus
 
