@@ -10,13 +10,13 @@ from gptmini.config.settings import Config
 from gptmini.data.token_file import Corpus
 from gptmini.plan.cost import count_parameters_by_part
 
-# Below so many epochs, the settings for a low risk were never clearly behind, at any size
+# Below three epochs, the settings for a low risk were never clearly behind, at any size
 # (docs/experiments.md).
 MIN_EPOCHS_TO_OVERFIT = 3.0
 
-# More minutes make a model of a short text worse. Bits per byte after so many minutes on one core
-# of an AMD EPYC with AVX512-BF16, with the sizes that `train.minutes` chose; in brackets the risk;
-# one run each:
+# More minutes make a model of a short text worse. Bits per byte after 2, 5 and 10 minutes on one
+# core of an AMD EPYC with AVX512-BF16, with the sizes that `train.minutes` chose; in brackets the
+# risk; one run each:
 #
 #                              2            5            10            now
 #     Python's manual          1.521 (29)   1.534 (67)   1.570 (121)   1.525 (55, 7.3 minutes)
@@ -25,8 +25,8 @@ MIN_EPOCHS_TO_OVERFIT = 3.0
 #
 # The library's two runs at 55 are the same but for three steps. docs/experiments.md has more.
 MAX_USEFUL_RISK = 55.0
-# Whatever the risk, a model reads its text as often as this, and so many tokens, if there is time.
-# Of 30 kB, a quarter million tokens are 3 and 13 % worse. The best evaluation is kept.
+# Whatever the risk, a model reads at least this if there is time. Of 30 kB, a quarter million
+# tokens are 3 and 13 % worse. The best evaluation is kept.
 MIN_USEFUL_EPOCHS = 10.0
 MIN_USEFUL_TOKENS = 1e6
 
