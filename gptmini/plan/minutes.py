@@ -190,9 +190,8 @@ def choose_steps(
 ) -> Config:
     """Choose the steps that the seconds left allow, and how often to evaluate, save and log.
 
-    There are no more than `useful_steps`, unless they are stated. An evaluation reads the
-    `held_out` tokens, or a part of them if all take too long. A step is timed unless its time is
-    known.
+    Steps that are not stated are at most `useful_steps`. An evaluation reads the `held_out` tokens,
+    or a part of them if all take too long. A step is timed unless its time is known.
     """
     if step_time is None:
         per_step = _measure_seconds_per_step(config, seconds, compute, world_size)

@@ -9,7 +9,7 @@ from gptmini.plan.overfitting import TextSize, compute_overfitting_risk, count_e
 Settings = dict[str, dict[str, Any]]
 
 # Low: the head is untied, AdamW learns fast and embeddings four times faster yet. High: the head is
-# tied, AdamW learns slowly, and weight decay is strong. Bits per byte of the text's end, after 1 or
+# tied, AdamW learns slowly, and weight decay is strong. Bits per byte of `data.test`, after 1 or
 # 5 minutes on one core of an AMD EPYC with AVX512-BF16, without dropout, one run each:
 #
 #     layers x width, text               epochs   risk   low    high

@@ -12,7 +12,7 @@ import torch
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
-from gptmini.errors import MachineError
+from gptmini.errors import DataError, MachineError
 from gptmini.machine import Compute
 from gptmini.plan import decide as deciding
 from gptmini.plan import minutes
@@ -306,6 +306,15 @@ def test_training_by_minutes_ends_before_a_short_text_is_memorized(
     # A million tokens of it, as it is so short; the minutes suffice for 12,000 steps.
     assert count_epochs(decision.config, text) == pytest.approx(1e6 / text.per_epoch, rel=0.02)
     assert "  time      training takes about" in capsys.readouterr().err
+
+
+def test_minutes_for_an_empty_file_are_refused_as_steps_are(tmp_path: Path, monkeypatch):
+    (tmp_path / "text.txt").write_text("")
+    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    for train in ({"minutes": 1}, {"steps": 10}):
+        config = validate({"data": {"path": str(tmp_path / "text.txt")}, "train": train}, {})
+        with pytest.raises(DataError, match=r"text\.txt"):
+            decide(config, None, tmp_path / "cache")
 
 
 def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
