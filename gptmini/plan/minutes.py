@@ -88,7 +88,7 @@ def _climb(
     Returns the one before, and its steps. A model whose layers and width are stated takes the batch
     of the nearest rung.
     """
-    if {"n_layer", "d_model"} <= config.model.model_fields_set:
+    if _states_layers_and_width(config.model):
         ladder = (_find_nearest_rung(ladder, config.model),)
     chosen = config
     steps = 0  # none yet
@@ -117,11 +117,18 @@ def _climb(
     return chosen, steps
 
 
+def _states_layers_and_width(model: ModelConfig) -> bool:
+    """Return whether every rung would have the same model; heads and their size make a width."""
+    stated = model.model_fields_set
+    return "n_layer" in stated and ("d_model" in stated or {"n_head", "head_dim"} <= stated)
+
+
 def _find_nearest_rung(ladder: Ladder, model: ModelConfig) -> Rung:
     """Find the rung whose model is nearest in size to one that is stated, for its batch."""
 
     def compute_distance(rung: Rung) -> float:
-        stated = model.n_layer * model.d_model**2
+        width = _choose_width_and_heads(model, rung.width)["d_model"]
+        stated = model.n_layer * width**2
         return abs(math.log(rung.n_layer * rung.width**2 / stated))
 
     return min(ladder, key=compute_distance)

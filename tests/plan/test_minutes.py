@@ -169,8 +169,10 @@ def test_what_is_stated_wins_over_the_plan(monkeypatch):
 @pytest.mark.parametrize("seconds", [10, 1000, 100_000])
 def test_the_batch_of_a_stated_model_does_not_grow_with_the_minutes(monkeypatch, seconds):
     for layers, width, rows in ((2, 64, 8), (2, 128, 8), (4, 192, 16), (6, 384, 16), (12, 768, 64)):
-        stated = {"model": {"n_layer": layers, "d_model": width}}
-        assert planned(validate(stated, {}), seconds, monkeypatch).train.batch_size == rows
+        for by_heads in ({"d_model": width}, {"n_head": width // 32, "head_dim": 32}):
+            stated = validate({"model": {"n_layer": layers, **by_heads}}, {})
+            plan = planned(stated, seconds, monkeypatch)
+            assert (plan.model.d_model, plan.train.batch_size) == (width, rows)
 
 
 def test_stated_evaluations_take_their_time_from_the_steps(monkeypatch):
