@@ -21,8 +21,8 @@ from gptmini.data.corpus import prepare_corpus
 from gptmini.data.token_file import Corpus
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.filters import draw_uniform, sample_token
-from gptmini.model.attention import KVCache
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.cache import KVCache
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer, get_learning_rate
 from gptmini.train.batches import Batches, iter_validation_batches
 
@@ -74,7 +74,7 @@ def train(model: GPT, corpus: Corpus, config: Config) -> None:
     started = time.perf_counter()
     for step in range(settings.steps):
         tokens, targets = batches.get_batch(step)  # (B, T) each; a target is the token after
-        loss = compute_loss(model, tokens, targets)  # cross-entropy, in nats per token
+        loss = model(tokens, targets)  # cross-entropy, in nats per token
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
         optimizer.step(get_learning_rate(settings, step))  # also clears the gradients
@@ -92,7 +92,7 @@ def evaluate(model: GPT, corpus: Corpus, config: Config) -> float:
     model.eval()
     batches = iter_validation_batches(corpus.validation, config.seq_len, batch_size=16)
     for tokens, targets in batches:  # (B, T) each; every token but the first is a target once
-        nats += compute_loss(model, tokens, targets).item() * targets.numel()
+        nats += model(tokens, targets).item() * targets.numel()
         n_bytes += int(byte_lengths[targets].sum())
     # Per byte, not per token: so models with different vocabularies can be compared.
     return nats / math.log(2) / n_bytes
@@ -107,7 +107,7 @@ def generate(model: GPT, corpus: Corpus, config: Config, prompt: str, n_tokens: 
     generated: list[int] = []
     model.eval()
     for position in range(min(n_tokens, config.model.context_length - len(unread))):
-        logits = model(torch.tensor([unread]), cache)[0, -1]  # (1, T, V) -> (V,), of the last
+        logits = model(torch.tensor([unread]), cache=cache)[0, -1]  # (1, T, V) -> (V,), of the last
         random = draw_uniform(config.sample.seed, 0, position)  # in [0, 1)
         token = sample_token(logits, config.sample, random)
         generated.append(token)

@@ -37,16 +37,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "shards",
         "corpus",
     ],
-    "model": [
-        "attention",
-        "static_cache",
-        "layers",
-        "induction",
-        "gpt",
-        "optim",
-        "kernels",
-        "mechanisms",
-    ],
+    "model": ["attention", "cache", "layers", "induction", "gpt", "optim", "kernels", "mechanisms"],
     "runs": ["directory", "tensors", "log"],
     "distributed": ["group", "gradients", "placement", "sharding", "rows", "checkpoints"],
     "generate": [

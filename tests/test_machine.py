@@ -175,7 +175,7 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     monkeypatch.setattr(Compute, "enter_training", enter)
     (tmp_path / "text.txt").write_text("a text. " * 200)
     config = tiny(train={"steps": 1}, data={"path": str(tmp_path / "text.txt")})
-    note(timing, "compute_loss")
+    note(GPT, "compute_loss")
     note(trainer, "train_step")
     note(trainer, "evaluate")
     note(evaluate, "evaluate")
@@ -183,7 +183,7 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     timing.time_step(config.with_tokenizer("byte", 257), machine.pick_compute("cpu", "float32"))
     evaluate.evaluate_text(tmp_path / "run", cache=tmp_path / "cache")
     assert seen == {
-        "gptmini.plan.timing.compute_loss": {1},
+        "GPT.compute_loss": {1},
         "gptmini.train.trainer.train_step": {1},
         "gptmini.train.trainer.evaluate": {1},
         "gptmini.analysis.evaluate.evaluate": {0},

@@ -18,8 +18,8 @@ from torch import Tensor
 from gptmini.generate.graphs import StepGraphs
 from gptmini.generate.texts import Text
 from gptmini.machine import Compute
+from gptmini.model.cache import Rows, StaticCache
 from gptmini.model.gpt import GPT
-from gptmini.model.static_cache import Rows, StaticCache
 
 # Prompt tokens of a text per forward pass. This bounds the memory of their attention scores.
 PREFILL_CHUNK = 128

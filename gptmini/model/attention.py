@@ -2,8 +2,7 @@
 
 `Attention` is the module: project_qkv, mix, o_proj. Its `mask` says what `mix` may see, and with
 ALiBi how well. `attend` does the work, scaled dot-product attention under any mask; `make_mask`
-makes every mask of the model; `KVCache` keeps the keys and values of earlier tokens. In
-`static_cache.py` there is another cache, whose rows have different lengths.
+makes every mask of the model. The cache of earlier keys and values is in cache.py.
 
 H query heads share G KV heads. G = H is multi-head attention (Vaswani et al. 2017), G = 1 is
 multi-query (Shazeer 2019), anything between is grouped-query (Ainslie et al. 2023). One formula
@@ -16,7 +15,6 @@ the values (K in the model).
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import MachineError
+from gptmini.model.cache import LayerCache, Masks
 from gptmini.model.kernels import RMSNorm
 from gptmini.model.layers import apply_rotary, compute_alibi_slopes
 
@@ -62,7 +61,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None = None,
-        cache: "LayerCache | None" = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Compute causal self-attention over x (B, T, D) -> (B, T, D).
 
@@ -99,7 +98,7 @@ class Attention(nn.Module):
             k = apply_rotary(k, cos_sin)
         return q.type_as(v), k.type_as(v), v
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: "LayerCache | None" = None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Average, for each query, the values it sees: q (B, H, T, K) -> (B, H, T, K).
 
         k and v (B, G, T, K) are appended to the cache, if there is one.
@@ -111,7 +110,7 @@ class Attention(nn.Module):
             key_positions = query_positions
         else:
             query_positions = cache.next_positions(T)  # (T,) or (B, T)
-            k, v, key_positions = cache.append(k, v)  # (B, G, S, K) twice, (S,) or (B, S)
+            k, v, key_positions = cache.update(k, v)  # (B, G, S, K) twice, (S,) or (B, S)
             made = cache.masks
         mask = self.mask(query_positions, key_positions, made)
         dropout = self.dropout if self.training else 0.0
@@ -120,7 +119,7 @@ class Attention(nn.Module):
             backend = "auto"  # rows of different lengths need a mask, and flash takes none
         return attend(q, k, v, mask, dropout, backend)
 
-    def mask(self, queries: Tensor, keys: Tensor, made: "Masks") -> Tensor | None:
+    def mask(self, queries: Tensor, keys: Tensor, made: Masks) -> Tensor | None:
         """Make the mask for `attend`, of queries at positions (T,) on keys at positions (S,).
 
         Positions are (B, T) and (B, S) where each row has its own. `made` may hold masks that
@@ -326,112 +325,3 @@ def make_alibi_bias(queries: Tensor, keys: Tensor, slopes: Tensor) -> Tensor:
     """
     distance = queries[..., None, :, None] - keys[..., None, None, :]  # ([B,] 1, T, S)
     return -slopes[:, None, None] * distance  # (H, T, S) or (B, H, T, S)
-
-
-# -- the KV cache ----------------------------------------------------------------------------------
-
-
-# The masks that the layers of a pass share, by window.
-Masks = dict[int | None, Tensor]
-
-
-class LayerCache:
-    """Preallocated keys and values of one layer, (B, G, size, K).
-
-    A ring buffer: position p lives in slot p % size and overwrites position p - size, so a layer
-    with a window stores no more than its window.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        self.values = values
-        self.size = keys.shape[2]
-        self.length = 0  # positions seen so far
-        self.masks: Masks = {}
-
-    def next_positions(self, n: int) -> Tensor:
-        """Return the positions (n,) of the next tokens."""
-        return torch.arange(self.length, self.length + n, device=self.keys.device)
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add k and v (B, G, T, K); return the keys and values (B, G, S, K) to attend to.
-
-        They cover all that a window lets the T new queries see. Their positions (S,) come third,
-        in any order, since masks depend on positions alone.
-        """
-        start = self.length
-        end = start + k.shape[2]
-        self.length = end
-        if end <= self.size:  # nothing to overwrite yet: slots are positions
-            self.keys[:, :, start:end] = k
-            self.values[:, :, start:end] = v
-            positions = torch.arange(end, device=k.device)
-            return self.keys[:, :, :end], self.values[:, :, :end], positions
-        if end - start == 1:  # overwrite the oldest, which is outside the new query's window
-            slot = start % self.size
-            self.keys[:, :, slot : slot + 1] = k
-            self.values[:, :, slot : slot + 1] = v
-            slots = torch.arange(self.size, device=k.device)
-            # Going back from `slot`, around the ring, each slot is one position older.
-            positions = start - (slot - slots) % self.size
-            return self.keys, self.values, positions
-        # A chunk too long for the free slots overwrites keys that its own first queries still see,
-        # so they get a copy of the past with the chunk after it; the ring stores the newest `size`.
-        positions = torch.arange(max(0, start - self.size), end, device=k.device)
-        past = positions[: start - end]
-        keys = torch.cat([self.keys[:, :, past % self.size], k], dim=2)  # (B, G, past + T, K)
-        values = torch.cat([self.values[:, :, past % self.size], v], dim=2)
-        slots = positions[-self.size :] % self.size
-        self.keys[:, :, slots] = keys[:, :, -self.size :]
-        self.values[:, :, slots] = values[:, :, -self.size :]
-        return keys, values, positions
-
-
-class KVCache:
-    """One LayerCache per layer: 2 · G · K elements per row and stored position.
-
-    Layers with a window store `spare` extra positions, so that `truncate` can take back up to
-    `spare` tokens.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        spare: int = 0,
-    ) -> None:
-        self.layers = []
-        for layer in range(config.n_layer):
-            size = min(config.get_cache_length(layer) + spare, config.context_length)
-            shape = (batch_size, config.n_kv_head, size, config.head_dim)
-            memory = torch.empty(2, *shape, device=device, dtype=dtype)  # (2, B, G, size, K)
-            self.layers.append(LayerCache(memory[0], memory[1]))
-
-    @property
-    def length(self) -> int:
-        return self.layers[0].length
-
-    def next_positions(self, n: int) -> Tensor:
-        """Return the positions (n,) of the next tokens."""
-        return self.layers[0].next_positions(n)
-
-    @property
-    def bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-
-    def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on, and keep the memory."""
-        for layer in self.layers:
-            layer.length = length
-
-    def view_row(self, index: int) -> "KVCache":
-        """Return one row of the batch, in the same memory, with a length of its own.
-
-        The length is 0 until `truncate` sets it.
-        """
-        cache = copy(self)
-        rows = slice(index, index + 1)
-        cache.layers = [LayerCache(layer.keys[rows], layer.values[rows]) for layer in self.layers]
-        return cache

@@ -1,5 +1,9 @@
 """The model: embeddings, a stack of blocks, a head. Tokens (B, T) -> logits (B, T, V).
 
+A pre-norm decoder: each block norms what it reads and adds its result to the residual stream. RMS
+norms or layer norms, positions by RoPE, ALiBi or a table, one weight for embedding and head unless
+they are untied. It knows nothing of tokenizers, batches or files.
+
 Letters: B batch, T positions, D width, V vocabulary, L layers.
 """
 
@@ -14,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
-from gptmini.model.attention import Attention, KVCache, LayerCache
+from gptmini.model.attention import Attention
+from gptmini.model.cache import KVCache, LayerCache
 from gptmini.model.induction import wire_induction_head
 from gptmini.model.kernels import cross_entropy_, linear_cross_entropy, overwrite_by_softmax_
 from gptmini.model.layers import MLP, Dropout, Rotary, create_norm
@@ -77,10 +82,29 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Tokens (B, T) -> logits (B, T, V); the arguments are those of `forward_hidden`."""
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None
+    ) -> Tensor:
+        """Tokens (B, T) -> logits (B, T, V); with targets (B, T), the loss instead, a scalar.
+
+        The loss is the mean cross-entropy of the targets, in nats per token and in float32. Targets
+        below 0 are ignored: they add nothing, but count as tokens. With a cache, the tokens
+        continue those already in it.
+        """
+        if targets is not None:
+            return self.compute_loss(tokens, targets)
         hidden = self.forward_hidden(tokens, cache)  # (B, T, D)
         return self.compute_logits(hidden)
+
+    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss that `forward` describes."""
+        hidden = self.forward_hidden(tokens)  # (B, T, D)
+        if joins_head_and_loss(tokens.device):
+            return linear_cross_entropy(
+                hidden.flatten(0, 1), self.head_weight, targets.flatten(), self.overwrite_by_softmax
+            )
+        logits = self.compute_logits(hidden)  # (B, T, V)
+        return cross_entropy_(logits.flatten(0, 1), targets.flatten())
 
     def forward_hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Tokens (B, T) -> the normalized output of the last block (B, T, D).
@@ -147,22 +171,8 @@ def create_undrawn(config: ModelConfig) -> GPT:
         return GPT(config, draw=False)
 
 
-def compute_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of targets (B, T), in nats per token and in float32.
-
-    Targets below 0 are ignored: they add nothing, but count as tokens.
-    """
-    if not joins_head_and_loss(tokens.device):
-        logits = model(tokens)  # (B, T, V)
-        return cross_entropy_(logits.flatten(0, 1), targets.flatten())
-    hidden = model.forward_hidden(tokens)  # (B, T, D)
-    return linear_cross_entropy(
-        hidden.flatten(0, 1), model.head_weight, targets.flatten(), model.overwrite_by_softmax
-    )
-
-
 def joins_head_and_loss(device: torch.device) -> bool:
-    """Check whether `compute_loss` takes `linear_cross_entropy`, made for accelerators."""
+    """Check whether the loss takes `linear_cross_entropy`, made for accelerators."""
     return device.type != "cpu"
 
 

@@ -24,7 +24,7 @@ from gptmini.distributed.gradients import get_odd_part
 from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan import cost
 from gptmini.plan.decide import split_batch
@@ -386,7 +386,7 @@ def _run_passes(model: GPT, counter: RankCounter, train: TrainConfig, seq_len: i
             model.set_requires_gradient_sync(sync)  # type: ignore[operator]
             tokens = torch.zeros(size, seq_len, dtype=torch.long)
             with SIMULATED_COMPUTE.autocast():
-                mean = compute_loss(model, tokens, tokens)
+                mean = model(tokens, tokens)
             mean.backward()
             peak_after = max(peak_after, counter.peak)
             counter.peak = 0

@@ -17,7 +17,7 @@ from gptmini.config.settings import Config
 from gptmini.console import show_elapsed
 from gptmini.errors import MachineError
 from gptmini.machine import Compute
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters_by_part
 
@@ -131,7 +131,7 @@ def estimate_memory(config: Config, compute: Compute) -> Memory:
             for _ in range(passes):  # the second pass has the first one's gradients
                 tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
                 with compute.autocast():
-                    mean = compute_loss(model, tokens, tokens)
+                    mean = model(tokens, tokens)
                 mean.backward()
             nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
             optimizer.step(train.lr)

@@ -17,7 +17,7 @@ from gptmini.console import say, show_elapsed
 from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
 from gptmini.errors import GptminiError, MachineError
 from gptmini.machine import Compute
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.estimates import get_estimates
@@ -145,7 +145,7 @@ def _time_step(
     for _ in range(repeats):
         started = time.perf_counter()
         with compute.autocast():
-            mean = compute_loss(model, tokens, tokens)
+            mean = model(tokens, tokens)
         mean.backward()
         compute.synchronize()
         passes.append(time.perf_counter() - started)

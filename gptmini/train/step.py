@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gptmini.console import say
 from gptmini.errors import DivergedError
-from gptmini.model.gpt import compute_loss
 from gptmini.model.optim import get_learning_rate
 from gptmini.train.batches import IGNORE_INDEX, seed_from
 from gptmini.train.messages import describe_divergence
@@ -84,7 +83,7 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
         torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
         with training.compute.autocast():
             inputs = training.compute.copy(x)
-            mean_loss = compute_loss(training.model, inputs, training.compute.copy(y))
+            mean_loss = training.model(inputs, training.compute.copy(y))
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
             loss = mean_loss * len(x) / n_rows
         scaled_loss = loss if loss_scale == 1 else loss * loss_scale

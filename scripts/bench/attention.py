@@ -14,7 +14,8 @@ import torch
 
 from gptmini.config.settings import ModelConfig
 from gptmini.machine import keep_freed_memory
-from gptmini.model.attention import Attention, KVCache, attend
+from gptmini.model.attention import Attention, attend
+from gptmini.model.cache import KVCache
 
 VARIANTS = {
     "mha": {"variant": "mha"},

@@ -23,7 +23,7 @@ import gptmini
 from gptmini.config.load import validate
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.machine import Compute, keep_freed_memory, pick_compute
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 
 LR = 1e-5  # small: what is timed does not depend on it
@@ -40,7 +40,7 @@ def prepare_gptmini(path: Path, optimizer_name: str, compute: Compute, tokens: T
 
     def step() -> float:
         with compute.autocast():
-            loss = compute_loss(model, inputs, targets)
+            loss = model(inputs, targets)
         loss.backward()
         optimizer.step(LR)
         model.zero_grad(set_to_none=True)

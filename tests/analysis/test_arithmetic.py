@@ -12,7 +12,7 @@ from gptmini.analysis.attention_maps import compute_attention_weights
 from gptmini.errors import ConfigError
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
-from gptmini.model.attention import KVCache
+from gptmini.model.cache import KVCache
 from gptmini.model.layers import scale_frequencies
 from gptmini.tokenizer.spelling import spell_token
 from tests.analysis.samples import TOKENS, run_of

@@ -12,7 +12,7 @@ from gptmini.analysis import page, page_data
 from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import draw_uniform, sample_token
-from gptmini.model.attention import KVCache
+from gptmini.model.cache import KVCache
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.spelling import spell_token
 from gptmini.tokenizer.tokenizers import CharTokenizer

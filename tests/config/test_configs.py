@@ -8,7 +8,7 @@ import torch
 
 from gptmini.config.load import CONFIGS_DIR, iter_settings, list_config_files, load_config
 from gptmini.config.settings import Config
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from tests.support import ROOT
 
@@ -33,7 +33,7 @@ def test_a_configuration_makes_a_step(name):
     model = GPT(config.model)
     optimizer = Optimizer(model, config.train)
     tokens = torch.randint(257, (1, 17))
-    compute_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step(1e-3)
     assert all(p.isfinite().all() for p in model.parameters())
 

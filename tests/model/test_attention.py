@@ -10,14 +10,8 @@ from torch import Tensor, nn
 from gptmini.config.settings import AttentionConfig, ModelConfig
 from gptmini.errors import MachineError
 from gptmini.model import mechanisms
-from gptmini.model.attention import (
-    Attention,
-    KVCache,
-    LayerCache,
-    attend,
-    choose_backend,
-    make_mask,
-)
+from gptmini.model.attention import Attention, attend, choose_backend, make_mask
+from gptmini.model.cache import KVCache, LayerCache
 from gptmini.model.layers import Rotary
 
 
@@ -301,8 +295,8 @@ def test_the_cache_is_allocated_once_and_read_in_place():
     layer = KVCache(config_of("gqa", 2), 1, torch.device("cpu"), torch.float32).layers[0]
     memory = layer.keys.data_ptr()
     first, second = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8)
-    layer.append(first, first)
-    keys, _, positions = layer.append(second, second)
+    layer.update(first, first)
+    keys, _, positions = layer.update(second, second)
     assert positions.tolist() == [0, 1, 2, 3]
     assert keys.data_ptr() == memory
     assert torch.equal(keys, torch.cat([first, second], dim=2))
@@ -313,7 +307,7 @@ def test_a_row_of_a_cache_shares_its_memory_and_has_its_own_length():
     for layer in cache.layers:
         layer.keys.zero_()
     row = cache.view_row(1)
-    row.layers[2].append(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8))
+    row.layers[2].update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8))
     assert (row.layers[2].length, cache.length, row.length) == (5, 0, 0)
     assert cache.layers[2].keys.sum((1, 2, 3)).tolist() == [0, 2 * 5 * 8, 0]
     assert not cache.layers[1].keys.any()
@@ -379,7 +373,7 @@ def test_flash_fails_clearly_where_there_is_no_kernel():
     seed=st.integers(0, 99),
 )
 def test_the_ring_buffer_holds_what_a_window_needs(size, chunks, seed):
-    """Whatever the chunks, `append` returns the newest positions with their own keys and values."""
+    """Whatever the chunks, `update` returns the newest positions with their own keys and values."""
     torch.manual_seed(seed)
     total = sum(chunks)
     k = torch.arange(float(total)).view(1, 1, total, 1)
@@ -387,7 +381,7 @@ def test_the_ring_buffer_holds_what_a_window_needs(size, chunks, seed):
     start = 0
     for chunk in chunks:
         new = k[:, :, start : start + chunk]
-        keys, values, positions = cache.append(new, -new)
+        keys, values, positions = cache.update(new, -new)
         assert keys.flatten().tolist() == positions.tolist()
         assert values.flatten().tolist() == [-p for p in positions.tolist()]
         needed = range(max(0, start - size + 1), start + chunk)

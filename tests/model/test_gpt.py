@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError
 from gptmini.model import attention, gpt
-from gptmini.model.attention import KVCache
-from gptmini.model.gpt import GPT, Block, compute_loss
-from gptmini.model.static_cache import StaticCache
+from gptmini.model.cache import KVCache, StaticCache
+from gptmini.model.gpt import GPT, Block
 from tests.support import POSITIONS
 
 
@@ -59,9 +58,9 @@ def test_every_combination_learns_is_causal_and_caches(variant, position, norm, 
     losses = []
     for _ in range(3):
         with torch.no_grad():
-            losses.append(compute_loss(model.eval(), inputs, targets).item())
+            losses.append(model.eval()(inputs, targets).item())
         optimizer.zero_grad()
-        compute_loss(model.train(), inputs, targets).backward()
+        model.train()(inputs, targets).backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
         optimizer.step()
     assert losses[0] > losses[1] > losses[2]
@@ -74,7 +73,7 @@ def test_every_combination_learns_is_causal_and_caches(variant, position, norm, 
         torch.testing.assert_close(model(changed)[:, :6], whole[:, :6])  # the past sees no future
         cache = KVCache(model.config, 4, torch.device("cpu"), torch.float32)
         steps = [5, 1, 1, 3, 2]  # prefill, tokens one by one, chunks
-        pieces = [model(piece, cache) for piece in inputs.split(steps, dim=1)]
+        pieces = [model(piece, cache=cache) for piece in inputs.split(steps, dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-5, rtol=1e-4)
 
 
@@ -275,7 +274,7 @@ def test_rows_of_different_lengths_get_the_values_they_get_alone(variant, positi
                 is_token[place, :length] = True
             rows = torch.tensor([*lengths])
             selected = cache.select(rows, positions, is_token, max(ends.values()))
-            logits = model(tokens, selected)
+            logits = model(tokens, cache=selected)
             for place, (row, length) in enumerate(lengths.items()):
                 found[row].append(logits[place, :length])
         assert ends == {row: len(text) for row, text in texts.items()}
@@ -295,9 +294,9 @@ def test_a_cache_of_equal_rows_takes_drafts_back_and_goes_on(attention):
         for piece in tokens.split([4, 1, 1, 3, 1, 2], dim=1):
             length = cache.length
             if length:  # two wrong tokens, as far as there is room
-                model(torch.full((2, min(2, 12 - length)), 7), cache)
+                model(torch.full((2, min(2, 12 - length)), 7), cache=cache)
                 cache.truncate(length)
-            pieces.append(model(piece, cache))
+            pieces.append(model(piece, cache=cache))
         expected = model(tokens)
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=1e-4)
 
@@ -306,10 +305,10 @@ def test_more_positions_than_the_context_are_refused():
     model = make()
     cache = KVCache(model.config, 1, torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        model(torch.zeros(1, 12, dtype=torch.long), cache)  # as many as there are
+        model(torch.zeros(1, 12, dtype=torch.long), cache=cache)  # as many as there are
         for given in (cache, None):
             with pytest.raises(ValueError, match="13 positions in a context of 12"):
-                model(torch.zeros(1, 1 if given else 13, dtype=torch.long), given)
+                model(torch.zeros(1, 1 if given else 13, dtype=torch.long), cache=given)
 
 
 def test_a_windowed_layer_caches_its_window_only():
@@ -339,7 +338,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout):
     for model.gradient_checkpointing in (False, True):
         torch.manual_seed(1)
         model.zero_grad()
-        compute_loss(model, tokens, tokens).backward()
+        model(tokens, tokens).backward()
         both.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
@@ -377,13 +376,13 @@ def test_published_shapes_have_their_published_sizes():
 def test_the_loss_of_a_new_model_is_that_of_guessing():
     model = make(vocab_size=50)
     tokens, targets = torch.randint(50, (2, 8, 12))
-    assert compute_loss(model, tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
+    assert model(tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
 
 
 def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(11, (3, 12)), torch.randint(11, (3, 12))
     chosen = model(tokens).softmax(-1).gather(-1, targets[..., None])
-    torch.testing.assert_close(compute_loss(model, tokens, targets), -chosen.log().mean())
+    torch.testing.assert_close(model(tokens, targets), -chosen.log().mean())
 
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -408,7 +407,7 @@ def test_what_an_accelerator_joins_has_the_same_gradients(change, style, dtype, 
     def compute_gradients() -> dict[str, Tensor]:
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = compute_loss(model, tokens, targets)
+            loss = model(tokens, targets)
         loss.backward()
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         assert len(found) == len(list(model.parameters()))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.plan import cluster, cost
 from gptmini.plan.memory import Memory
 from tests.support import tiny
@@ -41,7 +41,6 @@ from torch import distributed
 from gptmini.config.settings import Config
 from gptmini.distributed.group import Group
 from gptmini.distributed.sharding import Sharded
-from gptmini.model.gpt import compute_loss
 from gptmini.plan.cluster import SIMULATED_COMPUTE, RankCounter
 
 folder, rank, texts = sys.argv[1:]
@@ -65,7 +64,7 @@ def found(config):
         for _ in range(passes):
             tokens = torch.zeros(train.micro_batch_size, config.seq_len, dtype=torch.long)
             with SIMULATED_COMPUTE.autocast():
-                mean = compute_loss(model, tokens, tokens)
+                mean = model(tokens, tokens)
             mean.backward()
             adding.after_backward()
     adding.finish()
@@ -160,7 +159,7 @@ def test_replicas_reduce_their_gradients_once_a_step():
     plan = cluster.plan_rank(config, H100, 2)
     model = GPT(config.model)
     tokens = torch.zeros(1, 64, dtype=torch.long)
-    compute_loss(model, tokens, tokens).backward()
+    model(tokens, tokens).backward()
     assert plan.traffic == {"all_reduce": sum(p.grad.nbytes for p in model.parameters())}
     alone = cluster.plan_rank(config_of(8), H100)
     assert (alone.traffic, alone.communication_seconds) == ({}, 0)
@@ -199,7 +198,7 @@ def test_operations_of_a_rank_are_those_of_the_formula():
             with FlopCounterMode(display=False) as counted:
                 tokens = torch.zeros(2, T, dtype=torch.long)
                 with cluster.SIMULATED_COMPUTE.autocast():
-                    mean = compute_loss(sharded, tokens, tokens)
+                    mean = sharded(tokens, tokens)
                 mean.backward()
     finally:
         distributed.destroy_process_group()

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptmini.config.load import CONFIGS_DIR, list_config_files, load_config
 from gptmini.config.settings import ModelConfig
-from gptmini.model.attention import Attention, KVCache
+from gptmini.model.attention import Attention
+from gptmini.model.cache import KVCache
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import MLP
 from gptmini.plan import cost

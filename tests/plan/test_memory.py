@@ -9,7 +9,7 @@ from torch import nn
 
 from gptmini.config.settings import Config
 from gptmini.machine import Compute
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan import memory
 from gptmini.plan.memory import StorageCounter, approximate_memory, estimate_memory
@@ -39,7 +39,7 @@ def run_real_steps(
             for _ in range(passes):
                 tokens = torch.zeros(8, 64, dtype=torch.long)
                 with compute.autocast():
-                    mean = compute_loss(model, tokens, tokens)
+                    mean = model(tokens, tokens)
                 mean.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             learner.step(1e-3)

@@ -132,8 +132,8 @@ def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
         made += 1
         return loss(*given)
 
-    loss = timing.compute_loss
-    monkeypatch.setattr(timing, "compute_loss", slow)
+    loss = GPT.compute_loss
+    monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     config = tiny().with_tokenizer("byte", 257)
     assert timing.time_step(config, CPU, limit=limit).passes == 1
@@ -157,8 +157,8 @@ def test_only_a_run_that_may_be_compiled_is_timed_for_long(
         made.append(now)
         return loss(*given)
 
-    loss = timing.compute_loss
-    monkeypatch.setattr(timing, "compute_loss", slow)
+    loss = GPT.compute_loss
+    monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     monkeypatch.setattr(timing, "has_compiler", lambda: True)
     monkeypatch.setattr(timing, "compile_blocks", lambda _: made.append("compiled"))
@@ -179,8 +179,8 @@ def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
         now += len(tokens)
         return loss(model, tokens, targets)
 
-    loss = timing.compute_loss
-    monkeypatch.setattr(timing, "compute_loss", slow)
+    loss = GPT.compute_loss
+    monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     for size in (1, 2, 6):
         train = {"batch_size": 6, "micro_batch_size": size}
@@ -316,7 +316,7 @@ def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch)
         timing.compile_blocks(model)
     fast = compilers.get(plain)
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    assert gpt.compute_loss(model, tokens, tokens) is (fast if compiled else plain)
+    assert model(tokens, tokens) is (fast if compiled else plain)
 
 
 @pytest.mark.slow

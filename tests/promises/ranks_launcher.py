@@ -22,14 +22,15 @@ from gptmini import files
 from gptmini.cli import app
 from gptmini.distributed import group, sharding  # noqa: F401 - takes seconds to import
 from gptmini.errors import CheckpointError
+from gptmini.model.gpt import GPT
 from gptmini.plan import broadcast
 from gptmini.runs.directory import RunDirectory
-from gptmini.train import build, step, trainer
+from gptmini.train import build, trainer
 
 
 def nan(rank: int) -> None:
     """Rank 1's third update has a loss that is not a number."""
-    loss = step.compute_loss
+    loss = GPT.compute_loss
     calls = []
 
     def broken(*inputs: object) -> object:
@@ -37,12 +38,12 @@ def nan(rank: int) -> None:
         factor = math.nan if rank == 1 and len(calls) == 3 else 1
         return loss(*inputs) * factor
 
-    step.compute_loss = broken
+    GPT.compute_loss = broken
 
 
 def overflowing(rank: int) -> None:
     """Gradients of rank 1 overflow in its third micro-batch, which is of its second step."""
-    loss = step.compute_loss
+    loss = GPT.compute_loss
     calls = []
 
     def broken(*inputs: object) -> object:
@@ -52,7 +53,7 @@ def overflowing(rank: int) -> None:
             found.register_hook(lambda gradient: gradient * math.inf)
         return found
 
-    step.compute_loss = broken
+    GPT.compute_loss = broken
 
 
 def seeded(rank: int) -> None:

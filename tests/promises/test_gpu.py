@@ -18,7 +18,7 @@ from gptmini.config.settings import AttentionConfig, ModelConfig
 from gptmini.errors import Stopped
 from gptmini.generate.run import load_run
 from gptmini.model.attention import attend, make_mask
-from gptmini.model.gpt import GPT, compute_loss
+from gptmini.model.gpt import GPT
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
@@ -63,7 +63,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
     """The loss on fixed tokens, and its gradients by parameter, on the CPU."""
     drawn = torch.randint(101, (3, 41), generator=torch.Generator().manual_seed(1))
     tokens = drawn.to(model.device)
-    value = compute_loss(model, tokens[:, :-1], tokens[:, 1:])
+    value = model(tokens[:, :-1], tokens[:, 1:])
     value.backward()
     found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": value.detach().cpu()}

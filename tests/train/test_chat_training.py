@@ -17,7 +17,6 @@ from gptmini.data import shards
 from gptmini.data.chats import IGNORED
 from gptmini.data.corpus import prepare_text
 from gptmini.generate.run import Run, load_run
-from gptmini.model.gpt import compute_loss
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from gptmini.train.batches import IGNORE_INDEX
@@ -262,7 +261,7 @@ def test_ignored_targets_add_nothing(base, device, monkeypatch):
     tokens = torch.randint(300, (3, 20))
     targets = torch.randint(300, (3, 20))
     targets[0, :7] = targets[2] = IGNORE_INDEX
-    loss = compute_loss(base.model, tokens, targets) * targets.numel()
+    loss = base.model(tokens, targets) * targets.numel()
     kept = targets != IGNORE_INDEX
     logits = base.model(tokens)
     expected = F.cross_entropy(logits[kept], targets[kept], reduction="sum")

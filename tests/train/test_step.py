@@ -11,6 +11,7 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, DivergedError
+from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, step, trainer
 from gptmini.train.checkpoint import ADDED_LATER
@@ -68,9 +69,9 @@ def test_gradients_too_small_for_float16_are_those_of_float32(start):
     gradients = []
     for dtype in ("float16", "float32"):
         training = start(dtype)
-        whole = step.compute_loss
+        whole = GPT.compute_loss
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "compute_loss", lambda *of, whole=whole: whole(*of) / 16384)
+            patch.setattr(GPT, "compute_loss", lambda *of, whole=whole: whole(*of) / 16384)
             training.optimizer.step = lambda lr: None  # type: ignore[method-assign]
             trainer.train_step(training)
         gradients.append([parameter.grad for parameter in training.model.parameters()])
@@ -162,14 +163,14 @@ def _drop_what_is_new(progress: Any) -> dict[str, Any]:
 
 def test_a_loss_that_is_not_finite_is_not_tried_again(start, monkeypatch):
     training = start()
-    whole = step.compute_loss
+    whole = GPT.compute_loss
     passes = []
 
     def broken(*of: Any) -> Any:
         passes.append(1)
         return whole(*of) * math.nan
 
-    monkeypatch.setattr(step, "compute_loss", broken)
+    monkeypatch.setattr(GPT, "compute_loss", broken)
     with pytest.raises(DivergedError, match="loss nan"):
         trainer.train_step(training)
     assert len(passes) == 2  # micro-batches of one step
@@ -178,14 +179,14 @@ def test_a_loss_that_is_not_finite_is_not_tried_again(start, monkeypatch):
 def test_gradients_that_overflow_at_any_scale_are_divergence(start, monkeypatch):
     training = start()
     training.progress.loss_scale = 8.0
-    whole = step.compute_loss
+    whole = GPT.compute_loss
 
     def overflowing(*of: Any) -> Any:
         loss = whole(*of)
         loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
 
-    monkeypatch.setattr(step, "compute_loss", overflowing)
+    monkeypatch.setattr(GPT, "compute_loss", overflowing)
     with pytest.raises(DivergedError, match=r"loss 5\.\d+, gradient norm (nan|inf)"):
         trainer.train_step(training)
     assert training.progress.loss_scale == 1

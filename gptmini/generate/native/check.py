@@ -26,9 +26,8 @@ from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
 from gptmini.generate.native.precision import AnyModule, copy_as, create_cache
 from gptmini.generate.native.step import NativeStep, UnexpectedShapeError, check_shape
-from gptmini.model.attention import KVCache
+from gptmini.model.cache import KVCache, StaticCache
 from gptmini.model.gpt import GPT
-from gptmini.model.static_cache import StaticCache
 
 TOKENS_PER_ROW = 2
 # How long a context is compared. Attention to more positions would take most of the time.

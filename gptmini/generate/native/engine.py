@@ -30,7 +30,7 @@ from gptmini.generate.native.check import matches_torch
 from gptmini.generate.native.precision import PackedMatrices, create_cache
 from gptmini.generate.native.step import MAX_CALL_TOKENS, NativeStep
 from gptmini.generate.texts import Text
-from gptmini.model.attention import KVCache
+from gptmini.model.cache import KVCache
 from gptmini.model.gpt import GPT
 
 # One token of a call: its number, slot and position, and whether it needs logits.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.attention import KVCache, LayerCache
+from gptmini.model.cache import KVCache, LayerCache
 from gptmini.model.gpt import GPT
 
 PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
 from gptmini.generate.native.precision import LANES, PRECISIONS, PackedMatrices, pack, round_up
-from gptmini.model.attention import KVCache, LayerCache
+from gptmini.model.cache import KVCache, LayerCache
 from gptmini.model.gpt import GPT, Block
 
 MAX_CALL_TOKENS = 128  # sizes the buffers

@@ -18,7 +18,8 @@ from gptmini.generate.native import engine as native
 from gptmini.generate.native.step import NativeStep
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
-from gptmini.model.attention import Attention, KVCache, Masks, make_mask
+from gptmini.model.attention import Attention, make_mask
+from gptmini.model.cache import KVCache, Masks
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
 from gptmini.plan.memory import StorageCounter
@@ -286,7 +287,7 @@ def test_alibi_added_to_attention_reaches_every_command(
     # One token at a time on a cache is reading the whole, and the maps have ALiBi's bias.
     with torch.no_grad():
         steps = KVCache(run.model.config, 1, torch.device("cpu"), torch.float32)
-        logits = [run.model(torch.tensor([[token]]), steps)[0, 0] for token in tokens]
+        logits = [run.model(torch.tensor([[token]]), cache=steps)[0, 0] for token in tokens]
         whole = run.model(torch.tensor([tokens]))[0]
     torch.testing.assert_close(torch.stack(logits), whole, atol=1e-5, rtol=1e-4)
     maps = attention_maps.compute_attention_weights(plain.model, tokens)
