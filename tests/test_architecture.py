@@ -38,7 +38,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "corpus",
     ],
     "model": ["attention", "cache", "layers", "induction", "gpt", "optim", "kernels", "mechanisms"],
-    "runs": ["directory", "tensors", "log"],
+    "runs": ["directory", "tensors", "progress", "write", "log"],
     "distributed": ["group", "gradients", "placement", "sharding", "rows", "checkpoints"],
     "generate": [
         "sampler",
@@ -80,8 +80,6 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "evaluate",
         "state",
         "build",
-        "create",
-        "resume",
         "checkpoint",
         "messages",
         "api",

@@ -84,7 +84,7 @@ def train(
     from gptmini.plan.minutes import FINAL_SAMPLE_SECONDS
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
-    from gptmini.train import resume, trainer
+    from gptmini.train import checkpoint, trainer
 
     log.check_installed(settings.train.log_to)
     directory = RunDirectory(out)
@@ -92,7 +92,7 @@ def train(
         existing = directory.load_config()
         check_base(settings, existing, directory)
         kept = reuse_choices(settings, existing)
-        resume.check_same_settings(kept, existing, directory, undecided=(None, "auto"))
+        checkpoint.check_same_settings(kept, existing, directory, undecided=(None, "auto"))
     with join_group() as group:
         decision = decide_on_all_ranks(settings, directory, cache, started, group)
         trained = trainer.train(decision, out)

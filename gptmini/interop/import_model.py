@@ -12,8 +12,8 @@ from gptmini.interop.hub_model import ModelName, fetch_model, parse_model_name
 from gptmini.interop.huggingface import read_folder
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import NamedTensors
+from gptmini.runs.write import write_run
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.create import write_run
 
 # Training settings of an imported run. Pretrained models were trained by AdamW; fine-tuning starts
 # from this learning rate and halves it (plan.finetune), so 2e-4 is the peak. Bits per byte of

@@ -11,8 +11,9 @@ from gptmini.model.optim import MUON_VERSION
 from gptmini.plan.decision import Decision
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
+from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, seed_from
-from gptmini.train.state import FIRST_LOSS_SCALE, Progress, Training
+from gptmini.train.state import FIRST_LOSS_SCALE, Training
 
 
 @show_elapsed("building the model")

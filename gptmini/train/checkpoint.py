@@ -1,22 +1,153 @@
-"""Saves a training run as a checkpoint, and restores it from one.
+"""Creates a training run or resumes it, saves it as a checkpoint and restores it from one.
+
+A run exists once its configuration is written. Weights that are not drawn from the seed must be
+saved before that: a run without a checkpoint begins from random weights.
 
 How ranks share the work is the business of `training.checkpoints` (distributed/checkpoints.py).
 """
 
 from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
 
-from gptmini.console import warn
-from gptmini.errors import CheckpointError, DataError, DivergedError
+from gptmini.config.load import iter_differences
+from gptmini.config.settings import Config
+from gptmini.console import show_elapsed, warn
+from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.model.optim import MUON_VERSION
-from gptmini.runs.directory import Checkpoint
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.runs.progress import Progress
 from gptmini.runs.tensors import check_shapes
-from gptmini.train.messages import describe_changed_text, describe_divergence
-from gptmini.train.state import Progress, Training
+from gptmini.train.messages import (
+    describe_changed_text,
+    describe_difference,
+    describe_divergence,
+    say_if_rate_rises,
+    warn_of_micro_batch_size,
+)
+from gptmini.train.state import Training
 
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
 # What checkpoints of older versions lack; the defaults of Progress hold for them.
 ADDED_LATER = {"loss_scale", "deterministic", "muon_version", "source"}
+# Settings that may change when a run is resumed; any other change would make it another run.
+CHANGEABLE_SETTINGS = {
+    "data.path",  # the content is compared instead
+    "data.validation_path",
+    "train.steps",
+    "train.warmup_steps",
+    "train.patience",
+    "train.on_divergence",
+    "train.eval_every",
+    "train.save_every",
+    "train.keep",
+    "train.log_every",
+    "train.log_to",
+    "train.device",
+    "train.deterministic",
+    "train.compile",
+    "train.micro_batch_size",
+    "train.gradient_checkpointing",
+    "train.shard",
+}
+
+
+def create_or_resume(training: Training) -> None:
+    """Make the run directory, or resume the same run from its newest checkpoint."""
+    run_exists = training.group.on_rank_zero(lambda: training.run.exists)
+    if run_exists:
+        _resume(training)
+    elif training.config.base.run is not None:
+        _load_base_weights(training, RunDirectory(Path(training.config.base.run)))
+        create_run_with_weights(training)
+    else:
+        create_run(training)
+
+
+def _resume(training: Training) -> None:
+    """Restore the newest checkpoint of a run that is there, if it has any."""
+    config = training.config
+    run = training.run
+    group = training.group
+    group.on_rank_zero(lambda: run.checkpoints.mkdir(exist_ok=True))
+    existing = group.on_all_ranks(lambda: _check_same_run(training))
+    with show_elapsed("loading the newest checkpoint"):
+        checkpoint = training.checkpoints.load_newest()
+    if checkpoint is not None:
+        restore_checkpoint(training, checkpoint)
+        warn_of_micro_batch_size(existing, config, run)
+        say_if_rate_rises(existing, config, training.step)
+        # A kill may have come between writing a checkpoint and deleting the old ones.
+        group.on_rank_zero(lambda: run.prune(training.progress.best, config.train.keep))
+        training.started -= training.progress.elapsed
+    elif config.base.run is not None:
+        # Beginning again would train from random weights what was to begin from the base.
+        raise CheckpointError(
+            f"{run.checkpoints}: no checkpoint to resume from; delete {run.path} to begin again "
+            f"from {config.base.run}"
+        )
+    if training.step < config.train.steps:
+        group.on_rank_zero(lambda: run.write_config(config))
+
+
+def _check_same_run(training: Training) -> Config:
+    """Return the configuration of the run on the disk, which must be that of this training."""
+    config = training.config
+    run = training.run
+    existing = run.load_config()
+    check_same_settings(config, existing, run)
+    if run.load_tokenizer().fingerprint != training.corpus.tokenizer.fingerprint:
+        raise DataError(describe_changed_text(config, run))
+    return existing
+
+
+def _load_base_weights(training: Training, base: RunDirectory) -> None:
+    """Load the weights that the configuration names; CheckpointError if they are gone."""
+    with show_elapsed("loading the base"):
+        checkpoint = training.checkpoints.load_best_of(base)
+    if checkpoint.sha256 != training.config.base.sha256:
+        raise CheckpointError(
+            f"{base.path}: changed while this run was prepared; run the same command again"
+        )
+    model = training.model
+    model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), base.checkpoints))
+    training.progress.source = checkpoint.state.get("source", "")
+
+
+def check_same_settings(
+    requested: Config, existing: Config, run: RunDirectory, undecided: tuple[Any, ...] = ()
+) -> None:
+    """Raise ConfigError listing the settings in which a run differs from the one requested.
+
+    Settings that still have one of the values `undecided` are not compared.
+    """
+    lines = []
+    for key, now, before in iter_differences(requested, existing):
+        if key in CHANGEABLE_SETTINGS or key.startswith("sample.") or now in undecided:
+            continue
+        if key == "train.minutes" and None not in (now, before):  # other minutes make it longer
+            continue
+        lines.append(describe_difference(key, before, now, run))
+    if lines:
+        raise ConfigError(
+            *lines, f"{run.path}: holds a run with other settings; choose another --out"
+        )
+
+
+def create_run(training: Training) -> None:
+    """Write a new run whose weights follow from its seed, without a checkpoint."""
+    run = training.run
+    tokenizer = training.corpus.tokenizer
+    training.group.on_rank_zero(lambda: run.create(training.config, tokenizer))
+
+
+def create_run_with_weights(training: Training) -> None:
+    """Write a new run that begins from other weights: a checkpoint, then the run."""
+    run = training.run
+    training.group.on_rank_zero(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
+    save_checkpoint(training)
+    create_run(training)
 
 
 def save_checkpoint(training: Training) -> None:

@@ -18,8 +18,9 @@ from gptmini.files import atomic_output
 from gptmini.generate.run import Run
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
+from gptmini.runs.write import write_run
 from gptmini.train.build import build_training
-from gptmini.train.create import create_run_with_weights, write_run
+from gptmini.train.checkpoint import create_run_with_weights
 
 STEPS_SHARE = 0.1  # of the original steps
 # Of the original learning rates. Tried on one model of 3M parameters (600 steps, four KV heads to

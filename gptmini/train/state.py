@@ -1,4 +1,4 @@
-"""The state of a training run: what a checkpoint holds, and all that the loop works on.
+"""The state of a training run: all that the loop works on.
 
 Everything random is a function of (seed, step, micro-batch), so nothing random is saved.
 """
@@ -7,7 +7,6 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,44 +21,11 @@ from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.runs.directory import RunDirectory
+from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches
 
 RECENT_LOSSES = 50  # with which a new one is compared
 FIRST_LOSS_SCALE = 2.0**16  # in float16
-
-
-@dataclass
-class Progress:
-    """How far a run has come, and on what: the content of state.json.
-
-    `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
-    each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
-    `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
-    is that of Compute; `muon_version` is MUON_VERSION; `source` is what was imported, such as
-    hf:OWNER/NAME@COMMIT or a path, also for runs that began from that.
-    """
-
-    corpus: str
-    tokenizer: str
-    torch: str
-    threads: int
-    device: str
-    dtype: str
-    compile: str
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    elapsed: float = 0.0
-    lr_scale: float = 1.0
-    best: dict[str, Any] | None = None
-    loss_scale: float = 1.0
-    deterministic: bool = False
-    muon_version: int = 1
-    source: str = ""
-
-    def to_metrics(self) -> dict[str, Any]:
-        """Return the keys that every line of metrics begins with."""
-        return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
 
 
 @dataclass

@@ -25,7 +25,7 @@ from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import NoLog, RunLog
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.build import build_training
-from gptmini.train.checkpoint import restore_checkpoint, save_checkpoint
+from gptmini.train.checkpoint import create_or_resume, restore_checkpoint, save_checkpoint
 from gptmini.train.evaluate import evaluate
 from gptmini.train.messages import (
     describe_divergence,
@@ -35,7 +35,6 @@ from gptmini.train.messages import (
     report_spike,
     say_header_lines,
 )
-from gptmini.train.resume import create_or_resume
 from gptmini.train.state import Training
 from gptmini.train.step import train_step
 

@@ -9,10 +9,10 @@ from gptmini.config.load import validate
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
+from gptmini.runs.write import write_run
 from gptmini.tokenizer import bpe, tokenizer_json
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.create import write_run
 from tests.support import prose
 
 TEXT = prose()

@@ -23,10 +23,8 @@ from gptmini.plan import overfitting
 from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, state, trainer
-from gptmini.train.checkpoint import save_checkpoint
-from gptmini.train.create import create_run
+from gptmini.train.checkpoint import check_same_settings, create_run, save_checkpoint
 from gptmini.train.messages import say_header_lines
-from gptmini.train.resume import check_same_settings
 from tests.support import prepared, tiny
 from tests.support import train as begin_training
 

@@ -1,63 +1,30 @@
-"""Writes runs at step 0.
-
-A run exists once its configuration is written. Weights that are not drawn from the seed must be
-saved before that: a run without a checkpoint begins from random weights.
-"""
+"""Writes a run of weights that are there already, such as imported ones."""
 
 from dataclasses import asdict
 from itertools import islice
-
-import torch
 
 from gptmini.config.settings import Config
 from gptmini.console import iter_with_progress
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.runs.progress import Progress
 from gptmini.runs.tensors import Manifest, NamedTensors, RowSlice, Tensors
 from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train.checkpoint import save_checkpoint
-from gptmini.train.state import Progress, Training
 
 # Weights of more bytes are written in several files, as by several processes, one at a time.
 PART_BYTES = 50_000_000
 
 
-def create_run(training: Training) -> None:
-    """Write a new run whose weights follow from its seed, without a checkpoint."""
-    run = training.run
-    tokenizer = training.corpus.tokenizer
-    training.group.on_rank_zero(lambda: run.create(training.config, tokenizer))
-
-
-def create_run_with_weights(training: Training) -> None:
-    """Write a new run that begins from other weights: a checkpoint, then the run."""
-    run = training.run
-    training.group.on_rank_zero(lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
-    save_checkpoint(training)
-    create_run(training)
-
-
 def write_run(
     run: RunDirectory, config: Config, weights: NamedTensors, tokenizer: Tokenizer, source: str = ""
 ) -> None:
-    """Write a run with weights that were trained elsewhere, and on no text of ours.
-
-    `source` says where they came from.
+    """Write a run, at step 0, with weights that were trained elsewhere; `source` says where.
 
     The weights may be read while they are written: of a large model, no more is in memory than a
     file of PART_BYTES holds. A kill may leave half of a run, so callers write to a directory that
     gets its name at the end.
     """
-    progress = Progress(
-        corpus="",
-        tokenizer=tokenizer.fingerprint,
-        torch=str(torch.__version__),
-        threads=1,
-        device="cpu",
-        dtype="float32",
-        compile="off",
-        source=source,
-    )
+    progress = Progress("", tokenizer.fingerprint, source=source)
     run.create(config, tokenizer)
     parts = _split_into_parts(create_meta_tensors(config.model))
     run.check_space(sum(sum(sizes.values()) for sizes in parts))

@@ -9,9 +9,9 @@ from torch import Tensor
 from gptmini.config.load import validate
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
+from gptmini.runs import write
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from gptmini.train import create
 
 
 def test_large_weights_are_written_in_parts_while_they_are_read(tmp_path, monkeypatch):
@@ -19,7 +19,7 @@ def test_large_weights_are_written_in_parts_while_they_are_read(tmp_path, monkey
     torch.manual_seed(1)
     model = GPT(config.model).to(torch.bfloat16)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    monkeypatch.setattr(create, "PART_BYTES", 40_000)  # the embedding alone has 32,896
+    monkeypatch.setattr(write, "PART_BYTES", 40_000)  # the embedding alone has 32,896
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -33,7 +33,7 @@ def test_large_weights_are_written_in_parts_while_they_are_read(tmp_path, monkey
             del held
             yield name, copy
 
-    create.write_run(RunDirectory(tmp_path / "run"), config, read(), ByteTokenizer())
+    write.write_run(RunDirectory(tmp_path / "run"), config, read(), ByteTokenizer())
     assert most < sum(tensor.nbytes for tensor in weights.values()) / 2
     names = {path.name for path in (tmp_path / "run/checkpoints/step-00000000").iterdir()}
     assert "model-00002-of-00007.safetensors" in names, names

@@ -1,0 +1,40 @@
+"""How far a run has come: what a checkpoint says of it beside its tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Progress:
+    """Contents of state.json: counters, the best evaluation, and what the bits depend on.
+
+    `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
+    each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
+    `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
+    is that of Compute; `muon_version` is MUON_VERSION; `source` is what was imported, such as
+    hf:OWNER/NAME@COMMIT or a path, also for runs that began from that.
+    """
+
+    corpus: str
+    tokenizer: str
+    torch: str = str(torch.__version__)
+    threads: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    compile: str = "off"
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    elapsed: float = 0.0
+    lr_scale: float = 1.0
+    best: dict[str, Any] | None = None
+    loss_scale: float = 1.0
+    deterministic: bool = False
+    muon_version: int = 1
+    source: str = ""
+
+    def to_metrics(self) -> dict[str, Any]:
+        """Return the keys that every line of metrics begins with."""
+        return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
