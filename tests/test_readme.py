@@ -33,6 +33,7 @@ READMES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(set((ROOT / "docs").glob("*.md")) - set((ROOT / "docs").glob("*.zh.md"))),
     *(ROOT / folder / "README.md" for folder in ("configs", "data", "scripts", "tests")),
+    ROOT / "scripts" / "RESULTS.md",
 ]
 # Their code is that of the English pages, which tests/test_translations.py compares them with.
 TRANSLATIONS = [*ROOT.glob("*.zh.md"), *sorted((ROOT / "docs").glob("*.zh.md"))]

@@ -1,4 +1,4 @@
-"""The benchmarks run, on small inputs, and print the tables of scripts/README.md."""
+"""The benchmarks run, on small inputs, and print the tables of scripts/RESULTS.md."""
 
 import json
 import re
