@@ -298,8 +298,7 @@ def check_memory(
 def keep_freed_memory() -> None:
     """Make glibc reuse large blocks instead of returning them to the system at every step.
 
-    Without this, page faults made a step of 32 x 256 tokens at width 256 between 2 and 32 % slower
-    (three pairs of runs on two cores).
+    Without this, page faults make steps slower (scripts/LOG.md, 2026-11-20).
     """
     if sys.platform != "linux":
         return

@@ -33,6 +33,7 @@ READMES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(set((ROOT / "docs").glob("*.md")) - set((ROOT / "docs").glob("*.zh.md"))),
     *(ROOT / folder / "README.md" for folder in ("configs", "data", "scripts", "tests")),
+    ROOT / "scripts" / "RESULTS.md",
 ]
 # Their commands are those of the English pages.
 TRANSLATIONS = [*ROOT.glob("*.zh.md"), *sorted((ROOT / "docs").glob("*.zh.md"))]

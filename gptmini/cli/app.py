@@ -102,13 +102,7 @@ for _group in (app, data_app, tokenizer_app):
 
 
 # How often a waiting OpenMP thread looks for work before it sleeps. By libgomp's own count, threads
-# take the cores from other programs, and from each other. Tokens/s, medians on two cores of an AMD
-# EPYC, alone and beside two busy programs:
-#                        own   10,000    3,000    1,000   OMP_WAIT_POLICY=PASSIVE
-# training, alone     27,609   27,256   28,197   26,067   17,665
-# training, busy       6,632    8,517    7,836    7,550    7,607
-# generating, alone    4,906    4,942    4,163    3,902
-# generating, busy     1,175    2,066
+# take the cores from other programs, and from each other (scripts/LOG.md, 2026-11-21).
 OPENMP_SPIN_COUNT = "10000"
 
 CLOSED_PIPE_SIGNAL = 13  # SIGPIPE, which Python ignores and Windows lacks

@@ -21,7 +21,7 @@ from gptmini.generate.filters import LogitsProcessor, draw_uniform, sample_token
 from gptmini.generate.sampler import append_token, copy_to_host, draw_token
 from gptmini.generate.texts import Text
 
-MAX_DRAFT_TOKENS = 3  # the compiled step takes 1.4 times as long for four tokens as for one
+MAX_DRAFT_TOKENS = 3  # four tokens take less than twice as long as one (scripts/LOG.md, 2026-11-21)
 
 
 class Drafter(Protocol):

@@ -15,15 +15,7 @@ from gptmini.runs.tensors import NamedTensors
 from gptmini.runs.write import write_run
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-# Training settings of an imported run. Pretrained models were trained by AdamW; fine-tuning starts
-# from this learning rate and halves it (plan.finetune), so 2e-4 is the peak. Bits per byte of
-# SmolLM2-135M-Instruct after 50 steps of 4 x 256 tokens, by that peak, on the end of a text that
-# was kept from training; 1 MB of each, one run each:
-#
-#     peak                        none    3e-5    1e-4    2e-4    3e-4
-#     Python (torch.distributed)  0.876   0.793   0.745           0.730
-#     German manual pages         2.105   1.731   1.561   1.494   1.478
-#     Tiny Shakespeare            1.770   1.626   1.607   1.624   1.646
+# Fine-tuning halves this learning rate, so its peak is 2e-4 (scripts/LOG.md, 2026-11-24).
 FINETUNE_SETTINGS: dict[str, Any] = {
     "optimizer": "adamw",
     "lr": 4e-4,

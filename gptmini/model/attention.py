@@ -195,8 +195,7 @@ def attend(
         causal = mask is None
         return _attend(q, k, v, mask, causal, dropout, backend)
     # Decoding has a single query. The heads that share a KV head then become the rows of one matrix
-    # product, or on a CPU of two to use two cores (12 heads on 1024 keys of one KV head: 38 us in
-    # one product, 30 in two, 69 in twelve).
+    # product, or on a CPU of two, to use two cores (scripts/LOG.md, 2026-11-21).
     G = k.shape[1]
     products = 2 * G if q.device.type == "cpu" and H % (2 * G) == 0 else G
     packed = q.reshape(B, products, H // products, K)  # the heads take the place of T
@@ -235,14 +234,7 @@ def choose_backend(q: Tensor, masked: bool, dropout: float) -> str:
     """Resolve `auto`: `eager` where two matrix products beat torch's fused kernel, else `sdpa`.
 
     On a CPU the backward pass of the fused kernel is slow in bfloat16, for short rows and under a
-    mask (length 1024 with a window: 151 ms per step eager, 185 fused), and the kernel has no
-    dropout. Milliseconds, eager / fused, for 6 heads of size 64 on 4096 tokens (two cores, AMX):
-
-    | length                      | 32       | 128      | 256     | 512     | 1024    | 2048     |
-    |-----------------------------|----------|----------|---------|---------|---------|----------|
-    | bfloat16, with gradients    | 9 / 39   | 12 / 43  | 17 / 32 | 30 / 43 | 58 / 53 | 136 / 83 |
-    | bfloat16, without           | 2 / 2    | 4 / 2    | 7 / 4   | 15 / 6  | 26 / 9  | 61 / 14  |
-    | float32, with gradients     | 16 / 11  | 25 / 20  | 38 / 30 | 77 / 54 | 150/76  | 316/122  |
+    mask, and the kernel has no dropout (scripts/LOG.md, 2026-11-21).
     """
     if q.device.type != "cpu":
         return "sdpa"

@@ -194,7 +194,7 @@ def init_weights(model: GPT) -> None:
     two layers.
 
     An embedding that is not the head may be large. A head near zero begins at the loss of guessing,
-    and its first gradients are those of the errors. docs/experiments.md has the figures.
+    and its first gradients are those of the errors (scripts/LOG.md, 2026-11-23).
     """
     config = model.config
     for module in model.modules():

@@ -51,21 +51,7 @@ class Estimates:
     many_epochs: Ladder
 
 
-# For a text that is read a few times, two layers are enough, as they can copy from the start
-# (model/induction.py). Bits per byte after 1 to 10 minutes on one core of a Xeon with AMX; in
-# brackets the tokens per weight; one run each:
-#
-#     layers x width, rows   2 x 128, 8   2 x 192, 16  2 x 256, 16  3 x 256, 16  4 x 192, 16
-#     German pages, 1 min.   1.158 (4.7)  1.153 (1.5)
-#                   2        0.980 (10)   0.930 (3.5)  0.950 (1.4)               1.014 (0.9)*
-#                   4                     0.807 (5.6)  0.799 (2.4)  0.829 (1.2)  0.826 (1.9)
-#     std. library, 1        1.125 (4.7)  1.139 (1.4)*
-#                   4                                  0.894 (2.4)  0.910 (1.3)  0.916 (1.8)
-#
-#                            2 x 256, 16  2 x 384, 16  4 x 256, 16
-#     Python packages, 10    0.940 (6.2)  0.946 (1.8)  0.960 (2.0)
-#
-# (* with 8 rows.) docs/experiments.md has the other shapes.
+# Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md, 2026-11-25).
 CPU_FEW_EPOCHS: Ladder = (
     Rung(2, 128, 8, 2.0),
     Rung(2, 192, 16, 2.0),
@@ -77,23 +63,7 @@ CPU_FEW_EPOCHS: Ladder = (
     Rung(12, 768, 64, 2.0),
 )
 
-# For a text that is read often, more weights are better than more epochs, and from two minutes on
-# four layers better than two. As above, with 8 rows at a width of 128, else 16:
-#
-#                     3 x 128      4 x 128      2 x 192      2 x 256      4 x 192      4 x 256
-#     Shakespeare, 1  2.044 (2.0)  2.081 (1.1)  2.031 (1.3)  2.027 (0.6)  2.024 (0.4)
-#                  2  2.056 (3.9)  2.034 (2.1)               2.003 (1.1)  1.948 (1.0)  1.976 (0.4)
-#     by character, 4                                        2.404 (3.6)  2.346 (2.5)
-#     manual, 2                    1.620 (2.0)               1.617 (1.1)  1.570 (0.8)  1.570 (0.4)
-#     both, 1         2.028 (1.9)  2.070 (1.2)  1.985 (1.3)  2.035 (0.6)  1.967 (0.4)
-#           2                                                1.931 (1.2)  1.962 (0.9)  1.925 (0.4)
-#
-# By an earlier recipe, 4 x 192 (1.5) won against 4 x 256 (0.5) on Shakespeare by character. All are
-# from before the recipe followed the risk of overfitting (plan/recipe.py). With it, after half a
-# minute, 2 x 192 (0.7) is 1.4 % better than 2 x 128 on the manual, 0.5 % worse on Shakespeare and
-# on both, and no better on German pages. After a minute, 2 x 192 has 2.001 on Shakespeare and 1.924
-# on both, 2 x 256 has 2.003 and 1.967. After two, 2 x 256 and 2 x 384 have 1.994 and 1.984 on
-# Shakespeare.
+# Text read often: more weights are better than more epochs (scripts/LOG.md, 2026-11-25).
 CPU_MANY_EPOCHS: Ladder = (
     Rung(2, 128, 8, 0.7),
     Rung(2, 192, 16, 1.0),

@@ -9,36 +9,7 @@ from gptmini.data.token_file import Corpus
 from gptmini.errors import ConfigError
 from gptmini.runs.directory import RunDirectory
 
-# The rates of fine-tuning, as a share of the base's: bits per byte after 60 steps of 8 x 128
-# tokens. The bases have 1.0 M parameters and read 2.4 M tokens of builtin:python-code. The new
-# texts are 343 kB of other Python (torch.distributions), at 2.2 and 2.5 before, and 100 kB of
-# Shakespeare, at 3.8. Measured once, with torch 2.13 on two cores of an AMD EPYC, 21 November 2026.
-#
-#     share                     1    0.5    0.3    0.2    0.1
-#     base by Muon, Python   1.524  1.486  1.504         1.687
-#       Shakespeare          2.230  2.261  2.327         2.660
-#     base by AdamW, Python  1.596  1.625         1.773
-#       Shakespeare          2.297  2.366         2.532
-#
-# Text that is far from the base's gains most from all of the rate. On text that the base had read
-# (builtin:python-docs, 1.635 before) all of it does harm: 1.653, where 0.3 and 0.1 reach 1.515.
-#
-# A base with an untied head, trained at 12e-3 on 0.2 epochs of the same sources (0.7 M weights,
-# 60 steps of 8 x 128 tokens of Shakespeare, Muon at half): 2.700, 2.737, 2.797 and 2.877 with a
-# share of 1, 0.5, 0.25 and 0.1 for AdamW.
-#
-# The other optimizer brings nothing: AdamW on the base by Muon 1.549 (share 0.3) and 2.257 (share
-# 1), Muon on the base by AdamW 1.595 and 2.305 (share 0.5). So the base's own is kept.
-#
-# Freezing brings nothing either. Seconds of CPU per step, and bits per byte of Shakespeare: all
-# weights 0.106, 2.261; without embeddings and two blocks of four 0.077, 2.525; three blocks 0.060,
-# 2.676. LoRA saves at most 0.032 s of a step: that much without gradients of any matrix.
-#
-# Nor at 135 M weights: SmolLM2-135M-Instruct, 60 steps of 4 x 256 tokens of German manual pages, at
-# 1.827 before; CPU seconds a step in bfloat16 (one core of a Xeon with AMX), and bits per byte. All
-# weights at 2e-4: 2.40 s, 1.362. LoRA of rank 16 on all matrices: at 1e-3 2.45 s, 1.448; at 2e-3
-# 2.57 s, 1.399. The products that it adds cost what the gradients that it leaves out do; it spares
-# memory alone, 12 bytes a weight.
+# The full rates do harm to text that the base knows already (scripts/LOG.md, 2026-11-21).
 LR_SHARE_OF_BASE = 0.5
 
 # Settings of section train that are taken from the base as they are.
@@ -58,15 +29,7 @@ ADVICE = {
 SAMPLES_PER_FILE = 10
 TOKENS_PER_SAMPLE = 1000
 
-# When a model from scratch ends lower: bits per byte of SmolLM2-135M-Instruct fine-tuned, and of a
-# new model, after `--minutes 4` on one core of a Xeon with AMX (one run each, beside other work).
-# They are those of 100,000 characters of the same kind on which neither was trained.
-#
-#     text, tokens per character     base   of 100 kB     1 MB          3 MB          10 MB
-#     German manual pages, 0.44      1.594  1.254, 2.302  1.168, 1.361  1.158, 0.962  1.161, 0.865
-#     the standard library, 0.30     0.694                0.678, 1.636                0.652, 0.926
-#
-# Which of the two a text is like shows in its tokens: SmolLM2 has read little German.
+# A base that has read little of the kind loses to a new model here (scripts/LOG.md, 2026-11-24).
 MIN_TOKENS_OF_FOREIGN_CHARACTER = 0.4
 MIN_CHARACTERS_FOR_NEW_MODEL = 2_000_000
 

@@ -10,23 +10,12 @@ from gptmini.config.settings import Config
 from gptmini.data.token_file import Corpus
 from gptmini.plan.cost import count_parameters_by_part
 
-# Below three epochs, the settings for a low risk were never clearly behind, at any size
-# (docs/experiments.md).
+# Below, settings for a low risk were never clearly behind (scripts/LOG.md, 2026-11-25).
 MIN_EPOCHS_TO_OVERFIT = 3.0
 
-# More minutes make a model of a short text worse. Bits per byte after 2, 5 and 10 minutes on one
-# core of an AMD EPYC with AVX512-BF16, with the sizes that `train.minutes` chose; in brackets the
-# risk; one run each:
-#
-#                              2            5            10            now
-#     Python's manual          1.521 (29)   1.534 (67)   1.570 (121)   1.525 (55, 7.3 minutes)
-#     German pages, 0.3 MB     1.856 (47)   1.943 (110)                1.862 (55, 3.1 minutes)
-#     std. library, 0.3 MB     2.219 (55)   2.315 (130)                2.311 (55, 2.1 minutes)
-#
-# The library's two runs at 55 are the same but for three steps. docs/experiments.md has more.
+# From here on, more training makes a model of a short text worse (scripts/LOG.md, 2026-11-25).
 MAX_USEFUL_RISK = 55.0
-# Whatever the risk, a model reads at least this if there is time. Of 30 kB, a quarter million
-# tokens are 3 and 13 % worse. The best evaluation is kept.
+# Less is too few updates, whatever the risk; the best is kept (scripts/LOG.md, 2026-11-25).
 MIN_USEFUL_EPOCHS = 10.0
 MIN_USEFUL_TOKENS = 1e6
 

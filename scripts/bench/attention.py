@@ -1,4 +1,4 @@
-"""Time attention by variant, length and window: python scripts/bench/attention.py [--quick]
+"""Time attention by variant, length and window: python scripts/bench attention [--quick]
 
 The variants take turns in one process, because a machine's speed drifts. The table gives medians
 and the ratio to MHA, which travels better than milliseconds. Width 768, 12 query heads of size 64,
@@ -111,7 +111,3 @@ def main() -> None:
                 f"| {length} | {name} | {milliseconds} | {ratio} | {decoding[name] * 1e6:.0f} | "
                 f"{decoding['mha'] / decoding[name]:.2f} x | {size:,} | {formula:,} |"
             )
-
-
-if __name__ == "__main__":
-    main()

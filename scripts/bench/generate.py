@@ -1,4 +1,4 @@
-"""Time generation beside Hugging Face on the same weights: python scripts/bench/generate.py
+"""Time generation beside Hugging Face on the same weights: python scripts/bench generate
 
 Needs `pip install -e '.[bench]'`. In each row everything takes turns in one process. The table
 gives medians of tokens per second, prefill included, and ratios to `generate` of transformers in
@@ -30,6 +30,7 @@ from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.texts import Generation, Text
 from gptmini.model.gpt import GPT
 
+COMMAND = [sys.executable, str(Path(__file__).parent), "generate"]
 SIZES = {
     "tiny": {"n_layer": 2, "n_head": 6, "d_model": 96, "vocab_size": 65},
     "10M": {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 65},
@@ -304,10 +305,6 @@ def main() -> None:
             for batch, length in ((1, 32), (1, 512), (8, 32), (32, 32)):
                 print_row(size, variant, batch, length, 3, reads)
         for who in ("HF", *PRECISIONS):
-            command = [sys.executable, __file__, "--memory", size, who]
+            command = [*COMMAND, "--memory", size, who]
             peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             print(f"{size}, batch 1, peak memory of {who}: {peak.strip()} MiB", flush=True)
-
-
-if __name__ == "__main__":
-    main()

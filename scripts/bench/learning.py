@@ -1,9 +1,9 @@
 """Compare what training recipes learn from the same tokens.
 
-python scripts/bench/learning.py run RESULTS.jsonl [--texts code,NAME=PATH:TOKENIZER,...]
+python scripts/bench learning run RESULTS.jsonl [--texts code,NAME=PATH:TOKENIZER,...]
     [--recipes gptmini,nanochat,...] [--recipe NAME:KEY=VALUE:...] [--regimes fresh,once,many]
     [--sizes 3x128,4x256] [--seeds 1337,1338,1339] [--steps 400] [--jobs 2]
-python scripts/bench/learning.py table RESULTS.jsonl [--beside gptmini]
+python scripts/bench learning table RESULTS.jsonl [--beside gptmini]
 
 Every recipe reads the same windows in the same order, with the same tokenizer, batch, number of
 steps, layers and width. It is measured by bits per byte of the end of the text (a tenth, at most
@@ -27,11 +27,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import nanochat
 import numpy as np
 import torch
 
 import gptmini
+from bench import nanochat
 from gptmini import files
 from gptmini.analysis.statistics import conclude, estimate_difference
 from gptmini.config.load import validate
@@ -377,7 +377,3 @@ def main() -> None:
     table.set_defaults(action=print_table)
     options = parser.parse_args()
     options.action(options)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Time generation beside llama.cpp on the same weights: python scripts/bench/llama.py
+"""Time generation beside llama.cpp on the same weights: python scripts/bench llama
 
 Needs `pip install -e '.[bench,gguf]' xllamacpp`. llama.cpp runs as a server in a process of its
 own, with as many threads. In each row everything takes turns, four times, of which the first warms
@@ -20,10 +20,10 @@ from pathlib import Path
 import httpx
 import torch
 import transformers
-from generate import LLAMA, SIZES, create_hf_model, generate_hf, time_gptmini
-from serve import build_llama_command, find_free_port, start_server
 from torch import Tensor
 
+from bench.generate import LLAMA, SIZES, create_hf_model, generate_hf, time_gptmini
+from bench.serve import build_llama_command, find_free_port, start_server
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.native.engine import open_engine
@@ -124,7 +124,3 @@ def main() -> None:
         model = load_run(options.run, "cpu").model
     for batch, length, n_new in ROWS[:2] if options.quick else ROWS:
         print_row(model, batch, length, n_new, options.cpu)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Measure a training step with and without gradient checkpointing: python scripts/bench/memory.py
+"""Measure a training step with and without gradient checkpointing: python scripts/bench memory
 
 Each case runs in its own process, because the system reports peak memory per process.
 """
@@ -8,12 +8,15 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from gptmini import machine
 from gptmini.config.settings import ModelConfig
 from gptmini.model.gpt import GPT
+
+COMMAND = [sys.executable, str(Path(__file__).parent), "memory"]
 
 
 def measure(checkpointing: bool, rows: int) -> None:
@@ -45,10 +48,6 @@ def main() -> None:
     print("| gradient checkpointing | peak MiB | seconds a step |")
     print("|---|---|---|")
     for case in ("off", "on"):
-        command = [sys.executable, __file__, "--case", case, "--rows", str(options.rows)]
+        command = [*COMMAND, "--case", case, "--rows", str(options.rows)]
         words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         print(f"| {case} | {words[0]} | {words[1]} |")
-
-
-if __name__ == "__main__":
-    main()

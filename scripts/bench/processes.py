@@ -1,4 +1,4 @@
-"""Time training on several processes of this machine: python scripts/bench/processes.py
+"""Time training on several processes of this machine: python scripts/bench processes
 
 Each row is a number of processes and a way of adding gradients (train.reduce): seconds per step,
 the median over rounds in which all of them take turns, and the ratio to one process. `exact` and
@@ -69,7 +69,3 @@ def main() -> None:
             middle = statistics.median(seconds)
             row = (size, str(ranks), reduce, f"{middle:.3f}", f"{middle / alone:.2f}")
             print(f"| {' | '.join(row)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

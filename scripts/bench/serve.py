@@ -1,4 +1,4 @@
-"""Time `gptmini serve` under concurrent clients: python scripts/bench/serve.py RUN
+"""Time `gptmini serve` under concurrent clients: python scripts/bench serve RUN
 
 Prompts are random tokens, and every text has the same length. Each row gives tokens per second of
 all clients together, then p50, p95 and p99 of the time to the first token and between tokens, in
@@ -161,7 +161,3 @@ def main() -> None:
             seconds = time_processes(options.run, n_clients, n_texts, options.new)
             speed = n_texts * options.new / seconds
             print(f"| {n_clients} x 1 | a process each | {speed:,.0f} | | |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

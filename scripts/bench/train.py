@@ -1,6 +1,6 @@
 """Time training on characters, beside plain PyTorch that follows nanoGPT's published recipes.
 
-python scripts/bench/train.py TEXT [--parts step,share,small,large,best,ablation] [--quick]
+python scripts/bench train TEXT [--parts step,share,small,large,best,ablation] [--quick]
 
 Losses are nats per character over the whole validation split, the last tenth of the text, in
 consecutive windows. Seconds are those of the updates: start-up, compilation and evaluation do not
@@ -286,7 +286,3 @@ def main() -> None:
                 print(f"\n| {' | '.join(headings)} |\n|{'---|' * len(headings)}", flush=True)
             for row in PARTS[name](runs, options.quick):
                 print(row, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Measure gptmini, beside its peers where there are any."""
