@@ -75,9 +75,7 @@ class _Choice:
 class Completion:
     """A request that was checked, and its response as it grows."""
 
-    def __init__(
-        self, run: Run, name: str, limits: Limits, data: dict[str, Any], client: str = ""
-    ) -> None:
+    def __init__(self, run: Run, name: str, limits: Limits, data: dict[str, Any]) -> None:
         """Check `data`, the JSON of the request; ConfigError or DataError names a wrong field."""
         fields = _check_fields(data)
         n = fields["n"]
@@ -131,13 +129,7 @@ class Completion:
         for index, text in enumerate(texts):
             callback = self._create_callback(index)
             request = Request(
-                text,
-                self.sample,
-                logits_processor,
-                n_logprobs,
-                self._score_prompt,
-                callback,
-                client,
+                text, self.sample, logits_processor, n_logprobs, self._score_prompt, callback
             )
             may_name = fields["special"] and isinstance(prompts[index // n], str)
             self._choices.append(self._create_choice(request, echo, may_name))

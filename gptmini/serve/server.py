@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -62,7 +61,6 @@ PAGE_FILE = Path(__file__).with_name("page.html")
 INTERNAL_ERROR = "internal error; see the server's log"
 HISTOGRAM_BUCKETS = [2.0**n for n in range(-10, 10)]  # seconds, from 1 ms to 9 minutes
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-LONG_PREPARATION_SECONDS = 0.01
 CLIENT_CLOSED_REQUEST = 499  # as nginx counts clients that leave
 EventStream = AsyncIterator[tuple[int, TokenEvents]]  # with the index of their text
 
@@ -78,7 +76,6 @@ class Server:
         name = run.path.resolve().name
         self._name = name.encode(errors="replace").decode()  # a folder's name may be any bytes
         self._scheduler = Scheduler(run, limits.max_rows, limits.max_waiting, self._deliver)
-        self._preparing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._create_metrics()
         guard = self._guard
         routes = [
@@ -204,7 +201,6 @@ class Server:
 
     async def _answer(self, request: Request, kind: type[Completion]) -> Response:
         """Answer a request for a completion of a kind, once its texts are under way."""
-        client = request.client.host if request.client else ""
         deadline = self._loop.time() + self.limits.request_seconds
         read_seconds = min(self.limits.read_seconds, self.limits.request_seconds)
         try:
@@ -212,7 +208,8 @@ class Server:
                 body = await self._read_body(request)
         except TimeoutError:
             raise HTTPException(408, "body: did not arrive in time; send it faster") from None
-        completion = await self._prepare_in_turn(body, client, kind)
+        # In a thread, as splitting a long prompt into tokens takes a while.
+        completion = await run_in_threadpool(self._prepare, body, kind)
         if not self._scheduler.submit(completion.requests):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._prompt_tokens.inc(completion.prompt_tokens)
@@ -229,28 +226,7 @@ class Server:
                 raise HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
         return bytes(body)
 
-    async def _prepare_in_turn(
-        self, body: bytes, client: str, kind: type[Completion]
-    ) -> Completion:
-        """Prepare one request of each client at a time, for at most half of the time.
-
-        After a long preparation, the client's next one waits for as long again, so that a client
-        with many long prompts leaves the processor to others.
-        """
-        lock = self._preparing.setdefault(client, asyncio.Lock())
-        await lock.acquire()
-        started = self._loop.time()
-        try:
-            # In a thread, as splitting a long prompt into tokens takes a while.
-            return await run_in_threadpool(self._prepare, body, client, kind)
-        finally:
-            seconds = self._loop.time() - started
-            if seconds > LONG_PREPARATION_SECONDS:
-                self._loop.call_later(seconds, lock.release)
-            else:
-                lock.release()
-
-    def _prepare(self, body: bytes, client: str, kind: type[Completion]) -> Completion:
+    def _prepare(self, body: bytes, kind: type[Completion]) -> Completion:
         try:
             data = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
@@ -260,7 +236,7 @@ class Server:
         if b"\\u" in body:  # only an escape can spell half of a character
             _check_unicode(data)
         try:
-            return kind(self._run, self._name, self.limits, data, client)
+            return kind(self._run, self._name, self.limits, data)
         except RecursionError:
             raise HTTPException(400, "body: nested too deeply; flatten it") from None
 

@@ -795,28 +795,6 @@ def test_a_request_that_a_stop_ends_is_told_so(run: Run, stream: bool, caplog):
     assert not [record for record in caplog.records if record.exc_info]
 
 
-@needs_compiler
-def test_texts_beside_a_greedy_client_are_those_alone(run: Run):
-    """Some clients have more texts than rows, so that steps leave texts out and prompts wait."""
-    prompts = {"127.0.0.1": "the quick " * 30, "127.0.0.2": "dog", "127.0.0.3": "a lazy fox " * 20}
-
-    def ask(job: tuple[str, int]) -> str:
-        address, seed = job
-        transport = httpx.HTTPTransport(local_address=address)
-        with httpx.Client(transport=transport, timeout=60) as http:
-            body = {"prompt": prompts[address], "max_tokens": 40, "seed": seed, "n": 4}
-            answer = http.post(f"{url}/v1/completions", json=body)
-        return [choice["text"] for choice in answer.json()["choices"]]
-
-    jobs = [("127.0.0.1", seed) for seed in range(6)]
-    jobs += [("127.0.0.2", 7), ("127.0.0.3", 8), ("127.0.0.3", 9)]
-    with serving(run, max_rows=20) as url, ThreadPoolExecutor(9) as pool:
-        found = list(pool.map(ask, jobs))
-    for texts, (address, seed) in zip(found, jobs, strict=True):
-        settings = {"max_new_tokens": 40, "seed": seed}
-        assert texts == [alone(run, prompts[address], n, **settings) for n in range(4)]
-
-
 def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch):
     with serving(run, max_rows=2) as url:
         with monkeypatch.context() as broken:
