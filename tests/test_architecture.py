@@ -121,7 +121,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "hub_model",
         "export",
     ],
-    "serve": ["limits", "scheduler", "completions", "chat", "connections", "server"],
+    "serve": ["limits", "scheduler", "completions", "chat", "server"],
     "cli": [
         "app",
         "options",
@@ -166,8 +166,7 @@ DOORS = {  # the only modules that import a library
     },
     "jinja2": {"tokenizer.template_renderer"},
     "starlette": {"serve.server"},
-    "uvicorn": {"serve.server", "serve.connections"},
-    "h11": {"serve.connections"},
+    "uvicorn": {"serve.server"},
     "prometheus_client": {"serve.server"},
     "typer": {"cli.app", "cli.options", "cli.data", "cli.tokenizer", "cli.train"},
 }

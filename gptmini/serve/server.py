@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httptools  # noqa: F401  uvicorn loads it when it starts; name it here if it is missing
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -44,16 +45,11 @@ from gptmini.errors import (
 from gptmini.generate.run import Run
 from gptmini.serve.chat import ChatCompletion
 from gptmini.serve.completions import Completion, TooLongError
-from gptmini.serve.connections import (
-    MAX_ACCEPTS,
-    MAX_CONNECTIONS,
-    BoundedProtocol,
-    BoundedServer,
-    build_error,
-)
 from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import Deliveries, Scheduler, TokenEvents
 
+# Connections besides one for each text: those that wait, are refused, or ask for /health.
+SPARE_CONNECTIONS = 256
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "::1"]
 # A name or an address, an IPv6 address in brackets, and perhaps a port.
 HOST_HEADER = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?")
@@ -219,11 +215,16 @@ class Server:
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, whatever its Content-Type."""
         max_bytes = self.limits.max_body_bytes
+        too_long = HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
+        if int(request.headers.get("content-length", 0)) > max_bytes:
+            raise too_long
         body = bytearray()
         async for chunk in request.stream():  # refuse a long body before it is all in memory
             body += chunk
             if len(body) > max_bytes:
-                raise HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
+                raise too_long
+        if not body and "upgrade" in request.headers:  # then httptools drops the body
+            raise HTTPException(400, "upgrade: not supported; send HTTP/1.1 without it")
         return bytes(body)
 
     def _prepare(self, body: bytes, kind: type[Completion]) -> Completion:
@@ -430,6 +431,12 @@ def _check_unicode(data: dict[str, Any]) -> None:
             raise HTTPException(400, "body: nested too deeply; flatten it") from None
 
 
+def _build_error(status: int, message: str, param: str | None) -> dict[str, Any]:
+    """Build the JSON of a failure in OpenAI's shape."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
 def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     """Return the status, the JSON in OpenAI's shape and the headers for a request that failed."""
     headers = None
@@ -457,7 +464,7 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     # Our messages begin with the field at fault and a colon, where there is one.
     name, colon, _ = message.partition(":")
     param = name if colon and " " not in name else None
-    return status, build_error(status, message, param), headers
+    return status, _build_error(status, message, param), headers
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -493,18 +500,19 @@ def list_host_names(listening: socket.socket) -> list[str] | None:
 
 def create_http_server(server: Server) -> uvicorn.Server:
     """Create the server of connections around an application."""
+    limits = server.limits
     config = uvicorn.Config(
         server.app,
-        http=BoundedProtocol,
+        # h11, the other parser, is Python: a body in chunks of a byte would hold up everybody.
+        http="httptools",
         ws="none",
         log_config=None,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        backlog=MAX_ACCEPTS,
-        timeout_keep_alive=server.limits.read_seconds,
-        timeout_graceful_shutdown=server.limits.drain_seconds,
+        limit_concurrency=limits.max_rows + limits.max_waiting + SPARE_CONNECTIONS,
+        timeout_keep_alive=limits.read_seconds,
+        timeout_graceful_shutdown=limits.drain_seconds,
     )
-    return BoundedServer(config)
+    return uvicorn.Server(config)
 
 
 def serve(server: Server, listening: socket.socket) -> None:
