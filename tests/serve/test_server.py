@@ -702,6 +702,15 @@ def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
         titles = tab.eval_on_selector_all("#out span", "tokens => tokens.map(each => each.title)")
         assert len(titles) == 20
         assert all("%, instead of:\n" in title for title in titles)
+        assert tab.get_by_text("Orange shows surprise").is_visible()  # still, beside the bars
+        script = """tokens => tokens.map(token => {
+          const style = getComputedStyle(token);
+          const bar = -parseFloat(style.boxShadow.split(" ").at(-4));
+          return [bar, parseFloat(style.paddingBottom)];
+        })"""
+        bars = tab.eval_on_selector_all("#out span", script)
+        assert all(0 <= bar <= room for bar, room in bars)  # below the letters
+        assert max(bar for bar, _ in bars) > 1
         tab.fill("#temperature", "-1")
         tab.evaluate("document.getElementById('form').noValidate = true")
         tab.locator("#prompt").press("Control+Enter")
