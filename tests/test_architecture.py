@@ -54,8 +54,7 @@ DOORS = {  # the only modules that import a library
     },
     "jinja2": {"tokenizer.template_renderer"},
     "starlette": {"serve.server"},
-    "uvicorn": {"serve.server", "serve.connections"},
-    "h11": {"serve.connections"},
+    "uvicorn": {"serve.server"},
     "prometheus_client": {"serve.server"},
     "typer": {"cli.app", "cli.options", "cli.data", "cli.tokenizer", "cli.train"},
 }

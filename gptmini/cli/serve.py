@@ -12,9 +12,7 @@ def serve(
     run: RunName = None,
     host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every one."),
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
-    max_rows: int = option(
-        32, "N", "Texts of one client drawn at a time; others wait.", min=1, max=1024
-    ),
+    max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     cache: Cache = DEFAULT_CACHE_DIR,

@@ -28,9 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class ChatCompletion(Completion):
     """A request with messages that was checked, and its answer as it grows."""
 
-    def __init__(
-        self, run: Run, name: str, limits: Limits, data: dict[str, Any], client: str = ""
-    ) -> None:
+    def __init__(self, run: Run, name: str, limits: Limits, data: dict[str, Any]) -> None:
         """Check `data`, the JSON of the request; ConfigError or DataError names a wrong field."""
         fields = {key: value for key, value in data.items() if value is not None}
         messages = _check_messages(fields.get("messages"))
@@ -50,7 +48,7 @@ class ChatCompletion(Completion):
         if fields.get("logprobs"):
             completion_fields["logprobs"] = self._n_top_logprobs
         completion_fields["prompt"] = run.render_chat(messages)
-        super().__init__(run, name, limits, completion_fields, client)
+        super().__init__(run, name, limits, completion_fields)
         self._has_role_sent = [False] * len(self.requests)
         self._common_fields["id"] = f"chatcmpl-{secrets.token_hex(12)}"
         self._common_fields["object"] = "chat.completion"

@@ -42,18 +42,11 @@ SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
 NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
-# Pieces of a text that wait here for their client. Sockets buffer some more, so a client that only
-# pauses for a moment never gets near this.
-MAX_UNREAD = 1000
 FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "document": "stop"}
 
 
 class TooLongError(ConfigError):
     """A prompt that does not fit the model's context."""
-
-
-class TooSlowError(ConfigError):
-    """A client that does not read its stream."""
 
 
 def _create_decoder() -> codecs.IncrementalDecoder:
@@ -75,9 +68,7 @@ class _Choice:
 class Completion:
     """A request that was checked, and its response as it grows."""
 
-    def __init__(
-        self, run: Run, name: str, limits: Limits, data: dict[str, Any], client: str = ""
-    ) -> None:
+    def __init__(self, run: Run, name: str, limits: Limits, data: dict[str, Any]) -> None:
         """Check `data`, the JSON of the request; ConfigError or DataError names a wrong field."""
         fields = _check_fields(data)
         n = fields["n"]
@@ -116,9 +107,9 @@ class Completion:
             f"max_tokens: over {limits.max_values:,} tokens and log-probabilities in a request; "
             "lower max_tokens, n or logprobs",
         )
-        # Filled by the callbacks, in the event loop: the index of a text and its events.
+        # Filled by the callbacks, in the event loop: the index of a text and its events. Needs no
+        # limit of its own, as a response has at most `max_values`, streamed or not.
         self._events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
-        self._n_unread = [0] * len(texts)
         self._tokenizer = run.tokenizer
         self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
         # Names that are text of a prompt but not of its tokens decoded.
@@ -131,13 +122,7 @@ class Completion:
         for index, text in enumerate(texts):
             callback = self._create_callback(index)
             request = Request(
-                text,
-                self.sample,
-                logits_processor,
-                n_logprobs,
-                self._score_prompt,
-                callback,
-                client,
+                text, self.sample, logits_processor, n_logprobs, self._score_prompt, callback
             )
             may_name = fields["special"] and isinstance(prompts[index // n], str)
             self._choices.append(self._create_choice(request, echo, may_name))
@@ -190,19 +175,13 @@ class Completion:
 
     def _create_callback(self, index: int) -> Callback:
         def receive(events: TokenEvents | Exception) -> None:
-            if self._n_unread[index] == MAX_UNREAD and self.stream:
-                self.cancel()
-                events = TooSlowError(f"stream: {MAX_UNREAD:,} pieces were not read; read faster")
-            self._n_unread[index] += 1
             self._events.put_nowait((index, events))
 
         return receive
 
     async def wait_for_events(self) -> tuple[int, TokenEvents | Exception]:
         """Wait for the next events of any text; return its index and the events."""
-        index, events = await self._events.get()
-        self._n_unread[index] -= 1
-        return index, events
+        return await self._events.get()
 
     def cancel(self) -> None:
         """Cancel all texts that have not ended."""

@@ -8,16 +8,12 @@ between parts of a prefill. How a prompt is cut must not change a bit of any tex
 - PyTorch gives other bits for other lengths, so it always reads whole chunks. Where it reads
   prompts for the compiled step, with float32 weights, a hook interrupts it between two layers.
 
-Clients have their shares, so that one with many or long texts costs the others little: of the rows
-and of the queue (limits.py); of prefill, where clients take turns with their chunks; and of steps,
-which leave out texts of a client that has more than all others together.
-
 Letters: T tokens of a prompt, V vocabulary.
 """
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,15 +29,10 @@ from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.generate.sampler import append_token, draw_tokens
 from gptmini.generate.texts import Text
-from gptmini.serve.limits import add_reserve, is_fair
 
 # The cost of a forward pass is counted in tokens. Besides the arithmetic for each token, every pass
 # reads all weights from memory, which takes about as long as the arithmetic of this many tokens.
 WEIGHTS_COST_IN_TOKENS = 16
-# Beside other clients, a client may have this many texts in a step, or as many as all clients with
-# fewer have together if that is more. It is half the cost of the weights, so a client with a single
-# text hardly notices when these join.
-MIN_TEXTS_IN_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -79,8 +70,6 @@ class Request:
     n_logprobs: int | None  # how many likely tokens each event lists; None: no log-probabilities
     score_prompt: bool
     callback: Callback
-    client: str = ""
-    last_turn: int = 0  # tokens of all texts until this one last got its own
 
     @property
     def scores_prompt_next(self) -> bool:
@@ -98,16 +87,13 @@ class Scheduler(threading.Thread):
     def __init__(
         self, run: Run, max_rows: int, max_waiting: int, deliver: Callable[[Deliveries], object]
     ) -> None:
-        """`max_rows` and `max_waiting` are for one client; a reserve for others is added to them.
+        """`deliver` gets the events of each step, with the callbacks that they are for.
 
-        `deliver` gets the events of each step, with the callbacks that they are for. It is called
-        in this thread and decides in which one the callbacks run.
+        It is called in this thread and decides in which one the callbacks run.
         """
         super().__init__(name="scheduler", daemon=True)
         self.max_rows = max_rows
         self.max_waiting = max_waiting
-        self._n_rows = add_reserve(max_rows)
-        self._n_places = add_reserve(max_waiting)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._run = run
@@ -117,16 +103,11 @@ class Scheduler(threading.Thread):
         # Work on prompts, in tokens, since other texts last got a token.
         self._work_since_step = 0.0
         self._was_interrupted = False  # whether the present prefill has recorded its own work
-        self._n_turns = 0
-        self._last_prefills: dict[str, int] = {}  # for each client, when it last had a turn
 
     def submit(self, requests: Sequence[Request]) -> bool:
         """Queue the texts of a caller, all or none; return False if the queue is too full."""
-        client = requests[0].client
         with self._changed:
-            n_held = sum(request.client == client for request in self.waiting)
-            n_free = self._n_places - len(self.waiting)
-            if not is_fair(len(requests), n_held, n_free, self.max_waiting):
+            if len(self.waiting) + len(requests) > self.max_waiting:
                 return False
             self.waiting.extend(requests)
             self._changed.notify()
@@ -143,7 +124,7 @@ class Scheduler(threading.Thread):
     def run(self) -> None:
         """Admit, prefill and step until `stop` is called."""
         with (
-            self._run.borrow_engine(self._n_rows) as engine,
+            self._run.borrow_engine(self.max_rows) as engine,
             self._interrupt_between_layers(engine),
         ):
             while self._admit():
@@ -164,56 +145,20 @@ class Scheduler(threading.Thread):
             while not self._stopped:
                 self.waiting = deque(_drop_ended(self.waiting))
                 self.running = _drop_ended(self.running)
-                if self.waiting:
-                    self._fill_rows()
+                while self.waiting and len(self.running) < self.max_rows:
+                    self.running.append(self.waiting.popleft())
                 if self.running:
                     return True
                 self._changed.wait()
         return False
 
-    def _fill_rows(self) -> None:
-        """Start waiting texts in free rows, in order, as far as their clients' shares go."""
-        n_running = Counter(request.client for request in self.running)
-        waiting: deque[Request] = deque()
-        for request in self.waiting:
-            n_free = self._n_rows - len(self.running)
-            if is_fair(1, n_running[request.client], n_free, self.max_rows):
-                n_running[request.client] += 1
-                self.running.append(request)
-            else:
-                waiting.append(request)
-        self.waiting = waiting
-
     def _advance(self, engine: Engine) -> None:
-        """Work on a prompt that needs a prefill, or give every text a token."""
-        unready = [request for request in self.running if not self._is_ready(request)]
-        if unready:
-            self._prefill(engine, self._take_turn(unready))
-        else:
-            self._step(engine, self._choose_for_step(self.running))
-
-    def _take_turn(self, unready: list[Request]) -> Request:
-        """Choose the first prompt of the client whose last turn is longest ago."""
-        last = self._last_prefills
-        request = min(unready, key=lambda each: last.get(each.client, -1))
-        present = {each.client for each in self.running}
-        self._last_prefills = {client: last[client] for client in present & last.keys()}
-        self._last_prefills[request.client] = max(last.values(), default=0) + 1
-        return request
-
-    def _choose_for_step(self, requests: list[Request]) -> list[Request]:
-        """Choose the texts of a step; those of a client with many more than others take turns."""
-        by_client: dict[str, list[Request]] = {}
-        for request in requests:
-            by_client.setdefault(request.client, []).append(request)
-        if len(by_client) < 2:
-            return requests
-        fewest_first = sorted(by_client.values(), key=len)
-        chosen = list(fewest_first[0])
-        for texts in fewest_first[1:]:
-            n_texts = max(MIN_TEXTS_IN_STEP, len(chosen))
-            chosen += sorted(texts, key=lambda request: request.last_turn)[:n_texts]
-        return chosen
+        """Work on the first prompt that needs a prefill, or give every text a token."""
+        for request in self.running:
+            if not self._is_ready(request):
+                self._prefill(engine, request)
+                return
+        self._step(engine, self.running)
 
     def _is_ready(self, request: Request) -> bool:
         """Check whether a step can give the text a token, as little is left to prefill.
@@ -265,14 +210,12 @@ class Scheduler(threading.Thread):
         ready = [request for request in self.running if self._is_ready(request)]
         if ready and self._work_since_step >= WEIGHTS_COST_IN_TOKENS + len(ready):
             self._work_since_step = 0.0
-            self._step(engine, self._choose_for_step(ready))
+            self._step(engine, ready)
 
     def _step(self, engine: Engine, requests: list[Request]) -> None:
         """Draw one token for each text and deliver it."""
         live = _drop_ended(requests)
         for request in live:
-            self._n_turns += 1
-            request.last_turn = self._n_turns
             request.text.n_logits = len(request.text.context) if request.scores_prompt_next else 1
         all_logits = engine([request.text for request in live]) if live else []
         deliveries: Deliveries = []

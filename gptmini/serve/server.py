@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
+import httptools  # noqa: F401  uvicorn loads it when it starts; name it here if it is missing
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -45,16 +45,11 @@ from gptmini.errors import (
 from gptmini.generate.run import Run
 from gptmini.serve.chat import ChatCompletion
 from gptmini.serve.completions import Completion, TooLongError
-from gptmini.serve.connections import (
-    MAX_ACCEPTS,
-    MAX_CONNECTIONS,
-    BoundedProtocol,
-    BoundedServer,
-    build_error,
-)
 from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import Deliveries, Scheduler, TokenEvents
 
+# Connections besides one for each text: those that wait, are refused, or ask for /health.
+SPARE_CONNECTIONS = 256
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "::1"]
 # A name or an address, an IPv6 address in brackets, and perhaps a port.
 HOST_HEADER = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?")
@@ -62,7 +57,6 @@ PAGE_FILE = Path(__file__).with_name("page.html")
 INTERNAL_ERROR = "internal error; see the server's log"
 HISTOGRAM_BUCKETS = [2.0**n for n in range(-10, 10)]  # seconds, from 1 ms to 9 minutes
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-LONG_PREPARATION_SECONDS = 0.01
 CLIENT_CLOSED_REQUEST = 499  # as nginx counts clients that leave
 EventStream = AsyncIterator[tuple[int, TokenEvents]]  # with the index of their text
 
@@ -78,7 +72,6 @@ class Server:
         name = run.path.resolve().name
         self._name = name.encode(errors="replace").decode()  # a folder's name may be any bytes
         self._scheduler = Scheduler(run, limits.max_rows, limits.max_waiting, self._deliver)
-        self._preparing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._create_metrics()
         guard = self._guard
         routes = [
@@ -204,7 +197,6 @@ class Server:
 
     async def _answer(self, request: Request, kind: type[Completion]) -> Response:
         """Answer a request for a completion of a kind, once its texts are under way."""
-        client = request.client.host if request.client else ""
         deadline = self._loop.time() + self.limits.request_seconds
         read_seconds = min(self.limits.read_seconds, self.limits.request_seconds)
         try:
@@ -212,7 +204,8 @@ class Server:
                 body = await self._read_body(request)
         except TimeoutError:
             raise HTTPException(408, "body: did not arrive in time; send it faster") from None
-        completion = await self._prepare_in_turn(body, client, kind)
+        # In a thread, as splitting a long prompt into tokens takes a while.
+        completion = await run_in_threadpool(self._prepare, body, kind)
         if not self._scheduler.submit(completion.requests):
             raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
         self._prompt_tokens.inc(completion.prompt_tokens)
@@ -222,35 +215,19 @@ class Server:
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, whatever its Content-Type."""
         max_bytes = self.limits.max_body_bytes
+        too_long = HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
+        if int(request.headers.get("content-length", 0)) > max_bytes:
+            raise too_long
         body = bytearray()
         async for chunk in request.stream():  # refuse a long body before it is all in memory
             body += chunk
             if len(body) > max_bytes:
-                raise HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
+                raise too_long
+        if not body and "upgrade" in request.headers:  # then httptools drops the body
+            raise HTTPException(400, "upgrade: not supported; send HTTP/1.1 without it")
         return bytes(body)
 
-    async def _prepare_in_turn(
-        self, body: bytes, client: str, kind: type[Completion]
-    ) -> Completion:
-        """Prepare one request of each client at a time, for at most half of the time.
-
-        After a long preparation, the client's next one waits for as long again, so that a client
-        with many long prompts leaves the processor to others.
-        """
-        lock = self._preparing.setdefault(client, asyncio.Lock())
-        await lock.acquire()
-        started = self._loop.time()
-        try:
-            # In a thread, as splitting a long prompt into tokens takes a while.
-            return await run_in_threadpool(self._prepare, body, client, kind)
-        finally:
-            seconds = self._loop.time() - started
-            if seconds > LONG_PREPARATION_SECONDS:
-                self._loop.call_later(seconds, lock.release)
-            else:
-                lock.release()
-
-    def _prepare(self, body: bytes, client: str, kind: type[Completion]) -> Completion:
+    def _prepare(self, body: bytes, kind: type[Completion]) -> Completion:
         try:
             data = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
@@ -260,7 +237,7 @@ class Server:
         if b"\\u" in body:  # only an escape can spell half of a character
             _check_unicode(data)
         try:
-            return kind(self._run, self._name, self.limits, data, client)
+            return kind(self._run, self._name, self.limits, data)
         except RecursionError:
             raise HTTPException(400, "body: nested too deeply; flatten it") from None
 
@@ -454,6 +431,12 @@ def _check_unicode(data: dict[str, Any]) -> None:
             raise HTTPException(400, "body: nested too deeply; flatten it") from None
 
 
+def _build_error(status: int, message: str, param: str | None) -> dict[str, Any]:
+    """Build the JSON of a failure in OpenAI's shape."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
 def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     """Return the status, the JSON in OpenAI's shape and the headers for a request that failed."""
     headers = None
@@ -481,7 +464,7 @@ def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
     # Our messages begin with the field at fault and a colon, where there is one.
     name, colon, _ = message.partition(":")
     param = name if colon and " " not in name else None
-    return status, build_error(status, message, param), headers
+    return status, _build_error(status, message, param), headers
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -517,18 +500,19 @@ def list_host_names(listening: socket.socket) -> list[str] | None:
 
 def create_http_server(server: Server) -> uvicorn.Server:
     """Create the server of connections around an application."""
+    limits = server.limits
     config = uvicorn.Config(
         server.app,
-        http=BoundedProtocol,
+        # h11, the other parser, is Python: a body in chunks of a byte would hold up everybody.
+        http="httptools",
         ws="none",
         log_config=None,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        backlog=MAX_ACCEPTS,
-        timeout_keep_alive=server.limits.read_seconds,
-        timeout_graceful_shutdown=server.limits.drain_seconds,
+        limit_concurrency=limits.max_rows + limits.max_waiting + SPARE_CONNECTIONS,
+        timeout_keep_alive=limits.read_seconds,
+        timeout_graceful_shutdown=limits.drain_seconds,
     )
-    return BoundedServer(config)
+    return uvicorn.Server(config)
 
 
 def serve(server: Server, listening: socket.socket) -> None:

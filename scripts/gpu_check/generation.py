@@ -201,8 +201,8 @@ def analyses(check: Check) -> Facts:
 
 def serve(check: Check) -> Facts:
     """Tokens per second of a server, for one client and for several."""
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        yield "skipped", "starlette or uvicorn is not installed"
+    if find_spec("starlette") is None or find_spec("httptools") is None:
+        yield "skipped", "starlette or httptools is not installed"
         return
     load_model(check)
     n_new = 8 if check.small else 64
