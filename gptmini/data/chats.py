@@ -14,6 +14,7 @@ from gptmini.tokenizer.chunks import Conversation
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 IGNORED = np.uint32(1 << 31)  # a bit above all tokens
+MESSAGE_LISTS = ("messages", "conversations")  # fields of a record
 ROLES = ("system", "developer", "user", "assistant")
 # Fields of a record that would change its prompt, in the formats of OpenAI and Hugging Face.
 PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")
@@ -34,7 +35,7 @@ def find_conversation(place: str, record: dict[str, Any], key: str) -> Conversat
     """
     if isinstance(record.get(key), str):
         return None
-    for name in (key, "messages", "conversations"):
+    for name in (key, *MESSAGE_LISTS):
         messages = record.get(name)
         if not isinstance(messages, list):
             continue

@@ -20,7 +20,7 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import hub_dataset, shards, sources, token_file
+from gptmini.data import formats, hub_dataset, shards, sources, token_file
 from gptmini.data.chats import refuse_without_template
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
 from gptmini.data.token_file import Corpus, TokenFile, TokenOutput
@@ -137,6 +137,7 @@ def _prepare(config: Config, paths: list[str], cache: Path, with_test: bool) -> 
         tokenizer = shards.load_tokenizer_beside(token_files, config)
         corpus = _open_prepared(config, paths, tokenizer, cache, with_test)
     _check_length(corpus, config)
+    _warn_of_small_weights(config.data)
     return corpus
 
 
@@ -259,6 +260,18 @@ def _check_length(corpus: Corpus, config: Config) -> None:
                 f"{corpus.name}: too short: {len(file):,} of its {sum(map(len, whole)):,} tokens "
                 f"are for {side}, but one window needs {window:,}; use about {enough:,.0f} bytes "
                 f"of text, or lower model.context_length or train.seq_len"
+            )
+
+
+def _warn_of_small_weights(settings: DataConfig) -> None:
+    """Warn of weights that a cycle of the mixture rounds up to a window."""
+    weights = settings.weights or []
+    for path, weight in zip(settings.path, weights, strict=False):
+        share = weight / sum(weights)
+        if share * token_file.MIXTURE_CYCLE_WINDOWS < 1:
+            formats.warn_once(
+                f"data.weights: {path} gets 1 window in {token_file.MIXTURE_CYCLE_WINDOWS:,}, "
+                f"more than its share of {share:.2g}; give it more, or leave it out"
             )
 
 

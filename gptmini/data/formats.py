@@ -10,15 +10,19 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
-from gptmini.data.chats import PROMPT_FIELDS, find_conversation
+from gptmini.console import warn
+from gptmini.data.chats import MESSAGE_LISTS, PROMPT_FIELDS, find_conversation
 from gptmini.errors import (
     DataError,
     describe_invalid_utf8,
@@ -36,6 +40,8 @@ from gptmini.tokenizer.chunks import (
 
 CONVERT_REMEDY = "convert it, or pass --errors replace"
 SAVE_REMEDY = "save it as plain text"
+PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
+UTF16_PROBLEM = "UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8"
 CHOOSE_REMEDY = "choose a text file"
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 SNIFFED_BYTES = 8192  # enough to see that a file is not text: a signature, or a NUL byte as in git
@@ -43,7 +49,7 @@ SNIFFED_BYTES = 8192  # enough to see that a file is not text: a signature, or a
 # The first bytes of files that people take for text; their names, and what to do with them.
 SIGNATURES = {
     b"%PDF-": ("a PDF document", "extract its text, for example with pdftotext"),
-    b"{\\rtf": ("an RTF document", SAVE_REMEDY),
+    b"{\\rtf": ("an RTF document", PANDOC_REMEDY),
     b"\xd0\xcf\x11\xe0": ("a Word, Excel or PowerPoint document", SAVE_REMEDY),
     b"PK\3\4": ("a ZIP archive", "unpack it"),
     b"\x1f\x8b": ("gzip data", "end its name in .gz"),
@@ -54,15 +60,32 @@ SIGNATURES = {
     b"GIF8": ("a GIF picture", CHOOSE_REMEDY),
 }
 ZIPPED_DOCUMENTS = {
-    ".docx": "a Word document",
-    ".xlsx": "an Excel document",
-    ".pptx": "a PowerPoint document",
-    ".odt": "an OpenDocument text",
-    ".epub": "an EPUB book",
+    ".docx": ("a Word document", PANDOC_REMEDY),
+    ".xlsx": ("an Excel document", "save it as CSV"),
+    ".pptx": ("a PowerPoint document", SAVE_REMEDY),
+    ".odt": ("an OpenDocument text", PANDOC_REMEDY),
+    ".epub": ("an EPUB book", PANDOC_REMEDY),
 }
 
+# Encodings that a text may have instead of UTF-8. Its reader must choose: a wrong one may well
+# succeed, and make letters of another script.
+LATIN_ENCODINGS = {"WINDOWS-1252": "Western European", "WINDOWS-1250": "Central European"}
+OTHER_ENCODINGS = {
+    "GB18030": "Chinese",
+    "BIG5": "traditional Chinese",
+    "CP932": "Japanese",
+    "CP949": "Korean",
+    "WINDOWS-1251": "Cyrillic",
+    "KOI8-R": "older Russian",
+}
+ENOUGH_BYTES = 20  # beyond ASCII, to exclude Latin letters
+CSV_DELIMITERS = (",", ";", "\t")
+PARQUET_BATCH_BYTES = 1 << 24  # of a row group, read together
+PARQUET_BATCH_ROWS = 1000
 
+warn_once = cache(warn)  # a text is read several times
 Document = str | Conversation
+Record = tuple[str, dict[str, Any]]  # where it stands, and its fields
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,9 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
         if file.kind == "text":
             yield from _split_documents(_decode_blocks(file, stream), separator)
         else:
-            for document in READER_BY_KIND[file.kind](file, stream, file.column or text_key):
+            key = file.column or text_key
+            records = READER_BY_KIND[file.kind](file, stream, key)
+            for document in _find_documents(file, records, key):
                 if isinstance(document, Conversation):
                     contents = [message["content"] for message in document.messages]
                     yield TextChunk("\n".join(contents), True, document)
@@ -126,7 +151,7 @@ def detect_binary(path: Path, head: bytes) -> tuple[str, str] | None:
             continue
         suffix = path.suffix.lower()
         if kind == "a ZIP archive" and suffix in ZIPPED_DOCUMENTS:
-            return ZIPPED_DOCUMENTS[suffix], SAVE_REMEDY
+            return ZIPPED_DOCUMENTS[suffix]
         return kind, remedy
     if b"\0" in head and not head.startswith(UTF16_BOMS):
         return "binary data", CHOOSE_REMEDY
@@ -138,7 +163,7 @@ def _report_damage(file: File) -> Iterator[None]:
     """Turn errors of decompression and parsing into a DataError that names the file."""
     try:
         yield
-    except (EOFError, zlib.error, OSError, csv.Error, ValueError) as error:
+    except (EOFError, zlib.error, OSError, ValueError) as error:
         raise DataError(f"{file.path}: damaged ({error}); replace it with an intact copy") from None
 
 
@@ -169,9 +194,7 @@ def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
     while True:
         block = stream.read(TEXT_BLOCK_SIZE)
         if offset == 0 and block.startswith(UTF16_BOMS):
-            raise DataError(
-                f"{file.path}: UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8"
-            )
+            raise DataError(f"{file.path}: {UTF16_PROBLEM}")
         if offset == 0 and (problem := detect_binary(file.path, block[:SNIFFED_BYTES])):
             kind, remedy = problem
             raise DataError(f"{file.path}: {kind}, not plain text; {remedy}")
@@ -197,13 +220,29 @@ def _decode_blocks(file: File, stream: BinaryIO) -> Iterator[str]:
 
 def _suggest_conversion(block: bytes) -> str:
     """Suggest how to convert a text in another encoding, which `block` is the beginning of."""
-    encoding = "WINDOWS-1252"
-    non_ascii = block.translate(None, bytes(range(128)))
-    if len(non_ascii) > 0.3 * len(block):
-        with suppress(UnicodeDecodeError):
-            codecs.getincrementaldecoder("gb18030")().decode(block)
-            encoding = "GB18030"
-    return f"convert it, for example with: iconv -f {encoding} -t UTF-8, or pass --errors replace"
+    runs = re.findall(rb"[\x80-\xff]+", block)
+    n_bytes = sum(map(len, runs))
+    n_single = sum(len(run) == 1 for run in runs)
+    # Accented letters mostly stand alone; in other scripts, few bytes beyond ASCII do.
+    possible = LATIN_ENCODINGS
+    if 2 * n_single <= n_bytes:
+        possible = OTHER_ENCODINGS | (LATIN_ENCODINGS if n_bytes < ENOUGH_BYTES else {})
+    named = [f"{name} ({script})" for name, script in possible.items() if _decodes(block, name)]
+    if not named:
+        return CONVERT_REMEDY
+    return (
+        f"convert it with: iconv -f ENCODING -t UTF-8, where ENCODING may be {', '.join(named)}; "
+        f"or pass --errors replace"
+    )
+
+
+def _decodes(block: bytes, encoding: str) -> bool:
+    """Check whether the beginning of a text is valid in an encoding."""
+    try:
+        codecs.getincrementaldecoder(encoding)().decode(block)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _split_documents(blocks: Iterable[str], separator: str) -> Iterator[TextChunk]:
@@ -233,88 +272,160 @@ def _split_chunks(text: str, starts_document: bool) -> Iterator[TextChunk]:
         starts_document = False
 
 
-def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Document]:
+def _decode_lines(file: File, stream: BinaryIO) -> Iterator[str]:
+    """Decode a stream line by line, without a byte order mark; line ends stay."""
+    is_ascii = True  # so far
     for number, line in enumerate(stream, 1):
+        if number == 1 and line.startswith(UTF16_BOMS):
+            raise DataError(f"{file.path}: {UTF16_PROBLEM}")
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8", file.errors)
+        except UnicodeDecodeError as error:
+            remedy = CONVERT_REMEDY
+            if is_ascii and line[: error.start].isascii():
+                remedy = _suggest_conversion(line + stream.read(TEXT_BLOCK_SIZE))
+            position = f"at byte {error.start}"
+            raise DataError(
+                describe_invalid_utf8(f"{file.path}:{number}", position, remedy)
+            ) from None
+        is_ascii = is_ascii and line.isascii()
+
+
+def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
+    for number, line in enumerate(_decode_lines(file, stream), 1):
         place = f"{file.path}:{number}"
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8-sig", file.errors))
-        except UnicodeDecodeError as error:
-            raise DataError(
-                describe_invalid_utf8(place, f"at byte {error.start}", CONVERT_REMEDY)
-            ) from None
+            record = json.loads(line.removeprefix("\ufeff"))  # of a file appended to another
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", error)
             raise DataError(f"{place}: not valid JSON ({reason}); fix or remove the line") from None
         if not isinstance(record, dict):
             raise DataError(f'{place}: not a JSON object; write it as {{"{key}": "..."}}')
-        yield _get_document(place, record, key, file.errors)
+        yield place, record
 
 
-def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
+def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     csv.field_size_limit(2**31 - 1)
-    text = io.TextIOWrapper(stream, "utf-8-sig", file.errors, newline="")
-    rows = csv.reader(text)
+    # As the module csv wants them: with their ends, which may be CR alone.
+    whole_lines = _decode_lines(file, stream)
+    lines = chain.from_iterable(io.StringIO(line, newline="") for line in whole_lines)
+    header = next(lines, None)
+    if header is None:
+        return
+    delimiter, columns = _split_header(f"{file.path}:1", header, key)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    place = f"{file.path}:2"
     try:
-        columns = next(rows, [])
-        first_line = rows.line_num + 1  # of the next row, which may have several
         for row in rows:
-            place = f"{file.path}:{first_line}"
-            first_line = rows.line_num + 1
+            # Excel leaves out empty fields at the end of a row.
+            if row and not columns.index(key) < len(row) <= len(columns):
+                raise DataError(
+                    f"{place}: {len(row)} fields, but the header has {len(columns)}; put texts "
+                    f'in quotes, and write a quote in them as ""'
+                )
             if row:  # not an empty line
-                record = dict.fromkeys(columns) | dict(zip(columns, row, strict=False))
-                yield _get_text(place, record, key, file.errors)
-    except UnicodeDecodeError:
+                yield place, dict(zip(columns, row, strict=False))
+            place = f"{file.path}:{rows.line_num + 2}"  # of the next row; one may have many lines
+    except csv.Error as error:
         raise DataError(
-            describe_invalid_utf8(file.path, f"after line {rows.line_num}", CONVERT_REMEDY)
+            f'{place}: not valid CSV ({error}); close its quotes, and write a quote in a text as ""'
         ) from None
-    finally:
-        text.detach()  # `open_unchanged` closes the stream
 
 
-def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[Document]:
+def _split_header(place: str, header: str, key: str) -> tuple[str, list[str]]:
+    """Find the delimiter by which the header of a CSV file has a column; return its columns."""
+    possible = {}
+    for delimiter in CSV_DELIMITERS:
+        with suppress(csv.Error):
+            possible[delimiter] = next(csv.reader([header], delimiter=delimiter, strict=True), [])
+    for delimiter, columns in possible.items():
+        if columns.count(key) > 1:
+            raise DataError(f"{place}: several columns {key!r}; rename or remove the others")
+        if key in columns:
+            return delimiter, columns
+    columns = max(possible.values(), key=len, default=[])
+    raise _make_missing_error(place, dict.fromkeys(columns), key)
+
+
+def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     table = _import_pyarrow(file.path).parquet.ParquetFile(stream)
     columns = table.schema_arrow.names
-    wanted = [key]
-    if key not in columns and "messages" in columns:
-        wanted = [name for name in columns if name in ("messages", *PROMPT_FIELDS)]
-    elif key not in columns and file.hub_file is not None:
+    if not {key, *MESSAGE_LISTS} & set(columns):
+        if file.hub_file is None:
+            raise _make_missing_error(str(file.path), dict.fromkeys(columns), key)
         repository = file.hub_file.repository
         raise DataError(
             f"hf:{repository}: {file.hub_file.name} has no column {key!r} (it has: "
             f"{', '.join(columns)}); name one of these last, as in hf:{repository}:{columns[0]}"
         )
-    elif key not in columns:
-        _get_text(str(file.path), dict.fromkeys(columns), key, file.errors)  # raises
+    # All that a line of JSON is searched for.
+    wanted = [name for name in columns if name in (key, *MESSAGE_LISTS, *PROMPT_FIELDS)]
     number = 0
-    for batch in table.iter_batches(1000, columns=wanted):
-        for record in batch.to_pylist():
-            number += 1
-            yield _get_document(f"{file.path}: row {number}", record, key, file.errors)
+    for group in range(table.num_row_groups):
+        size = table.metadata.row_group(group)
+        fitting = PARQUET_BATCH_BYTES * size.num_rows // max(1, size.total_byte_size)
+        n_rows = min(max(1, fitting), PARQUET_BATCH_ROWS)
+        for batch in table.iter_batches(n_rows, row_groups=[group], columns=wanted):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{file.path}: row {number}", record
 
 
-def _get_document(place: str, record: dict[str, Any], key: str, errors: str) -> Document:
-    """Get the text under a key of a record, or its messages; DataError if there is neither."""
-    conversation = find_conversation(place, record, key)
-    if conversation is None:
-        return _get_text(place, record, key, errors)
-    for message in conversation.messages:
-        message["content"] = _get_text(place, message, "content", errors)
-    return conversation
+def _find_documents(file: File, records: Iterable[Record], key: str) -> Iterator[Document]:
+    """Find the document of each record; a warning counts those that have none.
 
-
-def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
-    """Get the text under a key of a record; DataError if there is none."""
-    if key not in record:
-        names = ", ".join(map(str, record)) or "none"
-        raise DataError(
-            f"{place}: no field {key!r} (it has: {names}); choose one with --set data.text_key=KEY"
+    The first record must have the field, or a wrong `data.text_key` would leave out everything.
+    """
+    n_records = 0
+    n_empty = 0
+    first_empty = ""
+    for place, record in records:
+        n_records += 1
+        document = _get_document(place, record, key, file.errors)
+        if document is not None:
+            yield document
+            continue
+        if n_records == 1 and key not in record:
+            raise _make_missing_error(place, record, key, ", or remove this record")
+        n_empty += 1
+        first_empty = first_empty or place
+    if n_empty:
+        warn_once(
+            f"{first_empty}: no text in field {key!r}; {n_empty:,} of {n_records:,} "
+            f"records are left out"
         )
-    text = record[key]
+
+
+def _get_document(place: str, record: dict[str, Any], key: str, errors: str) -> Document | None:
+    """Get the text under a key of a record, or its messages; None if it has neither.
+
+    Raises DataError for anything else.
+    """
+    conversation = find_conversation(place, record, key)
+    if conversation is not None:
+        for message in conversation.messages:
+            message["content"] = _check_text(place, "content", message["content"], errors)
+        return conversation
+    if record.get(key) is None:
+        return None
+    return _check_text(place, key, record[key], errors)
+
+
+def _make_missing_error(place: str, record: dict[str, Any], key: str, also: str = "") -> DataError:
+    """Make the error for a record that lacks the field of the text."""
+    names = ", ".join(map(str, record)) or "none"
+    return DataError(
+        f"{place}: no field {key!r} (it has: {names}); choose one with --set data.text_key=KEY"
+        f"{also}"
+    )
+
+
+def _check_text(place: str, key: str, text: Any, errors: str) -> str:
+    """Return a text that can be encoded; DataError for anything else."""
     if not isinstance(text, str):
-        value = "empty" if text is None else f"{text!r:.40}, not text"
-        raise DataError(f"{place}: field {key!r} is {value}; fix or remove it")
+        raise DataError(f"{place}: field {key!r} is {text!r:.40}, not text; fix or remove it")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
@@ -327,14 +438,14 @@ def _get_text(place: str, record: dict[str, Any], key: str, errors: str) -> str:
     return text
 
 
-def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[str]:
-    """Read the language reference that help() shows, one document per topic."""
+def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
+    """Read the language reference that help() shows, one record per topic."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, seldom needed
 
-    return (topics[name] for name in sorted(topics))
+    return ((name, {key: topics[name]}) for name in sorted(topics))
 
 
-Reader = Callable[[File, BinaryIO, str], Iterator[Document]]
+Reader = Callable[[File, BinaryIO, str], Iterator[Record]]
 READER_BY_KIND: dict[str, Reader] = {
     "jsonl": _read_json_lines,
     "csv": _read_csv,

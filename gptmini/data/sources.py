@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import say, show_byte_progress, warn
+from gptmini.console import say, show_byte_progress
 from gptmini.data import hub_dataset
 from gptmini.data.formats import (
     KIND_BY_SUFFIX,
@@ -33,14 +33,20 @@ from gptmini.data.formats import (
     open_unchanged,
     raise_unreadable,
     read_documents,
+    warn_once,
 )
 from gptmini.errors import DataError
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
 STDLIB_DIR = Path(os.__file__).parent  # the standard library's sources
 say_once = cache(say)  # `gptmini compare` prepares the same files for every variant
-warn_once = cache(warn)
-HTML_SUFFIXES = (".html", ".htm", ".xhtml")
+WARNING_BY_SUFFIXES = {
+    (".html", ".htm", ".xhtml"): ("HTML, trained on with its tags; extract the text to avoid that"),
+    (".json",): (
+        "JSON, trained on with its braces; to avoid that, write one record in each line of a "
+        ".jsonl file, for example with: jq -c '.[]'"
+    ),
+}
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 BUILTIN_CORPORA = ("builtin:python-docs", "builtin:python-code")
 Side = Literal["training", "validation", "test"]
@@ -303,17 +309,15 @@ def _normalize_newlines(separator: str | None) -> str | None:
 def find_source(paths: list[str], settings: DataConfig) -> Source:
     """Find the files that paths name; DataError if one is missing or is not a regular file."""
     files = [file for path in paths for file in _find_files(path, settings.errors)]
-    html = [file.path for file in files if _is_html(file)]
-    if html:
-        warn_once(
-            f"{_abbreviate(html)}: HTML, trained on with its tags; extract the text to avoid that"
-        )
+    for suffixes, warning in WARNING_BY_SUFFIXES.items():
+        if found := [file.path for file in files if _has_suffix(file, suffixes)]:
+            warn_once(f"{_abbreviate(found)}: {warning}")
     return Source(", ".join(paths), tuple(files), settings)
 
 
-def _is_html(file: File) -> bool:
+def _has_suffix(file: File, suffixes: tuple[str, ...]) -> bool:
     name = file.path.name.lower().removesuffix(file.compression)
-    return name.endswith(HTML_SUFFIXES)
+    return name.endswith(suffixes)
 
 
 def _find_builtin_files(name: str, errors: str) -> list[File]:

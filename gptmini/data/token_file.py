@@ -385,10 +385,16 @@ def count_windows(file: TokenFile, seq_len: int) -> int:
 
 
 def apportion(weights: list[float], total: int) -> list[int]:
-    """Return positive whole numbers that add up to `total`, as near to the weights as possible."""
-    exact = [weight * (total - len(weights)) / sum(weights) for weight in weights]
-    rounded = [1 + int(share) for share in exact]
+    """Return positive whole numbers that add up to `total`, as near to the weights as possible.
+
+    These are the largest remainders; one that is 0 then takes 1 from the largest.
+    """
+    exact = [weight * total / sum(weights) for weight in weights]
+    rounded = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
     for i in by_remainder[: total - sum(rounded)]:
         rounded[i] += 1
+    while 0 in rounded:
+        rounded[rounded.index(max(rounded))] -= 1
+        rounded[rounded.index(0)] = 1
     return rounded

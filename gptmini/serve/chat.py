@@ -21,8 +21,8 @@ OWN_FIELDS = {
     "top_logprobs",
     "response_format",
 }
+ROLES = ("system", "developer", "user", "assistant")  # as in training
 SPELLED_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatCompletion(Completion):
@@ -118,6 +118,9 @@ def _check_messages(messages: Any) -> list[dict[str, Any]]:
             raise ConfigError(f"{where}: must be an object with role and content")
         if message.get("role") not in ROLES:
             raise ConfigError(f"{where}.role: must be one of {', '.join(ROLES)}")
+        for field, value in message.items():
+            if field not in ("role", "content") and value is not None:
+                raise ConfigError(f"{where}.{shorten(field)}: not supported here; leave it out")
         checked.append({"role": message["role"], "content": _join_content(message, where)})
     return checked
 
@@ -130,9 +133,13 @@ def _join_content(message: dict[str, Any], where: str) -> str:
     parts = content if isinstance(content, list) else [None]
     texts = []
     for part in parts:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise ConfigError(f"{where}.content: must be text, or a list of parts of type text")
+        fields = part if isinstance(part, dict) else {}
+        stated = {key for key, value in fields.items() if value is not None}
+        text = fields.get("text")
+        if stated != {"type", "text"} or fields["type"] != "text" or not isinstance(text, str):
+            raise ConfigError(
+                f"{where}.content: must be text, or a list of parts of type text and nothing else"
+            )
         texts.append(text)
     return "".join(texts)
 

@@ -1,5 +1,6 @@
 """Cut a long text into chunks that encode to the same tokens as the whole text."""
 
+import unicodedata
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -39,8 +40,9 @@ def split_text(text: str) -> Iterator[str]:
 def find_boundary(text: str, limit: int, reach: int = 4096) -> int:
     """Find where to cut a text, at `limit` at most, so that both halves encode as the whole does.
 
-    Cut between a letter or digit and the space after it: no word of a known pattern spans that. If
-    there is no such place within `reach` characters, cut at a line end, or else at the limit.
+    Cut between a letter or digit and the space after it, or else, as in Chinese, between a letter
+    and what is neither letter, digit, mark nor apostrophe: no word of a known pattern spans that.
+    If there is no such place within `reach` characters, cut at a line end, or else at the limit.
     """
     lowest = max(1, limit - reach)
     space = text.rfind(" ", lowest, limit)
@@ -48,8 +50,16 @@ def find_boundary(text: str, limit: int, reach: int = 4096) -> int:
         space = text.rfind(" ", lowest, space)
     if space > 0:
         return space
+    for place in range(limit - 1, lowest - 1, -1):
+        if text[place - 1].isalpha() and not _may_continue_word(text[place]):
+            return place
     after_line_end = text.rfind("\n", lowest - 1, limit) + 1
     return after_line_end or limit
+
+
+def _may_continue_word(character: str) -> bool:
+    """Check whether a word of some pattern may go on with a character, as in "don't"."""
+    return unicodedata.category(character)[0] in "LNM" or character in "'\u2019"
 
 
 def count_utf8_bytes(text: str) -> int:

@@ -123,6 +123,14 @@ def test_html_is_read_with_a_warning(folder: Path, capsys):
     )
 
 
+def test_json_is_read_with_a_warning(folder: Path, capsys):
+    (folder / "e.json").write_text('{"text": "e"}')
+    assert texts(str(folder / "e.json")) == ['{"text": "e"}']
+    warning = capsys.readouterr().err
+    assert f"{folder}/e.json: JSON" in warning
+    assert ".jsonl" in warning
+
+
 def test_carriage_returns_change_the_digest_and_are_announced(folder: Path, capsys):
     def digest(content: bytes) -> str:
         (folder / "a.txt").write_bytes(content)

@@ -229,15 +229,23 @@ def test_shares_are_whole_positive_and_near_the_weights(weights, total):
     assert sum(parts) == total
     assert min(parts) >= 1
     for part, weight in zip(parts, weights, strict=True):
-        assert abs(part - weight / sum(weights) * total) <= 1 + len(weights)
+        exact = weight / sum(weights) * total
+        if exact >= 1:
+            assert exact - len(weights) < part < exact + 1
+        else:
+            assert part == 1
 
 
 @pytest.mark.parametrize(
     ("weights", "total", "shares"),
     [
-        ([0.5, 0.3, 0.2], 10, [5, 3, 2]),  # 1 for each, then 3.5, 2.1 and 1.4
-        ([1.0, 1.0, 1.3], 13, [4, 4, 5]),  # 1 for each, then 3.03, 3.03 and 3.94
+        ([0.5, 0.3, 0.2], 10, [5, 3, 2]),
+        ([1.0, 1.0, 1.3], 13, [4, 4, 5]),  # of 3.94, 3.94 and 5.12
+        ([1, 3], 1000, [250, 750]),
+        ([99, 1], 1000, [990, 10]),
+        ([1000, 1], 1000, [999, 1]),
         ([1e-9, 1.0], 1000, [1, 999]),
+        ([1e-9, 1e-9, 0.3, 0.7], 10, [1, 1, 3, 5]),  # the largest gives
     ],
 )
 def test_what_is_left_goes_to_the_largest_remainders(weights, total, shares):

@@ -73,6 +73,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, r"messages\[0\].content: must be text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
     ({"messages": [{"role": "user", "content": "a b " * 99}]}, "^messages: [0-9]+ tokens, but the"),
+    ({"messages": [{**HI[0], "name": "Ann"}]}, r"messages\[0\].name: not supported"),
+    ({"messages": [{**HI[0], "content": [{"type": "text", "text": "a", "n": 1}]}]}, "parts of"),
     ({"messages": HI, "tools": []}, "tools: not supported here; leave it out"),
     ({"messages": HI, "prompt": "a"}, "prompt: not supported here; leave it out"),
     ({"messages": HI, "logprobs": 3}, "logprobs: must be true or false"),

@@ -14,7 +14,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(text=TEXTS | st.text("ab1 \n\t.,'é東\u00a0\u2003!s/", max_size=200))
+@given(text=TEXTS | st.text("ab1 \n\t.,'é東。\u0301\u2019\u00a0\u2003!s/", max_size=200))
 @pytest.mark.parametrize("kind", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base", "bpe"])
 def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind, text):
     if kind == "bpe":
@@ -27,17 +27,21 @@ def test_a_text_cut_at_a_boundary_has_the_tokens_of_the_whole(monkeypatch, kind,
     for limit in range(1, len(text)):
         cut = find_boundary(text, limit)
         assert 0 < cut <= limit
-        if text[cut] == " " and text[cut - 1].isalnum():
+        behind_letter = regex.fullmatch(r"\p{L}[^\p{L}\p{N}\p{M}'\u2019]", text[cut - 1 : cut + 1])
+        if behind_letter or (text[cut] == " " and text[cut - 1].isalnum()):
             assert regex.findall(pattern, text[:cut]) + regex.findall(pattern, text[cut:]) == whole
 
 
-@given(st.text("ab .,\n", min_size=1, max_size=60), st.integers(1, 60), st.integers(1, 60))
+@given(
+    st.text("ab1 .,\n'東。\u0301", min_size=1, max_size=60), st.integers(1, 60), st.integers(1, 60)
+)
 def test_the_cut_is_at_the_last_space_behind_a_letter(text, limit, reach):
     limit = min(limit, len(text))
     lowest = max(1, limit - reach)
     spaces = [at for at in range(lowest, limit) if text[at] == " " and text[at - 1].isalnum()]
+    words = [at for at in range(lowest, limit) if regex.match(r"\p{L}[ .,\n。]", text, pos=at - 1)]
     line_ends = [at + 1 for at in range(lowest - 1, limit) if text[at] == "\n"]
-    expected = (spaces or line_ends or [limit])[-1]
+    expected = (spaces or words or line_ends or [limit])[-1]
     assert find_boundary(text, limit, reach) == expected
 
 
