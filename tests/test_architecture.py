@@ -46,6 +46,7 @@ DOORS = {  # the only modules that import a library
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"analysis.plots"},
+    "scipy": {"analysis.statistics"},
     "subprocess": {
         "machine",
         "tokenizer.chat_template",

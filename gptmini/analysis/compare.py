@@ -23,6 +23,7 @@ from gptmini import files, machine
 from gptmini.analysis import page, plots
 from gptmini.analysis.evaluate import Split
 from gptmini.analysis.measure import measure_variants
+from gptmini.analysis.statistics import import_scipy
 from gptmini.analysis.variants import (
     Variant,
     build_difference_rows,
@@ -67,9 +68,12 @@ def compare(
     `data` is another text to measure finished runs on. With variants to train, it is their training
     text, and all are measured on the part held out of it that `split` names.
     """
+    groups = group_runs(finished)
+    if seeds > 1 or any(len(paths) > 1 for paths in groups.values()):
+        import_scipy()  # if it is missing, say so before hours of training
     trained = train_all(plan_runs(variants, seeds, out), cache) if variants else {}
     runs_of: dict[str, list[Path]] = {}
-    for name, paths in group_runs(finished).items():
+    for name, paths in groups.items():
         runs_of[str(paths[0]) if name in trained else name] = paths
     runs_of |= trained
     text = None if variants else data

@@ -11,14 +11,15 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+
+from gptmini.errors import make_missing_package_error
 
 ERROR_RATE = 0.05  # of all verdicts of a comparison together, if no variant differs
 POWER = 0.8  # how often the seeds needed for a difference show it
 MAX_SEEDS = 1000
-FRACTION_TERMS = 50  # for a relative error of 2e-11 at up to 10,000 degrees of freedom
-BISECTIONS = 40
 
 
 @dataclass(frozen=True)
@@ -190,38 +191,18 @@ def count_seeds_needed(estimate: Estimate, notable: float, error_rate: float) ->
 
 def find_t_quantile(error_rate: float, freedom: float) -> float:
     """Find what Student's |t| exceeds with the probability `error_rate`."""
-    high = 1.0
-    while compute_t_tails(high, freedom) > error_rate:
-        high *= 2
-    low = 0.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        if compute_t_tails(middle, freedom) > error_rate:
-            low = middle
-        else:
-            high = middle
-    return high
+    return float(-import_scipy().stdtrit(freedom, error_rate / 2))
 
 
 def compute_t_tails(t: float, freedom: float) -> float:
     """Compute how often Student's |t| is at least this large; `freedom` need not be whole."""
-    return _integrate_beta(freedom / 2, 0.5, freedom / (freedom + t**2))
+    return float(2 * import_scipy().stdtr(freedom, -abs(t)))
 
 
-def _integrate_beta(a: float, b: float, x: float) -> float:
-    """Compute the regularized incomplete beta function by its continued fraction."""
-    if x in (0, 1):
-        return float(x)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges quickly below
-        return 1 - _integrate_beta(b, a, 1 - x)
-    log_beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-    leading = math.exp(a * math.log(x) + b * math.log1p(-x) - log_beta) / a
-    fraction = 1.0
-    for term in range(FRACTION_TERMS, 0, -1):
-        m = term // 2
-        if term % 2:
-            numerator = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            numerator = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        fraction = 1 + numerator / fraction
-    return leading / fraction
+def import_scipy() -> Any:
+    """Import what spreads over several seeds need; MachineError if it is not installed."""
+    try:
+        from scipy import special  # noqa: PLC0415
+    except ImportError:
+        raise make_missing_package_error("compare", "scipy", "compare") from None
+    return special

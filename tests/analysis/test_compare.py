@@ -257,3 +257,12 @@ def test_ctrl_c_on_windows_reaches_the_training_without_us(monkeypatch):
     monkeypatch.setattr(compare.machine, "catch_signals", lambda: received)
     monkeypatch.setattr(compare.files, "IS_WINDOWS", True)
     assert compare._wait(ChildOnWindows()) == 130
+
+
+def test_without_scipy_nothing_is_trained(gptmini, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    code, _, err = gptmini(*WORDS, "--seeds", "2", "--out", "compared")
+    assert code == 5
+    assert "scipy is not installed" in err
+    assert "[compare]" in err
+    assert not (tmp_path / "compared").exists()
