@@ -17,6 +17,8 @@ from gptmini.cli.options import (
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
+FEW_WINDOWS = 50  # below which the ± itself is far off at times
+
 
 def evaluate(
     run: RunName = None,
@@ -65,7 +67,10 @@ def _format_evaluation(facts: dict[str, Any]) -> str:
     """Format the figures of an evaluation as lines of text."""
 
     def error(key: str) -> str:
-        return "" if facts[key] is None else f" ± {facts[key]:.4f}"
+        if facts[key] is None:
+            return ""
+        rough = " (rough)" if facts["windows"] < FEW_WINDOWS else ""
+        return f" ± {facts[key]:.4f}{rough}"
 
     return (
         f"loss           {facts['loss']:.4f}{error('loss_error')} nats per token\n"

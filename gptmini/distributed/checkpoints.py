@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gptmini.distributed.group import Group
 from gptmini.errors import CheckpointError
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.runs.tensors import Tensors
+from gptmini.runs.tensors import Tensors, find_infinite
 
 if TYPE_CHECKING:
     from gptmini.distributed.sharding import Sharded
@@ -42,7 +42,7 @@ class WholeCheckpoints:
         self.group = group
 
     def are_finite(self, weights: Tensors) -> bool:
-        return all(self.group.all_gather_object(_are_finite(weights)))
+        return all(self.group.all_gather_object(not find_infinite(weights)))
 
     def save(self, state: dict[str, Any], weights: Tensors, optimizer: Tensors, keep: int) -> None:
         self.group.check_weights(weights)
@@ -94,7 +94,7 @@ class ShardedCheckpoints:
     def are_finite(self, weights: Tensors) -> bool:
         slices = self.placement.to_row_slices(weights)
         local_rows = {name: row_slice.rows for name, row_slice in slices.items()}
-        return all(self.group.all_gather_object(_are_finite(local_rows)))
+        return all(self.group.all_gather_object(not find_infinite(local_rows)))
 
     def save(self, state: dict[str, Any], weights: Tensors, optimizer: Tensors, keep: int) -> None:
         """Let each rank write its rows, then rank 0 the manifest, which makes them a checkpoint."""
@@ -137,12 +137,3 @@ class ShardedCheckpoints:
 
     def load_best_of(self, base: RunDirectory) -> Checkpoint:
         return self.group.on_all_ranks(lambda: base.load_best(self.placement.spec))
-
-
-def _are_finite(tensors: Tensors) -> bool:
-    """Return whether all sums are finite: NaN and infinity stay in a sum.
-
-    That is faster than to ask for each number (scripts/LOG.md, 2026-11-25). Only weights near
-    float32's largest number could exceed it together.
-    """
-    return all(bool(tensor.sum().isfinite()) for tensor in tensors.values())

@@ -31,7 +31,13 @@ from gptmini.generate.native import precision
 from gptmini.generate.native.build import build_library
 from gptmini.generate.sampler import check_overflow, sample_tokens
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
-from gptmini.generate.texts import Generation, Text, build_token_bias, encode_start
+from gptmini.generate.texts import (
+    Generation,
+    Text,
+    allow_any_but_end,
+    build_token_bias,
+    encode_start,
+)
 from gptmini.machine import pick_compute, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.runs.directory import RunDirectory
@@ -376,7 +382,7 @@ class Run:
             prompt = prompt[:-1]
             allowed_first = self._begins_with_space
         if not prompt:
-            return [], allowed_first
+            return [], allow_any_but_end(self.tokenizer) if allowed_first is None else allowed_first
         return self.encode(prompt, "prompt", special), allowed_first
 
     @cached_property

@@ -27,6 +27,17 @@ def encode_start(tokenizer: Tokenizer, sample: SampleConfig) -> list[int]:
     return tokenizer.add_bos(tokenizer.encode(sample.start).tolist())
 
 
+def allow_any_but_end(tokenizer: Tokenizer) -> Tensor:
+    """Mark the tokens that may begin a text, (V,): all but those that would end it at once.
+
+    After the start of a text, a tied head expects that token again, as windows that begin with it
+    are rare in training.
+    """
+    allowed = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
+    allowed[[*tokenizer.end_tokens]] = False
+    return allowed
+
+
 def build_token_bias(tokenizer: Tokenizer, sample: SampleConfig) -> Tensor | None:
     """Combine `bias` and `ban` into one tensor (V,), or None without any.
 
@@ -132,7 +143,9 @@ class Text:
         self._stops = [StopMatcher(stop) for stop in stops]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held_back = ""  # may be the beginning of a stop text
-        self._drop_space = allowed_first is not None  # the prompt already shows this space
+        # The prompt already shows the space that the first token brings along.
+        self.repeats_space = allowed_first is not None and prompt.endswith(" ")
+        self._drop_space = self.repeats_space
 
     def decode_token(self, token: int) -> str:
         """Return the characters that a new token completes; set `finish_reason` at an end.

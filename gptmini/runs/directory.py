@@ -389,6 +389,10 @@ class RunDirectory:
                 f"{state.get('step')} instead of format {CHECKPOINT_FORMAT_VERSION} and step {step}"
             )
         model = tensors.read_tensors(folder, "model", manifest, spec)
+        if spoiled := tensors.find_infinite(model):
+            raise CheckpointError(
+                f"{folder}: {spoiled} has numbers that are not finite; train the run again"
+            )
         optimizer: Tensors = {}
         if with_optimizer:
             optimizer = tensors.read_tensors(folder, "optimizer", manifest, spec)

@@ -269,6 +269,18 @@ def read_verified(path: Path, manifest: Manifest) -> bytes:
     return data
 
 
+def find_infinite(tensors: Tensors) -> str:
+    """Return the name of the first tensor with a NaN or an infinity; empty if there is none.
+
+    Both stay in a sum, which is faster than to ask for each number (scripts/LOG.md, 2026-11-25).
+    Only weights near float32's largest number could exceed it together.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.sum().isfinite():
+            return name
+    return ""
+
+
 def check_shapes(tensors: Tensors, expected: Tensors, where: Path) -> Tensors:
     """Return the tensors if their names and shapes are those expected; else CheckpointError."""
     lines = [

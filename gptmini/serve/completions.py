@@ -163,7 +163,7 @@ class Completion:
         """Create the choice of a text; `may_name` if its prompt may name special tokens."""
         text = request.text
         # If the first token brings the prompt's last space, its text begins there.
-        text_offset = len(text.prompt) - (text.allowed_first is not None)
+        text_offset = len(text.prompt) - text.repeats_space
         n_named = 0
         if request.score_prompt:
             text_offset -= len(self._tokenizer.decode(text.prompt_tokens))

@@ -20,7 +20,17 @@ from gptmini.train.batches import IGNORE_INDEX
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 LOGIT_ROWS_AT_ONCE = 1024  # all logits of a batch would be the largest tensor of a run
-MAX_ERROR_BLOCKS = 100  # blocks of text whose losses are treated as independent
+# The ± of a loss: neighboring windows are about equally hard, blocks of five hardly.
+MIN_ERROR_WINDOWS = 20
+WINDOWS_PER_BLOCK = 5
+MAX_ERROR_BLOCKS = 20
+# Student's t by degrees of freedom, from 3 on: 95 % of it lie within this many standard errors.
+# fmt: off
+STUDENT_T = [
+    3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
+    2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+]
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -58,13 +68,13 @@ class Evaluation:
 
     @property
     def loss_error(self) -> float | None:
-        """Standard error of the loss over text of this kind; None for a single window."""
-        return _compute_standard_error(self.nats, self.tokens)
+        """The ± of the loss over text of this kind, at 95 %; None below 20 windows."""
+        return _compute_error(self.nats, self.tokens)
 
     @property
     def bits_per_byte_error(self) -> float | None:
-        """Standard error of the bits per byte."""
-        return _compute_standard_error(self.nats / math.log(2), self.bytes)
+        """The ± of the bits per byte, at 95 %; None below 20 windows."""
+        return _compute_error(self.nats / math.log(2), self.bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as JSON data."""
@@ -77,22 +87,25 @@ class Evaluation:
             "accuracy": self.accuracy,
             "tokens": int(self.tokens.sum()),
             "bytes": int(self.bytes.sum()),
+            "windows": len(self.nats),
         }
 
 
-def _compute_standard_error(sums: FloatArray, sizes: FloatArray) -> float | None:
-    """Compute the standard error of Σ sums / Σ sizes by block means; None for a single window.
+def _compute_error(sums: FloatArray, sizes: FloatArray) -> float | None:
+    """Compute the ± of Σ sums / Σ sizes: half of the 95 % interval, by the method of batch means.
 
-    Losses of neighboring tokens are correlated, those of large blocks hardly. So the spread of the
-    blocks' means says how far off the total may be.
+    The spread of the means of a few long blocks of text says how far off the total may be, and
+    Student's t makes up for their number (Law and Kelton 2000). The log has the share of cases in
+    which the interval covers the truth (scripts/LOG.md, 2026-11-26).
     """
-    count = min(len(sums), MAX_ERROR_BLOCKS)
-    if count < 2 or not sizes.sum():
+    if len(sums) < MIN_ERROR_WINDOWS or not sizes.sum():
         return None
+    count = min(len(sums) // WINDOWS_PER_BLOCK, MAX_ERROR_BLOCKS)
     total = _sum_blocks(sums, count)
     size = _sum_blocks(sizes, count)
     residuals = total - sums.sum() / sizes.sum() * size  # of each block
-    return float(np.sqrt(count / (count - 1) * (residuals @ residuals)) / sizes.sum())
+    standard_error = np.sqrt(count / (count - 1) * (residuals @ residuals)) / sizes.sum()
+    return float(STUDENT_T[count - 4] * standard_error)
 
 
 def _sum_blocks(values: FloatArray, count: int) -> FloatArray:

@@ -16,7 +16,7 @@ from gptmini.console import TrainingProgressBar, iter_with_progress, say, warn
 from gptmini.errors import DivergedError, Stopped
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.texts import Text, encode_start
+from gptmini.generate.texts import Text, allow_any_but_end, encode_start
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.decision import Decision
 from gptmini.plan.minutes import compute_paced_steps
@@ -44,6 +44,7 @@ MIN_SAMPLE_TOKENS = 20
 # a quarter of the time of the updates before it at most, if it may be that short.
 TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
 MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
+PACED_STEPS = 5  # after which the number of steps is fitted to the minutes again
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
@@ -196,7 +197,14 @@ def generate_sample(training: Training) -> str:
     tokenizer = training.corpus.tokenizer
     context_length = training.config.model.context_length
     tokens = encode_start(tokenizer, settings)
-    text = Text(0, tokens, context_length, tokenizer=tokenizer, stops=settings.stop)
+    text = Text(
+        0,
+        tokens,
+        context_length,
+        tokenizer=tokenizer,
+        stops=settings.stop,
+        allowed_first=allow_any_but_end(tokenizer),
+    )
     model.eval()
     started = time.perf_counter()
     seconds = _get_sample_seconds(training)
@@ -259,7 +267,7 @@ def _keep_pace(training: Training, bar: TrainingProgressBar) -> None:
     if first_update is None:
         training.first_update = now
         return
-    if training.step % config.train.log_every:
+    if training.step % PACED_STEPS:
         return
     steps = training.group.on_rank_zero(
         lambda: compute_paced_steps(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gptmini.runs.directory import RunDirectory
 from tests.support import SMALL
 
 TRAIN = ["train", "--data", "text.txt", *SMALL]
@@ -23,8 +24,9 @@ def test_evaluate_prints_the_figures_of_its_json_and_the_same_every_time(trained
     assert trained("evaluate", "runs/a", "--json")[1] == out
     code, words, _ = trained("evaluate")
     rows = {line[:13].strip(): line[15:] for line in words.splitlines()}
-    assert rows["loss"].startswith(f"{facts['loss']:.4f} ± {facts['loss_error']:.4f} nats")
-    assert rows["bits per byte"].startswith(f"{facts['bits_per_byte']:.4f} ± ")
+    error = f" ± {facts['loss_error']:.4f} (rough)" if facts["loss_error"] else ""
+    assert rows["loss"].startswith(f"{facts['loss']:.4f}{error} nats")
+    assert rows["bits per byte"].startswith(f"{facts['bits_per_byte']:.4f}")
     assert rows["text"] == f"{facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
     assert 0 < facts["accuracy"] < 1
 
@@ -56,3 +58,36 @@ def test_evaluate_refuses_long_strides_other_text_and_missing_runs(trained, text
     assert (code, "text.txt" in err) == (3, True)
     code, _, err = trained("evaluate", "runs/none")
     assert (code, "no run here" in err) == (4, True)
+
+
+@pytest.mark.parametrize(("n_windows", "shown"), [(19, ""), (20, "(rough)"), (50, "±")])
+def test_an_error_that_says_little_is_called_rough_and_one_that_says_nothing_is_left_out(
+    trained, n_windows, shown
+):
+    Path("other.txt").write_text("".join(chr(97 + 7 * n % 26) for n in range(16 * n_windows)))
+    code, out, _ = trained("evaluate", "--data", "other.txt")
+    loss = out.splitlines()[0]
+    assert code == 0
+    assert shown in loss
+    assert ("±" in loss, "rough" in loss) == (n_windows >= 20, 20 <= n_windows < 50)
+
+
+def test_weights_that_are_not_finite_are_refused_wherever_they_are_read(trained):
+    """A NaN would otherwise be the best of all losses, with an accuracy of 100 %."""
+    directory = RunDirectory(Path("runs/a"))
+    for step in directory.list_steps():
+        checkpoint = directory.load_checkpoint(step, with_optimizer=True)
+        checkpoint.model["blocks.0.attn_norm.weight"][0] = float("nan")
+        directory.save(checkpoint, keep=99)
+    for words in (
+        ["evaluate", "runs/a", "--json"],
+        ["generate", "runs/a", "--prompt", "a"],
+        ["score", "runs/a", "--text", "abc"],
+        ["inspect", "runs/a", "--prompt", "abc"],
+        ["export", "runs/a", "--out", "exported"],
+        ["train", "--from", "runs/a", "--data", "text.txt", "--out", "runs/b", "--no-sample"],
+    ):
+        code, out, err = trained(*words)
+        assert code == 4, (words, out, err)
+        assert "blocks.0.attn_norm.weight" in err
+        assert "NaN" not in out

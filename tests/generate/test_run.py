@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, DataError
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.native import engine as native
+from gptmini.generate.native import precision
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
-from gptmini.tokenizer.tokenizers import CharTokenizer
+from gptmini.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 from tests.support import tiny, train
 
 
@@ -334,3 +336,18 @@ def test_a_space_at_the_end_belongs_to_the_next_word(run: Run, tiny_encoding):
 def test_a_sample_is_json(run: Run):
     (sample,) = run.start(["the"], max_new_tokens=2).finish()
     assert json.loads(json.dumps(sample.to_dict()))["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_an_empty_prompt_gets_a_text_whatever_the_seed(weights, tmp_path):
+    """A tied head expects the start of a text once more: without a rule most texts were empty."""
+    config = Config(model={"vocab_size": 257, "d_model": 32, "n_layer": 1, "n_head": 2})
+    tokenizer = ByteTokenizer()
+    model = GPT(config.model).eval()
+    with torch.no_grad():
+        model.embed.weight[tokenizer.eos_token_id] *= 500
+    precision.round_weights(model, weights)
+    run = Run(tmp_path, config, tokenizer, model, weights=weights)
+    for seed in range(40):
+        text = run.start([""], seed=seed, max_new_tokens=3).finish()[0]
+        assert text.tokens[0] not in tokenizer.end_tokens
