@@ -56,6 +56,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "texts",
         "engine",
         "graphs",
+        "snapshot",
         "device_draw",
         "speculative",
         "run",
