@@ -29,6 +29,8 @@ WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "
 
 # Tests that try them all take them from here, so that a new one is tried as well.
 POSITIONS: tuple[str, ...] = get_args(ModelConfig.model_fields["position"].annotation)
+ACTIVATIONS: tuple[str, ...] = get_args(ModelConfig.model_fields["activation"].annotation)
+NORMS: tuple[str, ...] = get_args(ModelConfig.model_fields["norm"].annotation)
 
 SMALL = [
     "--set",

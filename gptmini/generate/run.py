@@ -8,11 +8,13 @@ for characters in run.stream("The "):
     print(characters, end="", flush=True)
 """
 
+import ctypes
 import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -29,7 +31,9 @@ from gptmini.generate.engine import Engine, TorchEngine
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
 from gptmini.generate.native.build import build_library
+from gptmini.generate.native.engine import NativeEngine
 from gptmini.generate.sampler import check_overflow, sample_tokens
+from gptmini.generate.snapshot import Snapshot
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.generate.texts import (
     Generation,
@@ -50,8 +54,37 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 MIN_PARAMETERS_FOR_GPU = 50_000_000
 
 
-# Threads that share a run share one copy of its model. Making one may need the other.
-_copying = threading.RLock()
+# Threads that share a run share what is made from its model. Making one may need the other.
+_preparing = threading.RLock()
+
+
+@dataclass
+class _Prepared:
+    """What generating has made from a model; none of it serves a model that was changed since."""
+
+    snapshot: Snapshot
+    library: ctypes.CDLL | None  # the compiled step; None where torch generates
+    model: GPT  # as the engine runs it
+    # The weights in the layout of the compiled step, shared by all engines.
+    packed: precision.PackedMatrices = field(default_factory=dict)
+    # Engines that no generation is using. Not a list behind a lock: the garbage collector may
+    # close an abandoned generation at any moment, even in a thread that holds the lock, and
+    # giving back its engine would wait for that lock forever. A deque's methods are atomic.
+    idle_engines: deque[Engine] = field(default_factory=deque)
+
+    def take_engine(self, weights: str, n_texts: int) -> Engine:
+        """Take an idle engine that is large enough, or open one.
+
+        Drops engines that are too small: the larger one that is opened now replaces them.
+        """
+        while self.idle_engines:
+            with suppress(IndexError):  # another thread may have taken the last one
+                engine = self.idle_engines.pop()
+                if engine.n_slots >= n_texts:
+                    return engine
+        if self.library is None:
+            return TorchEngine(self.model, n_texts, use_graphs=True)
+        return NativeEngine(self.library, self.model, weights, n_texts, self.packed)
 
 
 class Run:
@@ -66,7 +99,8 @@ class Run:
         text = run.decode(logits[0].argmax(-1))  # what it expects after each token
 
     `path`, `config`, `tokenizer`, `model` and `weights` (the precision) are what was loaded;
-    `state` is the checkpoint's record of the run.
+    `state` is the checkpoint's record of the run. The model may be trained further or changed:
+    the next text comes from the weights and modules that it has then.
     """
 
     def __init__(
@@ -91,12 +125,7 @@ class Run:
         self._model = model  # in bfloat16 until someone asks for `model`
         self.weights = weights
         self._cache = cache
-        # Engines that no generation is using. Not a list behind a lock: the garbage collector may
-        # close an abandoned generation at any moment, even in a thread that holds the lock, and
-        # giving back its engine would wait for that lock forever. A deque's methods are atomic.
-        self._idle_engines: deque[Engine] = deque()
-        # The weights in the layout of the compiled step, shared by all engines of this run.
-        self._packed_matrices: precision.PackedMatrices = {}
+        self._prepared: _Prepared | None = None
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self._model.parameters())
@@ -105,8 +134,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy everything but the engines, which hold pointers into the memory of this run."""
-        state = {**self.__dict__, "_idle_engines": deque(), "_packed_matrices": {}}
-        state.pop("_decoding_model", None)
+        state = {**self.__dict__, "_prepared": None}
         state.pop("_chat_template", None)
         return state
 
@@ -116,8 +144,9 @@ class Run:
 
         The compiled engine reads bfloat16, so a run that only generates never needs these copies.
         """
-        with _copying:
+        with _preparing:
             precision.widen_weights(self._model)
+            self._prepared = None  # it keeps the narrow weights in memory
         return self._model
 
     @property
@@ -212,8 +241,9 @@ class Run:
                 "use a draft with the same tokenizer"
             )
         tokens = self._generate_tokens(texts, sample, bias, draft, use_cache)
-        compiled = native.load_library(self._model, self._cache, use_cache)
-        engine = native.NativeEngine.name if compiled else TorchEngine.name
+        # If the model was changed since, the first token notices.
+        compiled = use_cache and (self._prepared or self._prepare()).library is not None
+        engine = NativeEngine.name if compiled else TorchEngine.name
         return Generation(tokens, texts, logprobs, engine)
 
     def create_text(
@@ -322,7 +352,7 @@ class Run:
         """Combine `bias` and `ban` into one tensor (V,); see `build_token_bias`."""
         return build_token_bias(self.tokenizer, sample)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the tokenizer and of the weights as they were rounded."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
@@ -334,24 +364,28 @@ class Run:
     @contextmanager
     def borrow_engine(self, n_texts: int, use_cache: bool = True) -> Iterator[Engine]:
         """Lend an engine for up to `n_texts` texts; nobody else uses it until the block ends."""
-        engine = self._take_idle_engine(n_texts) if use_cache else None
-        if engine is None:
-            model = self._model
-            if native.load_library(model, self._cache, use_cache) is None:
-                with _copying:
-                    model = self._decoding_model
-            engine = native.open_engine(
-                model, self.weights, n_texts, self._cache, use_cache, self._packed_matrices
-            )
+        if not use_cache:
+            yield TorchEngine(self._convert_for_torch(), n_texts, use_cache=False)
+            return
+        prepared = self._prepare()
+        engine = prepared.take_engine(self.weights, n_texts)
         try:
             yield engine
         finally:
-            if use_cache:
-                self._idle_engines.append(engine)
+            prepared.idle_engines.append(engine)
 
-    @cached_property
-    def _decoding_model(self) -> GPT:
-        """The model as torch runs it: in bfloat16 on a GPU that multiplies it, if rounded to it.
+    def _prepare(self) -> _Prepared:
+        """Prepare to generate with the model as it is now, unless that has been done."""
+        with _preparing:
+            if self._prepared is None or not self._prepared.snapshot.matches(self._model):
+                self._prepared = None
+                library = native.load_library(self._model, self.weights, self._cache)
+                model = self._convert_for_torch() if library is None else self._model
+                self._prepared = _Prepared(Snapshot(self._model), library, model)
+            return self._prepared
+
+    def _convert_for_torch(self) -> GPT:
+        """Return the model for torch: in bfloat16 on a GPU that multiplies it, if rounded to it.
 
         A step of few texts takes the time of reading the weights, and these are half the bytes.
         `model` is in float32, for those who score texts.
@@ -360,18 +394,6 @@ class Run:
         if self.weights == "bfloat16" and device.type != "cpu" and has_bfloat16(device):
             return precision.copy_as(self._model, torch.bfloat16)
         return self.model
-
-    def _take_idle_engine(self, n_texts: int) -> Engine | None:
-        """Take an engine that an earlier generation gave back, if one is large enough.
-
-        Drops engines that are too small: the larger one that is opened now replaces them.
-        """
-        while self._idle_engines:
-            with suppress(IndexError):  # another thread may have taken the last one
-                engine = self._idle_engines.pop()
-                if engine.n_slots >= n_texts:
-                    return engine
-        return None
 
     def _encode_prompt(self, prompt: str, special: bool) -> tuple[list[int], Tensor | None]:
         """Encode a prompt; also return which tokens may come first, (V,), or None for all."""

@@ -11,6 +11,7 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.errors import ConfigError, DataError
+from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import compute_logprob
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
@@ -123,13 +124,13 @@ def test_threads_that_share_a_run_get_the_texts_they_would_get_alone(run: Run):
 
 def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
     opened = []
-    open_engine = native.open_engine
+    for engine in (native.NativeEngine, TorchEngine):
 
-    def counted(*arguments):
-        opened.append(open_engine(*arguments))
-        return opened[-1]
+        def counted(self, *arguments, old=engine.__init__, **settings):
+            opened.append(self)
+            old(self, *arguments, **settings)
 
-    monkeypatch.setattr(native, "open_engine", counted)
+        monkeypatch.setattr(engine, "__init__", counted)
     for prompt in ("a", "the", ""):
         run.generate(prompt)
     assert len(opened) == 1
@@ -145,6 +146,112 @@ def test_one_engine_serves_calls_that_follow_each_other(run: Run, monkeypatch):
     run.start(["a", "b", "c"]).finish()
     run.generate("a")
     assert len(opened) <= 3
+
+
+def train_a_step(model: GPT) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.tensor([[1, 2, 3]])).logsumexp(-1).mean().backward()
+    optimizer.step()
+
+
+def train_a_fused_step(model: GPT) -> None:
+    """PyTorch does not count the changes of this one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model(torch.tensor([[1, 2, 3]])).logsumexp(-1).mean().backward()
+    optimizer.step()
+
+
+def load_others(model: GPT) -> None:
+    model.load_state_dict({name: -2 * value for name, value in model.state_dict().items()})
+
+
+def assign_others(model: GPT) -> None:
+    others = {name: -2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(others, assign=True)
+
+
+def write_a_row(model: GPT) -> None:
+    with torch.no_grad():
+        model.embed.weight[ord("e")].mul_(-9)
+
+
+def replace_a_norm(model: GPT) -> None:
+    model.final_norm = torch.nn.Identity()
+
+
+def add_a_hook(model: GPT) -> None:
+    model.blocks[0].mlp.register_forward_hook(lambda _, __, output: -5 * output)
+
+
+def set_a_window(model: GPT) -> None:
+    for block in model.blocks:
+        block.attn.window = 1
+
+
+def remove_a_layer(model: GPT) -> None:
+    del model.blocks[0]
+
+
+CHANGES = [
+    train_a_step,
+    train_a_fused_step,
+    load_others,
+    assign_others,
+    write_a_row,
+    replace_a_norm,
+    add_a_hook,
+    set_a_window,
+    remove_a_layer,
+]
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_generates_with_the_model_as_it_is_now(trained: Path, change, weights: str):
+    run = load_run(trained, weights=weights)
+    settings = {"logprobs": True, "max_new_tokens": 8, "temperature": 0}
+    prompt = "the "
+    (before,) = run.start([prompt], **settings).finish()
+    fingerprint = run.fingerprint
+    for _ in range(2):  # the second change may bring back addresses of the first
+        change(run.model)
+        (text,) = run.start([prompt], **settings).finish()
+        (again,) = run.start([prompt], **settings).finish()
+        assert (text.tokens, text.logprobs) == (again.tokens, again.logprobs)
+        assert text.logprobs != before.logprobs
+        with torch.no_grad():
+            logits = run.model(torch.tensor([run.encode(prompt) + text.tokens]))[0]
+        start = len(run.encode(prompt)) - 1
+        expected = [compute_logprob(logits[start + n], t) for n, t in enumerate(text.tokens)]
+        assert text.logprobs == pytest.approx(expected, abs=1e-4 if weights == "float32" else 0.3)
+        if change is remove_a_layer:
+            break
+    if "hook" not in change.__name__ and change is not set_a_window:
+        assert run.fingerprint != fingerprint
+
+
+def test_a_draft_and_a_borrowed_engine_follow_a_changed_model(trained: Path):
+    run, draft = load_run(trained), load_run(trained)
+    run.generate("the ", draft=draft)
+    old = draft._prepared
+    with draft.borrow_engine(1) as engine:
+        load_others(draft.model)
+    run.generate("the ", draft=draft)
+    assert draft._prepared is not old
+    assert engine not in draft._prepared.idle_engines
+
+
+def test_a_model_that_was_not_changed_is_prepared_once(run: Run, monkeypatch):
+    prepared = []
+    load_library = native.load_library
+    monkeypatch.setattr(
+        native, "load_library", lambda *inputs: prepared.append(1) or load_library(*inputs)
+    )
+    with torch.inference_mode():
+        run.generate("the ")
+    run.generate(["a", "b"])
+    run.start(["c"], draft="lookup").finish()
+    assert len(prepared) == 1
 
 
 def test_engines_of_one_run_share_its_weights(run: Run):

@@ -13,7 +13,7 @@ from gptmini.errors import ConfigError
 from gptmini.model import attention, gpt
 from gptmini.model.cache import KVCache, StaticCache
 from gptmini.model.gpt import GPT, Block
-from tests.support import POSITIONS
+from tests.support import ACTIVATIONS, NORMS, POSITIONS
 
 
 def make(**given) -> GPT:
@@ -29,9 +29,7 @@ def parameters(model: nn.Module) -> int:
 COMBINATIONS = [
     (variant, position, norm, activation)
     for left_out, (variant, norm, activation) in enumerate(
-        itertools.product(
-            ["mha", "gqa", "mqa"], ["layernorm", "rmsnorm"], ["gelu", "swiglu", "relu2"]
-        )
+        itertools.product(["mha", "gqa", "mqa"], NORMS, ACTIVATIONS)
     )
     for place, position in enumerate(POSITIONS)
     if place != left_out % len(POSITIONS)
@@ -157,8 +155,8 @@ def by_hand(weights: dict[str, Tensor], config: ModelConfig, tokens: list[int]) 
     d_model=st.integers(2, 9),
     d_ff=st.integers(1, 9),
     position=st.sampled_from(POSITIONS),
-    norm=st.sampled_from(["layernorm", "rmsnorm"]),
-    activation=st.sampled_from(["gelu", "swiglu", "relu2"]),
+    norm=st.sampled_from(NORMS),
+    activation=st.sampled_from(ACTIVATIONS),
     flags=st.tuples(*[st.booleans()] * 4),
     window=st.sampled_from([None, 1, 2, 4]),
     norm_eps=st.sampled_from([1e-5, 0.3]),

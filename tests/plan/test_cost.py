@@ -15,7 +15,7 @@ from gptmini.model.cache import KVCache
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import MLP
 from gptmini.plan import cost
-from tests.support import POSITIONS
+from tests.support import ACTIVATIONS, NORMS, POSITIONS
 
 NAMES = [str(path.relative_to(CONFIGS_DIR).with_suffix("")) for path in list_config_files()]
 
@@ -44,6 +44,17 @@ def test_parameters_are_those_of_the_model_for_every_configuration(name):
         assert cost.count_parameters_by_part(config) == by_part(GPT(config))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_each_activation_and_norm_is_counted(activation, norm, bias):
+    config = ModelConfig(vocab_size=257, activation=activation, norm=norm, bias=bias)
+    with torch.device("meta"):
+        model = GPT(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert cost.count_parameters(config) == expected
+
+
 @st.composite
 def models(draw) -> ModelConfig:
     heads = draw(st.sampled_from([1, 2, 4, 6]))
@@ -67,8 +78,8 @@ def models(draw) -> ModelConfig:
             "context_length": draw(st.integers(1, 64)),
             "attention": attention,
             "position": draw(st.sampled_from(POSITIONS)),
-            "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
-            "activation": draw(st.sampled_from(["gelu", "swiglu", "relu2"])),
+            "norm": draw(st.sampled_from(NORMS)),
+            "activation": draw(st.sampled_from(ACTIVATIONS)),
             "bias": draw(st.booleans()),
             "tie_embeddings": draw(st.booleans()),
         }

@@ -429,8 +429,9 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     train(config, run, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("log_every", [None, 10_000])  # a rare log does not turn off the pace
 def test_a_run_that_is_faster_than_planned_ends_before_it_memorizes_its_text(
-    text_file, tmp_path, monkeypatch, capsys
+    text_file, tmp_path, monkeypatch, capsys, log_every
 ):
     monkeypatch.setattr(overfitting, "MIN_USEFUL_TOKENS", 0)
     monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(4.9, 0.1))
@@ -438,6 +439,8 @@ def test_a_run_that_is_faster_than_planned_ends_before_it_memorizes_its_text(
         exclude_unset=True
     )
     sections["train"] = {"batch_size": 4, "minutes": 5.0, "eval_every": 1000, "save_every": 1000}
+    if log_every is not None:
+        sections["train"]["log_every"] = log_every
     config = validate(sections, {})
     train(config, tmp_path / "run", tmp_path / "cache")
     final = RunDirectory(tmp_path / "run").load_config()

@@ -90,7 +90,7 @@ T activate(T x, int kind) {
     T u = 0.7978845608f * (x + 0.044715f * x * x * x);
     return x / (1 + exponential(-2 * u));
   }
-  if (kind == RELU2) return x > 0 ? x * x : T{};
+  if (kind == RELU2) return x <= 0 ? T{} : x * x;  // NaN stays NaN
   return x / (1 + exponential(-x));  // silu
 }
 

@@ -230,27 +230,20 @@ def prefill(model: GPT, tokens: list[int], cache: KVCache, n_logits: int) -> Ten
     return model.compute_logits(hidden).float()
 
 
-def load_library(model: GPT, cache: Path, use_cache: bool = True) -> ctypes.CDLL | None:
+def load_library(model: GPT, weights: str, cache: Path) -> ctypes.CDLL | None:
     """Return the compiled step if this machine can build one and it computes this model."""
-    if not use_cache or model.device.type != "cpu":
+    if model.device.type != "cpu":
         return None
     with show_elapsed("compiling the engine, once for this machine"):
         library = build_library(cache)
-    if library is None or not matches_torch(library, model):
+    if library is None or not matches_torch(library, model, weights):
         return None
     return library
 
 
-def open_engine(
-    model: GPT,
-    weights: str,
-    n_texts: int,
-    cache: Path,
-    use_cache: bool = True,
-    packed: PackedMatrices | None = None,
-) -> Engine:
+def open_engine(model: GPT, weights: str, n_texts: int, cache: Path) -> Engine:
     """Open the fastest engine on this machine for up to `n_texts` texts at a time."""
-    library = load_library(model, cache, use_cache)
+    library = load_library(model, weights, cache)
     if library is None:
-        return TorchEngine(model, n_texts, use_cache, use_graphs=True)
-    return NativeEngine(library, model, weights, n_texts, packed)
+        return TorchEngine(model, n_texts, use_graphs=True)
+    return NativeEngine(library, model, weights, n_texts)

@@ -34,6 +34,18 @@ def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(integers), torch.cat(scales)
 
 
+def round_matrix(weights: Tensor, precision: str) -> Tensor:
+    """Round a matrix (N, K) to a precision; one in int8 is returned as the float32 it stands for.
+
+    The result is a copy, also of the same type: the bytes of a file lie at any address, and the
+    last bits of torch's products depend on it.
+    """
+    if precision == "int8":
+        integers, scales = quantize(weights)
+        return integers * scales[:, None]
+    return weights.to(torch.bfloat16 if precision == "bfloat16" else torch.float32, copy=True)
+
+
 def round_weights(model: GPT, precision: str) -> None:
     """Round every matrix to a precision, one after the other.
 
@@ -44,15 +56,8 @@ def round_weights(model: GPT, precision: str) -> None:
     for module in model.modules():
         is_matrix = isinstance(module, nn.Linear) or module is model.embed
         for name, parameter in module.named_parameters(recurse=False):
-            weights = parameter.detach()
-            if is_matrix and name == "weight" and precision == "int8":
-                integers, scales = quantize(weights)
-                rounded = integers * scales[:, None]
-            else:
-                is_narrow = is_matrix and name == "weight" and precision == "bfloat16"
-                # A copy, also of the same type: the bytes of a file lie at any address, and the
-                # last bits of torch's products depend on it.
-                rounded = weights.to(torch.bfloat16 if is_narrow else torch.float32, copy=True)
+            is_rounded = is_matrix and name == "weight"
+            rounded = round_matrix(parameter.detach(), precision if is_rounded else "float32")
             setattr(module, name, nn.Parameter(rounded))
 
 
@@ -111,7 +116,7 @@ def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedM
     weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
     bias = None
     if "bias" in parameters[0]:
-        bias = torch.cat([each["bias"].detach() for each in parameters])  # (rows,)
+        bias = torch.cat([each["bias"].detach().float() for each in parameters])  # (rows,)
     missing_rows = -weights.shape[0] % ROW_ALIGNMENT
     missing_columns = -weights.shape[1] % ROW_ALIGNMENT
     if precision == "float32":  # plain rows

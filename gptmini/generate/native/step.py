@@ -23,8 +23,8 @@ MAX_CALL_TOKENS = 128  # sizes the buffers
 ACTIVATION_CODES = {"gelu": 0, "relu2": 1, "swiglu": 2}
 
 
-class UnexpectedShapeError(Exception):
-    """A tensor of the model has another shape than its configuration says."""
+class UnexpectedModelError(Exception):
+    """The model is not what its configuration says, or has parts that C does not know."""
 
 
 class _Matrix(Structure):
@@ -112,8 +112,8 @@ class NativeStep:
     ) -> None:
         """`packed` holds the weights in C's layout, for all steps of one model to share.
 
-        Raises UnexpectedShapeError for a model that was changed, as C computes where a tensor ends
-        from the configuration alone.
+        Raises UnexpectedModelError for a model that was changed, as C computes where a tensor ends
+        from the configuration alone. Modules of one's own may raise anything.
         """
         self._function = library.gptmini_step
         self._function.restype = None
@@ -159,10 +159,15 @@ class NativeStep:
         n_threads = torch.get_num_threads()
         D, F, H, K = config.d_model, config.d_ff, config.n_head, config.head_dim
         V = config.vocab_size or 0
+        if config.activation not in ACTIVATION_CODES:
+            raise UnexpectedModelError(f"it does not know activation {config.activation}")
         embed = model.embed.weight
+        check_tensor(embed, V, D)
         layers = (_Layer * config.n_layer)()
+        check_layers(model)
         for number, block in enumerate(model.blocks):
-            assert isinstance(block, Block)
+            if not isinstance(block, Block):
+                raise UnexpectedModelError(f"blocks.{number} is a {type(block).__name__}")
             layers[number] = self._build_layer(config, block, cache.layers[number])
             layers[number].window = config.get_window(number) or 0
         described = _Model(  # fields left out are 0, pointers null
@@ -179,7 +184,7 @@ class NativeStep:
             embed_precision=PRECISIONS[str(embed.dtype).removeprefix("torch.")],
             n_threads=n_threads,
             norm_eps=config.norm_eps,
-            embed=self._pointer(embed, V, D),
+            embed=self._pointer(embed),
             final_norm=self._build_norm(model.final_norm, D),
             head=self._build_matrix(D, (model.head or model.embed, V)),
             layers=layers,
@@ -241,8 +246,8 @@ class NativeStep:
         """
         modules = []
         for module, n_outputs in parts:
-            check_shape(module.weight, n_outputs, n_inputs)
-            check_shape(dict(module.named_parameters()).get("bias"), n_outputs)
+            check_tensor(module.weight, n_outputs, n_inputs)
+            check_tensor(dict(module.named_parameters()).get("bias"), n_outputs)
             modules.append(module)
         if modules[0] not in self._packed:
             self._packed[modules[0]] = pack(modules, self._precision)
@@ -259,19 +264,36 @@ class NativeStep:
         return self._pointer(torch.zeros(rows, round_up(width))) or 0
 
     def _pointer(self, tensor: Tensor | None, *shape: int) -> int | None:
-        """Return the address of a tensor's values, and keep them in memory; check its shape."""
+        """Return the address of a tensor's values, and keep them in memory.
+
+        With a shape, check that it is a tensor of this shape in float32.
+        """
         if tensor is None:
             return None
         if shape:
-            check_shape(tensor, *shape)
+            check_tensor(tensor, *shape)
+        if shape and tensor.dtype != torch.float32:
+            raise UnexpectedModelError(f"a tensor is {tensor.dtype} where it must be float32")
         values = tensor.detach().contiguous()
         self._referenced.append(values)
         return values.data_ptr()
 
 
-def check_shape(tensor: Tensor | None, *shape: int) -> None:
-    """Raise UnexpectedShapeError if there is a tensor and it has another shape."""
-    if tensor is not None and tuple(tensor.shape) != shape:
+def check_layers(model: GPT) -> None:
+    """Raise UnexpectedModelError if there are more or fewer layers than the configuration says."""
+    found = len(model.blocks)
+    expected = model.config.n_layer
+    if found != expected:
+        raise UnexpectedModelError(f"{found} layers where the configuration says {expected}")
+
+
+def check_tensor(tensor: Tensor | None, *shape: int) -> None:
+    """Raise UnexpectedModelError if there is a tensor and C would not find what it expects."""
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != shape:
         found = " x ".join(map(str, tensor.shape))
         expected = " x ".join(map(str, shape))
-        raise UnexpectedShapeError(f"a tensor is {found} where the configuration says {expected}")
+        raise UnexpectedModelError(f"a tensor is {found} where the configuration says {expected}")
+    if tensor.device.type != "cpu":
+        raise UnexpectedModelError(f"a tensor is on the device {tensor.device}")

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from gptmini import files
 from gptmini.config.settings import ModelConfig
 from gptmini.generate.native import build, precision
-from gptmini.generate.native.step import NativeStep
+from gptmini.generate.native.step import ACTIVATION_CODES, NativeStep
 from gptmini.model.gpt import GPT
-from tests.support import POSITIONS
+from tests.support import NORMS, POSITIONS
 
 LENGTH = 40  # more than two blocks of keys
 
@@ -36,8 +36,8 @@ def models(draw: st.DrawFn) -> GPT:
                 "qkv_bias": one_of(None, True, False),
             },
             "position": one_of(*POSITIONS),
-            "norm": one_of("layernorm", "rmsnorm"),
-            "activation": one_of("gelu", "swiglu", "relu2"),
+            "norm": one_of(*NORMS),
+            "activation": one_of(*ACTIVATION_CODES),
             "bias": one_of(True, False),
             "tie_embeddings": one_of(True, False),
         }
