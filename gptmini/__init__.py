@@ -8,40 +8,71 @@ print(run.generate("The ", max_new_tokens=200, temperature=0.8))
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gptmini import errors
+
 if TYPE_CHECKING:
     from gptmini.analysis.evaluate import evaluate_text as evaluate
     from gptmini.config.settings import Config, ModelConfig
+    from gptmini.data.corpus import prepare_corpus
+    from gptmini.data.token_file import Corpus
+    from gptmini.generate.filters import draw_uniform, sample_token
     from gptmini.generate.run import Run
     from gptmini.generate.run import load_run as load
     from gptmini.interop.export import export_run
     from gptmini.interop.import_model import import_model
+    from gptmini.model.cache import KVCache
     from gptmini.model.gpt import GPT
+    from gptmini.model.optim import Optimizer, get_learning_rate
+    from gptmini.tokenizer.tokenizers import Tokenizer
     from gptmini.train.api import fit
+    from gptmini.train.batches import Batches, iter_validation_batches
 
 __version__ = "0.2.0"
+_HOMES = {  # where each public name lives; after a colon, what it is called there
+    # What most people need.
+    "fit": "train.api",
+    "load": "generate.run:load_run",
+    "evaluate": "analysis.evaluate:evaluate_text",
+    "Run": "generate.run",
+    "export_run": "interop.export",
+    "import_model": "interop.import_model",
+    # The parts, for a loop of one's own: scripts/nano.py puts them together.
+    "Config": "config.settings",
+    "ModelConfig": "config.settings",
+    "Tokenizer": "tokenizer.tokenizers",
+    "prepare_corpus": "data.corpus",
+    "Corpus": "data.token_file",
+    "Batches": "train.batches",
+    "iter_validation_batches": "train.batches",
+    "GPT": "model.gpt",
+    "KVCache": "model.cache",
+    "Optimizer": "model.optim",
+    "get_learning_rate": "model.optim",
+    "draw_uniform": "generate.filters",
+    "sample_token": "generate.filters",
+}
 __all__ = [
     "GPT",
+    "Batches",
     "Config",
+    "Corpus",
+    "KVCache",
     "ModelConfig",
+    "Optimizer",
     "Run",
+    "Tokenizer",
+    "draw_uniform",
+    "errors",
     "evaluate",
     "export_run",
     "fit",
+    "get_learning_rate",
     "import_model",
+    "iter_validation_batches",
     "load",
+    "prepare_corpus",
+    "sample_token",
 ]
-
-_HOMES = {  # where each public name lives; after a colon, what it is called there
-    "GPT": "model.gpt",
-    "Config": "config.settings",
-    "ModelConfig": "config.settings",
-    "Run": "generate.run",
-    "evaluate": "analysis.evaluate:evaluate_text",
-    "fit": "train.api",
-    "export_run": "interop.export",
-    "import_model": "interop.import_model",
-    "load": "generate.run:load_run",
-}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,15 +16,20 @@ from pathlib import Path
 
 import torch
 
-from gptmini.config.settings import Config
-from gptmini.data.corpus import prepare_corpus
-from gptmini.data.token_file import Corpus
-from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.filters import draw_uniform, sample_token
-from gptmini.model.cache import KVCache
-from gptmini.model.gpt import GPT
-from gptmini.model.optim import Optimizer, get_learning_rate
-from gptmini.train.batches import Batches, iter_validation_batches
+from gptmini import (
+    GPT,
+    Batches,
+    Config,
+    Corpus,
+    KVCache,
+    Optimizer,
+    Run,
+    draw_uniform,
+    get_learning_rate,
+    iter_validation_batches,
+    prepare_corpus,
+    sample_token,
+)
 
 
 def main() -> None:
@@ -33,8 +38,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="optimizer updates")
     parser.add_argument("--prompt", default="The ", help="the beginning of the sample")
     parser.add_argument("--seed", type=int, default=1337, help="selects all random numbers")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE_DIR, help="for tokens")
+    parser.add_argument("--out", type=Path, help="save a run here, for gptmini generate and others")
     options = parser.parse_args()
+    if options.out is not None and options.out.exists():
+        parser.error(f"--out {options.out}: already exists; choose another name")
 
     # 1. The settings. Whatever is not stated here has a default in config/settings.py.
     config = Config.model_validate(
@@ -48,7 +55,7 @@ def main() -> None:
     )
 
     # 2. The text. A part is held out, a vocabulary is learned from the rest, both become tokens.
-    corpus = prepare_corpus(config, options.cache)
+    corpus = prepare_corpus(config)
     config = config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
     print(corpus.format_summary(config.tokenizer.kind).strip())
 
@@ -63,6 +70,11 @@ def main() -> None:
 
     # 5. A text of the model's own.
     print(options.prompt + generate(model, corpus, config, options.prompt))
+
+    # 6. A run that every command takes: generate, evaluate, inspect, export, serve.
+    if options.out is not None:
+        state = {"step": options.steps, "corpus": corpus.content}
+        Run(options.out, config, corpus.tokenizer, model, state).save()
 
 
 def train(model: GPT, corpus: Corpus, config: Config) -> None:

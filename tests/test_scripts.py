@@ -1,11 +1,14 @@
 """The benchmarks run, on small inputs, and print the tables of scripts/RESULTS.md."""
 
+import contextlib
+import io
 import json
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,9 @@ def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
 
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(400)))
-    words = [str(text), "--steps", "4", "--prompt", "7 is", "--cache", str(tmp_path / "cache")]
+    words = [str(text), "--steps", "4", "--prompt", "7 is"]
+    prepare = partial(nano.prepare_corpus, cache=tmp_path / "cache")
+    monkeypatch.setattr(nano, "prepare_corpus", prepare)
 
     def run(seed: int) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["nano.py", *words, "--seed", str(seed)])
@@ -46,6 +51,33 @@ def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
     assert len("\n".join(sample)) > 50
     assert run(seed=1) == first
     assert run(seed=2) != first
+
+
+def test_the_run_that_nano_saves_is_one_for_every_command(tmp_path, monkeypatch, gptmini):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import nano
+
+    source = (SCRIPTS / "nano.py").read_text()
+    assert not re.search(r"(from|import) gptmini\.", source)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(400)))
+    prepare = partial(nano.prepare_corpus, cache=tmp_path / "cache")
+    monkeypatch.setattr(nano, "prepare_corpus", prepare)
+    words = ["nano.py", str(text), "--steps", "2", "--out", str(tmp_path / "nano")]
+    monkeypatch.setattr(sys, "argv", words)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        nano.main()
+    printed = out.getvalue()
+    bits = float(re.search(r"([\d.]+) bits per byte", printed)[1])
+    code, out, err = gptmini("evaluate", str(tmp_path / "nano"), "--json")
+    assert code == 0, err
+    assert json.loads(out)["bits_per_byte"] == pytest.approx(bits, abs=1e-3)
+    assert gptmini("generate", str(tmp_path / "nano"), "--prompt", "7 is")[0] == 0
+    assert gptmini("export", str(tmp_path / "nano"), "--out", str(tmp_path / "exported"))[0] == 0
+    with pytest.raises(SystemExit):  # it is not trained anew over the old one
+        nano.main()
+    further = ["--from", str(tmp_path / "nano"), "--data", str(text), "--steps", "1"]
+    assert gptmini("train", *further, "--no-sample")[0] == 0
 
 
 def test_every_benchmark_is_behind_the_door_and_on_the_page(monkeypatch):

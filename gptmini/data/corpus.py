@@ -36,7 +36,9 @@ STALE_SECONDS = 86_400
 TextSource = Source | SourceSide
 
 
-def prepare_corpus(config: Config, cache: Path, with_test: bool = False) -> Corpus:
+def prepare_corpus(
+    config: Config, cache: Path = files.DEFAULT_CACHE_DIR, with_test: bool = False
+) -> Corpus:
     """Prepare the tokens of a configuration's text, or take them from the cache.
 
     The test part is prepared only on request, so nothing can be chosen on it by accident.

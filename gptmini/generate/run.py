@@ -12,9 +12,9 @@ import ctypes
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -22,8 +22,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from gptmini import files
 from gptmini.config.load import validate
-from gptmini.config.settings import Config, SampleConfig
+from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
@@ -44,7 +45,8 @@ from gptmini.generate.texts import (
 )
 from gptmini.machine import pick_compute, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
-from gptmini.runs.directory import RunDirectory
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.runs.progress import Progress
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.chat_template import ChatTemplate, Message
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -105,7 +107,7 @@ class Run:
 
     def __init__(
         self,
-        path: Path,
+        path: str | Path,
         config: Config,
         tokenizer: Tokenizer,
         model: GPT,
@@ -118,7 +120,7 @@ class Run:
         Matrices of `model` may be in bfloat16, if `weights` is; everything else is in float32.
         `cache` is the folder of the compiled engine.
         """
-        self.path = path
+        self.path = Path(path)
         self.config = config
         self.state: dict[str, Any] = state or {"step": 0, "corpus": ""}
         self.tokenizer = tokenizer
@@ -163,6 +165,23 @@ class Run:
     def corpus(self) -> str:
         """SHA-256 (hex) of the text that the model was trained on."""
         return str(self.state["corpus"])
+
+    def save(self, out: str | Path | None = None) -> None:
+        """Write a run directory, by default at `path`, with the weights as they are now.
+
+        Every command takes it. Raises ConfigError if something is there already, MachineError if it
+        cannot be written; nothing half-written stays.
+        """
+        with files.atomic_output(Path(out or self.path)) as partial:
+            directory = RunDirectory(partial)
+            directory.create(self.config, self.tokenizer)
+            progress = Progress(
+                self.corpus,
+                self.tokenizer.fingerprint,
+                step=self.step,
+                source=self.state.get("source", ""),
+            )
+            directory.save(Checkpoint(asdict(progress), self.model.state_dict(), {}))
 
     @overload
     def generate(self, prompt: str = "", **settings: Any) -> str: ...
@@ -440,10 +459,13 @@ def load_run(
     weights: str = "bfloat16",
     cache: Path = DEFAULT_CACHE_DIR,
     step: int | None = None,
+    model: Callable[[ModelConfig], GPT] | None = None,
 ) -> Run:
     """Load the best checkpoint of a run directory, or that of `step`.
 
         run = gptmini.load("runs/python-docs")
+
+    A run that was trained with a `model` of one's own (`gptmini.fit`) is loaded with it, too.
 
     `weights` is the precision of the matrices: float32 as trained, or bfloat16 (the default) or
     int8, which are faster on a CPU. There the compiled engine also rounds the inputs of every
@@ -456,13 +478,14 @@ def load_run(
     config = directory.load_config()
     checkpoint = directory.load_best() if step is None else directory.load_checkpoint(step)
     tokenizer = directory.load_tokenizer(checkpoint)
-    model = create_undrawn(config.model).eval()
-    tensors = check_shapes(checkpoint.model, model.state_dict(), directory.checkpoints)
-    model.load_state_dict(tensors, assign=True)
+    build = model or create_undrawn
+    net = build(config.model).eval()
+    tensors = check_shapes(checkpoint.model, net.state_dict(), directory.checkpoints)
+    net.load_state_dict(tensors, assign=True)
     tensors.clear()  # so that rounding frees one after the other
-    precision.round_weights(model, weights)
-    target = _pick_device(device, model, cache)
+    precision.round_weights(net, weights)
+    target = _pick_device(device, net, cache)
     if target.type != "cpu" and not has_bfloat16(target):
-        precision.widen_weights(model)
-    model = model.to(target)
-    return Run(directory.path, config, tokenizer, model, checkpoint.state, weights, cache)
+        precision.widen_weights(net)
+    net = net.to(target)
+    return Run(directory.path, config, tokenizer, net, checkpoint.state, weights, cache)

@@ -215,6 +215,25 @@ class Optimizer:
             muon.param_groups[0]["lr_scale"] = config.muon_lr / config.lr
             self.optimizers.append(muon)
 
+    @classmethod
+    def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> "Optimizer":
+        """Take an optimizer of torch that has the parameters of a model.
+
+        The rate of its first group becomes that of the schedule, and the others keep their ratio.
+        """
+        wrapped = cls.__new__(cls)
+        wrapped.names = {parameter: name for name, parameter in model.named_parameters()}
+        wrapped.optimizers = [optimizer]
+        first = optimizer.param_groups[0]["lr"]
+        for group in optimizer.param_groups:
+            group["lr_scale"] = group["lr"] / first
+        return wrapped
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is gptmini's choice of optimizers, whose state is known beforehand."""
+        return all(type(optimizer) in STATE_KEYS for optimizer in self.optimizers)
+
     def step(self, lr: float) -> None:
         """Update the weights and clear the gradients; other rates than `lr` are in proportion."""
         for optimizer in self.optimizers:
@@ -230,6 +249,7 @@ class Optimizer:
             for optimizer in self.optimizers
             for parameter, tensors in optimizer.state.items()
             for key, tensor in tensors.items()
+            if isinstance(tensor, Tensor)
         }
 
     def expected_state_dict(self) -> dict[str, Tensor]:
@@ -248,11 +268,15 @@ class Optimizer:
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned; torch's own format has indices in the place of names."""
+        by_parameter: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            parameter_name, _, key = name.rpartition("/")
+            by_parameter.setdefault(parameter_name, {})[key] = tensor
         for optimizer in self.optimizers:
-            keys = STATE_KEYS[type(optimizer)]
             state = {
-                index: {key: tensors[f"{self.names[parameter]}/{key}"] for key in keys}
+                index: by_parameter[self.names[parameter]]
                 for index, parameter in enumerate(_list_parameters(optimizer))
+                if self.names[parameter] in by_parameter
             }
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -5,24 +5,35 @@ run = gptmini.fit({"data": {"path": "my.txt"}, "train": {"minutes": 5}}, "runs/m
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gptmini.config.load import find_config_file, load_config, validate
-from gptmini.config.settings import Config
+from gptmini.config.settings import Config, ModelConfig
 from gptmini.distributed.group import join_group
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
+from gptmini.model.gpt import GPT
 from gptmini.plan.broadcast import decide_on_all_ranks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
+from gptmini.train.state import OwnParts
 
 
 def fit(
     config: Config | Mapping[str, Any] | str | Path,
     out: str | Path,
     cache: Path = DEFAULT_CACHE_DIR,
+    *,
+    model: Callable[[ModelConfig], GPT] | None = None,
+    optimizer: Callable[[GPT], torch.optim.Optimizer] | None = None,
+    schedule: Callable[[int], float] | None = None,
+    batches: Callable[[int], tuple[Tensor, Tensor]] | None = None,
+    on_step: Callable[[int, dict[str, Any]], object] | None = None,
 ) -> Run:
     """Train a run, or resume it, in the directory `out`; returns it with its best weights.
 
@@ -30,6 +41,18 @@ def fit(
     the path of such a file, or the name of one in configs/. Progress goes to stderr. Raises the
     errors of `gptmini.errors` that the command reports; after a signal that is Stopped, and the
     same call resumes. Under torchrun, all processes train one model.
+
+    Parts of your own, each a function, take the place of gptmini's; docs/from-python.md has an
+    example of each. Give the same ones to resume:
+
+    - `model` builds the GPT of a ModelConfig, such as a subclass of GPT or one with other modules;
+    - `optimizer` makes an optimizer of torch for it, whose first learning rate is that of the
+      schedule and whose others keep their ratio to it;
+    - `schedule` gives the learning rate of a step, counted from 0;
+    - `batches` gives the tokens and targets of a step, int64 (B, T) each; a target below 0 does not
+      count. The text of `config` then serves to learn a vocabulary and to validate;
+    - `on_step` gets the number of updates made and their metrics: train_loss in nats per token, lr,
+      grad_norm.
     """
     started = time.perf_counter()
     if isinstance(config, str | Path):
@@ -37,7 +60,8 @@ def fit(
     else:
         requested = config if isinstance(config, Config) else validate(dict(config), {})
     directory = RunDirectory(Path(out))
+    own = OwnParts(model, optimizer, schedule, batches, on_step)
     with join_group() as group:
         decision = decide_on_all_ranks(requested, directory, cache, started, group)
-        trainer.train(decision, directory.path)
-    return load_run(out, requested.train.device, cache=cache)
+        trainer.train(decision, directory.path, own)
+    return load_run(out, requested.train.device, cache=cache, model=model)

@@ -14,7 +14,7 @@ Letters: B batch, T positions (seq_len).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -104,6 +104,23 @@ class Batches:
         offsets = min(self.seq_len, len(text) - count * self.seq_len)
         offset = seed_from(self.seed, which, epoch, 1) % offsets
         return which, offset + window * self.seq_len
+
+
+class GivenBatches(Batches):
+    """Batches that a function makes; `read` gives the tokens and targets (B, T) of a step."""
+
+    def __init__(self, read: Callable[[int], tuple[Tensor, Tensor]], rows: Sequence[int]) -> None:
+        self._read = read
+        self.rows = rows
+        self._prepared = {}
+
+    def _read_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = self._read(step)  # (B, T) each
+        own_rows = torch.tensor([*self.rows])
+        return tokens[own_rows], targets[own_rows]
+
+    def locate_windows(self, step: int) -> list[tuple[int, int]]:
+        return []  # nobody knows where they are from
 
 
 def iter_validation_batches(

@@ -6,32 +6,40 @@ from gptmini import machine
 from gptmini.console import show_elapsed
 from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints, WholeCheckpoints
 from gptmini.distributed.placement import Placement, Replicated
+from gptmini.errors import ConfigError
 from gptmini.generate.texts import build_token_bias
-from gptmini.model.optim import MUON_VERSION
+from gptmini.model.optim import MUON_VERSION, Optimizer
 from gptmini.plan.decision import Decision
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
-from gptmini.train.batches import Batches, seed_from
-from gptmini.train.state import FIRST_LOSS_SCALE, Training
+from gptmini.train.batches import Batches, GivenBatches, seed_from
+from gptmini.train.state import FIRST_LOSS_SCALE, OwnParts, Training
 
 
 @show_elapsed("building the model")
-def build_training(decision: Decision, run: RunDirectory) -> Training:
+def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None = None) -> Training:
     """Build the training state of a run at step 0; writes nothing.
 
-    ConfigError for a text of sample.bias or sample.ban that is not one token.
+    ConfigError for a text of sample.bias or sample.ban that is not one token, and for a module or
+    optimizer of one's own in a model that is sharded.
     """
+    own = own or OwnParts()
     config = decision.config
     corpus = decision.corpus
     compute = decision.compute
     group = decision.group
     train = config.train
     placement, checkpoints = _choose_placement(decision, run)
+    if placement.is_sharded and (own.model is not None or own.optimizer is not None):
+        raise ConfigError("train.shard: not with a model or optimizer of your own; set it to off")
 
     # Fixed here for all ranks: the same weights everywhere.
     torch.manual_seed(seed_from(train.seed))
-    model = placement.create_model(config.model)
+    if own.model is None:
+        model = placement.create_model(config.model)
+    else:
+        model = own.model(config.model).to(compute.device)
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)
@@ -52,12 +60,18 @@ def build_training(decision: Decision, run: RunDirectory) -> Training:
         train.seed,
         rows=rows,
     )
+    if own.batches is not None:
+        batches = GivenBatches(own.batches, rows)
+    if own.optimizer is None:
+        optimizer = placement.create_optimizer(model, train)
+    else:
+        optimizer = Optimizer.wrap(own.optimizer(model), model)
     return Training(
         config=config,
         run=run,
         corpus=corpus,
         model=model,
-        optimizer=placement.create_optimizer(model, train),
+        optimizer=optimizer,
         batches=batches,
         micro_batches=micro_batches,
         gradients=placement.create_gradients(model, n),
@@ -68,6 +82,7 @@ def build_training(decision: Decision, run: RunDirectory) -> Training:
         progress=_start_progress(decision),
         bias=build_token_bias(corpus.tokenizer, config.sample),
         paced=decision.paced,
+        own=own,
         started=decision.started,
     )
 

@@ -176,11 +176,12 @@ def restore_checkpoint(training: Training, checkpoint: Checkpoint) -> None:
     saved = _read_progress(training, checkpoint)
     model = training.model
     model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), run.checkpoints))
-    if checkpoint.step == 0:  # the weights of a base, without a state of the optimizer
+    if not checkpoint.optimizer:  # the weights of a base, or of another loop
         training.optimizer.reset()
     else:
-        expected = training.optimizer.expected_state_dict()
-        check_shapes(checkpoint.optimizer, expected, run.checkpoints)
+        if training.optimizer.is_own:
+            expected = training.optimizer.expected_state_dict()
+            check_shapes(checkpoint.optimizer, expected, run.checkpoints)
         training.optimizer.load_state_dict(checkpoint.optimizer)
     training.group.on_rank_zero(lambda: run.set_aside_after(checkpoint.step))
     _update_environment(training, saved)

@@ -3,7 +3,7 @@
 import signal
 import statistics
 
-from gptmini.config.settings import Config
+from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
 from gptmini.model.optim import get_cooldown_steps, get_learning_rate
 from gptmini.plan import cost
@@ -83,17 +83,26 @@ def _describe_recipe(training: Training) -> str:
     text = measure_corpus(training.config, training.corpus)
     risk = compute_overfitting_risk(training.config, text)
     parts = []
+    if training.own.optimizer is not None:
+        parts.append(type(training.optimizer.optimizers[0]).__name__)
+    else:
+        parts += _describe_optimizer(train)
+    parts.append("tied head" if model.tie_embeddings else "untied head")
+    parts.append(f"dropout {model.dropout:g}")
+    return (
+        f"  recipe    {', '.join(parts)}; risk of overfitting {risk:.1f} ({get_risk_level(risk)})"
+    )
+
+
+def _describe_optimizer(train: TrainConfig) -> list[str]:
+    parts = []
     if train.optimizer == "muon":
         parts.append(f"Muon lr {train.muon_lr:g}")
     parts.append(f"AdamW lr {train.lr:g}")
     if train.embed_lr is not None:
         parts.append(f"embeddings lr {train.embed_lr:g}")
     parts.append(f"weight decay {train.weight_decay:g}")
-    parts.append("tied head" if model.tie_embeddings else "untied head")
-    parts.append(f"dropout {model.dropout:g}")
-    return (
-        f"  recipe    {', '.join(parts)}; risk of overfitting {risk:.1f} ({get_risk_level(risk)})"
-    )
+    return parts
 
 
 def _describe_machine(training: Training, decision: Decision) -> str:
@@ -199,6 +208,8 @@ def describe_divergence(training: Training, problem: str) -> str:
 def describe_windows(training: Training, step: int) -> str:
     """Return where the windows of a step begin, so that a user can find the text."""
     starts = [str(start) for _, start in training.batches.locate_windows(step)]
+    if not starts:
+        return f"the batch of step {step}"
     if len(starts) > SHOWN_WINDOWS:
         starts = [*starts[:SHOWN_WINDOWS], "..."]
     return f"the windows at tokens {', '.join(starts)}"

@@ -5,13 +5,15 @@ Everything random is a function of (seed, step, micro-batch), so nothing random 
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptmini.config.settings import Config
+from gptmini.config.settings import Config, ModelConfig
 from gptmini.data.token_file import Corpus
 from gptmini.distributed.checkpoints import CheckpointStore
 from gptmini.distributed.gradients import Gradients
@@ -19,13 +21,24 @@ from gptmini.distributed.group import Group
 from gptmini.distributed.placement import Placement
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import Optimizer
+from gptmini.model.optim import Optimizer, get_learning_rate
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches
 
 RECENT_LOSSES = 50  # with which a new one is compared
 FIRST_LOSS_SCALE = 2.0**16  # in float16
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """Parts of a training that its owner makes; `gptmini.fit` describes them."""
+
+    model: Callable[[ModelConfig], GPT] | None = None
+    optimizer: Callable[[GPT], torch.optim.Optimizer] | None = None
+    schedule: Callable[[int], float] | None = None
+    batches: Callable[[int], tuple[Tensor, Tensor]] | None = None
+    on_step: Callable[[int, dict[str, Any]], object] | None = None
 
 
 @dataclass
@@ -52,6 +65,7 @@ class Training:
     progress: Progress
     bias: Tensor | None  # (V,), of the samples
     paced: bool  # the number of steps follows train.minutes
+    own: OwnParts
     started: float  # when the run would have begun, had it never stopped
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LOSSES))
     saved_step: int | None = None  # the step of the newest checkpoint
@@ -65,6 +79,14 @@ class Training:
     def step(self) -> int:
         """Updates made."""
         return self.progress.step
+
+    def compute_rate(self) -> float:
+        """Return the learning rate of the next update."""
+        if self.own.schedule is not None:
+            rate = self.own.schedule(self.step)
+        else:
+            rate = get_learning_rate(self.config.train, self.step)
+        return rate * self.progress.lr_scale
 
     @property
     def elapsed(self) -> float:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gptmini.console import say
 from gptmini.errors import DivergedError
-from gptmini.model.optim import get_learning_rate
 from gptmini.train.batches import IGNORE_INDEX, seed_from
 from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
@@ -23,7 +22,6 @@ MAX_LOSS_SCALE = 2.0**24
 
 def train_step(training: Training) -> dict[str, Any]:
     """Make one optimizer update on the windows of the step, and return its metrics."""
-    settings = training.config.train
     progress = training.progress
     step = training.step
     training.model.train()
@@ -43,7 +41,7 @@ def train_step(training: Training) -> dict[str, Any]:
     if not math.isfinite(total_loss + norm):
         problem = f"loss {total_loss:.4g}, gradient norm {norm}"
         raise DivergedError(describe_divergence(training, problem))
-    lr = get_learning_rate(settings, step) * progress.lr_scale
+    lr = training.compute_rate()
     training.optimizer.step(lr)
     metrics = {"train_loss": total_loss, "lr": lr, "grad_norm": norm}
     if training.compute.dtype == torch.float16:
@@ -60,7 +58,7 @@ def _count_rows(training: Training, targets: Tensor) -> float:
     The loss of a batch is the mean over all of its targets that count, however they are spread over
     micro-batches and ranks. Where some are ignored, they fill less than its rows.
     """
-    if not training.corpus.has_ignored:
+    if not training.corpus.has_ignored and training.own.batches is None:
         return training.config.train.batch_size
     n_counted = int((targets != IGNORE_INDEX).sum())
     n_counted_on_all = training.group.all_reduce_sum([n_counted])

@@ -35,7 +35,7 @@ from gptmini.train.messages import (
     report_spike,
     say_header_lines,
 )
-from gptmini.train.state import Training
+from gptmini.train.state import OwnParts, Training
 from gptmini.train.step import train_step
 
 MAX_SAMPLE_TOKENS = 120  # drawn at each evaluation
@@ -48,7 +48,7 @@ PACED_STEPS = 5  # after which the number of steps is fitted to the minutes agai
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
-def train(decision: Decision, out: Path) -> bool:
+def train(decision: Decision, out: Path, own: OwnParts | None = None) -> bool:
     """Train a run to its last step, resuming it if it exists; False if it was finished already.
 
     Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
@@ -56,7 +56,7 @@ def train(decision: Decision, out: Path) -> bool:
     Stopped after a signal, once everything is saved.
     """
     run = RunDirectory(out)
-    training = build_training(decision, run)
+    training = build_training(decision, run, own)
     group = training.group
     with decision.compute.enter_training(), group.enter_on_rank_zero(run.lock()):
         create_or_resume(training)
@@ -128,6 +128,8 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
     progress.seconds += time.perf_counter() - started
     bar.advance(metrics["train_loss"])
     report_spike(training, metrics["train_loss"])
+    if training.own.on_step is not None:
+        training.own.on_step(training.step, metrics)
     is_last = training.step == settings.steps
     record: dict[str, Any] = {}
     if training.step % settings.log_every == 0 or training.step == 1 or is_last:

@@ -10,7 +10,10 @@ import torch
 import gptmini
 from gptmini.config import yamlfile
 from gptmini.errors import ConfigError
+from gptmini.generate.run import Run
+from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
+from gptmini.train.batches import seed_from
 from tests.support import SMALL, TINY, new_cache, tiny
 
 
@@ -91,3 +94,78 @@ def test_another_thread_may_train(text_file: Path, tmp_path: Path):
     thread.start()
     thread.join()
     assert [run.path for run in runs] == [tmp_path / "run"]
+
+
+class Doubled(GPT):
+    """A model of one's own, whose logits are twice as large."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().compute_logits(hidden)
+
+
+def momentum(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def test_own_parts_are_trained_with_and_resumed_to_the_same_bits(text_file: Path, tmp_path: Path):
+    """Against a loop of torch that knows nothing of gptmini's trainer."""
+    chance = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 256, (8, 4, 17), generator=chance)  # (steps, B, T + 1)
+    rates = [0.1, 0.05, 0.2, 0.1, 0.1, 0.05, 0.1, 0.1]
+    seen = {}
+    cache = new_cache(tmp_path)
+    settings = asked(text_file) | {
+        "tokenizer": {"kind": "byte"},
+        "train": {**TINY["train"], "steps": 8, "dtype": "float32", "compile": "off"},
+    }
+
+    def fit(name: str, steps: int) -> Run:
+        return gptmini.fit(
+            settings | {"train": settings["train"] | {"steps": steps}},
+            tmp_path / name,
+            cache,
+            model=Doubled,
+            optimizer=momentum,
+            schedule=rates.__getitem__,
+            batches=lambda step: (rows[step, :, :-1], rows[step, :, 1:]),
+            on_step=lambda step, metrics: seen.update({step: metrics["train_loss"]}),
+        )
+
+    assert isinstance(fit("whole", 8).model, Doubled)
+    assert [*seen] == [1, 2, 3, 4, 5, 6, 7, 8]
+    fit("stopped", 5)
+    fit("stopped", 8)
+    whole = RunDirectory(tmp_path / "whole").load_newest()
+    stopped = RunDirectory(tmp_path / "stopped").load_newest()
+    assert all(torch.equal(whole.model[name], stopped.model[name]) for name in whole.model)
+    assert any(name.endswith("/momentum_buffer") for name in whole.optimizer)
+
+    config = RunDirectory(tmp_path / "whole").load_config()
+    torch.manual_seed(seed_from(config.train.seed))
+    model = Doubled(config.model).train()
+    optimizer = momentum(model)
+    for step, rate in enumerate(rates):
+        loss = torch.nn.functional.cross_entropy(
+            model(rows[step, :, :-1]).flatten(0, 1), rows[step, :, 1:].flatten()
+        )
+        assert seen[step + 1] == pytest.approx(loss.item(), rel=1e-4)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(whole.model[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_that_was_trained_further_in_python_is_saved_as_it_is(text_file, tmp_path):
+    run = gptmini.fit(asked(text_file), tmp_path / "run", new_cache(tmp_path))
+    with torch.no_grad():
+        run.model.embed.weight.mul_(1.5)
+    run.save(tmp_path / "further")
+    again = gptmini.load(tmp_path / "further", weights="float32")
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], tensor)
+    assert (again.step, again.corpus) == (run.step, run.corpus)
+    with pytest.raises(ConfigError, match="further: already exists"):
+        run.save(tmp_path / "further")
