@@ -179,6 +179,24 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@installed
+@pytest.mark.parametrize("fault", ["other weights", "a key that it misses"])
+def test_what_only_llama_cpp_notices_is_caught(fault, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp", reason="needs xllamacpp")
+    run = run_of(tmp_path / "run", **LLAMA, attention=NO_NORM, head_dim=16)
+    made = export_run(run, tmp_path / "good", "gguf")
+    assert made.generated_by == "llama.cpp"
+    if fault == "other weights":  # which reading back undoes
+        monkeypatch.setattr(gguf, "interleave_halves", lambda tensor, n_head: tensor)
+        monkeypatch.setattr(gguf_reader, "separate_halves", lambda tensor, n_head: tensor)
+    else:
+        writer = gguf.import_gguf().GGUFWriter
+        monkeypatch.setattr(writer, "add_value_length", lambda self, length: None)
+    with pytest.raises(GptminiError, match=r"out: not written: llama.cpp (chooses|fails)"):
+        export_run(run, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
 # -- llama.cpp -------------------------------------------------------------------------------------
 
 
