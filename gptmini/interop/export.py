@@ -144,6 +144,8 @@ def check_read_back(
     config, weights, read_tokenizer = read_back
     if not tokenizer.special_tokens.items() <= read_tokenizer.special_tokens.items():
         raise GptminiError(f"{out}: not written: special tokens are others there; {REPORT_BUG}")
+    if set(tokenizer.user_defined) != set(read_tokenizer.user_defined):
+        raise GptminiError(f"{out}: not written: it hides other special tokens; {REPORT_BUG}")
     if tokenizer.add_bos([]) != read_tokenizer.add_bos([]):
         raise GptminiError(f"{out}: not written: prompts begin otherwise there; {REPORT_BUG}")
     for text in HARD_TEXTS:
@@ -214,8 +216,8 @@ def generate_by_transformers(
         import transformers  # noqa: PLC0415 - an extra
     except ImportError:
         return None
-    name = f"transformers {transformers.__version__}"
-    with _explain_failure(out, name), _silence(transformers):
+    program = f"transformers {transformers.__version__}"
+    with _explain_failure(out, program), _silence(transformers):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
         reader: Any = transformers.AutoTokenizer.from_pretrained(folder)
         with torch.inference_mode():
@@ -225,12 +227,20 @@ def generate_by_transformers(
     check_logits(out, expected, found, MAX_DIFFERENCE_OF_TRANSFORMERS)
     # With a chat template, transformers reads special tokens in a text.
     encode = tokenizer.encode if tokenizer.chat_template is None else tokenizer.encode_special
+    for name in tokenizer.user_defined:
+        shown = reader.decode([tokenizer.special_tokens[name]], skip_special_tokens=True)
+        if shown != name and name not in reader.all_special_tokens:
+            raise GptminiError(f"{out}: not written: {program} loses {name!r}; {REPORT_BUG}")
     for text in HARD_TEXTS:
+        if any(name in text for name in tokenizer.user_defined):
+            continue  # tokens there, text here
         plain = tokenizer.encode(text)
         same_tokens = reader(text)["input_ids"] == tokenizer.add_bos(encode(text).tolist())
         if not same_tokens or reader.decode(plain) != tokenizer.decode(plain):
-            raise GptminiError(f"{out}: not written: {name} reads {text!r} otherwise; {REPORT_BUG}")
-    return name
+            raise GptminiError(
+                f"{out}: not written: {program} reads {text!r} otherwise; {REPORT_BUG}"
+            )
+    return program
 
 
 def generate_by_llama_cpp(

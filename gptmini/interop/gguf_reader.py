@@ -30,6 +30,7 @@ from gptmini.interop.gguf import (
     METADATA_KEYS,
     NORMAL_TOKEN,
     SENTENCEPIECE_SPACE,
+    USER_DEFINED_TOKEN,
     gguf_name,
     import_gguf,
     separate_halves,
@@ -378,7 +379,7 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
             "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
         },
         "added_tokens": [
-            {"content": text, "id": number}
+            {"content": text, "id": number, "special": types[text] != USER_DEFINED_TOKEN}
             for text, number in numbers.items()
             if types[text] != NORMAL_TOKEN
         ],

@@ -30,7 +30,15 @@ from gptmini.interop.import_model import import_model
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
-from tests.interop.samples import CASES, CHAT_TOKENIZER, GQA, TEXT, TOKENIZER, run_of
+from tests.interop.samples import (
+    CASES,
+    CHAT_TOKENIZER,
+    GQA,
+    TEXT,
+    TOKENIZER,
+    run_of,
+    thinking_tokenizer,
+)
 from tests.support import POSITIONS
 
 
@@ -203,6 +211,25 @@ def test_chat_template_and_ends_go_out_and_come_back(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         once, twice = (tmp_path / folder / name for folder in ("out", "again"))
         assert once.read_bytes() == twice.read_bytes(), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_added_tokens_that_are_not_special_stay_in_decoded_texts(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra bench")
+    run = run_of(tmp_path / "run", thinking_tokenizer())
+    export_run(run, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "<|im_start|>assistant\n<think>\nIt was</think>\n\nyes<|im_end|>"
+    tokens = run.tokenizer.encode_special(text).tolist()
+    assert theirs(text)["input_ids"] == tokens
+    answer = theirs.decode(tokens, skip_special_tokens=True)
+    assert answer == "assistant\n<think>\nIt was</think>\n\nyes"
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    assert back.tokenizer.to_json() == run.tokenizer.to_json()
+    # The flag of somebody else's file is what counts, not the names.
+    theirs.save_pretrained(tmp_path / "out")
+    back = import_model(tmp_path / "out", tmp_path / "again", cache=tmp_path)
+    assert list(back.tokenizer.user_defined) == ["<think>", "</think>"]
 
 
 # -- back ------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.interop.samples import (
     TOKENIZER,
     chat_tokenizer,
     run_of,
+    thinking_tokenizer,
 )
 
 installed = pytest.mark.skipif(
@@ -219,6 +220,19 @@ class Server:
         address = self._server.listening_address + path
         request = urllib.request.Request(address, json.dumps(body).encode(), headers)
         return json.loads(urllib.request.urlopen(request, timeout=600).read())
+
+
+@installed
+def test_llama_cpp_shows_the_added_tokens_that_are_not_special(tmp_path):
+    run = run_of(tmp_path / "run", thinking_tokenizer(), **LLAMA, attention=NO_NORM)
+    path = export_run(run, tmp_path / "out.gguf", "gguf", "f32").path
+    assert gguf_reader.read_gguf(path)[2].to_json() == run.tokenizer.to_json()
+    types = gguf.import_gguf().GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
+    assert types[299:] == [3, 3, 3, 4, 4]
+    server = Server(path)
+    for token, shown in ((300, ""), (302, "<think>"), (303, "</think>")):
+        settings = {"n_predict": 1, "logit_bias": [[token, 1000]], "temperature": 0}
+        assert server("/completion", prompt="It was", **settings)["content"] == shown
 
 
 LLAMA_CPP = {
