@@ -43,6 +43,8 @@ DOORS = {  # the only modules that import a library
     "tqdm": {"console"},
     "safetensors": {"runs.tensors", "interop.huggingface"},
     "gguf": {"interop.gguf"},
+    "transformers": {"interop.export"},
+    "xllamacpp": {"interop.export"},
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"analysis.plots"},

@@ -54,6 +54,7 @@ SENTENCEPIECE_SPACE = "\u2581"  # stands for a space in SentencePiece
 # Types of tokens in llama.cpp.
 NORMAL_TOKEN = 1
 CONTROL_TOKEN = 3
+USER_DEFINED_TOKEN = 4
 BYTE_TOKEN = 6
 
 
@@ -211,6 +212,8 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
         writer.add_token_merges([f"{left} {right}" for left, right in merges])
     for name, number in special_tokens.items():
         texts[number] = name
+        if name in tokenizer.user_defined:
+            types[number] = USER_DEFINED_TOKEN
     for number in range(tokenizer.vocab_size):  # special tokens, and gaps in some vocabularies
         texts.setdefault(number, f"<|unused_{number}|>")
         types.setdefault(number, CONTROL_TOKEN)

@@ -30,6 +30,7 @@ from gptmini.interop.gguf import (
     METADATA_KEYS,
     NORMAL_TOKEN,
     SENTENCEPIECE_SPACE,
+    USER_DEFINED_TOKEN,
     gguf_name,
     import_gguf,
     separate_halves,
@@ -43,6 +44,7 @@ from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
 
 # Other values change what a model computes. A factor without a type is linear scaling.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
     "expert_count": (0,),
     "rope.scaling.type": ("none",),
     "rope.scaling.factor": (1.0, 0.0),
@@ -378,13 +380,19 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
             "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
         },
         "added_tokens": [
-            {"content": text, "id": number}
+            {"content": text, "id": number, "special": types[text] != USER_DEFINED_TOKEN}
             for text, number in numbers.items()
             if types[text] != NORMAL_TOKEN
         ],
         "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
     }
-    bos_token = metadata.get("tokenizer.ggml.bos_token_id")
+
+    def find_token(key: str) -> int | None:
+        """Return the number of a special token, None if the vocabulary has no such token."""
+        number = metadata.get(f"tokenizer.ggml.{key}", -1)
+        return number if 0 <= number < len(texts) else None
+
+    bos_token = find_token("bos_token_id")
     # Like llama.cpp, where the file does not say.
     default = PATTERN_ALIASES.get(llama_cpp_name, llama_cpp_name) == "llama-bpe"
     if metadata.get("tokenizer.ggml.add_bos_token", default) and bos_token is not None:
@@ -392,7 +400,7 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         content["post_processor"] = {"type": "TemplateProcessing", "single": [start]}
     template_tokens = {}
     for use, key in TEMPLATE_TOKENS.items():
-        number = metadata.get(f"tokenizer.ggml.{key}")
+        number = find_token(key)
         if number is not None:
             template_tokens[use] = texts[number]
     end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -400,7 +408,7 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         content,
         path,
         len(texts),
-        [metadata.get(f"tokenizer.ggml.{key}") for key in end_keys],
+        [find_token(key) for key in end_keys],
         bos_token,
         metadata.get("tokenizer.chat_template"),
         template_tokens,

@@ -361,10 +361,12 @@ def _build_generation_config(run: Run) -> dict[str, Any]:
     if bias is not None:
         is_banned = bias.isneginf()
         is_biased = (bias != 0) & ~is_banned
-        generation["suppress_tokens"] = is_banned.nonzero().flatten().tolist()
-        generation["sequence_bias"] = [
-            [[token], float(bias[token])] for token in is_biased.nonzero().flatten().tolist()
-        ]
+        banned = is_banned.nonzero().flatten().tolist()
+        biased = is_biased.nonzero().flatten().tolist()
+        if banned:
+            generation["suppress_tokens"] = banned
+        if biased:  # transformers refuses to generate by an empty list
+            generation["sequence_bias"] = [[[token], float(bias[token])] for token in biased]
     for key in ("presence_penalty", "frequency_penalty", "stop"):
         if getattr(sample, key):
             warn(f"sample.{key}: left out of generation_config.json, which has no such setting")

@@ -28,6 +28,7 @@ class BpeTokenizer(Tokenizer):
         chat_template: str | None = None,
         template_tokens: dict[str, str] | None = None,
         adds_bos: bool = False,
+        user_defined: Sequence[str] = (),
     ) -> None:
         """`eos_token` and `ends` name the special tokens that end a text."""
         self.kind = encoding.name
@@ -38,6 +39,7 @@ class BpeTokenizer(Tokenizer):
         self.chat_template = chat_template
         self.template_tokens = template_tokens or {}
         self.adds_bos = adds_bos
+        self.user_defined = user_defined
         self._eos_token = eos_token
         self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
         self._end_tokens = [self.special_tokens[name] for name in self._ends]
@@ -109,6 +111,8 @@ class BpeTokenizer(Tokenizer):
         settings: dict[str, Any] = {}
         if len(self._ends) > 1:
             settings["ends"] = self._ends
+        if self.user_defined:
+            settings["user_defined"] = list(self.user_defined)
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
             settings["template_tokens"] = self.template_tokens
@@ -130,6 +134,7 @@ class BpeTokenizer(Tokenizer):
             data.get("chat_template"),
             data.get("template_tokens"),
             data.get("adds_bos", False),
+            data.get("user_defined", []),
         )
 
 
@@ -143,6 +148,7 @@ def create_bpe_tokenizer(
     chat_template: str | None = None,
     template_tokens: dict[str, str] | None = None,
     adds_bos: bool = False,
+    user_defined: Sequence[str] = (),
 ) -> BpeTokenizer:
     """Check the ranks and special tokens (ValueError), then build the tokenizer.
 
@@ -157,7 +163,7 @@ def create_bpe_tokenizer(
     for byte in _find_missing_bytes(mergeable_ranks):
         if name != IMPORTED_KIND or byte in used_bytes:
             raise ValueError(f"byte {byte} has no rank")
-    for special in (eos_token, *ends):
+    for special in (eos_token, *ends, *user_defined):
         if special not in special_tokens:
             raise ValueError(f"{special!r} is not a special token")
     if not isinstance(chat_template, str | None):
@@ -170,7 +176,9 @@ def create_bpe_tokenizer(
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )
-    return BpeTokenizer(encoding, eos_token, ends, chat_template, template_tokens, adds_bos)
+    return BpeTokenizer(
+        encoding, eos_token, ends, chat_template, template_tokens, adds_bos, user_defined
+    )
 
 
 def list_published_encodings() -> list[str]:

@@ -133,7 +133,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _build_added_tokens(special_tokens),
+        "added_tokens": _build_added_tokens(special_tokens, tokenizer.user_defined),
         "normalizer": None,
         "post_processor": _build_post_processor(tokenizer),
         "decoder": byte_level | {"use_regex": True},
@@ -171,7 +171,10 @@ def _build_post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
     }
 
 
-def _build_added_tokens(special_tokens: dict[str, int]) -> list[dict[str, Any]]:
+def _build_added_tokens(
+    special_tokens: dict[str, int], user_defined: Sequence[str]
+) -> list[dict[str, Any]]:
+    """List the special tokens; those that the user defined stay in texts that others decode."""
     return [
         {
             "id": number,
@@ -180,7 +183,7 @@ def _build_added_tokens(special_tokens: dict[str, int]) -> list[dict[str, Any]]:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": True,
+            "special": name not in user_defined,
         }
         for name, number in _sort_by_number(special_tokens).items()
     ]
@@ -257,6 +260,11 @@ def from_tokenizer_json(
         chat_template,
         template_tokens,
         adds_bos=added_bos is not None,
+        user_defined=[
+            token["content"]
+            for token in data.get("added_tokens") or []
+            if not token.get("special", True)
+        ],
     )
     unknown = data["model"].get("unk_token")
     if tokenizer.missing_bytes and unknown is not None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,8 @@ class Tokenizer(ABC):
     missing_bytes = b""  # have no token; `encode` leaves them out
     chat_template: str | None = None  # of an instruct model: Jinja, as Hugging Face has it
     template_tokens: dict[str, str] = {}  # noqa: RUF012 - names by use, such as bos_token; immutable
+    # Special tokens, such as <think>, that other programs show in the text that they decode.
+    user_defined: Sequence[str] = ()
 
     @property
     def special_tokens(self) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Tokenizers, runs and kinds of models that the tests of interop share."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.write import write_run
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer, create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import prose
 
@@ -59,6 +60,13 @@ def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
 
 
 CHAT_TOKENIZER = chat_tokenizer()
+
+
+def thinking_tokenizer() -> Tokenizer:
+    """A tokenizer as Qwen3's: answers show some of its added tokens."""
+    data = json.loads(CHAT_TOKENIZER.to_json())
+    data["special_tokens"] |= {"<think>": 302, "</think>": 303}
+    return BpeTokenizer.from_dict(data | {"user_defined": ["<think>", "</think>"]})
 
 
 def run_of(

@@ -1,6 +1,7 @@
 """Exports against transformers: logits, greedy tokens, ids; and the faults that proofs catch."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,15 @@ from gptmini.interop.import_model import import_model
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
-from tests.interop.samples import CASES, CHAT_TOKENIZER, GQA, TEXT, TOKENIZER, run_of
+from tests.interop.samples import (
+    CASES,
+    CHAT_TOKENIZER,
+    GQA,
+    TEXT,
+    TOKENIZER,
+    run_of,
+    thinking_tokenizer,
+)
 from tests.support import POSITIONS
 
 
@@ -84,6 +93,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "bias": {"a": -2.5, "e": 1.5},
         "ban": [" ", "o"],
     },
+    "bans": {"ban": [" ", "o"]},
+    "biases": {"bias": {"a": -2.5, "e": 1.5}},
     "greedy": {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1},
 }
 
@@ -130,6 +141,8 @@ GENERATION_CONFIGS: dict[str, dict[str, Any]] = {
         "min_p": 0.02,
         "repetition_penalty": 1.3,
     },
+    "bans": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0},
+    "biases": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0},
     "greedy": {"do_sample": False, "repetition_penalty": 1.1},
 }
 
@@ -143,11 +156,11 @@ def test_an_export_states_how_the_run_samples(case, tmp_path):
     tokens = {"bos_token_id": 299, "eos_token_id": 299, "pad_token_id": 299}
     expected = tokens | {"max_new_tokens": 77, "repetition_penalty": 1.0}
     expected |= GENERATION_CONFIGS[case]
-    banned = found.pop("suppress_tokens", [])
-    biased = found.pop("sequence_bias", [])
-    assert found == expected
-    assert bytes(banned) == (b" o" if case == "everything" else b"")
-    assert biased == ([[[97], -2.5], [[101], 1.5]] if case == "everything" else [])
+    if case in ("everything", "bans"):
+        expected["suppress_tokens"] = list(b" o")
+    if case in ("everything", "biases"):
+        expected["sequence_bias"] = [[[97], -2.5], [[101], 1.5]]
+    assert found == expected  # without empty lists, which transformers refuses
 
 
 def test_sampling_that_transformers_does_not_have_is_said(tmp_path, capfd):
@@ -198,6 +211,25 @@ def test_chat_template_and_ends_go_out_and_come_back(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         once, twice = (tmp_path / folder / name for folder in ("out", "again"))
         assert once.read_bytes() == twice.read_bytes(), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_added_tokens_that_are_not_special_stay_in_decoded_texts(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra bench")
+    run = run_of(tmp_path / "run", thinking_tokenizer())
+    export_run(run, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "<|im_start|>assistant\n<think>\nIt was</think>\n\nyes<|im_end|>"
+    tokens = run.tokenizer.encode_special(text).tolist()
+    assert theirs(text)["input_ids"] == tokens
+    answer = theirs.decode(tokens, skip_special_tokens=True)
+    assert answer == "assistant\n<think>\nIt was</think>\n\nyes"
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    assert back.tokenizer.to_json() == run.tokenizer.to_json()
+    # The flag of somebody else's file is what counts, not the names.
+    theirs.save_pretrained(tmp_path / "out")
+    back = import_model(tmp_path / "out", tmp_path / "again", cache=tmp_path)
+    assert list(back.tokenizer.user_defined) == ["<think>", "</think>"]
 
 
 # -- back ------------------------------------------------------------------------------------------
@@ -298,6 +330,41 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
         export_run(run, tmp_path / "out")
     assert end.value.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a setting that fails when it generates": ("generation_config.json", {"sequence_bias": []}),
+    "texts of tokens without their spaces": ("tokenizer.json", {"decoder": {"type": "Metaspace"}}),
+    "padding beyond the vocabulary": ("config.json", {"pad_token_id": 5000}),
+}
+
+
+@pytest.mark.parametrize("fault", OTHERS)
+def test_what_only_transformers_notices_is_caught(fault, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="needs the extra bench")
+    run = run_of(tmp_path / "run")
+    write = huggingface.write_folder
+
+    def faulty(folder: Path, *arguments: Any) -> None:
+        write(folder, *arguments)
+        name, change = OTHERS[fault]
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | change))
+
+    monkeypatch.setattr(huggingface, "write_folder", faulty)
+    with pytest.raises(GptminiError, match=r"out: not written: transformers [\d.]+ ") as end:
+        export_run(run, tmp_path / "out")
+    assert len(end.value.lines) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_export_says_which_program_generated_with_it(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="needs the extra bench")
+    run = run_of(tmp_path / "run")
+    made = export_run(run, tmp_path / "out")
+    assert made.generated_by == f"transformers {transformers.__version__}"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert export_run(run, tmp_path / "other").generated_by is None
 
 
 def test_the_proof_catches_another_tokenizer(tmp_path):

@@ -27,6 +27,7 @@ from tests.interop.samples import (
     TOKENIZER,
     chat_tokenizer,
     run_of,
+    thinking_tokenizer,
 )
 
 installed = pytest.mark.skipif(
@@ -179,6 +180,24 @@ def test_the_proof_catches_a_planted_fault(fault, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@installed
+@pytest.mark.parametrize("fault", ["other weights", "a key that it misses"])
+def test_what_only_llama_cpp_notices_is_caught(fault, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp", reason="needs xllamacpp")
+    run = run_of(tmp_path / "run", **LLAMA, attention=NO_NORM, head_dim=16)
+    made = export_run(run, tmp_path / "good", "gguf")
+    assert made.generated_by == "llama.cpp"
+    if fault == "other weights":  # which reading back undoes
+        monkeypatch.setattr(gguf, "interleave_halves", lambda tensor, n_head: tensor)
+        monkeypatch.setattr(gguf_reader, "separate_halves", lambda tensor, n_head: tensor)
+    else:
+        writer = gguf.import_gguf().GGUFWriter
+        monkeypatch.setattr(writer, "add_value_length", lambda self, length: None)
+    with pytest.raises(GptminiError, match=r"out: not written: llama.cpp (chooses|fails)"):
+        export_run(run, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
 # -- llama.cpp -------------------------------------------------------------------------------------
 
 
@@ -201,6 +220,19 @@ class Server:
         address = self._server.listening_address + path
         request = urllib.request.Request(address, json.dumps(body).encode(), headers)
         return json.loads(urllib.request.urlopen(request, timeout=600).read())
+
+
+@installed
+def test_llama_cpp_shows_the_added_tokens_that_are_not_special(tmp_path):
+    run = run_of(tmp_path / "run", thinking_tokenizer(), **LLAMA, attention=NO_NORM)
+    path = export_run(run, tmp_path / "out.gguf", "gguf", "f32").path
+    assert gguf_reader.read_gguf(path)[2].to_json() == run.tokenizer.to_json()
+    types = gguf.import_gguf().GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
+    assert types[299:] == [3, 3, 3, 4, 4]
+    server = Server(path)
+    for token, shown in ((300, ""), (302, "<think>"), (303, "</think>")):
+        settings = {"n_predict": 1, "logit_bias": [[token, 1000]], "temperature": 0}
+        assert server("/completion", prompt="It was", **settings)["content"] == shown
 
 
 LLAMA_CPP = {

@@ -51,7 +51,7 @@ def rewrite(
         value = changed.pop(key, field.contents())
         if value is REMOVED:
             continue
-        kind = field.types[0]
+        kind = gguf.GGUFValueType.INT32 if value == -1 else field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, value, kind, inner)
     for name, value in changed.items():
@@ -229,6 +229,18 @@ def test_prompts_begin_with_the_token_that_llama_cpp_puts_there(llama, tmp_path)
         assert tokenizer.add_bos([]) == expected
 
 
+@pytest.mark.parametrize("number", [-1, 302, 1 << 30])
+def test_numbers_of_special_tokens_beyond_the_vocabulary_name_none(number, llama, tmp_path):
+    """llama.cpp ignores them with a warning; a negative one must not count from the end."""
+    keys = [f"tokenizer.ggml.{use}_token_id" for use in ("bos", "eos", "eot")]
+    made = rewrite(llama[1], tmp_path / "n.gguf", dict.fromkeys(keys, number))
+    tokenizer = read_whole(made)[2]
+    assert tokenizer.template_tokens == {}
+    assert (tokenizer.eos_token_id, tokenizer.end_tokens) == (299, [299])
+    starts = dict.fromkeys(keys, number) | {"tokenizer.ggml.add_bos_token": True}
+    assert read_whole(rewrite(llama[1], tmp_path / "s.gguf", starts))[2].add_bos([]) == []
+
+
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": ("gemma3", {}, "general.architecture: gemma3 is not supported; use one"),
     "experts": ("llama", {"llama.expert_count": 8}, "llama.expert_count: 8 is not supported"),
@@ -237,6 +249,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "half rotated": ("llama", {"llama.rope.dimension_count": 4}, "dimension_count: 4 is not"),
     "0 heads": ("llama", {"llama.attention.head_count": 0}, "damaged, or not a GGUF file"),
     "yarn": ("llama", {"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: yarn is not supp"),
+    "both directions": ("llama", {"llama.attention.causal": False}, "attention.causal: 0 is not"),
     "words": ("llama", {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: tekken is not supp"),
     "a text": ("llama", {"llama.attention.sliding_window": "9; 9"}, "window: '9; 9' is not supp"),
     "sentences": ("llama", {"tokenizer.ggml.model": "llama"}, r"llama \(SentencePiece\) is not"),
