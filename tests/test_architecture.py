@@ -48,7 +48,7 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "mechanisms",
     ],
     "runs": ["directory", "tensors", "log"],
-    "distributed": ["group", "gradients", "placement", "sharding", "rows", "checkpoints"],
+    "distributed": ["group", "gradients", "placement", "sharding", "checkpoints"],
     "generate": [
         "sampler",
         "filters",
