@@ -103,13 +103,9 @@ def get_odd_part(number: int) -> int:
     return number // (number & -number)
 
 
-def list_micro_batches(n: int, group: Group, run_length: int) -> list[int]:
-    """Assign the n · W micro-batches of a step in contiguous blocks; return those of this rank."""
-    numbers = []
-    for number in range(n * group.world_size):
-        if number // run_length % group.world_size == group.rank:
-            numbers.append(number)
-    return numbers
+def list_micro_batches(n: int, group: Group) -> list[int]:
+    """Return this rank's share of the n · W micro-batches of a step: a contiguous block."""
+    return list(range(group.rank * n, (group.rank + 1) * n))
 
 
 def all_reduce_tree(flat: Tensor, group: Group) -> Tensor:
@@ -210,14 +206,9 @@ def orthogonalize_one_by_one(matrices: Tensor) -> Tensor:
     return torch.cat([orthogonalize(matrix) for matrix in matrices.contiguous().split(1)])
 
 
-def choose_orthogonalize(reduce: str) -> Orthogonalize:
-    """Return how `train.reduce`, once decided, orthogonalizes the matrices of one rank."""
-    return orthogonalize_one_by_one if reduce == "exact" else orthogonalize
-
-
 def make_orthogonalize(group: Group, reduce: str) -> Orthogonalize:
     """Return `orthogonalize` for matrices that all ranks have: each computes its share of them."""
-    compute = choose_orthogonalize(reduce)
+    compute = orthogonalize_one_by_one if reduce == "exact" else orthogonalize
     if group.world_size == 1:
         return compute
 

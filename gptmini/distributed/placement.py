@@ -67,8 +67,7 @@ class Replicated:
         return Gradients(model.parameters())
 
     def list_micro_batches(self, n: int) -> list[int]:
-        """Return a stretch of them, which is a subtree of `ExactGradients`."""
-        return list_micro_batches(n, self.group, run_length=n)
+        return list_micro_batches(n, self.group)
 
     def enter_inference(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -1,15 +1,16 @@
 """Shards weights, gradients and optimizer state: each rank holds some rows of every tensor.
 
 torch's FSDP gathers the weights of a block before it computes and drops them afterwards. What is
-here makes that the computation of one process: initial weights, sums and norms of gradients to the
-same bits, whole matrices for Muon, and row slices for checkpoints.
+here gives it the initial weights of one process, whole matrices for Muon, and row slices for
+checkpoints. Gradients are added in the order that suits the network, so results agree with those of
+one process up to rounding.
 
-Letters: N matrices, R rows, C columns; n micro-batches of a rank, W ranks.
+Letters: N matrices, R rows, C columns; n micro-batches of a rank.
 """
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,27 +23,22 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptmini.config.settings import ModelConfig, TrainConfig
-from gptmini.distributed.gradients import (
-    ExactGradients,
-    Gradients,
-    Orthogonalize,
-    choose_orthogonalize,
-    get_odd_part,
-    list_micro_batches,
-    swap,
-)
+from gptmini.distributed.gradients import Gradients, list_micro_batches
 from gptmini.distributed.group import Group
-from gptmini.distributed.rows import AlignedAdamW, ShardedInit
 from gptmini.machine import Compute
 from gptmini.model.attention import Attention
 from gptmini.model.gpt import GPT
 from gptmini.model.layers import Rotary, compute_alibi_slopes
-from gptmini.model.optim import Optimizer
+from gptmini.model.optim import Optimizer, orthogonalize
 from gptmini.runs.tensors import RowSlice, ShardSpec
 
 NORM_MODULES = (nn.LayerNorm, nn.RMSNorm)
+INIT_FUNCTIONS = ("normal_", "uniform_", "fill_", "zero_")
+
+SliceRows = Callable[[int], slice]
 
 
 class Sharded:
@@ -50,10 +46,9 @@ class Sharded:
 
     is_sharded = True
 
-    def __init__(self, group: Group, compute: Compute, reduce: str) -> None:
+    def __init__(self, group: Group, compute: Compute) -> None:
         self.group = group
         self.compute = compute
-        self.reduce = reduce
         self.mesh = init_device_mesh(compute.device.type, (group.world_size,))
         self.spec = ShardSpec(self.slice_rows, self.to_dtensor)  # what to read of a checkpoint
         # Silence its warning that gloo gathers what it could exchange.
@@ -93,7 +88,7 @@ class Sharded:
             model = GPT(config)
         # By id, before FSDP replaces the parameters by DTensors.
         initial_rows = [init.initial_rows[id(parameter)] for parameter in model.parameters()]
-        apply_fsdp(model, self.mesh, self.reduce, self.compute.dtype)
+        apply_fsdp(model, self.mesh, self.compute.dtype)
         model.to_empty(device=self.compute.device)
         for parameter, rows in zip(model.parameters(), initial_rows, strict=True):
             parameter.detach().to_local().copy_(rows)  # type: ignore[attr-defined]
@@ -113,56 +108,69 @@ class Sharded:
 
     def create_optimizer(self, model: GPT, train: TrainConfig) -> Optimizer:
         """Create the optimizer of one process on the rows of this rank."""
-        orthogonalize = self._shard_orthogonalize(choose_orthogonalize(self.reduce))
-        optimizer = Optimizer(model, train, self.compute.dtype, orthogonalize)
-        if self.reduce == "exact" and self.compute.device.type == "cpu":
-            adamw = optimizer.optimizers[0]
-            AlignedAdamW(adamw, self.slice_rows)  # lives on in the optimizer's hooks
-        return optimizer
+        return Optimizer(model, train, self.compute.dtype, self._orthogonalize_share)
 
     def create_gradients(self, model: GPT, n: int) -> Gradients:
-        """Return the way of adding gradients for n micro-batches of each rank."""
-        if self.reduce == "exact":
-            return ShardedExactGradients(model, self.group, n)
-        return ShardedFastGradients(model.parameters())
+        """Return the way of adding gradients, which is FSDP's for any number of micro-batches."""
+        return ShardedGradients(model.parameters())
 
     def list_micro_batches(self, n: int) -> list[int]:
-        """Return this rank's micro-batches: every W-th group that autograd adds.
-
-        FSDP adds the same group of all ranks, which thus is a subtree of `ExactGradients`.
-        """
-        return list_micro_batches(n, self.group, get_odd_part(n))
+        return list_micro_batches(n, self.group)
 
     def enter_inference(self) -> AbstractContextManager[object]:
-        """Enter the type in which `fast` gathers the matrices, outside of a training step too."""
-        return self.compute.autocast() if self.reduce == "fast" else nullcontext()
+        """Enter the type in which matrices are gathered, outside of a training step too."""
+        return self.compute.autocast()
 
-    def _shard_orthogonalize(self, orthogonalize: Orthogonalize) -> Orthogonalize:
-        """Return `orthogonalize` for sharded matrices: each rank computes its share of whole ones.
+    def _orthogonalize_share(self, matrices: Tensor) -> Tensor:
+        """Orthogonalize sharded matrices: each rank computes its share of whole ones.
 
         Muon needs whole matrices. Sharding the batch by matrices instead of by rows gives each
         rank some of them, and sharding it by rows again returns the results.
         """
-
-        def orthogonalize_share(matrices: Tensor) -> Tensor:
-            assert isinstance(matrices, DTensor)  # (N, R, C)
-            share = matrices.redistribute(placements=[Shard(0)]).to_local()
-            result = self.to_dtensor(orthogonalize(share), matrices.shape)
-            return result.redistribute(placements=matrices.placements)  # (N, R, C)
-
-        return orthogonalize_share
+        assert isinstance(matrices, DTensor)  # (N, R, C)
+        share = matrices.redistribute(placements=[Shard(0)]).to_local()
+        result = self.to_dtensor(orthogonalize(share), matrices.shape)
+        return result.redistribute(placements=matrices.placements)  # (N, R, C)
 
 
-def apply_fsdp(model: GPT, mesh: DeviceMesh, reduce: str, dtype: torch.dtype) -> None:
+class ShardedInit(TorchDispatchMode):
+    """Initializes parameters on the meta device: draws each in full and keeps this rank's rows.
+
+    One tensor is whole at a time, and the random generator passes through the same states as where
+    all are. Parameters on the meta device have no memory, so the rows wait in `initial_rows`.
+    """
+
+    def __init__(self, slice_rows: SliceRows) -> None:
+        super().__init__()
+        self.slice_rows = slice_rows
+        self.initial_rows: dict[int, Tensor] = {}  # by the id of the parameter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        name = func.__name__.split(".")[0]
+        if name in INIT_FUNCTIONS:
+            parameter, *rest = args
+            whole = torch.empty(parameter.shape, device="cpu")
+            func(whole, *rest, **options)
+            rows = self.slice_rows(len(whole))
+            self.initial_rows[id(parameter)] = whole[rows].clone()
+        if name == "add_":
+            parameter, change = args
+            rows = self.slice_rows(len(parameter))
+            self.initial_rows[id(parameter)] += change.expand(parameter.shape)[rows]
+        return func(*args, **options)
+
+
+def apply_fsdp(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard a model: ranks gather each block when it is used, and add gradients in float32.
 
-    `fast` gathers the blocks' matrices in `dtype`, the type of their products; `exact` gathers all
-    in float32, in which a run is evaluated.
+    The blocks' matrices are gathered in `dtype`, the type of their products.
     """
-    gathered = torch.float32 if reduce == "exact" else dtype
-    matrices = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
+    matrices = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        if gathered != torch.float32:  # norms compute in float32, so they are gathered apart
+        if dtype != torch.float32:  # norms compute in float32, so they are gathered apart
             norms: list[nn.Module] = [
                 module for module in block.modules() if isinstance(module, NORM_MODULES)
             ]
@@ -184,78 +192,9 @@ def _list_fsdp_modules(model: GPT) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-class ShardedFastGradients(Gradients):
+class ShardedGradients(Gradients):
     """FSDP adds the gradients of all ranks after each micro-batch; each keeps its rows."""
 
     def clip(self, limit: float) -> Tensor:
         norm: Any = nn.utils.clip_grad_norm_(self.parameters, limit)
         return norm.full_tensor()
-
-
-class ShardedExactGradients(ExactGradients):
-    """The tree of `ExactGradients`, whose branches over the ranks FSDP adds; each keeps its rows.
-
-    One process adds the micro-batches first, then ranks. Here ranks are added first, as soon as a
-    group of micro-batches is done, since FSDP keeps no whole gradients. Which micro-batches a rank
-    has is chosen so that both are the same tree.
-    """
-
-    def __init__(self, model: GPT, group: Group, n: int) -> None:
-        super().__init__(model.parameters(), group, n)
-        reduce_scatter: Any = _TreeReduceScatter(group)  # has the methods of torch's ReduceScatter
-        for module in _list_fsdp_modules(model):
-            module.set_custom_reduce_scatter(reduce_scatter)
-        self.model: Any = model
-        self._set_gradient_sync()
-
-    def _set_gradient_sync(self) -> None:
-        """Tell FSDP whether the next micro-batch ends a group, whose sum goes over the ranks."""
-        ends_group = (self.micro_batches_done + 1) % self.run_length == 0
-        self.model.set_requires_gradient_sync(ends_group)
-
-    def after_backward(self) -> None:
-        super().after_backward()
-        self._set_gradient_sync()
-
-    def reduce_over_ranks(self, tree: list[Tensor]) -> list[Tensor]:
-        return tree  # FSDP has done so
-
-    def clip(self, limit: float) -> Tensor:
-        """Clip by the norm that one process has: from whole tensors, one after the other.
-
-        A norm from the ranks' partial norms would round in another way.
-        """
-        norms: list[Tensor] = []
-        for parameter in self.parameters:
-            gradient: Any = parameter.grad
-            norms += torch._foreach_norm([gradient.full_tensor()])
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
-        return norm
-
-
-class _TreeReduceScatter:
-    """Returns each rank's chunk of the sum of all vectors, added as `all_reduce_tree` does.
-
-    FSDP calls it in place of NCCL's or gloo's reduce-scatter, whose order of adding depends on W.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def allocate(self, size: Any, **options: Any) -> Tensor:
-        return torch.empty(*size, **options)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
-        chunks = input_tensor.view(self.group.world_size, -1)  # (W, ...)
-        bit = 1
-        while bit < self.group.world_size:
-            # Of every two chunks, keep the one for ranks on this side and send the other.
-            side = self.group.rank // bit % 2
-            kept = chunks[side::2].contiguous()
-            sent = chunks[1 - side :: 2].contiguous()
-            received = torch.empty_like(kept)
-            swap(sent, received, self.group.rank ^ bit)
-            chunks = kept.add_(received)
-            bit *= 2
-        output_tensor.copy_(chunks[0])

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import show_elapsed
-from gptmini.distributed.gradients import get_odd_part
 from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
@@ -175,6 +174,7 @@ def plan_rank(
     `choose_micro_batch` it takes what fits, and with exact sums what 1 to 8 ranks can take. Raises
     ConfigError if the ranks cannot share the batch equally.
     """
+    config = config.with_train(shard=shard)
     config = split_batch(config, world_size, is_micro_batch_stated=not choose_micro_batch)
     train = config.train
     rows = train.batch_size // world_size
@@ -309,7 +309,7 @@ def _simulate_sharded_rank(config: Config, mesh: DeviceMesh) -> MeasureRank:
     with fake:
         for depth in depths:
             model = GPT(_with_model(config, n_layer=depth).model).train()
-            apply_fsdp(model, mesh, config.train.reduce, SIMULATED_COMPUTE.dtype)
+            apply_fsdp(model, mesh, SIMULATED_COMPUTE.dtype)
             models.append(model)
     counters = [RankCounter(model) for model in models]
 
@@ -323,46 +323,30 @@ def _simulate_sharded_rank(config: Config, mesh: DeviceMesh) -> MeasureRank:
         whole = runs[0].extrapolate(runs[-1], times=(layers - few) // period)
         peak = max(whole.peak_until_last_gradients, whole.peak_after)
         activations = max(0, peak - 2 * whole.weights)
-        passes, groups = _count_passes(train)
-        sums = 1  # that are kept; `Exact` has one for each level of its tree
-        if train.reduce == "exact":
-            sums = max(1, groups.bit_length() - 1)
+        passes = _count_passes(train)
         memory = Memory(
             weights=whole.weights,
-            gradients=sums * whole.weights,
+            gradients=whole.weights,
             optimizer=whole.optimizer,
             activations=activations,
         )
         traffic = {
             "all_gather": passes * whole.gathered,
-            "reduce_scatter": groups * whole.scattered,
+            "reduce_scatter": passes * whole.scattered,
         }
         return memory, traffic
 
     return measure
 
 
-def _count_passes(train: TrainConfig) -> tuple[int, int]:
-    """Count the passes of a step, and how often their gradients are added over the ranks."""
-    passes = train.batch_size // (train.micro_batch_size or train.batch_size)
-    groups = passes
-    if train.reduce == "exact":
-        groups = passes // get_odd_part(passes)
-    return passes, groups
+def _count_passes(train: TrainConfig) -> int:
+    return train.batch_size // (train.micro_batch_size or train.batch_size)
 
 
 def _run_passes(model: GPT, counter: RankCounter, train: TrainConfig, seq_len: int) -> PassFigures:
-    """Run the few passes that differ in what they find in memory, and count their bytes."""
+    """Run a pass, and a second one that finds its gradients in memory; count their bytes."""
     size = train.micro_batch_size or train.batch_size
-    passes, groups = _count_passes(train)
-    # Whether each pass adds gradients over the ranks. The last one does; it may find the sum of a
-    # group before its own, and gradients of its own group.
-    syncs = [True]
-    if groups < passes:
-        syncs.insert(0, False)
-    if groups > 1:
-        syncs.insert(0, True)
-    sums: list[list[Tensor | None]] = []
+    passes = min(2, _count_passes(train))
     moments = Optimizer(model, train, SIMULATED_COMPUTE.dtype).expected_state_dict().values()
     state = sum(_get_local(tensor).nbytes for tensor in moments)
     model.gradient_checkpointing = train.gradient_checkpointing
@@ -382,17 +366,13 @@ def _run_passes(model: GPT, counter: RankCounter, train: TrainConfig, seq_len: i
     block_before_last = model.blocks[max(0, len(model.blocks) - 2)]
     hook = block_before_last.register_forward_hook(split_peak_at_gradient)
     with counter:
-        for sync in syncs:
-            model.set_requires_gradient_sync(sync)  # type: ignore[operator]
+        for _ in range(passes):
             tokens = torch.zeros(size, seq_len, dtype=torch.long)
             with SIMULATED_COMPUTE.autocast():
                 mean = model(tokens, tokens)
             mean.backward()
             peak_after = max(peak_after, counter.peak)
             counter.peak = 0
-            if sync and train.reduce == "exact":
-                sums.append([parameter.grad for parameter in model.parameters()])
-                model.zero_grad()
     hook.remove()
     model.zero_grad()
     return PassFigures(
@@ -400,6 +380,6 @@ def _run_passes(model: GPT, counter: RankCounter, train: TrainConfig, seq_len: i
         optimizer=state,
         peak_until_last_gradients=peak_until_last_gradients,
         peak_after=peak_after,
-        gathered=counter.traffic["all_gather"] // len(syncs),
-        scattered=counter.traffic["reduce_scatter"] // sum(syncs),
+        gathered=counter.traffic["all_gather"] // passes,
+        scattered=counter.traffic["reduce_scatter"] // passes,
     )

@@ -112,6 +112,7 @@ def decide(
     elif existing is not None and _is_paced(requested):
         config = limit_added_steps(config, existing, corpus)
 
+    is_reduce_open = config.train.reduce == "auto"
     config = split_batch(config, world_size, requested.train.micro_batch_size is not None)
     text = measure_corpus(config, corpus)
     if existing is None:
@@ -119,7 +120,7 @@ def decide(
     config = choose_dropout(config, text)
     config = choose_sample_start(config, corpus)
     if not dry_run:
-        config = shard_if_needed(config, compute, world_size)
+        config = shard_if_needed(config, compute, world_size, is_reduce_open)
     config = fit_micro_batch(config, compute, world_size)
 
     trial = CompileTrial(config.train.compile == "on")  # not tried: nothing was timed
@@ -197,7 +198,9 @@ def reuse_choices(requested: Config, earlier: Config, same_run: bool = True) -> 
         if is_finetuning:
             train_keys += ["seq_len"]
     if same_run:
-        train_keys += ["micro_batch_size", "reduce"]
+        train_keys += ["micro_batch_size"]
+        if not (requested.train.shard or earlier.train.shard):
+            train_keys += ["reduce"]
     if same_run and by_minutes:
         model_keys += ["n_head"]
         train_keys += ["steps", "warmup_steps", "eval_every", "save_every", "log_every"]
@@ -361,8 +364,9 @@ def limit_added_steps(config: Config, existing: Config, corpus: Corpus) -> Confi
 def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) -> Config:
     """Check that processes can share every batch equally, and choose how they add gradients.
 
-    They add them exactly where that costs little. A micro-batch that does not divide a process's
-    rows is chosen again unless it was stated. Raises ConfigError for what does not divide.
+    They add them exactly where that costs little and every process has the whole model. A
+    micro-batch that does not divide a process's rows is chosen again unless it was stated. Raises
+    ConfigError for what does not divide, and for exact sums of shards.
     """
     train = config.train
     rows, rest = divmod(train.batch_size, world_size)
@@ -384,8 +388,12 @@ def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) ->
         raise ConfigError(
             f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {world_size}; use fast"
         )
+    is_sharded = train.shard and world_size > 1
+    if train.reduce == "exact" and is_sharded:
+        raise ConfigError("train.reduce: exact needs whole models, not train.shard; use fast")
     if train.reduce == "auto":
-        is_exact = is_power_of_two and 1 < world_size <= MAX_EXACT_WORLD_SIZE
+        few = is_power_of_two and 1 < world_size <= MAX_EXACT_WORLD_SIZE
+        is_exact = few and not is_sharded
         config = config.with_train(reduce="exact" if is_exact else "fast")
     return config
 
@@ -410,13 +418,23 @@ def choose_sample_start(config: Config, corpus: Corpus) -> Config:
 # -- the machine -----------------------------------------------------------------------------------
 
 
-def shard_if_needed(config: Config, compute: Compute, world_size: int) -> Config:
-    """Shard a model that does not fit whole; raises MachineError if it does not fit at all."""
+def shard_if_needed(
+    config: Config, compute: Compute, world_size: int, is_reduce_open: bool
+) -> Config:
+    """Shard a model that does not fit whole; raises MachineError if it does not fit at all.
+
+    ConfigError if gradients are to be added exactly, for which every process needs it whole.
+    """
     count = count_parameters(config.model)
     device = compute.device
     whole = machine.estimate_training_bytes(count, device, world_size, sharded=False)
     if world_size > 1 and whole > machine.get_total_memory(device):
-        config = config.with_train(shard=True)
+        if config.train.reduce == "exact" and not is_reduce_open:
+            raise ConfigError(
+                "train.reduce: exact needs whole models, which do not fit; use fast, and "
+                "train.shard: true"
+            )
+        config = config.with_train(shard=True, reduce="fast")
     if world_size > 1 and config.train.shard and config.train.compile == "auto":
         config = config.with_train(compile="off")
     machine.check_memory(count, device, world_size, config.train.shard)

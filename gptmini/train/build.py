@@ -96,7 +96,7 @@ def _choose_placement(decision: Decision, run: RunDirectory) -> tuple[Placement,
         # without torch.distributed, on Macs and small boards, train on a single process.
         from gptmini.distributed.sharding import Sharded  # noqa: PLC0415
 
-        sharded = Sharded(group, decision.compute, train.reduce)
+        sharded = Sharded(group, decision.compute)
         return sharded, ShardedCheckpoints(run, group, sharded)
     return Replicated(group, decision.compute, train.reduce), WholeCheckpoints(run, group)
 

@@ -23,7 +23,7 @@ from gptmini.train.messages import (
     describe_difference,
     describe_divergence,
     say_if_rate_rises,
-    warn_of_micro_batch_size,
+    warn_of_other_bits,
 )
 from gptmini.train.state import Training
 
@@ -76,7 +76,7 @@ def _resume(training: Training) -> None:
         checkpoint = training.checkpoints.load_newest()
     if checkpoint is not None:
         restore_checkpoint(training, checkpoint)
-        warn_of_micro_batch_size(existing, config, run)
+        warn_of_other_bits(existing, config, run)
         say_if_rate_rises(existing, config, training.step)
         # A kill may have come between writing a checkpoint and deleting the old ones.
         group.on_rank_zero(lambda: run.prune(training.progress.best, config.train.keep))
@@ -126,6 +126,8 @@ def check_same_settings(
     for key, now, before in iter_differences(requested, existing):
         if key in CHANGEABLE_SETTINGS or key.startswith("sample.") or now in undecided:
             continue
+        if key == "train.reduce" and (requested.train.shard or existing.train.shard):
+            continue  # shards are always fast; those of version 0.2 may have been exact
         if key == "train.minutes" and None not in (now, before):  # other minutes make it longer
             continue
         lines.append(describe_difference(key, before, now, run))

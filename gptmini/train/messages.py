@@ -232,18 +232,18 @@ def _format_value(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
-def warn_of_micro_batch_size(existing: Config, config: Config, run: RunDirectory) -> None:
-    """Warn if rows are computed in other groups than before.
+def warn_of_other_bits(existing: Config, config: Config, run: RunDirectory) -> None:
+    """Warn if gradients are added in another order than before, or rows computed in other groups.
 
     Each group draws its own dropout, and the gradients of the groups are added.
     """
-    before = existing.train.micro_batch_size
-    now = config.train.micro_batch_size
-    if before != now:
-        warn(
-            f"{run.path}: micro_batch_size was {before}, is {now}; results will no longer be "
-            f"bit-identical"
-        )
+    for key in ("micro_batch_size", "reduce"):
+        before = getattr(existing.train, key)
+        now = getattr(config.train, key)
+        if before != now:
+            warn(
+                f"{run.path}: {key} was {before}, is {now}; results will no longer be bit-identical"
+            )
 
 
 def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:

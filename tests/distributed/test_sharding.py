@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 
 from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
-from gptmini.distributed.gradients import get_odd_part, list_micro_batches
+from gptmini.distributed.gradients import list_micro_batches
 from gptmini.distributed.group import Group
-from gptmini.distributed.sharding import Sharded
-from gptmini.errors import MachineError
+from gptmini.distributed.sharding import Sharded, ShardedInit
+from gptmini.errors import ConfigError, MachineError
 from gptmini.model.gpt import GPT
 from gptmini.plan.cost import count_parameters
-from gptmini.plan.decide import decide
+from gptmini.plan.decide import decide, reuse_choices
 from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.train.resume import check_same_settings
 from tests.support import POSITIONS, new_cache, tiny, train
 
 TRAIN = {
@@ -27,30 +29,28 @@ TRAIN = {
     "save_every": 2,
     "log_every": 1,
     "keep": 1,
-    "reduce": "exact",
+    "reduce": "fast",
     "compile": "off",
     "dtype": "bfloat16",
     "shard": True,
 }
-# Widths whose rows do not fill vectors, and fewer rows than ranks; micro-batches in a tree, or
-# added from left to right in groups of three.
+# Widths whose rows do not fill vectors, fewer rows than ranks, several micro-batches, and a clip
+# that acts. No dropout, which the groups of rows would draw otherwise.
 CASES: dict[str, dict[str, Any]] = {
     "muon": {
-        "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "dropout": 0.1}
+        "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "dropout": 0}
         | {"attention": {"variant": "mqa"}, "position": "alibi"},
         "train": TRAIN
         | {"batch_size": 24, "micro_batch_size": 2, "grad_clip": 0.1, "dtype": "float32"},
     },
     "adamw": {
-        "model": {"d_model": 12, "n_head": 6, "dropout": 0.2, "bias": True, "norm": "rmsnorm"}
+        "model": {"d_model": 12, "n_head": 6, "dropout": 0, "bias": True, "norm": "rmsnorm"}
         | {"tie_embeddings": False, "position": "rope", "activation": "swiglu"},
         "train": TRAIN
-        | {"batch_size": 8, "micro_batch_size": 1, "optimizer": "adamw"}
+        | {"batch_size": 8, "micro_batch_size": 1, "optimizer": "adamw", "grad_clip": 0.1}
         | {"gradient_checkpointing": True},
     },
 }
-# The same with gradients that each process gets added from the others, and a clip that acts.
-FAST = CASES["adamw"] | {"train": CASES["adamw"]["train"] | {"reduce": "fast", "grad_clip": 0.1}}
 # No cool-down, so that more steps are the same run.
 CHAIN = CASES["muon"]["train"] | {"batch_size": 8, "warmup_steps": 0, "cooldown": 0.0}
 
@@ -68,7 +68,7 @@ def runs(
     )
 
     def config(case: str, **changes: Any) -> Config:
-        settings = (CASES | {"fast": FAST})[case] | {"data": {"path": str(text)}}
+        settings = CASES[case] | {"data": {"path": str(text)}}
         return tiny(**settings | {"train": settings["train"] | changes})
 
     def launch(processes: int, chain_steps: int, *cases: str) -> None:
@@ -81,10 +81,10 @@ def runs(
             codes, said = start_ranks(processes, *words, "--no-sample")
             assert codes == [0] * processes, said
 
-    for case in (*CASES, "fast"):
+    for case in CASES:
         train(config(case), folder / f"{case}-1", cache)
     train(config("muon", **CHAIN | {"steps": 8}), folder / "whole", cache)
-    launch(2, 2, *CASES, "fast")
+    launch(2, 2, *CASES)
     launch(4, 4, *CASES)
     launch(1, 6)
     launch(2, 8)
@@ -97,41 +97,49 @@ def last(run: Path) -> Checkpoint:
     return checkpoint
 
 
-def assert_same(run: Path, other: Path) -> None:
-    """Equal weights, state of the optimizer and metrics, to the last bit."""
-    one = last(run)
-    two = last(other)
-    for left, right in ((one.model, two.model), (one.optimizer, two.optimizer)):
-        assert left.keys() == right.keys()
-        assert [name for name in left if not left[name].equal(right[name])] == []
-    lines = []
-    for folder in (run, other):
-        read = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        clock = ("seconds", "wall_time", "tokens_per_second", "peak_memory")
-        lines.append([{key: line[key] for key in line if key not in clock} for line in read])
-    assert lines[0] == lines[1]
+def read_losses(run: Path) -> list[tuple[float, float]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["grad_norm"], line["train_loss"]) for line in lines]
+
+
+def assert_agree(run: Path, other: Path, tolerance: float) -> None:
+    ours = read_losses(run)
+    theirs = read_losses(other)
+    assert len(ours) == len(theirs) >= 4
+    for one, two in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(two, rel=tolerance)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_sharded_weights_are_those_of_one_process(runs: Path, case: str, processes: int):
-    assert_same(runs / f"{case}-{processes}", runs / f"{case}-1")
+@pytest.mark.parametrize(("case", "tolerance"), [("muon", 2e-3), ("adamw", 0.02)])
+def test_sharded_training_agrees_with_one_process_but_for_rounding(
+    runs: Path, case: str, tolerance: float, processes: int
+):
+    """In float32, and in bfloat16, in which matrices are gathered."""
+    alone = runs / f"{case}-1"
+    assert min(norm for norm, _ in read_losses(alone)) > 0.1  # each step is clipped
+    assert_agree(runs / f"{case}-{processes}", alone, tolerance)
 
 
 def test_a_run_resumed_on_2_then_4_then_1_then_2_processes_is_one_that_never_stopped(runs: Path):
-    assert_same(runs / "chain", runs / "whole")
+    assert_agree(runs / "chain", runs / "whole", 5e-3)
 
 
-def test_fast_clips_by_the_norm_of_all_processes(runs: Path):
-    logged = []
-    for run in (runs / "fast-1", runs / "fast-2"):
-        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        logged.append([(line["grad_norm"], line["train_loss"]) for line in lines])
-    alone, together = logged
-    assert min(norm for norm, _ in alone) > 0.1  # each step is clipped
-    assert len(alone) == len(together) == 4
-    for one, other in zip(alone, together, strict=True):
-        assert other == pytest.approx(one, rel=0.02)  # as the sums round in bfloat16
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_initial_weights_are_those_of_one_process(case: str, size: int):
+    config = tiny(**CASES[case]).with_tokenizer("byte", 257).model
+    torch.manual_seed(0)
+    whole = list(GPT(config).parameters())
+    for rank in range(size):
+        placement = SimpleNamespace(group=Group(rank, size))
+        slice_rows = partial(Sharded.slice_rows, placement)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        with torch.device("meta"), ShardedInit(slice_rows) as init:
+            model = GPT(config)
+        for parameter, weights in zip(model.parameters(), whole, strict=True):
+            rows = slice_rows(len(weights))
+            assert init.initial_rows[id(parameter)].equal(weights[rows])
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -150,30 +158,22 @@ def test_each_process_writes_its_share_and_no_more(runs: Path, processes: int):
 
 
 def test_commands_read_a_sharded_run_as_any_other(runs: Path, gptmini):
-    answers = []
+    losses = []
     for name in ("muon-1", "muon-4"):
         run = str(runs / name)
-        code, text, err = gptmini("generate", run, "--prompt", "the", "--samples", "2")
+        code, _, err = gptmini("generate", run, "--prompt", "the", "--samples", "2")
         assert code == 0, err
         code, facts, err = gptmini("evaluate", run, "--json")
         assert code == 0, err
-        answers.append((text, facts.replace(run, "")))
-    assert answers[0] == answers[1]
+        losses.append(json.loads(facts)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (6, 2), (3, 4), (8, 8)])
-def test_every_micro_batch_belongs_to_one_rank(n: int, size: int, sharded: bool):
-    run_length = get_odd_part(n) if sharded else n
-    dealt = [list_micro_batches(n, Group(rank, size), run_length) for rank in range(size)]
-    assert sorted(number for numbers in dealt for number in numbers) == list(range(n * size))
+def test_every_micro_batch_belongs_to_one_rank(n: int, size: int):
+    dealt = [list_micro_batches(n, Group(rank, size)) for rank in range(size)]
+    assert [number for numbers in dealt for number in numbers] == list(range(n * size))
     assert {len(numbers) for numbers in dealt} == {n}
-    # Ranks take groups of `run_length` in turn; of replicas, each has one.
-    groups = [range(first, first + run_length) for first in range(0, n * size, run_length)]
-    expected = [
-        [number for group in groups[rank::size] for number in group] for rank in range(size)
-    ]
-    assert dealt == expected
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -207,10 +207,37 @@ def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp
     config = tiny(data={"path": str(text_file)}, train={"micro_batch_size": 1})
     decided = decide(config, None, tmp_path, world_size=2)
     assert not decided.config.train.shard
+    assert decided.config.train.reduce == "exact"
     whole = 16 * count_parameters(decided.config.model)
     monkeypatch.setattr(machine, "get_total_memory", lambda _: 2 * whole - 1)  # of two processes
-    assert decide(config, None, tmp_path, world_size=2).config.train.shard
+    sharded = decide(config, None, tmp_path, world_size=2).config.train
+    assert (sharded.shard, sharded.reduce) == (True, "fast")
     assert not decide(config, None, tmp_path, world_size=1).config.train.shard
     monkeypatch.setattr(machine, "get_total_memory", lambda _: whole - 1)
     with pytest.raises(MachineError, match="bytes"):
         decide(config, None, tmp_path, world_size=2)
+
+
+def test_exact_needs_whole_models(text_file, tmp_path, monkeypatch):
+    def request(**settings: Any) -> Config:
+        train = {"micro_batch_size": 1, **settings}
+        return tiny(data={"path": str(text_file)}, train=train)
+
+    assert decide(request(shard=True), None, tmp_path, world_size=2).config.train.reduce == "fast"
+    decided = decide(request(reduce="exact", shard=True), None, tmp_path, world_size=1)
+    assert decided.config.train.reduce == "exact"
+    with pytest.raises(ConfigError, match=r"train\.reduce: .*train\.shard"):
+        decide(request(reduce="exact", shard=True), None, tmp_path, world_size=2)
+    whole = 16 * count_parameters(decided.config.model)
+    monkeypatch.setattr(machine, "get_total_memory", lambda _: 2 * whole - 1)
+    with pytest.raises(ConfigError, match=r"train\.reduce"):
+        decide(request(reduce="exact"), None, tmp_path, world_size=2)
+
+
+def test_a_run_that_was_exact_goes_on_in_shards(text_file, tmp_path):
+    requested = tiny(data={"path": str(text_file)}, train={"shard": True})
+    earlier = requested.with_train(reduce="exact")
+    assert reuse_choices(requested, earlier).train.reduce == "auto"
+    check_same_settings(requested.with_train(reduce="fast"), earlier, RunDirectory(tmp_path))
+    whole = earlier.with_train(shard=False)  # which no longer fits whole
+    check_same_settings(requested.with_train(reduce="fast"), whole, RunDirectory(tmp_path))

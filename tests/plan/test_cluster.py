@@ -52,7 +52,7 @@ local = lambda tensors: sum(getattr(t, "_local_tensor", t).nbytes for t in tenso
 
 def found(config):
     train = config.train
-    placement = Sharded(ranks, SIMULATED_COMPUTE, train.reduce)
+    placement = Sharded(ranks, SIMULATED_COMPUTE)
     model = placement.create_model(config.model).train()
     model.gradient_checkpointing = train.gradient_checkpointing
     passes = train.batch_size // 2 // train.micro_batch_size
@@ -68,9 +68,7 @@ def found(config):
             mean.backward()
             adding.after_backward()
     adding.finish()
-    traffic = {"all_gather": held.traffic["all_gather"]}
-    if train.reduce == "fast":  # `exact` adds by itself
-        traffic["reduce_scatter"] = held.traffic["reduce_scatter"]
+    traffic = {kind: held.traffic[kind] for kind in ("all_gather", "reduce_scatter")}
     weights = [*model.parameters()]
     sizes = {"weights": local(weights), "gradients": local(p.grad for p in weights)}
     optimizer.step(0.1)
@@ -87,22 +85,15 @@ distributed.destroy_process_group()
 
 
 def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
-    """For gradients added once, to others, or in a tree of one or more levels, to the byte."""
+    """For gradients that are added once, and to others, to the byte."""
     configs = [
         config_of(
             4 * passes,
             position="none",
             attention={"backend": "sdpa"},
-            train={"optimizer": "adamw", "gradient_checkpointing": again, "reduce": reduce},
+            train={"optimizer": "adamw", "gradient_checkpointing": again},
         )
-        for reduce, passes, again in (
-            ("fast", 1, True),
-            ("fast", 3, False),
-            ("exact", 1, False),
-            ("exact", 2, False),
-            ("exact", 3, False),
-            ("exact", 4, True),
-        )
+        for passes, again in ((1, True), (2, False), (3, False))
     ]
     words = [sys.executable, "-c", WORKER, str(tmp_path)]
     words.append(json.dumps([config.model_dump() for config in configs]))
@@ -120,7 +111,7 @@ def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
             assert memory.weights == real["weights"] == real["gradients"]
             assert memory.optimizer == real["optimizer"]
             assert memory.peak - memory.optimizer == real["peak"]
-            assert traffic | real["traffic"] == traffic
+            assert traffic == real["traffic"]
 
 
 def padded(config, n: int) -> tuple[int, int]:
@@ -134,23 +125,17 @@ def padded(config, n: int) -> tuple[int, int]:
     return counts[True], counts[False]
 
 
-@pytest.mark.parametrize(
-    ("n", "vocab_size", "again", "reduce"),
-    [(2, 256, False, "fast"), (128, 257, True, "fast"), (8, 257, True, "exact")],
-)
-def test_collectives_carry_the_weights_twice_and_the_gradients_once(n, vocab_size, again, reduce):
-    """`exact` adds an odd number of passes before it adds their gradients over the ranks."""
-    train = {"gradient_checkpointing": again, "reduce": reduce}
+@pytest.mark.parametrize(("n", "vocab_size", "again"), [(2, 256, False), (128, 257, True)])
+def test_collectives_carry_the_weights_twice_and_the_gradients_once(n, vocab_size, again):
+    train = {"gradient_checkpointing": again}
     config = config_of(6, vocab_size, bias=True, position="learned", train=train)
     with cluster.simulate_rank(config, n, shard=True) as measure:
         _, traffic = measure(config)
     passes = 3
     matrices, others = padded(config, n)
-    width = 4 if reduce == "exact" else 2
-    sums = 1 if reduce == "exact" else passes
     assert traffic == {
-        "all_gather": passes * 2 * (width * matrices + 4 * others),
-        "reduce_scatter": sums * 4 * (matrices + others),
+        "all_gather": passes * 2 * (2 * matrices + 4 * others),
+        "reduce_scatter": passes * 4 * (matrices + others),
     }
 
 
@@ -194,7 +179,7 @@ def test_operations_of_a_rank_are_those_of_the_formula():
         mesh = init_device_mesh("cpu", (4,))
         with FakeTensorMode():
             sharded = GPT(config.model).train()
-            apply_fsdp(sharded, mesh, "fast", torch.bfloat16)
+            apply_fsdp(sharded, mesh, torch.bfloat16)
             with FlopCounterMode(display=False) as counted:
                 tokens = torch.zeros(2, T, dtype=torch.long)
                 with cluster.SIMULATED_COMPUTE.autocast():
@@ -244,7 +229,7 @@ def test_rows_of_a_pass_are_chosen_to_fit(measured):
         plan = cluster.plan_rank(config, on, 2, shard=True, choose_micro_batch=True)
         assert plan.config.train.micro_batch_size == rows
         assert (plan.memory.peak <= gigabytes * 1e9) == (gigabytes > 1.5)
-    exact = cluster.plan_rank(config_of(48), H100, 2, shard=True, choose_micro_batch=True)
+    exact = cluster.plan_rank(config_of(48), H100, 2, choose_micro_batch=True)
     assert exact.config.train.micro_batch_size == 6  # as on 8 ranks
     given = cluster.plan_rank(config_of(48, train={"micro_batch_size": None}), H100, 8)
     assert given.config.train.micro_batch_size == 6  # all that a rank has

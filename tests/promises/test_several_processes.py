@@ -123,11 +123,13 @@ def test_the_bits_do_not_depend_on_how_many_matrices_a_rank_has(train):
 
 
 def test_a_matrix_of_one_row_is_sharded_too(train):
-    changes = {"model": {"d_ff": 1}, "train": {"shard": True, "steps": 2}}
+    train_changes = {"shard": True, "steps": 2, "reduce": "fast", "dtype": "float32"}
+    changes = {"model": {"d_ff": 1, "dropout": 0}, "train": train_changes}
     one, *_ = train(1, "one", **changes)
     two, codes, _ = train(2, "two", **changes)
     assert codes == [0, 0]
-    assert same(one.load_newest().model, two.load_newest().model)
+    for ours, theirs in zip(losses(one), losses(two), strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
 
 
 def test_an_odd_number_of_micro_batches_has_its_tree_too(train):
@@ -221,6 +223,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(train):
 @pytest.mark.parametrize("shard", [False, True])
 def test_an_overflow_on_one_rank_makes_all_repeat_the_step_at_the_same_scale(train, shard):
     changes = {"dtype": "float16", "micro_batch_size": 2, "shard": shard}
+    changes["reduce"] = "fast" if shard else "exact"
     one, *_ = train(1, "one", train=changes)
     run, codes, said = train(2, fault="overflowing", train=changes)
     assert codes == [0, 0]
