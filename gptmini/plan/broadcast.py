@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import gptmini
 from gptmini import files, machine
 from gptmini.config.load import iter_settings, validate
 from gptmini.config.settings import Config, TokenizerConfig
@@ -91,7 +90,7 @@ def _prepare_with_tokenizer(config: Config, tokenizer: str, cache: Path) -> Corp
 
 def _describe_environment(compute: Compute) -> dict[str, Any]:
     """Describe what must be the same on all ranks, besides the settings."""
-    sources = sorted(Path(gptmini.__file__).parent.rglob("*.py"))
+    sources = sorted(Path(files.__file__).parent.rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     return {
         "torch": str(torch.__version__),

@@ -1,0 +1,215 @@
+"""What becomes of each setting in a new run, in one that is resumed, and in one from a base.
+
+The table is settings_table.txt, a line a setting. It is a decision about users: whoever changes a
+line changes what a command does to somebody's run.
+
+| column         | the setting                                                        |
+|----------------|--------------------------------------------------------------------|
+| resume stated  | is given another value when a run is resumed                       |
+| resume open    | is left out when a run that has a value of its own is resumed      |
+| minutes open   | the same with another `train.minutes`                              |
+| from stated    | is given another value for a new run from a base                   |
+| from open      | is left out for a new run from a base that has a value of its own  |
+
+taken: the value that was stated holds. refused: in a line that names it. kept: the value of the run
+or the base holds. anew: another value holds, the default or one that is chosen.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptmini.config.load import iter_settings, validate
+from gptmini.config.settings import Config
+from gptmini.errors import GptminiError
+from gptmini.model.gpt import GPT
+from gptmini.plan.decide import decide
+from gptmini.runs.directory import Checkpoint, RunDirectory
+from gptmini.runs.progress import Progress
+from gptmini.train.checkpoint import check_same_settings
+from tests.support import TINY, new_cache
+
+TABLE = Path(__file__).with_name("settings_table.txt")
+COLUMNS = ["resume stated", "resume open", "minutes open", "from stated", "from open"]
+# Another value for each setting, that goes with the small configuration.
+OTHER_VALUES: dict[str, Any] = {
+    "model.n_layer": 3,
+    "model.n_head": 2,
+    "model.d_model": 48,
+    "model.head_dim": 16,
+    "model.context_length": 20,
+    "model.attention.variant": "mqa",
+    "model.attention.window": 7,
+    "model.attention.qkv_bias": True,
+    "model.attention.qk_norm": False,
+    "model.attention.weight_dropout": 0.1,
+    "model.attention.backend": "eager",
+    "model.position": "learned",
+    "model.rope_theta": 500.0,
+    "model.norm": "rmsnorm",
+    "model.norm_eps": 1e-6,
+    "model.activation": "gelu",
+    "model.d_ff": 64,
+    "model.bias": True,
+    "model.tie_embeddings": False,
+    "model.dropout": 0.25,
+    "tokenizer.kind": "char",
+    "data.errors": "replace",
+    "data.validation": 0.2,
+    "data.split": "documents",
+    "data.test": 0.1,
+    "data.separator": "\n\n",
+    "data.text_key": "body",
+    "train.steps": 9,
+    "train.batch_size": 2,
+    "train.micro_batch_size": 1,
+    "train.seq_len": 8,
+    "train.optimizer": "adamw",
+    "train.muon_lr": 0.01,
+    "train.lr": 1e-3,
+    "train.embed_lr": 5e-3,
+    "train.min_lr": 1e-4,
+    "train.warmup_steps": 2,
+    "train.schedule": "cosine",
+    "train.cooldown": 0.5,
+    "train.weight_decay": 0.05,
+    "train.betas": [0.9, 0.95],
+    "train.grad_clip": 0.5,
+    "train.on_divergence": "rewind",
+    "train.reduce": "exact",
+    "train.gradient_checkpointing": True,
+    "train.deterministic": "on",
+    "train.compile": "off",
+    "train.patience": 3,
+    "train.eval_every": 2,
+    "train.eval_tokens": 100,
+    "train.save_every": 2,
+    "train.keep": 3,
+    "train.log_every": 2,
+    "train.seed": 7,
+    "train.dtype": "float32",
+    "sample.max_new_tokens": 5,
+    "sample.temperature": 0.5,
+    "sample.top_k": 9,
+    "sample.seed": 3,
+}
+
+
+def put(sections: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy of the sections with a setting, by its dotted key, changed, or without it."""
+    first, _, rest = key.partition(".")
+    copy = dict(sections)
+    if rest:
+        copy[first] = put(copy.get(first) or {}, rest, value)
+    elif value is None:
+        copy.pop(first, None)
+    else:
+        copy[first] = value
+    return copy
+
+
+class Machine:
+    """Makes runs on a small text and says what becomes of a setting."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache = new_cache(folder)
+        self.text = folder / "text.txt"
+        self.text.write_text("".join(f"{n} is a number of its own.\n" for n in range(300)))
+        self.plain = {**TINY, "data": {"path": str(self.text)}}
+
+    def decide(self, sections: dict[str, Any], run: RunDirectory | None) -> Config:
+        return decide(validate(sections, {}), run, self.cache, dry_run=True).config
+
+    def write_run(self, name: str, sections: dict[str, Any]) -> RunDirectory:
+        """A run at step 0, with weights, as a base must have them."""
+        run = RunDirectory(self.folder / name)
+        decision = decide(validate(sections, {}), None, self.cache, dry_run=True)
+        run.create(decision.config, decision.corpus.tokenizer)
+        progress = Progress(decision.corpus.content, decision.corpus.tokenizer.fingerprint)
+        weights = GPT(decision.config.model).state_dict()
+        run.save(Checkpoint(vars(progress), weights, {}))
+        return run
+
+    def resume(self, sections: dict[str, Any], run: RunDirectory) -> Config:
+        config = self.decide(sections, run)
+        check_same_settings(config, run.load_config(), run)
+        return config
+
+
+def judge(key: str, config: Config, other: Any, found: str) -> str:
+    value = dict(iter_settings(config.model_dump()))[key]
+    return found if value == other else "anew"
+
+
+def describe(machine: Machine, key: str, column: str) -> str:
+    """What becomes of a setting in the situation of a column."""
+    other = OTHER_VALUES[key]
+    has_it = put(machine.plain, key, other)
+    lacks_it = put(machine.plain, key, None)
+    name = f"{key} {column}".replace(" ", "-")
+    try:
+        if column == "resume stated":
+            run = machine.write_run(name, machine.plain)
+            return judge(key, machine.resume(has_it, run), other, "taken")
+        if column == "resume open":
+            run = machine.write_run(name, has_it)
+            return judge(key, machine.resume(lacks_it, run), other, "kept")
+        if column == "minutes open":
+            run = machine.write_run(name, put(has_it, "train.minutes", None))
+            config = run.load_config().with_train(minutes=1.0)
+            run.write_config(config)
+            by_minutes = put(put(lacks_it, "train.minutes", 2.0), "train.steps", None)
+            return judge(key, machine.resume(by_minutes, run), other, "kept")
+        data = {"data": machine.plain["data"]}
+        if column == "from stated":
+            base = machine.write_run(name, machine.plain)
+            sections = put(put(data, "base.run", str(base.path)), key, other)
+            return judge(key, machine.decide(sections, None), other, "taken")
+        base = machine.write_run(name, has_it)
+        sections = put(data, "base.run", str(base.path))
+        return judge(key, machine.decide(sections, None), other, "kept")
+    except GptminiError as error:
+        named = any(part in str(error) for part in (key, key.rpartition(".")[2]))
+        assert named, f"{key}, {column}: {error}"
+        return "refused"
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(tmp_path_factory.mktemp("settings"))
+
+
+def read_table() -> dict[str, list[str]]:
+    lines = (line.split() for line in TABLE.read_text().splitlines()[1:])
+    return {key: outcomes for key, *outcomes in lines}
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_each_setting_does_in_each_situation_what_the_table_says(key, machine):
+    found = [describe(machine, key, column) for column in COLUMNS]
+    assert found == read_table()[key]
+
+
+def test_the_table_has_every_setting_but_those_that_the_text_above_names():
+    # Places of texts, lists that need others beside them, and what names the base itself.
+    left_out = {
+        "model.vocab_size",
+        "model.rope_scaling",
+        "model.attention.n_kv_head",
+        "model.attention.full_every",
+        "tokenizer.vocab_size",
+        "data.path",
+        "data.weights",
+        "data.validation_path",
+        "train.minutes",
+        "train.shard",
+        "train.log_to",
+        "train.device",
+    }
+    keys = {key for key, _ in iter_settings(Config().model_dump())}
+    keys = {key for key in keys if not key.startswith(("base.", "sample."))}
+    tested = {key for key in OTHER_VALUES if not key.startswith("sample.")}
+    assert keys - left_out == tested
+    assert read_table().keys() == OTHER_VALUES.keys()
