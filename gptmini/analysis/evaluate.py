@@ -10,7 +10,7 @@ from gptmini.config.settings import TokenizerConfig
 from gptmini.console import iter_with_progress
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.token_file import TokenFile
-from gptmini.errors import DataError
+from gptmini.errors import CheckpointError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute, pick_device
@@ -83,4 +83,8 @@ def evaluate_run(
     n_windows = sum(math.ceil(len(text) / (stride or seq_len)) for text in texts)
     shown_batches = iter_with_progress(batches, "evaluating", math.ceil(n_windows / batch_size))
     in_float32 = Compute(run.model.device, torch.float32)
-    return evaluate(run.model, shown_batches, run.tokenizer.compute_byte_lengths(), in_float32)
+    byte_lengths = run.tokenizer.compute_byte_lengths()
+    evaluation = evaluate(run.model, shown_batches, byte_lengths, in_float32)
+    if not math.isfinite(evaluation.loss):
+        raise CheckpointError(f"{run.path}: the model's logits are not finite; its weights are bad")
+    return evaluation

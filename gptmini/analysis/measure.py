@@ -22,7 +22,13 @@ from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
 
-EVALUATION_KEYS = ("loss", "loss_error", "bits_per_byte", "bits_per_byte_error", "accuracy")
+EVALUATION_KEYS = (
+    "loss",
+    "loss_half_width",
+    "bits_per_byte",
+    "bits_per_byte_half_width",
+    "accuracy",
+)
 DECODE_STEPS_PER_TEXT = 32
 MIN_TIMING_SECONDS = 0.05  # a shorter timing measures the scheduler of the machine
 TIMING_ROUNDS = 5

@@ -33,9 +33,9 @@ class RunMeasurement:
     seed: int
     step: int
     loss: float
-    loss_error: float | None
+    loss_half_width: float | None
     bits_per_byte: float
-    bits_per_byte_error: float | None
+    bits_per_byte_half_width: float | None
     accuracy: float
     tokens_per_second: float | None
     seconds: float

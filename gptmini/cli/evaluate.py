@@ -17,7 +17,7 @@ from gptmini.cli.options import (
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
-FEW_WINDOWS = 50  # below which the ± itself is far off at times
+FEW_WINDOWS = 50  # an interval from fewer is itself uncertain
 
 
 def evaluate(
@@ -66,16 +66,16 @@ def evaluate(
 def _format_evaluation(facts: dict[str, Any]) -> str:
     """Format the figures of an evaluation as lines of text."""
 
-    def error(key: str) -> str:
-        if facts[key] is None:
+    def interval(key: str) -> str:
+        half_width = facts[f"{key}_half_width"]
+        if half_width is None:
             return ""
-        rough = " (rough)" if facts["windows"] < FEW_WINDOWS else ""
-        return f" ± {facts[key]:.4f}{rough}"
+        return f" ± {half_width:.4f}{' (rough)' if facts['windows'] < FEW_WINDOWS else ''}"
 
     return (
-        f"loss           {facts['loss']:.4f}{error('loss_error')} nats per token\n"
+        f"loss           {facts['loss']:.4f}{interval('loss')} nats per token\n"
         f"perplexity     {facts['perplexity']:,.3f}\n"
-        f"bits per byte  {facts['bits_per_byte']:.4f}{error('bits_per_byte_error')}\n"
+        f"bits per byte  {facts['bits_per_byte']:.4f}{interval('bits_per_byte')}\n"
         f"accuracy       {100 * facts['accuracy']:.2f} % (top-1)\n"
         f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
     )

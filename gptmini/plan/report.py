@@ -55,8 +55,9 @@ def estimate_training(
         corpus = decision.corpus
         estimates = _estimate_on_this_machine(config, corpus, decision.compute)
     else:
-        config, corpus = _decide_for_accelerators(requested, cache, world_size)
-        shard = shard or (config.train.shard and world_size > 1)
+        shard = shard or (requested.train.shard and world_size > 1)
+        asked = requested.with_train(shard=shard)
+        config, corpus = _decide_for_accelerators(asked, cache, world_size)
         is_micro_batch_open = requested.train.micro_batch_size is None
         estimates = _estimate_on_accelerators(
             config, accelerator, world_size, shard, is_micro_batch_open

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text
-from gptmini.errors import DataError
+from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
@@ -58,7 +58,13 @@ def test_a_uniform_model_has_the_loss_log_of_the_vocabulary(kind, text, tmp_path
     assert found.perplexity == pytest.approx(tokenizer.vocab_size, rel=1e-5)
     bits = tokens * math.log2(tokenizer.vocab_size) / len(TEXT.encode())
     assert found.bits_per_byte == pytest.approx(bits, rel=1e-6)
-    assert found.loss_error == pytest.approx(0, abs=1e-6)
+    assert found.loss_half_width == pytest.approx(0, abs=1e-6)
+
+
+def test_logits_that_are_not_finite_are_not_an_accuracy_of_100_percent(text, tmp_path):
+    run = run_of(constant_model(torch.full((257,), math.nan)), tokenizers()["byte"])
+    with pytest.raises(CheckpointError, match="not finite"):
+        evaluate_run(run, load_text(run, [str(text)], tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])

@@ -20,7 +20,7 @@ from gptmini.model.gpt import GPT
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.decide import decide, reuse_choices
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.train.resume import check_same_settings
+from gptmini.train.checkpoint import check_same_settings
 from tests.support import POSITIONS, new_cache, tiny, train
 
 TRAIN = {

@@ -277,7 +277,7 @@ def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, mo
     lines = Path("tuned/metrics.jsonl").read_text().splitlines()
     samples = [line["sample"] for line in map(json.loads, lines) if "sample" in line]
     assert samples
-    assert set(samples) == {""}  # the token that ended it is not part of it
+    assert all("<|" not in sample for sample in samples)  # the token that ends it is no part of it
     there = load_run("tuned").encode("a\x04 b")
     assert there == load_run("tuned").encode("a b")
 

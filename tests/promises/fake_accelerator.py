@@ -35,6 +35,7 @@ from gptmini.model.gpt import GPT
 from gptmini.model.kernels import linear_cross_entropy
 from gptmini.model.optim import Muon, Optimizer
 from gptmini.train.evaluate import compute_token_losses
+from gptmini.train.state import OwnParts, Training
 from gptmini.train.step import train_step
 from tests.support import tiny
 
@@ -144,6 +145,8 @@ class ZeroBatches:
 class Stage:
     """As much of a training run as a step needs."""
 
+    compute_rate = Training.compute_rate
+
     def __init__(self, model: GPT, config: Any, device: torch.device) -> None:
         self.config = config
         self.model = model
@@ -154,6 +157,7 @@ class Stage:
         self.compute = FakeCompute(device, torch.float32)
         self.gradients = Gradients(model.parameters())
         self.group = Group()
+        self.own = OwnParts()
         self.optimizer = Optimizer(model, config.train)
         self.progress = type("Progress", (), {"lr_scale": 1.0, "loss_scale": 1.0})()
 

@@ -15,6 +15,7 @@ _softmax_backward_data.default add.Tensor add_.Tensor addmm.default all.default 
 baddbmm.default bernoulli_.float bitwise_and_.Tensor bitwise_not.default bmm.default cat.default
 clamp.default
 div.Tensor div_.Tensor embedding_dense_backward.default empty.memory_format eq.Scalar eq.Tensor
+equal.default
 exp_.default expm1.default gather.default ge.Scalar ge.Tensor gelu.default gelu_backward.default
 gt.Scalar gt.Tensor index.Tensor lerp.Scalar lerp_.Scalar linalg_vector_norm.default linear.default
 lt.Scalar maximum.default mean.dim mm.default mul.Tensor mul_.Tensor native_layer_norm.default
@@ -36,7 +37,7 @@ new_zeros.default ones.default ones_like.default remainder.Scalar repeat_interle
 reshape.default where.ScalarOther
 rms_norm.default scalar_tensor.default scaled_dot_product_attention.default select.int
 slice.Tensor split.Tensor split_with_sizes.default squeeze.dim stack.default sum.default
-t.default to.dtype to.dtype_layout transpose.int type_as.default unbind.int unflatten.int
+t.default to.dtype to.dtype_layout transpose.int type_as.default unbind.int unflatten.int view.dtype
 unsqueeze.default zeros.default zeros_like.default
 """
 
