@@ -25,7 +25,6 @@ ROOMS = {  # generate/native is a wing of generate: they import each other
         "tokenizer_json",
         "spelling",
         "chat_template",
-        "template_renderer",
     ],
     "data": [
         "chats",
@@ -160,13 +159,8 @@ DOORS = {  # the only modules that import a library
     "tensorboard": {"runs.log"},
     "wandb": {"runs.log"},
     "matplotlib": {"analysis.plots"},
-    "subprocess": {
-        "machine",
-        "tokenizer.chat_template",
-        "generate.native.build",
-        "analysis.compare",
-    },
-    "jinja2": {"tokenizer.template_renderer"},
+    "subprocess": {"machine", "generate.native.build", "analysis.compare"},
+    "jinja2": {"tokenizer.chat_template"},
     "starlette": {"serve.server"},
     "uvicorn": {"serve.server", "serve.connections"},
     "h11": {"serve.connections"},
@@ -311,7 +305,6 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
     allowed = {
         "console": CONSOLE_ONLY,
         "distributed.group": {"os.environ"},  # torchrun's variables
-        "tokenizer.template_renderer": CONSOLE_ONLY,  # a process of its own, without a console
         "machine": {"os.environ"},  # the one that cuBLAS reads
     }
     assert not (used & CONSOLE_ONLY) - allowed.get(name, set())
