@@ -49,13 +49,8 @@ DOORS = {  # the only modules that import a library
     "wandb": {"runs.log"},
     "matplotlib": {"analysis.plots"},
     "scipy": {"analysis.statistics"},
-    "subprocess": {
-        "machine",
-        "tokenizer.chat_template",
-        "generate.native.build",
-        "analysis.compare",
-    },
-    "jinja2": {"tokenizer.template_renderer"},
+    "subprocess": {"machine", "generate.native.build", "analysis.compare"},
+    "jinja2": {"tokenizer.chat_template"},
     "starlette": {"serve.server"},
     "uvicorn": {"serve.server"},
     "prometheus_client": {"serve.server"},
@@ -203,7 +198,6 @@ def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
     allowed = {
         "console": CONSOLE_ONLY,
         "distributed.group": {"os.environ"},  # torchrun's variables
-        "tokenizer.template_renderer": CONSOLE_ONLY,  # a process of its own, without a console
         "machine": {"os.environ"},  # the one that cuBLAS reads
     }
     assert not (used & CONSOLE_ONLY) - allowed.get(name, set())

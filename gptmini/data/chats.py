@@ -141,7 +141,8 @@ class ChatEncoder:
             if message["role"] == "assistant":
                 beginnings += [(messages[:number], True), (messages[: number + 1], False)]
         try:
-            *texts, whole = template.render_all([*beginnings, (messages, False)])
+            texts = [template.render(*beginning) for beginning in beginnings]
+            whole = template.render(messages, False)
         except (ConfigError, CheckpointError) as error:
             raise DataError(f"{conversation.place}: {error.lines[0]}") from None
         parts = []

@@ -1,27 +1,33 @@
-"""The chat templates of instruct models: programs in Jinja that make one text of messages."""
+"""The chat templates of instruct models: programs in Jinja that make one text of messages.
+
+A template came with somebody else's model. As in transformers, Jinja's sandbox keeps it from files
+and objects, and it sees plain data only. The length of the text is limited; time and
+memory that the template uses on the way are not.
+
+The environment is that of transformers, so that templates make the same texts: its trimming of
+blocks, `raise_exception`, `strftime_now`, `tojson`, `break` and `continue`, and the block
+`generation`, which marks what the model is to write.
+"""
 
 import json
-import subprocess
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from gptmini.errors import CheckpointError, ConfigError, shorten
 
-RENDERER = Path(__file__).with_name("template_renderer.py")
-MAX_SECONDS = 10  # for an answer; the first one starts a process
+MAX_LENGTH = 10_000_000  # characters of a text
 Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """A chat template in Jinja; threads may share it.
-
-    It is rendered in another process, where a hostile one can only waste some seconds (see
-    `template_renderer`).
-    """
+    """A chat template in Jinja; threads may share it."""
 
     def __init__(
         self,
@@ -38,9 +44,6 @@ class ChatTemplate:
         self._tokens = tokens
         self._where = where
         self._remedy = remedy
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._stop: Callable[[], object] = lambda: None  # ends the process
 
     def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         """Return the prompt for the answer to messages {"role": ..., "content": ...}.
@@ -48,78 +51,74 @@ class ChatTemplate:
         Raises ConfigError for messages that the template refuses, CheckpointError for a template
         that cannot be rendered.
         """
-        (text,) = self.render_all([(messages, add_generation_prompt)])
-        return text
-
-    def render_all(self, conversations: Sequence[tuple[list[Message], bool]]) -> list[str]:
-        """Render several lists of messages at once, each with its `add_generation_prompt`."""
-        constants = {**self._tokens, "tools": None, "documents": None}
-        variables = [
-            {**constants, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            for messages, add_generation_prompt in conversations
-        ]
-        request = json.dumps({"template": self._source, "variables": variables})
-        with self._lock:
-            line = self._exchange(request)
-        if not line:
-            raise CheckpointError(
-                f"{self._where}: its chat template uses too much time or memory; {self._remedy}"
-            )
-        answer = json.loads(line)
-        if "texts" in answer:
-            return list(map(str, answer["texts"]))
-        kind, _, problem = answer["error"].partition(": ")
-        if kind == "TemplateError":  # what the template itself says of the conversation
-            raise ConfigError(f"messages: {shorten(problem, 200)}")
-        raise CheckpointError(
-            f"{self._where}: its chat template fails ({shorten(answer['error'], 200)}); "
-            f"{self._remedy}"
-        )
-
-    def _exchange(self, request: str) -> str:
-        """Send a line to the renderer and return its answer; nothing if it fails or takes long."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answer = ""
-        deadline = threading.Timer(MAX_SECONDS, process.kill)  # which ends the line below
-        deadline.start()
+        # Objects may have methods that the sandbox does not know; JSON has none.
+        plain_messages = json.loads(json.dumps(messages))
+        variables = {
+            **self._tokens,
+            "tools": None,
+            "documents": None,
+            "messages": plain_messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces = []
+        length = 0
         try:
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError:  # it has ended
-            pass
-        finally:
-            deadline.cancel()
-            is_whole = answer.endswith("\n")
-            if not is_whole:  # also after Ctrl-C, lest the next request gets this one's answer
-                self._stop()
-        return answer if is_whole else ""
+            for piece in self._template.generate(variables):
+                length += len(piece)
+                if length > MAX_LENGTH:
+                    raise ValueError(f"a text of over {MAX_LENGTH:,} characters")
+                pieces.append(piece)
+        except Exception as error:  # a template may raise whatever its expressions raise
+            if type(error) is TemplateError:  # what the template itself says of the conversation
+                raise ConfigError(f"messages: {shorten(str(error), 200)}") from None
+            problem = shorten(f"{type(error).__name__}: {error}", 200)
+            raise CheckpointError(
+                f"{self._where}: its chat template fails ({problem}); {self._remedy}"
+            ) from None
+        return "".join(pieces)
 
-    def _start(self) -> subprocess.Popen[str]:
-        """Start a renderer, which ends when this object does."""
-        # -P: the folder of the script has modules with names that others may import.
-        command = [sys.executable, "-P", "-X", "utf8", str(RENDERER)]
-        process = subprocess.Popen(  # noqa: S603 - our own script
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            # Ctrl-C stops an answer, not the renderer of the next one.
-            start_new_session=True,
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-        )
-        self._stop()  # one that ended by itself
-        self._process = process
-        self._stop = weakref.finalize(self, _end, process)
-        return process
+    @cached_property
+    def _template(self) -> Template:
+        return create_environment().from_string(self._source)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a renderer that nobody uses any more."""
-    process.kill()
-    process.communicate()
+def create_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = dump_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = format_now
+    return environment
+
+
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`: its content, as if the tags were not there."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def dump_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON without escapes for HTML, unlike Jinja's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: str) -> None:
+    """Refuse a conversation; templates call this."""
+    raise TemplateError(message)
+
+
+def format_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

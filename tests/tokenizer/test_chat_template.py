@@ -1,12 +1,7 @@
 """Chat templates: the prompts that transformers makes, and templates that mean harm."""
 
-import gc
-import json
-import os
 import random
-import signal
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +9,7 @@ import pytest
 
 from gptmini.errors import CheckpointError, ConfigError
 from gptmini.tokenizer import chat_template as chat
-from gptmini.tokenizer.chat_template import RENDERER, ChatTemplate
+from gptmini.tokenizer.chat_template import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 # The devices of published templates: default system messages, tests of the order of roles, loops
@@ -106,13 +101,11 @@ def test_what_a_template_says_of_a_conversation_is_reported():
 
 
 HOSTILE = {
-    "memory": (
-        "{% set x = namespace(v='a') %}"
-        "{% for i in range(60) %}{% set x.v = x.v ~ x.v %}{% endfor %}"
-    ),
-    "product": "{{ 'a' * 10 ** 12 }}",
     "output": "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
+    "one long text": "{{ 'x' * 10000001 }}",
+    "range": "{% for i in range(10 ** 9) %}{% endfor %}",
     "object": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
     "code": "{{ messages.__class__.__base__.__subclasses__()[0]('x').system('touch /tmp/x') }}",
     "file": "{% include '/etc/passwd' %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -124,101 +117,35 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_costs_one_line(name, monkeypatch):
-    monkeypatch.setattr(chat, "MAX_SECONDS", 5)
+def test_a_hostile_template_costs_one_line(name):
     template = ChatTemplate(HOSTILE[name], {}, Path("run"))
-    with pytest.raises(CheckpointError, match=r"^run: its chat template (fails|uses)") as error:
+    with pytest.raises(CheckpointError, match=r"^run: its chat template fails") as error:
         template.render([{"role": "user", "content": "a"}])
     (line,) = error.value.lines
     assert len(line) < 400
 
 
-def test_a_template_that_never_ends_is_ended(monkeypatch):
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(
-        "{% if messages|length > 1 %}" + loop + "{% endif %}ok", {}, Path("run")
-    )
-    message = {"role": "user", "content": "a"}
-    monkeypatch.setattr(chat, "MAX_SECONDS", 30)
-    assert template.render([message]) == "ok"
-    monkeypatch.setattr(chat, "MAX_SECONDS", 0.5)
-    with pytest.raises(CheckpointError, match="uses too much time or memory; write the prompt"):
-        template.render([message, message])
-    monkeypatch.setattr(chat, "MAX_SECONDS", 30)
-    assert template.render([message]) == "ok"  # by another process
+def test_a_long_text_is_refused_before_it_is_whole(monkeypatch):
+    monkeypatch.setattr(chat, "MAX_LENGTH", 5)
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, Path("run"))
+    few = [{"content": "ab"}, {"content": "cde"}]
+    assert template.render(few) == "abcde"
+    with pytest.raises(CheckpointError, match="over 5 characters"):
+        template.render([*few, {"content": "f"}, {"content": object.__doc__}])
 
 
-def test_ctrl_c_leaves_the_renderer_alone_and_no_answer_behind(monkeypatch):
-    template = ChatTemplate("{{ messages[0].content }}", {}, Path("run"))
-    assert template.render([{"content": "a"}]) == "a"
-    process = template._process
-    assert process is not None
-    if hasattr(os, "getpgid"):  # Ctrl-C signals the group of the terminal's foreground
-        assert os.getpgid(process.pid) != os.getpgid(0)
-
-    def interrupt() -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(process.stdout, "readline", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        template.render([{"content": "b"}])
-    assert process.poll() is not None
-    assert template.render([{"content": "c"}]) == "c"  # by another process
+def test_threads_may_share_a_template():
+    template = ChatTemplate(TEMPLATES["headers"], TOKENS, Path("run"))
+    conversations = [[{"role": "user", "content": str(number)}] for number in range(200)]
+    expected = [template.render(messages) for messages in conversations]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(template.render, conversations)) == expected
 
 
-def test_a_renderer_that_ended_is_started_again():
-    template = ChatTemplate("ok", {}, Path("run"))
-    assert template.render([]) == "ok"
-    process = template._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    assert template.render([]) == "ok"
+def test_a_template_sees_plain_data_only():
+    class Text(str):
+        def shout(self) -> str:
+            raise AssertionError
 
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer")
-def test_a_renderer_that_nobody_ends_does_so_itself():
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    code = f"import sys; sys.path.append({str(RENDERER.parent)!r}); import template_renderer as r; "
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code + "r.MAX_CPU_SECONDS = 0.5; r.main()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    request = json.dumps({"template": loop, "variables": [{}]}) + "\n"
-    process.communicate(request.encode(), timeout=60)
-    assert process.returncode == -signal.SIGPROF
-
-
-def test_each_text_has_its_own_time_and_a_template_is_compiled_once():
-    code = f"import sys; sys.path.append({str(RENDERER.parent)!r}); import template_renderer as r; "
-    code += """
-limits = []
-r.limit_time = limits.append
-compiled = []
-renderer = r.Renderer()
-compile = renderer._environment.from_string
-renderer._environment.from_string = lambda source: compiled.append(source) or compile(source)
-for source in ("{{ x }}", "{{ x }}", "{{ y }}", "{% for %}"):
-    answer = renderer.answer({"template": source, "variables": [{"x": 1}, {"x": 2}]})
-    print(answer.get("texts"), limits, len(compiled))
-    limits.clear()
-"""
-    words = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
-        "['1', '2'] [1, 1, 0] 1",
-        "['1', '2'] [1, 1, 0] 1",
-        "['', ''] [1, 1, 0] 2",
-        "None [1, 0] 3",
-    ]
-
-
-def test_the_renderer_ends_with_its_template():
-    template = ChatTemplate("a", {}, Path("run"))
-    assert template.render([]) == "a"
-    process = template._process
-    assert isinstance(process, subprocess.Popen)
-    del template
-    gc.collect()
-    assert process.poll() is not None
+    template = ChatTemplate("{{ messages[0].content.shout is defined }}", {}, Path("run"))
+    assert template.render([{"role": "user", "content": Text("a")}]) == "False"
