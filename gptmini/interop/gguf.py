@@ -51,6 +51,15 @@ METADATA_KEYS = {
     "rope_theta": "rope.freq_base",
 }
 SENTENCEPIECE_SPACE = "\u2581"  # stands for a space in SentencePiece
+# Special tokens that a chat template may name, and the keys of their numbers.
+TEMPLATE_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # as llama.cpp spells it
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
 # Types of tokens in llama.cpp.
 NORMAL_TOKEN = 1
 CONTROL_TOKEN = 3
@@ -225,6 +234,12 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
         writer.add_eot_token_id(tokenizer.end_tokens[1])
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
+        for use, name in tokenizer.template_tokens.items():
+            if (
+                use in TEMPLATE_TOKENS.keys() - {"bos_token", "eos_token"}
+                and name in special_tokens
+            ):
+                writer.add_uint32(f"tokenizer.ggml.{TEMPLATE_TOKENS[use]}", special_tokens[name])
     writer.add_add_bos_token(tokenizer.adds_bos)
     writer.add_add_eos_token(False)
 

@@ -30,6 +30,7 @@ from gptmini.interop.gguf import (
     METADATA_KEYS,
     NORMAL_TOKEN,
     SENTENCEPIECE_SPACE,
+    TEMPLATE_TOKENS,
     USER_DEFINED_TOKEN,
     gguf_name,
     import_gguf,
@@ -64,8 +65,6 @@ DEFAULT_ROPE_THETA = 10_000.0
 # Llama 3.1 and 3.2 come with their frequencies already scaled, by one of these.
 LLAMA3_SCALINGS = ([8.0, 1.0, 4.0, 8192.0], [32.0, 1.0, 4.0, 8192.0])
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
-# Special tokens that a chat template may name, and the keys of their numbers.
-TEMPLATE_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 ROWS_AT_A_TIME = 1024  # of a tensor that is dequantized
 MAX_ARRAY_VALUES = 2_000_000  # of all arrays; those of a vocabulary of 260,000 have 800,000
 # Names of patterns that llama.cpp spells in more than one way.

@@ -35,7 +35,8 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-TEMPLATE_TOKENS = ("bos_token", "eos_token")
+# The uses of special tokens that have keys of their own in tokenizer_config.json.
+STANDARD_USES = {f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 LFS_POINTER = b"version https://git-lfs"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -77,7 +78,6 @@ def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     content = _read_json(file, "restore it")
-    chat_template = _read_chat_template(folder)
     try:
         return tokenizer_json.from_tokenizer_json(
             content,
@@ -85,7 +85,7 @@ def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig
             config.vocab_size or 0,
             _read_end_tokens(folder, hf_config),
             hf_config.get("bos_token_id"),
-            chat_template,
+            _read_chat_template(folder),
             _read_template_tokens(folder),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -108,11 +108,19 @@ def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
 
 
 def _read_template_tokens(folder: Path) -> dict[str, str]:
-    """Return the names of special tokens that a chat template may use, such as bos_token."""
-    tokenizer_config = _read_optional_json(folder / "tokenizer_config.json")
+    """Return the names of special tokens that a chat template may use, such as bos_token.
+
+    As in transformers, those are all whose key ends with _token, and those in extra_special_tokens.
+    """
+    settings = _read_optional_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:  # an older folder has them in a file of their own
+        settings |= _read_optional_json(folder / "special_tokens_map.json")
+    named = {key: value for key, value in settings.items() if key.endswith("_token")}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):  # by use; a list has names only
+        named |= extra
     tokens = {}
-    for use in TEMPLATE_TOKENS:
-        value = tokenizer_config.get(use)
+    for use, value in named.items():
         name = value.get("content") if isinstance(value, dict) else value
         if isinstance(name, str):
             tokens[use] = name
@@ -120,7 +128,10 @@ def _read_template_tokens(folder: Path) -> dict[str, str]:
 
 
 def _read_chat_template(folder: Path) -> str | None:
-    """Return the chat template, from its own file or from tokenizer_config.json."""
+    """Return the chat template, from its own file or from tokenizer_config.json.
+
+    Of several, it is the one called default, which transformers takes where there are no tools.
+    """
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
@@ -129,10 +140,14 @@ def _read_chat_template(folder: Path) -> str | None:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: {describe_os_error(error)}; restore it") from None
     template = _read_optional_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, str | None):
-        return template
-    warn(f"{folder / 'tokenizer_config.json'}: chat_template: has several; none is kept")
-    return None
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}
+    if isinstance(template, dict):
+        if "default" not in template:
+            config_file = folder / "tokenizer_config.json"
+            warn(f"{config_file}: chat_template: has several, none called default; none is kept")
+        return template.get("default")
+    return template
 
 
 def _read_optional_json(path: Path) -> dict[str, Any]:
@@ -394,7 +409,14 @@ def _build_tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[s
     }
     if tokenizer.chat_template is not None:
         tokenizer_config["chat_template"] = tokenizer.chat_template
-        tokenizer_config |= tokenizer.template_tokens
+        extra = {}
+        for use, name in tokenizer.template_tokens.items():
+            if use in STANDARD_USES:
+                tokenizer_config[use] = name
+            else:
+                extra[use] = name
+        if extra:
+            tokenizer_config["extra_special_tokens"] = extra
     return tokenizer_config
 
 

@@ -55,7 +55,11 @@ def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
         CHAT,
         ends=["<|im_end|>", "<|endoftext|>"],
         chat_template=TEMPLATE,
-        template_tokens={"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
+        template_tokens={
+            "bos_token": "<|endoftext|>",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+        },
     )
 
 

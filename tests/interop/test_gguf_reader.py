@@ -232,7 +232,7 @@ def test_prompts_begin_with_the_token_that_llama_cpp_puts_there(llama, tmp_path)
 @pytest.mark.parametrize("number", [-1, 302, 1 << 30])
 def test_numbers_of_special_tokens_beyond_the_vocabulary_name_none(number, llama, tmp_path):
     """llama.cpp ignores them with a warning; a negative one must not count from the end."""
-    keys = [f"tokenizer.ggml.{use}_token_id" for use in ("bos", "eos", "eot")]
+    keys = [f"tokenizer.ggml.{use}_token_id" for use in ("bos", "eos", "eot", "padding")]
     made = rewrite(llama[1], tmp_path / "n.gguf", dict.fromkeys(keys, number))
     tokenizer = read_whole(made)[2]
     assert tokenizer.template_tokens == {}

@@ -26,7 +26,13 @@ from gptmini.tokenizer import bpe, tokenizer_json
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import convert
-from tests.interop.samples import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer
+from tests.interop.samples import (
+    CHAT_TOKENIZER,
+    TEMPLATE,
+    chat_tokenizer,
+    run_of,
+    thinking_tokenizer,
+)
 from tests.support import new_cache, prose, run_command
 
 TEXT = prose()
@@ -223,15 +229,75 @@ def test_a_chat_template_is_read_from_its_file_or_from_the_configuration(tmp_pat
     there = tmp_path / "there"
     instruct(there)
     config = there / "tokenizer_config.json"
-    several = [{"name": "default", "template": "A"}, {"name": "tools", "template": "B"}]
-    for number, (template, kept) in enumerate([(None, None), ("A", "A"), (several, None)]):
+    tools = [{"name": "tool_use", "template": "B"}]
+    several = [{"name": "default", "template": "A"}, *tools]
+    cases = [(None, None), ("A", "A"), (several, "A"), ({"default": "A"}, "A"), (tools, None)]
+    for number, (template, kept) in enumerate(cases):
         config.write_text(json.dumps({"chat_template": template}))
         run = import_model(there, tmp_path / f"run{number}", cache=tmp_path)
         assert run.tokenizer.chat_template == kept
-    assert "chat_template: has several; none is kept" in capfd.readouterr().err
+    assert capfd.readouterr().err.count("chat_template: has several, none called default") == 1
+    for damaged in ([1], [{"name": "default"}], {"default": 3}, 3):
+        config.write_text(json.dumps({"chat_template": damaged}))
+        with pytest.raises(DataError):
+            import_model(there, tmp_path / "damaged", cache=tmp_path)
+    config.write_text(json.dumps({"chat_template": "A"}))
     (there / "chat_template.jinja").write_text(TEMPLATE)
     run = import_model(there, tmp_path / "run", cache=tmp_path)
     assert run.tokenizer.chat_template == TEMPLATE
+
+
+USES = [f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")]
+EVERY_USE = "".join(
+    f"{use}={{{{ {use} }}}}{{{{ {use} is defined }}}} "
+    for use in (*USES, "audio", "add_bos_token", "extra_special_tokens")
+)
+MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+TEMPLATE_SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "texts": {"bos_token": MARKS[1], "eos_token": MARKS[2], "unk_token": MARKS[0]},
+    "objects": {
+        "pad_token": {"__type": "AddedToken", "content": MARKS[4], "lstrip": False},
+        "sep_token": None,
+    },
+    "own names": {"image_token": MARKS[1], "eos_token": MARKS[2], "add_bos_token": False},
+    "by use": {"extra_special_tokens": {"audio": MARKS[2], "image_token": MARKS[1]}},
+    "a list": {"extra_special_tokens": MARKS[3:], "mask_token": MARKS[1]},
+    "an older folder": {"cls_token": MARKS[1]},
+    "several templates": {
+        "chat_template": [
+            {"name": "tool_use", "template": "tools"},
+            {"name": "default", "template": f"default {EVERY_USE}"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATE_SETTINGS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_template_sees_the_special_tokens_that_transformers_shows_it(case, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra bench")
+    there = tmp_path / "there"
+    export_run(run_of(tmp_path / "thinking", thinking_tokenizer()), there)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": EVERY_USE}
+    config |= TEMPLATE_SETTINGS[case]
+    (there / "tokenizer_config.json").write_text(json.dumps(config))
+    if case == "an older folder":
+        older = {"pad_token": {"content": MARKS[3]}, "unk_token": MARKS[2]}
+        (there / "special_tokens_map.json").write_text(json.dumps(older))
+    messages = [{"role": "user", "content": "Hi"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(there)
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    assert run.render_chat(messages) == expected
+    if case == "none":
+        return
+    # Exports state a token for padding, bos and eos.
+    export_run(run, tmp_path / "out", cache=tmp_path)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    assert back.render_chat(messages) == exported.apply_chat_template(messages, tokenize=False)
+    assert run.tokenizer.template_tokens.items() <= back.tokenizer.template_tokens.items()
 
 
 def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, monkeypatch, capfd):
@@ -270,7 +336,11 @@ def test_a_tokenizer_without_some_bytes_works_from_import_to_export(tmp_path, mo
     assert Path("tuned/tokenizer.json").read_bytes() == saved
     back = json.loads(Path("back/tokenizer.json").read_text())
     # Exports name them, whether or not the original did.
-    assert back.pop("template_tokens") == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    assert back.pop("template_tokens") == {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
     before = json.loads(saved)
     before.pop("template_tokens")
     assert back == before

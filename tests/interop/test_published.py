@@ -143,6 +143,7 @@ def test_an_export_keeps_the_token_that_prompts_begin_with(tmp_path):
     assert theirs("It was").input_ids == before("It was").input_ids == run.encode("It was")
     assert theirs("a", "b").input_ids == before("a", "b").input_ids
     back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    back.tokenizer.template_tokens.pop("pad_token")  # which exports add
     assert back.tokenizer.to_json() == run.tokenizer.to_json()
     if find_spec("gguf") is None:
         return
