@@ -71,7 +71,7 @@ def main() -> None:
     # 5. A text of the model's own.
     print(options.prompt + generate(model, corpus, config, options.prompt))
 
-    # 6. A run that every command takes: generate, evaluate, inspect, export, serve.
+    # 6. A run for gptmini generate, evaluate, inspect, export, serve and train --from.
     if options.out is not None:
         state = {"step": options.steps, "corpus": corpus.content}
         Run(options.out, config, corpus.tokenizer, model, state).save()
@@ -103,7 +103,8 @@ def evaluate(model: GPT, corpus: Corpus, config: Config) -> float:
     n_bytes = 0
     model.eval()
     batches = iter_validation_batches(corpus.validation, config.seq_len, batch_size=16)
-    for tokens, targets in batches:  # (B, T) each; every token but the first is a target once
+    for tokens, targets in batches:  # (B, T) each; every token but the first is a target once,
+        # as windows lie side by side and the text has no conversations, whose questions are masked
         nats += model(tokens, targets).item() * targets.numel()
         n_bytes += int(byte_lengths[targets].sum())
     # Per byte, not per token: so models with different vocabularies can be compared.

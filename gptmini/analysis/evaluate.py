@@ -59,7 +59,7 @@ def load_held_out(run: Run, cache: Path, split: Split = "validation") -> list[To
             f"{run.path}: was trained on standard input, which is gone; give a text with --data"
         )
     if not run.corpus:
-        raise DataError(f"{run.path}: was imported, with no text; give one with --data")
+        raise DataError(f"{run.path}: has no record of a text; give one with --data")
     if split == "test" and run.config.data.test is None:
         raise DataError(f"{run.path}: has no test part; train a new run with --set data.test=0.05")
     # The run's own tokenizer cuts the text, however the run came by it.

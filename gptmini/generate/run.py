@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -45,8 +45,9 @@ from gptmini.generate.texts import (
 )
 from gptmini.machine import pick_compute, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
+from gptmini.model.optim import MUON_VERSION
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.runs.progress import Progress
+from gptmini.runs.progress import Progress, describe_own_model
 from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.chat_template import ChatTemplate, Message
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -122,7 +123,7 @@ class Run:
         """
         self.path = Path(path)
         self.config = config
-        self.state: dict[str, Any] = state or {"step": 0, "corpus": ""}
+        self.state: dict[str, Any] = {"step": 0, "corpus": ""} | (state or {})
         self.tokenizer = tokenizer
         self._model = model  # in bfloat16 until someone asks for `model`
         self.weights = weights
@@ -169,18 +170,21 @@ class Run:
     def save(self, out: str | Path | None = None) -> None:
         """Write a run directory, by default at `path`, with the weights as they are now.
 
-        Every command takes it. Raises ConfigError if something is there already, MachineError if it
-        cannot be written; nothing half-written stays.
+        Load with `weights="float32"` what is to be saved to the bit. There is no state of an
+        optimizer, so `train --from` goes on from it. Raises ConfigError if something is there
+        already, MachineError if it cannot be written; nothing half-written stays.
         """
         with files.atomic_output(Path(out or self.path)) as partial:
             directory = RunDirectory(partial)
             directory.create(self.config, self.tokenizer)
-            progress = Progress(
-                self.corpus,
-                self.tokenizer.fingerprint,
-                step=self.step,
-                source=self.state.get("source", ""),
-            )
+            names = {field.name for field in fields(Progress)}
+            known = {name: value for name, value in self.state.items() if name in names}
+            begun: dict[str, Any] = {
+                "tokenizer": self.tokenizer.fingerprint,
+                "muon_version": MUON_VERSION,
+            }
+            # The best evaluation was of other weights, if these have changed.
+            progress = Progress(**begun | known | {"best": None})
             directory.save(Checkpoint(asdict(progress), self.model.state_dict(), {}))
 
     @overload
@@ -254,6 +258,8 @@ class Run:
                 n_seen = len(text.context)
                 warn(f"prompt: {n_prompt:,} tokens; the model sees the last {n_seen:,}")
             texts.append(text)
+        if isinstance(draft, str) and draft != "lookup":
+            raise ConfigError(f"draft {draft}: not supported; choose lookup, or give a run")
         if isinstance(draft, Run) and draft.tokenizer.fingerprint != self.tokenizer.fingerprint:
             raise ConfigError(
                 f"draft {draft.path}: its tokenizer differs from that of {self.path}; "
@@ -478,6 +484,8 @@ def load_run(
     config = directory.load_config()
     checkpoint = directory.load_best() if step is None else directory.load_checkpoint(step)
     tokenizer = directory.load_tokenizer(checkpoint)
+    if checkpoint.state.get("own_model") and model is None:
+        raise ConfigError(describe_own_model(directory.path))
     build = model or create_undrawn
     net = build(config.model).eval()
     tensors = check_shapes(checkpoint.model, net.state_dict(), directory.checkpoints)

@@ -5,11 +5,13 @@ Letters: N matrices, R rows, C columns.
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
 from gptmini.config.settings import TrainConfig
+from gptmini.errors import ConfigError
 from gptmini.model.gpt import GPT
 
 
@@ -214,6 +216,8 @@ class Optimizer:
             muon = Muon(matrices, config.weight_decay, dtype, orthogonalize)
             muon.param_groups[0]["lr_scale"] = config.muon_lr / config.lr
             self.optimizers.append(muon)
+        self.is_own = True  # so its state is known beforehand
+        self._first_states = [deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Optimizer, model: GPT) -> "Optimizer":
@@ -224,15 +228,14 @@ class Optimizer:
         wrapped = cls.__new__(cls)
         wrapped.names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped.optimizers = [optimizer]
+        wrapped.is_own = False
+        wrapped._first_states = [deepcopy(optimizer.state_dict())]
         first = optimizer.param_groups[0]["lr"]
+        if not first > 0:
+            raise ConfigError("optimizer: the learning rate of its first group must be above 0")
         for group in optimizer.param_groups:
             group["lr_scale"] = group["lr"] / first
         return wrapped
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this is gptmini's choice of optimizers, whose state is known beforehand."""
-        return all(type(optimizer) in STATE_KEYS for optimizer in self.optimizers)
 
     def step(self, lr: float) -> None:
         """Update the weights and clear the gradients; other rates than `lr` are in proportion."""
@@ -263,8 +266,8 @@ class Optimizer:
 
     def reset(self) -> None:
         """Forget all state, as before the first update."""
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+        for optimizer, first in zip(self.optimizers, self._first_states, strict=True):
+            optimizer.load_state_dict(deepcopy(first))
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned; torch's own format has indices in the place of names."""

@@ -1,6 +1,7 @@
 """How far a run has come: what a checkpoint says of it beside its tensors."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ class Progress:
     each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
     `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
     is that of Compute; `muon_version` is MUON_VERSION; `source` is what was imported, such as
-    hf:OWNER/NAME@COMMIT or a path, also for runs that began from that.
+    hf:OWNER/NAME@COMMIT or a path, also for runs that began from that; `own_model` says that it was
+    trained with a model of its owner's, which no configuration describes.
     """
 
     corpus: str
@@ -34,7 +36,15 @@ class Progress:
     deterministic: bool = False
     muon_version: int = 1
     source: str = ""
+    own_model: bool = False
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the keys that every line of metrics begins with."""
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
+
+
+def describe_own_model(run: Path) -> str:
+    """Return the message for a run that gptmini's own model would compute otherwise."""
+    return (
+        f"{run}: trained with a model of its own; load it in Python, with gptmini.load(model=...)"
+    )

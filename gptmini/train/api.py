@@ -35,7 +35,8 @@ def fit(
     batches: Callable[[int], tuple[Tensor, Tensor]] | None = None,
     on_step: Callable[[int, dict[str, Any]], object] | None = None,
 ) -> Run:
-    """Train a run, or resume it, in the directory `out`; returns it with its best weights.
+    """Train a run, or resume it, in the directory `out`; returns it with its best weights,
+    in float32.
 
     `config` states what differs from the defaults, in sections as a YAML file does. It may also be
     the path of such a file, or the name of one in configs/. Progress goes to stderr. Raises the
@@ -64,4 +65,4 @@ def fit(
     with join_group() as group:
         decision = decide_on_all_ranks(requested, directory, cache, started, group)
         trainer.train(decision, directory.path, own)
-    return load_run(out, requested.train.device, cache=cache, model=model)
+    return load_run(out, requested.train.device, "float32", cache, model=model)

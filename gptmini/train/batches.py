@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gptmini.data.chats import IGNORED
 from gptmini.data.token_file import MIXTURE_CYCLE_WINDOWS, TokenFile, apportion, count_windows
+from gptmini.errors import ConfigError
 
 FEISTEL_ROUNDS = 4
 IGNORE_INDEX = -100  # a target that does not count, as in torch
@@ -109,13 +110,28 @@ class Batches:
 class GivenBatches(Batches):
     """Batches that a function makes; `read` gives the tokens and targets (B, T) of a step."""
 
-    def __init__(self, read: Callable[[int], tuple[Tensor, Tensor]], rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        read: Callable[[int], tuple[Tensor, Tensor]],
+        seq_len: int,
+        batch_size: int,
+        rows: Sequence[int],
+    ) -> None:
         self._read = read
+        self.seq_len = seq_len
+        self.batch_size = batch_size
         self.rows = rows
         self._prepared = {}
 
     def _read_batch(self, step: int) -> tuple[Tensor, Tensor]:
         tokens, targets = self._read(step)  # (B, T) each
+        expected = (self.batch_size, self.seq_len)
+        for name, tensor in (("tokens", tokens), ("targets", targets)):
+            if tensor.shape != expected:
+                raise ConfigError(
+                    f"batches: {name} of step {step} are {tuple(tensor.shape)}; must be "
+                    f"{expected}, train.batch_size and train.seq_len"
+                )
         own_rows = torch.tensor([*self.rows])
         return tokens[own_rows], targets[own_rows]
 

@@ -60,8 +60,10 @@ def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None =
         train.seed,
         rows=rows,
     )
+    progress = _start_progress(decision)
+    progress.own_model = own.model is not None
     if own.batches is not None:
-        batches = GivenBatches(own.batches, rows)
+        batches = GivenBatches(own.batches, config.seq_len, train.batch_size, rows)
     if own.optimizer is None:
         optimizer = placement.create_optimizer(model, train)
     else:
@@ -79,7 +81,7 @@ def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None =
         checkpoints=checkpoints,
         group=group,
         compute=compute,
-        progress=_start_progress(decision),
+        progress=progress,
         bias=build_token_bias(corpus.tokenizer, config.sample),
         paced=decision.paced,
         own=own,

@@ -16,7 +16,7 @@ from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.model.optim import MUON_VERSION
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.runs.progress import Progress
+from gptmini.runs.progress import Progress, describe_own_model
 from gptmini.runs.tensors import check_shapes
 from gptmini.train.messages import (
     describe_changed_text,
@@ -30,7 +30,7 @@ from gptmini.train.state import Training
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
 # What checkpoints of older versions lack; the defaults of Progress hold for them.
-ADDED_LATER = {"loss_scale", "deterministic", "muon_version", "source"}
+ADDED_LATER = {"loss_scale", "deterministic", "muon_version", "source", "own_model"}
 # Settings that may change when a run is resumed; any other change would make it another run.
 CHANGEABLE_SETTINGS = {
     "data.path",  # the content is compared instead
@@ -77,7 +77,8 @@ def _resume(training: Training) -> None:
     if checkpoint is not None:
         restore_checkpoint(training, checkpoint)
         warn_of_other_bits(existing, config, run)
-        say_if_rate_rises(existing, config, training.step)
+        if training.own.schedule is None:
+            say_if_rate_rises(existing, config, training.step)
         # A kill may have come between writing a checkpoint and deleting the old ones.
         group.on_rank_zero(lambda: run.prune(training.progress.best, config.train.keep))
         training.started -= training.progress.elapsed
@@ -110,6 +111,8 @@ def _load_base_weights(training: Training, base: RunDirectory) -> None:
         raise CheckpointError(
             f"{base.path}: changed while this run was prepared; run the same command again"
         )
+    if checkpoint.state.get("own_model") and training.own.model is None:
+        raise ConfigError(describe_own_model(base.path))
     model = training.model
     model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), base.checkpoints))
     training.progress.source = checkpoint.state.get("source", "")
@@ -204,6 +207,8 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     if missing:
         raise CheckpointError(f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}")
     saved = Progress(**{name: checkpoint.state[name] for name in found})
+    if saved.own_model and training.own.model is None:
+        raise ConfigError(describe_own_model(run.path))
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config, run))
     is_unfinished = 0 < saved.step < training.config.train.steps

@@ -21,8 +21,8 @@ from gptmini.train.batches import IGNORE_INDEX
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 LOGIT_ROWS_AT_ONCE = 1024  # all logits of a batch would be the largest tensor of a run
 # How many blocks of text are taken as independent, and what Student's |t| of their mean exceeds in
-# 5 % of cases. Losses of neighboring windows correlate by up to 0.45, so a block has five at least;
-# by simulation, 92 to 95 % of the intervals then cover the true loss.
+# 5 % of cases. Losses of neighboring windows correlate, so a block has five at least
+# (scripts/LOG.md, 2026-11-26).
 BLOCKS = ((16, 2.131), (8, 2.365), (4, 3.182))
 WINDOWS_PER_BLOCK = 5
 

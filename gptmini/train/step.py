@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptmini.console import say
 from gptmini.errors import DivergedError
-from gptmini.train.batches import IGNORE_INDEX, seed_from
+from gptmini.train.batches import seed_from
 from gptmini.train.messages import describe_divergence
 from gptmini.train.state import Training
 
@@ -60,7 +60,7 @@ def _count_rows(training: Training, targets: Tensor) -> float:
     """
     if not training.corpus.has_ignored and training.own.batches is None:
         return training.config.train.batch_size
-    n_counted = int((targets != IGNORE_INDEX).sum())
+    n_counted = int((targets >= 0).sum())
     n_counted_on_all = training.group.all_reduce_sum([n_counted])
     return max(1, n_counted_on_all) / targets.shape[1]
 

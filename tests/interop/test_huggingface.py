@@ -131,7 +131,7 @@ def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, 
     assert score_text(imported, "It was").n_bytes == 6
     spans = load_text(imported, [str(tmp_path / "text.txt")], cache)
     assert evaluate_run(imported, spans).loss > 1
-    with pytest.raises(DataError, match="was imported, with no text; give one with --data"):
+    with pytest.raises(DataError, match="has no record of a text; give one with --data"):
         load_held_out(imported, cache)
     convert.convert_run(
         imported, {"variant": "mqa", "n_kv_head": None}, None, tmp_path / "mqa", cache

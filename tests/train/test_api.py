@@ -169,3 +169,82 @@ def test_a_run_that_was_trained_further_in_python_is_saved_as_it_is(text_file, t
     assert (again.step, again.corpus) == (run.step, run.corpus)
     with pytest.raises(ConfigError, match="further: already exists"):
         run.save(tmp_path / "further")
+
+
+def test_a_run_with_a_model_of_its_own_is_no_run_without_it(gptmini, text_file, tmp_path):
+    """Its tensors would fit gptmini's model, which computes another function."""
+    import gptmini as package
+
+    cache = tmp_path / "cache"  # the one of the commands
+    run = package.fit(asked(text_file), "runs/own", cache, model=Doubled)
+    assert run.generate("the", max_new_tokens=3)
+    again = package.load("runs/own", model=Doubled)
+    assert type(again.model) is Doubled
+    for words in (
+        ["generate", "runs/own"],
+        ["evaluate", "runs/own"],
+        ["export", "runs/own", "--out", "out"],
+        ["train", "--from", "runs/own", "--data", str(text_file), "--out", "runs/next"],
+    ):
+        code, _, err = gptmini(*words)
+        assert code == 2, (words, err)
+        assert "runs/own" in err
+    longer = asked(text_file) | {"train": {**TINY["train"], "steps": 8}}
+    with pytest.raises(ConfigError, match="runs/own"):
+        package.fit(longer, "runs/own", cache)
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_any_optimizer_of_torch_is_resumed(build, text_file, tmp_path):
+    cache = new_cache(tmp_path)
+    options = {"amsgrad": True} if build is torch.optim.AdamW else {}
+
+    def fit(name: str, steps: int) -> dict[str, torch.Tensor]:
+        settings = asked(text_file) | {"train": {**TINY["train"], "steps": steps, "cooldown": 1.0}}
+        gptmini.fit(
+            settings,
+            tmp_path / name,
+            cache,
+            optimizer=lambda model: build(model.parameters(), lr=1e-3, **options),
+            schedule=lambda step: 1e-3,
+        )
+        return RunDirectory(tmp_path / name).load_newest().model
+
+    whole = fit("whole", 6)
+    fit("stopped", 3)
+    stopped = fit("stopped", 6)
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    with pytest.raises(ConfigError, match="first group"):
+        gptmini.fit(
+            asked(text_file),
+            tmp_path / "none",
+            cache,
+            optimizer=lambda model: build(model.parameters(), lr=0.0),
+        )
+
+
+def test_targets_below_0_do_not_count_in_batches_of_ones_own(text_file, tmp_path):
+    losses = {}
+    tokens = torch.arange(64).view(4, 16)
+    targets = {"all": tokens + 1, "half": (tokens + 1).masked_fill(tokens % 2 == 0, -1)}
+    expected = {}
+    for name, counted in targets.items():
+        run = gptmini.fit(
+            asked(text_file) | {"train": {**TINY["train"], "steps": 1, "dtype": "float32"}},
+            tmp_path / name,
+            tmp_path / "cache",
+            batches=lambda step, counted=counted: (tokens, counted),
+            on_step=lambda step, metrics, name=name: losses.update({name: metrics["train_loss"]}),
+        )
+        torch.manual_seed(seed_from(run.config.train.seed))
+        logits = GPT(run.config.model)(tokens)
+        shown = counted.flatten().masked_fill(counted.flatten() < 0, -100)
+        expected[name] = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shown).item()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ConfigError, match="targets"):
+        gptmini.fit(
+            asked(text_file),
+            tmp_path / "wrong",
+            tmp_path / "cache",
+            batches=lambda step: (tokens, tokens[:2]),
+        )
