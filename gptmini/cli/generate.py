@@ -143,11 +143,11 @@ def generate(
         converse(trained, settings | how, raw)
     else:
         text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
-        shown = text
+        start: str | list[int] = text
         if chat:
-            text = trained.render_chat([{"role": "user", "content": text}])
-            shown = ""
-        _print_texts(trained, text, samples, batch_size, settings | how, raw, as_json, shown)
+            start = trained.encode_chat([{"role": "user", "content": text}])
+            text = ""
+        _print_texts(trained, start, samples, batch_size, settings | how, raw, as_json, text)
 
 
 def _check_sources(named: list[str], chat: bool, as_json: bool, samples: int) -> None:
@@ -202,7 +202,7 @@ def _has_piped_input() -> bool:
 
 def _print_texts(
     run: "Run",
-    prompt: str,
+    prompt: str | list[int],
     samples: int,
     batch_size: int,
     settings: Settings,
@@ -329,7 +329,7 @@ def _chat(run: "Run", settings: Settings, raw: bool) -> None:
         turn += 1
         generation = None
         try:
-            generation = run.start([run.render_chat(messages)], [turn], **settings)
+            generation = run.start([run.encode_chat(messages)], [turn], **settings)
             stream_to_stdout(chain((piece for _, piece in generation), ["\n"]), raw)
         except KeyboardInterrupt:
             stream_to_stdout(["\n"])

@@ -158,9 +158,11 @@ class ChatEncoder:
                     f"{conversation.place}: the chat template writes earlier messages otherwise "
                     f"once others follow; use conversations with a single answer"
                 )
-            # As when generating, a space at the end of a prompt belongs to the word after it.
-            start = len(prompt) - prompt.endswith(" ")
-            parts += [(whole[len(done) : start], False), (whole[start : len(answered)], True)]
+            prompt_end = len(prompt)
+            parts += [
+                (whole[len(done) : prompt_end], False),
+                (whole[prompt_end : len(answered)], True),
+            ]
             done = answered
         return [*parts, (whole[len(done) :], False)]
 

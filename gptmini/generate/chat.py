@@ -16,7 +16,7 @@ def drop_oldest_turns(run: Run, messages: list[Message], max_new_tokens: int) ->
     starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
     for start in starts:
         kept = messages[: starts[0]] + messages[start:]
-        n_prompt = len(run.encode(run.render_chat(kept), "prompt", special=True))
+        n_prompt = len(run.encode_chat(kept))
         if n_prompt + room <= context_length:
             break
     return kept

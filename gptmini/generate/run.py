@@ -217,7 +217,7 @@ class Run:
 
     def start(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | list[int]],
         numbers: Sequence[int] | None = None,
         use_cache: bool = True,
         logprobs: bool = False,
@@ -226,8 +226,8 @@ class Run:
         **settings: Any,
     ) -> Generation:
         """Continue several prompts in one batch; each gets the text that it gets alone.
-
         (Exactly with the compiled engine; PyTorch's rounds logits of other batches otherwise.)
+        A prompt is a text, or a list of tokens, such as `encode_chat` returns.
 
             generation = run.start(["The ", "A "], max_new_tokens=50)
             for number, characters in generation:  # as they grow
@@ -249,7 +249,10 @@ class Run:
             )
         texts = []
         for number, prompt in zip(numbers or range(len(prompts)), prompts, strict=True):
-            if not isinstance(prompt, str):
+            is_tokens = isinstance(prompt, list) and all(
+                type(token) is int and 0 <= token < self.tokenizer.vocab_size for token in prompt
+            )
+            if not isinstance(prompt, str) and not is_tokens:
                 kind = type(prompt).__name__
                 raise ConfigError(f"prompt: must be a text, not {kind}; use a list for several")
             text = self.create_text(number, prompt, sample, special)
@@ -337,11 +340,19 @@ class Run:
             where = f"{name}: character {error.start}"
             raise DataError(f"{where} is not valid Unicode; remove it") from None
 
-    def render_chat(self, messages: list[Message]) -> str:
-        """Return the prompt for a model's answer to messages, by its chat template.
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """Return the prompt for a model's answer to messages, as the tokens of transformers.
 
-            prompt = run.render_chat([{"role": "user", "content": "What is 2 + 2?"}])
-            answer = "".join(text for _, text in run.start([prompt], special=True))
+            prompt = run.encode_chat([{"role": "user", "content": "What is 2 + 2?"}])
+            answer = "".join(text for _, text in run.start([prompt]))
+
+        A space at its end stays a token, and is not left to the answer. Raises what `render_chat`
+        does.
+        """
+        return self.encode(self.render_chat(messages), "messages", special=True)
+
+    def render_chat(self, messages: list[Message]) -> str:
+        """Return the prompt for a model's answer to messages as text, by its chat template.
 
         Raises ConfigError for a run without a template, and for messages that it refuses.
         """

@@ -47,7 +47,7 @@ class ChatCompletion(Completion):
         completion_fields["max_tokens"] = max_tokens
         if fields.get("logprobs"):
             completion_fields["logprobs"] = self._n_top_logprobs
-        completion_fields["prompt"] = run.render_chat(messages)
+        completion_fields["prompt"] = run.encode_chat(messages)
         super().__init__(run, name, limits, completion_fields)
         self._has_role_sent = [False] * len(self.requests)
         self._common_fields["id"] = f"chatcmpl-{secrets.token_hex(12)}"

@@ -143,7 +143,8 @@ def test_tokens_are_those_that_transformers_makes(tmp_path):
         assert (encode(*messages) & ~IGNORED)[1:].tolist() == expected
 
 
-def test_a_space_at_the_end_of_a_prompt_belongs_to_the_answer():
+def test_a_space_at_the_end_of_a_prompt_stays_there():
+    """As when generating, where transformers' prompts end with it."""
     template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}"
         "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
@@ -151,7 +152,7 @@ def test_a_space_at_the_end_of_a_prompt_belongs_to_the_answer():
     )
     tokenizer = with_template(template)
     tokens = encode(ASK, ANSWER, tokenizer=tokenizer)
-    assert spell_learned(tokenizer, tokens) == [f" A cat.{END}"]
+    assert spell_learned(tokenizer, tokens) == [f"A cat.{END}"]
 
 
 def test_a_template_that_writes_the_separator_gets_no_second():

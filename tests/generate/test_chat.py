@@ -1,5 +1,6 @@
 """Conversations that outgrow the context of their model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from gptmini.errors import ConfigError
 from gptmini.generate.chat import drop_oldest_turns
 from gptmini.generate.run import Run
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from tests.interop.samples import CHAT_TOKENIZER, run_of
 
 SYSTEM = {"role": "system", "content": "ab"}
@@ -69,6 +71,24 @@ def test_a_conversation_says_once_that_it_forgets(tmp_path, gptmini, monkeypatch
     assert said.count("forgets its oldest turns") == 1
     assert len(rendered[-1]) < 11
     assert rendered[-1][-1]["content"] == "Why " * 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_prompt_ends_with_the_token_that_transformers_puts_there(tmp_path: Path, gptmini):
+    transformers = pytest.importorskip("transformers")
+    spaced = json.loads(CHAT_TOKENIZER.to_json())
+    spaced["chat_template"] += "{% if add_generation_prompt %}Say: {% endif %}"
+    run = run_of(tmp_path / "run", BpeTokenizer.from_dict(spaced))
+    assert gptmini("export", "run", "--out", "there")[0] == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
+    messages = [{"role": "user", "content": "Hi"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert run.encode_chat(messages) == expected["input_ids"]
+    assert run.tokenizer.decode_token(expected["input_ids"][-1]) == b" "
+    words = ["generate", "run", "--chat", "--prompt", "Hi", "--json", "--max-new-tokens", "1"]
+    code, out, _ = gptmini(*words)
+    assert code == 0
+    assert json.loads(out)["samples"][0]["prompt"].endswith("Say: ")
 
 
 def test_a_run_makes_its_prompt(tmp_path: Path):
