@@ -245,8 +245,8 @@ class TrainConfig(Section):
     on_divergence: Literal["stop", "rewind"] = "stop"
     """When the loss is not finite: stop, or rewind to the newest checkpoint and halve the rate."""
     reduce: Literal["auto", "exact", "fast"] = "auto"
-    """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast; auto: exact on 2, 4, 8,
-    and fast with shards, for which there is no exact."""
+    """Add gradients to the same bits on 1, 2, 4 or 8 processes, or fast. Shards are always fast;
+    auto is exact on 2, 4 and 8 processes with whole models."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the processes (FSDP)."""
     gradient_checkpointing: bool = False

@@ -63,7 +63,7 @@ _preparing = threading.RLock()
 
 @dataclass
 class _Prepared:
-    """What generating has made from a model; none of it serves a model that was changed since."""
+    """What was made of a model to generate with it; made anew once the model has changed."""
 
     snapshot: Snapshot
     library: ctypes.CDLL | None  # the compiled step; None where torch generates
