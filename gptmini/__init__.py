@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.data.corpus import prepare_corpus
     from gptmini.data.token_file import Corpus
+    from gptmini.extras.interop.export import export_run
+    from gptmini.extras.interop.import_model import import_model
     from gptmini.generate.filters import draw_uniform, sample_token
     from gptmini.generate.run import Run
     from gptmini.generate.run import load_run as load
-    from gptmini.interop.export import export_run
-    from gptmini.interop.import_model import import_model
     from gptmini.model.cache import KVCache
     from gptmini.model.gpt import GPT
     from gptmini.model.optim import Optimizer, get_learning_rate
@@ -34,8 +34,8 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "load": "generate.run:load_run",
     "evaluate": "analysis.evaluate:evaluate_text",
     "Run": "generate.run",
-    "export_run": "interop.export",
-    "import_model": "interop.import_model",
+    "export_run": "extras.interop.export",
+    "import_model": "extras.interop.import_model",
     # The parts, for a loop of one's own: scripts/nano.py puts them together.
     "Config": "config.settings",
     "ModelConfig": "config.settings",

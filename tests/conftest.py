@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from gptmini.cli import app
 from tests.local_hub import LocalHub, set_endpoint
-from tests.support import ROOT, WORDS, new_cache
+from tests.support import ROOT, SMALL, WORDS, new_cache
 
 # A busy machine is not a failure: nothing that hypothesis runs has to be fast.
 settings.register_profile(
@@ -150,3 +150,20 @@ def tiny_encoding() -> tiktoken.Encoding:
     pattern = r"\s?\w+|\s+|[^\w\s]+"
     special = {"<|endoftext|>": 259}
     return tiktoken.Encoding("tiny", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n}. {WORDS}\n" for n in range(40)))
+    words = [sys.executable, "-m", "gptmini", "train", "--data", str(text), *SMALL]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    return folder / "runs" / "text"
+
+
+@pytest.fixture
+def run(trained: Path, gptmini) -> str:
+    """In the directory of the test."""
+    shutil.copytree(trained, "runs/text")
+    return "runs/text"

@@ -29,7 +29,7 @@ def export(
     if out is None:
         out = path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
     from gptmini.console import quote, say, show_elapsed
-    from gptmini.interop.export import export_run
+    from gptmini.extras.interop.export import export_run
 
     with show_elapsed("writing and reading back"):
         exported = export_run(path, out, to, kind, cache)

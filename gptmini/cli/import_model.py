@@ -20,7 +20,11 @@ def import_model(
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
     from gptmini.console import say
-    from gptmini.interop.import_model import choose_run_name, parse_source, write_imported_run
+    from gptmini.extras.interop.import_model import (
+        choose_run_name,
+        parse_source,
+        write_imported_run,
+    )
     from gptmini.plan.cost import count_parameters
 
     source = parse_source(model)

@@ -24,8 +24,8 @@ def serve(
     """
     path = resolve_run(run)
     try:
-        from gptmini.serve import server
-        from gptmini.serve.limits import Limits
+        from gptmini.extras.serve import server
+        from gptmini.extras.serve.limits import Limits
     except ImportError as error:
         raise make_missing_package_error("serve", str(error.name), "serve") from None
     from gptmini.console import say, warn

@@ -25,11 +25,11 @@ from torch import Tensor
 from bench.generate import LLAMA, SIZES, create_hf_model, generate_hf, time_gptmini
 from bench.serve import build_llama_command, find_free_port, start_server
 from gptmini.config.settings import Config, ModelConfig
+from gptmini.extras.interop import gguf
+from gptmini.extras.interop.folding import fold
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.native.engine import open_engine
 from gptmini.generate.run import Run, load_run
-from gptmini.interop import gguf
-from gptmini.interop.folding import fold
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import CharTokenizer
 

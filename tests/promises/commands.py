@@ -87,7 +87,7 @@ def run_all(folder: str, commands: str) -> None:
 
 def use_server_once() -> None:
     """Ask the server that starts next for a completion, then stop it."""
-    from gptmini.serve import server
+    from gptmini.extras.serve import server
 
     serve = server.serve
 

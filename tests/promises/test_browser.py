@@ -16,7 +16,7 @@ from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.analysis.samples import HOSTILE, run_of
+from tests.core.analysis.samples import HOSTILE, run_of
 from tests.support import SMALL, tiny
 
 playwright = pytest.importorskip(

@@ -1,0 +1,601 @@
+"""The architectures of Hugging Face that gptmini supports: settings and tensor names, both ways.
+
+ARCHITECTURES has one entry for each. To add one, add an entry, and to `to_hf_config` and
+`_convert_settings` the keys of its config.json that follow no table. A test compares each entry
+with transformers (tests/extras/interop).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmini.config.load import Origins, iter_settings, validate
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import CheckpointError, ConfigError, describe_lookup_error, shorten
+
+Tensors = dict[str, Tensor]
+DEFAULT_CONTEXT_LENGTH = 2048  # of an import: longer ones cost memory that few texts need
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_WEIGHT = 1e10  # beyond any model's: a few products of such values overflow in float32
+# The types of keys of config.json: what they may be, in words, and the keys. Any may be null.
+KeyTypes = tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...]
+HF_TYPES: KeyTypes = (
+    ((dict,), "a mapping", ("rope_parameters", "rope_scaling")),
+    ((list,), "a list", ("layer_types",)),
+    (
+        (bool,),
+        "true or false",
+        ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_bias", "use_sliding_window"),
+    ),
+    (
+        (int, float),
+        "a number",
+        (
+            "layer_norm_epsilon",
+            "norm_epsilon",
+            "partial_rotary_factor",
+            "rms_norm_eps",
+            "rope_theta",
+        ),
+    ),
+    (
+        (int,),
+        "a whole number",
+        (
+            "head_dim",
+            "hidden_size",
+            "intermediate_size",
+            "max_position_embeddings",
+            "max_window_layers",
+            "n_embd",
+            "n_head",
+            "n_inner",
+            "n_layer",
+            "n_positions",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "sliding_window",
+            "vocab_size",
+        ),
+    ),
+)
+# Those of rope_parameters and rope_scaling.
+ROPE_TYPES: KeyTypes = (
+    ((str,), "a name", ("rope_type", "type")),
+    (
+        (int, float),
+        "a number",
+        (
+            "factor",
+            "high_freq_factor",
+            "low_freq_factor",
+            "original_max_position_embeddings",
+            "partial_rotary_factor",
+            "rope_theta",
+        ),
+    ),
+)
+# Linear scaling divides every frequency by the factor. Llama 3.1's scaling does so for those
+# with at most low_freq_factor periods in the original context, and none has as many as this.
+ALL_FREQUENCIES = (1e8, 1e9)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One `model_type` of Hugging Face: its names for things, and what it can represent."""
+
+    hf_class: str
+    """The class in transformers."""
+    tensor_names: dict[str, str]
+    """Parts of tensor names, ours to theirs. A part that is missing is the same in both."""
+    config_keys: dict[str, str]
+    """Our settings to keys of config.json."""
+    activation_key: str
+    """The key of config.json that names the activation."""
+    activations: dict[str, str]
+    """Activations, theirs to ours. The first is the default."""
+    required_settings: dict[str, tuple[Any, ...]] | None
+    """Values that a folded configuration must have to be exported; None: only imported."""
+    supported_values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values that keys of config.json must have to be imported; the first is the default."""
+
+
+_LLAMA_TENSORS = {
+    "embed": "model.embed_tokens",
+    "blocks": "model.layers",
+    "attn": "self_attn",
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+_STARCODER2_TENSORS = _LLAMA_TENSORS | {"up_proj": "c_fc", "down_proj": "c_proj"}
+_GPT2_TENSORS = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "blocks": "transformer.h",
+    "attn_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "q_proj": "c_attn",  # q, k and v are one matrix
+    "k_proj": "c_attn",
+    "v_proj": "c_attn",
+    "o_proj": "c_proj",
+    "up_proj": "c_fc",
+    "down_proj": "c_proj",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+
+_LLAMA_KEYS = {
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+_STARCODER2_KEYS = _LLAMA_KEYS | {"norm_eps": "norm_epsilon"}
+_GPT2_KEYS = {
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "d_model": "n_embd",
+    "d_ff": "n_inner",
+    "context_length": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+}
+
+_GATED_ACTIVATIONS = {"silu": "swiglu"}
+
+ARCHITECTURES = {
+    "qwen2": Architecture(
+        hf_class="Qwen2ForCausalLM",
+        tensor_names=_LLAMA_TENSORS,
+        config_keys=_LLAMA_KEYS,
+        activation_key="hidden_act",
+        activations=_GATED_ACTIVATIONS,
+        required_settings=None,
+    ),
+    "qwen3": Architecture(
+        hf_class="Qwen3ForCausalLM",
+        tensor_names=_LLAMA_TENSORS,
+        config_keys=_LLAMA_KEYS,
+        activation_key="hidden_act",
+        activations=_GATED_ACTIVATIONS,
+        required_settings={
+            "position": ("rope",),
+            "norm": ("rmsnorm",),
+            "activation": ("swiglu",),
+            "attention.qk_norm": (True,),
+            "bias": (False,),
+        },
+    ),
+    "llama": Architecture(
+        hf_class="LlamaForCausalLM",
+        tensor_names=_LLAMA_TENSORS,
+        config_keys=_LLAMA_KEYS,
+        activation_key="hidden_act",
+        activations=_GATED_ACTIVATIONS,
+        required_settings={
+            "position": ("rope",),
+            "norm": ("rmsnorm",),
+            "activation": ("swiglu",),
+            "attention.qk_norm": (False,),
+            "attention.window": (None,),
+        },
+    ),
+    "mistral": Architecture(
+        hf_class="MistralForCausalLM",
+        tensor_names=_LLAMA_TENSORS,
+        config_keys=_LLAMA_KEYS,
+        activation_key="hidden_act",
+        activations=_GATED_ACTIVATIONS,
+        required_settings={
+            "position": ("rope",),
+            "norm": ("rmsnorm",),
+            "activation": ("swiglu",),
+            "attention.qk_norm": (False,),
+            "attention.full_every": (None,),
+            "bias": (False,),
+            "attention.qkv_bias": (None, False),
+        },
+    ),
+    "starcoder2": Architecture(
+        hf_class="Starcoder2ForCausalLM",
+        tensor_names=_STARCODER2_TENSORS,
+        config_keys=_STARCODER2_KEYS,
+        activation_key="hidden_act",
+        activations={"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu2": "relu2"},
+        required_settings={
+            "position": ("rope",),
+            "norm": ("layernorm",),
+            "activation": ("gelu", "relu2"),
+            "attention.qk_norm": (False,),
+            "attention.full_every": (None,),
+        },
+    ),
+    "gpt2": Architecture(
+        hf_class="GPT2LMHeadModel",
+        tensor_names=_GPT2_TENSORS,
+        config_keys=_GPT2_KEYS,
+        activation_key="activation_function",
+        activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"},
+        required_settings={
+            "position": ("learned",),
+            "norm": ("layernorm",),
+            "activation": ("gelu", "relu2"),
+            "attention.qk_norm": (False,),
+            "attention.window": (None,),
+        },
+        supported_values={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+    ),
+}
+
+
+# -- choosing an architecture ----------------------------------------------------------------------
+
+
+def choose_model_type(config: ModelConfig) -> str:
+    """Choose the architecture of a folded configuration; ConfigError names what none has."""
+    misfits = {
+        model_type: list(_find_misfits(model_type, config))
+        for model_type, architecture in ARCHITECTURES.items()
+        if architecture.required_settings is not None
+    }
+    nearest = min(misfits, key=lambda model_type: len(misfits[model_type]))
+    if misfits[nearest]:
+        where = f"in {nearest}, the nearest architecture; set it so and train again"
+        raise ConfigError(*(f"{line} {where}" for line in misfits[nearest]))
+    return nearest
+
+
+def _find_misfits(model_type: str, config: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that this architecture cannot represent."""
+    required_settings = ARCHITECTURES[model_type].required_settings or {}
+    values = dict(iter_settings(config.model_dump()))
+    for key, allowed in required_settings.items():
+        if values[key] not in allowed:
+            alternatives = " or ".join(str(value) for value in allowed)
+            yield f"model.{key}: {values[key]}, but must be {alternatives}"
+    has_head_dim = model_type not in ("starcoder2", "gpt2")
+    if not has_head_dim and config.head_dim * config.n_head != config.d_model:
+        yield f"model.head_dim: {config.head_dim}, but must be d_model / n_head"
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def hf_name(model_type: str, name: str) -> str:
+    """Return Hugging Face's name for one of our tensors."""
+    tensor_names = ARCHITECTURES[model_type].tensor_names
+    return ".".join(tensor_names.get(part, part) for part in name.split("."))
+
+
+def from_hf(model_type: str, name: str, tensor: Tensor) -> Tensor:
+    """Return our tensor `name`, given theirs that holds it.
+
+    GPT-2 stores the matrices of its blocks transposed, and q, k and v as one.
+    """
+    if model_type != "gpt2" or not name.startswith("blocks."):
+        return tensor
+    if tensor.ndim == 2:
+        tensor = tensor.mT
+    module = name.split(".")[-2]
+    if module in ("q_proj", "k_proj", "v_proj"):
+        return tensor.chunk(3)["qkv".index(module[0])]
+    return tensor
+
+
+def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
+    """Return their tensors, given ours; the reverse of `from_hf`."""
+    parts: dict[str, list[Tensor]] = {}  # of GPT-2, q, k and v have one name
+    for name, tensor in weights.items():
+        parts.setdefault(hf_name(model_type, name), []).append(tensor)
+    if config.attention.qkv_bias and not config.bias:  # with those, theirs always has this one
+        for layer in range(config.n_layer):
+            name = hf_name(model_type, f"blocks.{layer}.attn.o_proj.bias")
+            parts[name] = [torch.zeros(config.d_model)]
+    hf_weights = {}
+    for name, tensors in parts.items():
+        tensor = torch.cat(tensors)
+        if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
+            tensor = tensor.mT
+        hf_weights[name] = tensor.contiguous()
+    return hf_weights
+
+
+def check_tensor(tensor: Tensor, meta: Tensor, where: str) -> Tensor:
+    """Return a tensor in the type it has.
+
+    CheckpointError unless it has the shape of `meta` and its values are finite and not absurd.
+    """
+    if tensor.dtype not in FLOAT_DTYPES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{where}: {dtype}; use float32, float16 or bfloat16")
+    if tensor.shape != meta.shape:
+        sizes = f"{tuple(tensor.shape)}, but its settings make it {tuple(meta.shape)}"
+        raise CheckpointError(f"{where}: {sizes}; restore the original files")
+    lowest, highest = tensor.aminmax()
+    if not (lowest.isfinite() and highest.isfinite()):
+        raise CheckpointError(f"{where}: has values that are not finite; download it again")
+    largest = max(-float(lowest), float(highest))
+    if largest > MAX_WEIGHT:
+        raise CheckpointError(
+            f"{where}: has values up to {largest:.1g}, which overflow in products; download it "
+            f"again"
+        )
+    return tensor.contiguous()
+
+
+# -- our settings to config.json -------------------------------------------------------------------
+
+
+def to_hf_config(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Return the content of config.json for a folded configuration."""
+    architecture = ARCHITECTURES[model_type]
+    settings = config.model_dump()
+    hf_config: dict[str, Any] = {
+        key: settings[name] for name, key in architecture.config_keys.items()
+    }
+    hf_config["architectures"] = [architecture.hf_class]
+    hf_config["model_type"] = model_type
+    hf_config["dtype"] = "float32"
+    hf_config["torch_dtype"] = "float32"  # the older name for it
+    # Several of theirs may be one of ours; the first is the architecture's usual one.
+    hf_activation = next(
+        theirs for theirs, ours in architecture.activations.items() if ours == config.activation
+    )
+    if model_type == "gpt2":
+        hf_config["activation_function"] = hf_activation
+        return hf_config
+
+    hf_config["num_key_value_heads"] = config.n_kv_head
+    # transformers 5 reads rope_parameters, 4 the other two.
+    rope = _to_hf_rope(config)
+    hf_config["rope_theta"] = config.rope_theta
+    hf_config["rope_parameters"] = rope
+    hf_config["rope_scaling"] = rope if config.rope_scaling is not None else None
+    hf_config["hidden_act"] = hf_activation
+    window = config.attention.window
+    if model_type == "starcoder2":
+        hf_config["use_bias"] = True
+        hf_config["sliding_window"] = window
+        return hf_config
+
+    hf_config["head_dim"] = config.head_dim
+    hf_config["mlp_bias"] = config.bias
+    hf_config["attention_bias"] = bool(config.bias or config.attention.qkv_bias)
+    if model_type == "mistral":
+        hf_config["sliding_window"] = window
+    if model_type == "qwen3":
+        windows = [config.get_window(layer) for layer in range(config.n_layer)]
+        hf_config["use_sliding_window"] = window is not None
+        hf_config["sliding_window"] = window
+        hf_config["max_window_layers"] = 0 if window else config.n_layer
+        hf_config["layer_types"] = [
+            "full_attention" if each is None else "sliding_attention" for each in windows
+        ]
+    return hf_config
+
+
+def _to_hf_rope(config: ModelConfig) -> dict[str, Any]:
+    """Return the parameters of the rotary positions."""
+    if config.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    factor, low_freq_factor, high_freq_factor, original_length = config.rope_scaling
+    return {
+        "rope_type": "llama3",
+        "rope_theta": config.rope_theta,
+        "factor": factor,
+        "low_freq_factor": low_freq_factor,
+        "high_freq_factor": high_freq_factor,
+        "original_max_position_embeddings": int(original_length),
+    }
+
+
+# -- config.json to our settings -------------------------------------------------------------------
+
+
+def from_hf_config(
+    hf_config: dict[str, Any], where: Path, context_length: int | None
+) -> ModelConfig:
+    """Return the settings in config.json, with a context of at most 2048 positions by default.
+
+    Raises CheckpointError that names the key of whatever gptmini does not support.
+    """
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise CheckpointError(
+            f"{where}: model_type: {shorten(model_type)} is not supported; use one of {known}"
+        )
+    architecture = ARCHITECTURES[model_type]
+    _check_types(hf_config, HF_TYPES, where, "")
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_types(hf_config.get(key) or {}, ROPE_TYPES, where, f"{key}.")
+    _check_supported(hf_config, architecture, where)
+    try:
+        settings = _convert_settings(hf_config, model_type, where)
+        max_length = settings["context_length"]
+        settings["context_length"] = min(context_length or DEFAULT_CONTEXT_LENGTH, max_length)
+        origins: Origins = {("model",): str(where)}
+        for name, key in architecture.config_keys.items():
+            origins["model", name] = f"{where}: {key}"
+        config = validate({"model": settings}, origins).model
+    except ConfigError as error:
+        key, _, problem = error.lines[0].removeprefix(f"{where}: ").partition(": ")
+        problem = problem.partition("; ")[0]  # without the remedy, which is for our own settings
+        raise CheckpointError(f"{where}: {key}: {problem}; choose another model") from None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        problem = describe_lookup_error(error)
+        raise CheckpointError(f"{where}: {problem}; restore the original file") from None
+    if context_length is not None and context_length > max_length:
+        key = architecture.config_keys["context_length"]
+        raise ConfigError(
+            f"--context-length {context_length}: {key} is {max_length}; use at most that"
+        )
+    return config
+
+
+def _check_types(mapping: dict[str, Any], types: KeyTypes, where: Path, prefix: str) -> None:
+    """Raise CheckpointError for a key that is neither null nor of a type that it may have."""
+    for allowed, expected, keys in types:
+        for key in keys:
+            value = mapping.get(key)
+            if value is not None and type(value) not in allowed:  # to isinstance, True is an int
+                raise CheckpointError(
+                    f"{where}: {prefix}{key}: expected {expected}, not {shorten(repr(value))}; "
+                    f"restore the original file"
+                )
+
+
+def _check_supported(hf_config: dict[str, Any], architecture: Architecture, where: Path) -> None:
+    """Raise CheckpointError for a key whose value changes the model in a way we cannot follow."""
+    supported: dict[str, tuple[Any, ...]] = {
+        "quantization_config": (None,),
+        "auto_map": (None,),  # code of its own
+        architecture.activation_key: tuple(architecture.activations),
+    }
+    supported |= architecture.supported_values
+    for key, allowed in supported.items():
+        default = allowed[0]
+        if hf_config.get(key, default) not in allowed:
+            raise _make_unsupported_error(where, key, hf_config[key])
+
+
+def _make_unsupported_error(where: Path, key: str, value: object) -> CheckpointError:
+    shown = shorten(repr(value), 120)
+    return CheckpointError(f"{where}: {key}: {shown} is not supported; choose another model")
+
+
+def _convert_settings(hf_config: dict[str, Any], model_type: str, where: Path) -> dict[str, Any]:
+    """Return the section `model` as plain data, which is not validated yet."""
+    architecture = ARCHITECTURES[model_type]
+    # transformers leaves out of config.json what has these values.
+    defaults: dict[str, Any] = {
+        "layer_norm_epsilon": 1e-5,
+        "norm_epsilon": 1e-5,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": model_type in ("gpt2", "starcoder2"),
+    }
+    given = {key: value for key, value in hf_config.items() if value is not None}
+    complete = defaults | given
+    if model_type == "gpt2" and "n_embd" in given:
+        complete.setdefault("n_inner", 4 * given["n_embd"])
+    settings: dict[str, Any] = {}
+    for name, key in architecture.config_keys.items():
+        if key not in complete:
+            raise CheckpointError(f"{where}: {key}: missing; restore the original file")
+        settings[name] = complete[key]
+    default_activation = next(iter(architecture.activations))
+    hf_activation = hf_config.get(architecture.activation_key, default_activation)
+    settings["activation"] = architecture.activations[hf_activation]
+    if model_type == "gpt2":
+        settings["position"] = "learned"
+        settings["bias"] = True
+        settings["attention"] = {"qk_norm": False}
+        return settings
+
+    n_head = settings["n_head"]
+    default_head_dim = 128 if model_type == "qwen3" else None
+    head_dim = hf_config.get("head_dim", default_head_dim)
+    settings["head_dim"] = head_dim or settings["d_model"] // max(1, n_head)
+    n_kv_head = hf_config.get("num_key_value_heads") or n_head
+    attention: dict[str, Any] = {
+        "variant": {n_head: "mha", 1: "mqa"}.get(n_kv_head, "gqa"),
+        "n_kv_head": n_kv_head,
+        "qk_norm": model_type == "qwen3",
+    }
+    attention |= _convert_window(hf_config, model_type, where)
+    settings["attention"] = attention
+    settings |= _convert_rope(hf_config, where)
+    if model_type == "starcoder2":
+        settings["bias"] = True
+        return settings
+
+    bias = model_type == "llama" and bool(hf_config.get("mlp_bias", False))
+    settings["bias"] = bias
+    settings["norm"] = "rmsnorm"
+    has_qkv_bias = model_type == "qwen2" or hf_config.get("attention_bias") or bias
+    attention["qkv_bias"] = has_qkv_bias or None
+    return settings
+
+
+def _convert_rope(hf_config: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Return the settings of the rotary positions, from the keys of transformers 4 or 5."""
+    rope = hf_config.get("rope_parameters") or {}
+    scaling = hf_config.get("rope_scaling") or rope
+    bases = (rope.get("rope_theta"), hf_config.get("rope_theta"))
+    rope_theta = next((base for base in bases if base is not None), 10_000.0)
+    settings: dict[str, Any] = {"rope_theta": float(rope_theta)}
+    shares = (scaling.get("partial_rotary_factor"), hf_config.get("partial_rotary_factor"))
+    for share in shares:
+        if share not in (None, 1):
+            raise _make_unsupported_error(where, "partial_rotary_factor", share)
+
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    if rope_type == "llama3":
+        keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        settings["rope_scaling"] = [
+            _read_rope_number(scaling, key, where) for key in ("factor", *keys)
+        ]
+    elif rope_type == "linear":
+        factor = _read_rope_number(scaling, "factor", where)
+        context = float(hf_config["max_position_embeddings"])
+        settings["rope_scaling"] = [factor, *ALL_FREQUENCIES, context]
+    # "dynamic" changes nothing in texts of at most max_position_embeddings, and no run has more.
+    elif rope_type not in ("default", "dynamic"):
+        raise _make_unsupported_error(where, "rope_scaling", rope_type)
+    return settings
+
+
+def _read_rope_number(scaling: dict[str, Any], key: str, where: Path) -> float:
+    if scaling.get(key) is None:
+        raise CheckpointError(f"{where}: rope_scaling.{key}: missing; restore the original file")
+    return float(scaling[key])
+
+
+def _convert_window(hf_config: dict[str, Any], model_type: str, where: Path) -> dict[str, Any]:
+    """Return their windows as ours: in every layer, or in all but every n-th."""
+    default_window = None if model_type == "starcoder2" else 4096
+    window = hf_config.get("sliding_window", default_window)
+    if model_type == "llama" or window is None:
+        return {}
+    if model_type not in ("qwen2", "qwen3"):
+        return {"window": window}
+
+    if not hf_config.get("use_sliding_window"):
+        return {}
+    layers = range(hf_config["num_hidden_layers"])
+    layer_types = hf_config.get("layer_types")
+    if not layer_types:
+        first_window_layer = hf_config.get("max_window_layers")
+        if first_window_layer is None:
+            first_window_layer = 28
+        layer_types = [
+            "full_attention" if layer < first_window_layer else "sliding_attention"
+            for layer in layers
+        ]
+    if any(each not in ("full_attention", "sliding_attention") for each in layer_types):
+        raise _make_unsupported_error(where, "layer_types", layer_types)
+    is_full = [layer_type == "full_attention" for layer_type in layer_types]
+    if all(is_full):
+        return {}
+    if not any(is_full):
+        return {"window": window}
+    for full_every in range(1, len(layers) + 1):
+        if is_full == [(layer + 1) % full_every == 0 for layer in layers]:
+            return {"window": window, "full_every": full_every}
+    raise _make_unsupported_error(where, "layer_types", layer_types)

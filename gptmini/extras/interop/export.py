@@ -1,0 +1,309 @@
+"""Writes a run in the format of other programs and proves it: reads it back and compares.
+
+Logits are compared on held-out text and on random tokens of the whole vocabulary, tokens on texts
+that are hard to split. Where the other program is installed, it loads the export and generates with
+it, since reading back shows only that gptmini agrees with itself. An export that fails never
+appears under its name.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmini import files
+from gptmini.analysis.evaluate import load_held_out
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import CheckpointError, ConfigError, GptminiError, shorten
+from gptmini.extras.interop import architectures, gguf, gguf_reader, huggingface
+from gptmini.extras.interop.architectures import Tensors
+from gptmini.extras.interop.folding import fold
+from gptmini.generate.run import Run, load_run
+from gptmini.model.gpt import GPT
+from gptmini.runs.tensors import NamedTensors
+from gptmini.tokenizer.tokenizers import Tokenizer
+
+# Largest difference of logits, as a share of the largest logit. Folding and float32's rounding make
+# up to 4e-6, a rotary base of 10001 instead of 10000 makes 3e-5.
+MAX_RELATIVE_DIFFERENCE = 1e-5
+# The same where another program computes: its sums have another order, and llama.cpp's products
+# fewer bits.
+MAX_DIFFERENCE_OF_TRANSFORMERS = 1e-3
+MAX_DIFFERENCE_OF_LLAMA_CPP = 0.05
+COMPARED_POSITIONS = 1024
+GENERATED_TOKENS = 4  # by another program
+MAX_PROMPT = 32  # tokens before them
+HARD_TEXTS = [
+    "",
+    " ",
+    "  \n \t\r\n\n x ",
+    "\u00a0\u2003\u3000a",
+    "don't I'LL we'Ve 's",
+    "!?.,;:" * 9,
+    "a1b22 1234567 ½²Ⅷ",
+    "<|endoftext|> <s></s>[INST]",
+    "\x00\x1b\x7f\ufeff",
+    "a" * 300,
+    "naïve café ﬁ İı ß Ǆ",
+    "שלום עולם مرحبا",
+    "你好世界。日本語テキスト",
+    "नमस्ते ไทย 한국어",
+    "_▁Ġ ##x@@",
+    "e\u0301 \u1e0b\u0323",
+    "👩‍👩‍👧 🇩🇪 👍🏽",
+    "if (x != y) {\n\treturn -x;  // ...\n}",
+    " " * 70 + "b",
+    "\n" * 9,
+    "http://a.b/c?d=e&f#g",
+    "\U0010ffff\ue000",
+    "MIXEDcase CamelCase snake_case",
+]
+REPORT_BUG = "this is a bug; report it"
+ReadBack = tuple[ModelConfig, NamedTensors, Tokenizer]
+
+
+@dataclass(frozen=True)
+class Export:
+    """A finished export and its proof.
+
+    `difference` is how far its logits are from the run's, the largest of which is `scale`;
+    `rounding` is how far they move by rounding weights to a narrower type. `generated_by` is the
+    program that generated with it, if that is installed.
+    """
+
+    path: Path
+    architecture: str
+    difference: float
+    rounding: float
+    scale: float
+    tokens: int
+    generated_by: str | None
+
+
+def export_run(
+    run: Run | str | Path,
+    out: str | Path,
+    to: str = "hf",
+    weights: str = "f16",
+    cache: Path = files.DEFAULT_CACHE_DIR,
+) -> Export:
+    """Write a run as a folder for Hugging Face's libraries (`hf`) or a file for llama.cpp (`gguf`).
+
+    `weights` is the type of matrices in GGUF: f32, f16, bf16 or q8_0. Raises ConfigError if no
+    architecture fits the run's settings, GptminiError if the result computes something else.
+    """
+    run = run if isinstance(run, Run) else load_run(run, "cpu", "float32", cache)
+    if run.weights != "float32":
+        raise ConfigError(f"{run.path}: its weights are rounded; load it with weights='float32'")
+    if to not in ("hf", "gguf"):
+        raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
+    out = Path(out)
+    config, folded = fold(run.config.model, run.model.state_dict())
+    model_type = architectures.choose_model_type(config)
+    if to == "gguf":
+        gguf.check_supported(config, run.tokenizer, weights)
+    with files.atomic_output(out) as partial:
+        tokens = choose_tokens(run, cache)  # (2, T)
+        expected = compute_logits(run.config.model, run.model.state_dict(), tokens)  # (2, T, V)
+        if not expected.isfinite().all():
+            raise CheckpointError(f"{run.path}: logits are not finite; its weights are bad")
+        if to == "hf":
+            huggingface.write_folder(partial, run, model_type, config, folded)
+            read_back = huggingface.read_folder(partial, config.context_length)
+            difference = check_read_back(out, expected, run.tokenizer, read_back, tokens)
+            rounding = 0.0
+            generated_by = generate_by_transformers(out, partial, run.tokenizer, expected, tokens)
+        else:
+            gguf.write_gguf(partial, run, model_type, config, folded, weights)
+            read_back = gguf_reader.read_gguf(partial, config.context_length)
+            # Rounding is no fault, so it is kept out of the comparison: the file must be equal to
+            # the rounded weights, and the folded weights to the run.
+            wide = compute_logits(config, folded, tokens)  # (2, T, V)
+            rounded = gguf.round_to_type(folded, weights)
+            narrow = compute_logits(config, rounded, tokens)
+            rounding = float((wide - narrow).abs().max())
+            difference = check_read_back(out, narrow, run.tokenizer, read_back, tokens)
+            difference += check_logits(out, expected, wide)
+            generated_by = generate_by_llama_cpp(out, partial, config, rounded, tokens)
+    scale = float(expected.abs().max())
+    return Export(out, model_type, difference, rounding, scale, tokens.numel(), generated_by)
+
+
+def check_read_back(
+    out: Path, expected: Tensor, tokenizer: Tokenizer, read_back: ReadBack, tokens: Tensor
+) -> float:
+    """Return how far logits (B, T, V) are from those read back; GptminiError if anything differs.
+
+    `out` is the name in the message.
+    """
+    config, weights, read_tokenizer = read_back
+    if not tokenizer.special_tokens.items() <= read_tokenizer.special_tokens.items():
+        raise GptminiError(f"{out}: not written: special tokens are others there; {REPORT_BUG}")
+    if set(tokenizer.user_defined) != set(read_tokenizer.user_defined):
+        raise GptminiError(f"{out}: not written: it hides other special tokens; {REPORT_BUG}")
+    if tokenizer.add_bos([]) != read_tokenizer.add_bos([]):
+        raise GptminiError(f"{out}: not written: prompts begin otherwise there; {REPORT_BUG}")
+    for text in HARD_TEXTS:
+        if tokenizer.encode(text).tolist() != read_tokenizer.encode(text).tolist():
+            raise GptminiError(
+                f"{out}: not written: the text {text!r} has other tokens there; {REPORT_BUG}"
+            )
+    return check_logits(out, expected, compute_logits(config, dict(weights), tokens))
+
+
+def check_logits(
+    out: Path, expected: Tensor, found: Tensor, max_difference: float | None = None
+) -> float:
+    """Return the largest difference between logits; GptminiError if it is beyond the limit.
+
+    The limit is a share of the largest logit, MAX_RELATIVE_DIFFERENCE if not stated.
+    """
+    if max_difference is None:
+        max_difference = MAX_RELATIVE_DIFFERENCE
+    difference = float((expected - found).abs().max())
+    scale = float(expected.abs().max())
+    if not difference <= max_difference * scale:  # also if one of them is not a number
+        raise GptminiError(
+            f"{out}: not written: logits differ by {difference:.1e} (the largest is {scale:.1f}); "
+            f"{REPORT_BUG}"
+        )
+    return difference
+
+
+@torch.inference_mode()
+def compute_logits(config: ModelConfig, weights: Tensors, tokens: Tensor) -> Tensor:
+    """Return the logits (B, T, V) of tokens (B, T)."""
+    model = GPT(config).eval()
+    model.load_state_dict(weights)
+    return model(tokens)
+
+
+def choose_tokens(run: Run, cache: Path) -> Tensor:
+    """Choose tokens (2, T) to compare logits on: a text and random tokens.
+
+    The text is held-out text if it is there. It fills the first row as far as it goes.
+    """
+    length = min(run.config.model.context_length, COMPARED_POSITIONS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(run.tokenizer.vocab_size, (2, length), generator=generator)
+    try:
+        held_out = load_held_out(run, cache)[0]
+        numbers = held_out.read(0, min(length, len(held_out)))
+        text = torch.from_numpy(numbers.astype("int64"))
+    except GptminiError:  # an imported run has none, and a text may have changed since
+        text = torch.tensor(run.encode("".join(HARD_TEXTS) * 20)[:length])
+    tokens[0, : len(text)] = text
+    return tokens
+
+
+# -- the other program -----------------------------------------------------------------------------
+
+
+def generate_by_transformers(
+    out: Path, folder: Path, tokenizer: Tokenizer, expected: Tensor, tokens: Tensor
+) -> str | None:
+    """Load an export with transformers, compare, and generate as its files say.
+
+    Returns the program's name and version, None if it is not installed. Raises GptminiError for
+    other logits (B, T, V) of `tokens` (B, T), other tokens or texts, and whatever it raises itself.
+    """
+    try:
+        import transformers  # noqa: PLC0415 - an extra
+    except ImportError:
+        return None
+    program = f"transformers {transformers.__version__}"
+    with _explain_failure(out, program), _silence(transformers):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        reader: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        with torch.inference_mode():
+            found = model(tokens).logits
+        n_new = min(GENERATED_TOKENS, tokens.shape[1])
+        model.generate(tokens[:1, :1], max_new_tokens=n_new)
+        read = {text: reader(text)["input_ids"] for text in HARD_TEXTS}
+    check_logits(out, expected, found, MAX_DIFFERENCE_OF_TRANSFORMERS)
+    # With a chat template, transformers reads special tokens in a text.
+    encode = tokenizer.encode if tokenizer.chat_template is None else tokenizer.encode_special
+    for name in tokenizer.user_defined:
+        shown = reader.decode([tokenizer.special_tokens[name]], skip_special_tokens=True)
+        if shown != name and name not in reader.all_special_tokens:
+            raise GptminiError(f"{out}: not written: {program} loses {name!r}; {REPORT_BUG}")
+    for text in HARD_TEXTS:
+        if any(name in text for name in tokenizer.user_defined):
+            continue  # tokens there, text here
+        plain = tokenizer.encode(text)
+        same_tokens = read[text] == tokenizer.add_bos(encode(text).tolist())
+        if not same_tokens or reader.decode(plain) != tokenizer.decode(plain):
+            raise GptminiError(
+                f"{out}: not written: {program} reads {text!r} otherwise; {REPORT_BUG}"
+            )
+    return program
+
+
+def generate_by_llama_cpp(
+    out: Path, file: Path, config: ModelConfig, weights: Tensors, tokens: Tensor
+) -> str | None:
+    """Load a file with llama.cpp and let it continue a text greedily.
+
+    Returns the program's name, None if it is not installed. Raises GptminiError where it chooses
+    tokens that are not among the likeliest by `weights`, and for whatever it raises itself.
+    """
+    try:
+        import xllamacpp  # noqa: PLC0415 - llama.cpp for Python
+    except ImportError:
+        return None
+    name = "llama.cpp"
+    n_new = min(GENERATED_TOKENS, config.context_length - 1)
+    prompt = tokens[0, : min(MAX_PROMPT, config.context_length - n_new)].tolist()
+    with _explain_failure(out, name):
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file)
+        params.n_ctx = config.context_length
+        params.n_parallel = 1
+        params.n_gpu_layers = 0
+        params.warmup = False
+        params.verbosity = -1  # no log
+        request = {"prompt": prompt, "max_tokens": n_new, "temperature": 0}
+        request |= {"verbose": True, "return_tokens": True}
+        answer = xllamacpp.Server(params).handle_completions(request)
+        chosen = answer["__verbose"]["tokens"]  # at least one, the end of the text maybe
+        if n_new and not chosen:
+            raise ValueError("no tokens")
+    logits = compute_logits(config, weights, torch.tensor([prompt + chosen]))[0]  # (T, V)
+    for row, token in zip(logits[len(prompt) - 1 :], chosen, strict=False):
+        if not row.max() - row[token] <= MAX_DIFFERENCE_OF_LLAMA_CPP * row.abs().max():
+            raise GptminiError(f"{out}: not written: {name} chooses other tokens; {REPORT_BUG}")
+    return name
+
+
+@contextmanager
+def _explain_failure(out: Path, program: str) -> Iterator[None]:
+    """Turn whatever another program raises into a GptminiError."""
+    try:
+        yield
+    except Exception as error:
+        problem = shorten(f"{type(error).__name__}: {error}", 200)
+        raise GptminiError(
+            f"{out}: not written: {program} fails with it ({problem}); update that, or report this"
+        ) from None
+
+
+@contextmanager
+def _silence(transformers: Any) -> Iterator[None]:
+    """Keep the warnings and progress bars of transformers from the terminal for a while."""
+    logging = transformers.utils.logging
+    verbosity = logging.get_verbosity()
+    has_bar = logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()

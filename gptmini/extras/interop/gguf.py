@@ -1,0 +1,256 @@
+"""Writes GGUF, the file format of llama.cpp, Ollama and LM Studio.
+
+llama.cpp itself reads these files in the tests. Users rarely have it at hand, so `export` compares
+what `gguf_reader` finds in the file with the run, on their machine and with their weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import ConfigError, make_missing_package_error
+from gptmini.extras.interop.architectures import Tensors
+from gptmini.generate.run import Run
+from gptmini.tokenizer import tokenizer_json
+from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
+
+WEIGHT_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+Q8_0_BLOCK_SIZE = 32  # weights that share a scale; rows must be a multiple of it
+# Parts of tensor names, ours to theirs; an empty part is left out.
+GGUF_NAMES = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "blocks": "blk",
+    "attn": "",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "mlp": "",
+    "mlp_norm": "ffn_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "final_norm": "output_norm",
+    "head": "output",
+}
+# Our settings to keys of the metadata, which begin with the name of the architecture. Other
+# settings follow from the architecture and from which tensors there are.
+METADATA_KEYS = {
+    "n_layer": "block_count",
+    "n_head": "attention.head_count",
+    "d_model": "embedding_length",
+    "d_ff": "feed_forward_length",
+    "context_length": "context_length",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+}
+SENTENCEPIECE_SPACE = "\u2581"  # stands for a space in SentencePiece
+# Special tokens that a chat template may name, and the keys of their numbers.
+TEMPLATE_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # as llama.cpp spells it
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+# Types of tokens in llama.cpp.
+NORMAL_TOKEN = 1
+CONTROL_TOKEN = 3
+USER_DEFINED_TOKEN = 4
+BYTE_TOKEN = 6
+
+
+def import_gguf(wanted_by: str = "--to gguf") -> Any:
+    """Import the package gguf, by llama.cpp's authors; MachineError if it is not installed."""
+    try:
+        import gguf  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise make_missing_package_error(wanted_by, "gguf", "gguf") from None
+    return gguf
+
+
+def check_supported(config: ModelConfig, tokenizer: Tokenizer, weights: str) -> None:
+    """Raise ConfigError for what llama.cpp does not have, MachineError without the package."""
+    import_gguf()
+    if weights not in WEIGHT_TYPES:
+        raise ConfigError(f"--weights {weights}: unknown type; use {', '.join(WEIGHT_TYPES)}")
+    problem = ""
+    if config.attention.window is not None:
+        problem = f"model.attention.window: {config.attention.window}, but must be none"
+    elif config.activation == "relu2":
+        problem = "model.activation: relu2, but must be gelu"
+    elif config.rope_scaling is not None:
+        problem = "model.rope_scaling: set, but must be none"
+    if problem:
+        raise ConfigError(f"{problem} in llama.cpp; use --to hf, or change this and train again")
+    pattern, _, _ = tokenizer_json.get_vocabulary(tokenizer)
+    _, llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern]
+    if isinstance(tokenizer, CharTokenizer):
+        if SENTENCEPIECE_SPACE in tokenizer.characters:
+            raise ConfigError("tokenizer: has U+2581, llama.cpp's space; train with bpe or byte")
+    elif not llama_cpp_name and tokenizer.kind != "byte":
+        raise ConfigError(
+            f"tokenizer.kind: {tokenizer.kind} splits words in a way that llama.cpp does not know; "
+            f"use --to hf, or train again with this version of gptmini"
+        )
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def gguf_name(name: str, architecture: str) -> str:
+    """Return the name of one of our tensors in GGUF."""
+    parts = [GGUF_NAMES.get(part, part) for part in name.split(".")]
+    if architecture == "gpt2":  # one matrix for q, k and v
+        fused = ("attn_q", "attn_k", "attn_v")
+        parts = ["attn_qkv" if part in fused else part for part in parts]
+    return ".".join(part for part in parts if part)
+
+
+def choose_type(name: str, tensor: Tensor, weights: str) -> Any:
+    """Choose the type a tensor is stored in; vectors and positions stay in float32."""
+    types = import_gguf().GGMLQuantizationType
+    if tensor.ndim == 1 or name.startswith("position"):
+        return types.F32
+    if weights == "q8_0" and tensor.shape[1] % Q8_0_BLOCK_SIZE:
+        return types.F16
+    return types[WEIGHT_TYPES[weights]]
+
+
+def round_to_type(weights: Tensors, to: str) -> Tensors:
+    """Return the weights as they are after rounding to a type."""
+    quants = import_gguf().quants
+    rounded = {}
+    for name, tensor in weights.items():
+        stored_type = choose_type(name, tensor, to)
+        stored = quants.quantize(tensor.numpy(), stored_type)
+        rounded[name] = torch.from_numpy(quants.dequantize(stored, stored_type))
+    return rounded
+
+
+# llama.cpp's llama rotates neighbors (2i, 2i + 1) of a head; gptmini and transformers rotate
+# dimensions (i, i + K/2), so the rows of q and k change places.
+
+
+def interleave_halves(tensor: Tensor, n_head: int) -> Tensor:
+    """Reorder the rows of q or k for llama.cpp's llama."""
+    halves = tensor.unflatten(0, (n_head, 2, -1))  # (H, 2, K/2, ...)
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()  # (H K, ...)
+
+
+def separate_halves(tensor: Tensor, n_head: int) -> Tensor:
+    """Undo `interleave_halves`."""
+    pairs = tensor.unflatten(0, (n_head, -1, 2))  # (H, K/2, 2, ...)
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()  # (H K, ...)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_gguf(
+    path: Path, run: Run, architecture: str, config: ModelConfig, weights: Tensors, to: str
+) -> None:
+    """Write a folded model with its tokenizer; `to` is the type of its matrices."""
+    gguf = import_gguf()
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_settings(writer, architecture, config)
+    writer.add_name(run.path.name)
+    file_type = "ALL_F32" if to == "f32" else f"MOSTLY_{to.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    _add_tokenizer(writer, run.tokenizer)
+    parts: dict[str, list[Tensor]] = {}  # of GPT-2, q, k and v have one name
+    for name, tensor in weights.items():
+        module = name.split(".")[-2]
+        rows = tensor
+        if architecture == "llama" and module == "q_proj":
+            rows = interleave_halves(tensor, config.n_head)
+        if architecture == "llama" and module == "k_proj":
+            rows = interleave_halves(tensor, config.n_kv_head)
+        parts.setdefault(gguf_name(name, architecture), []).append(rows)
+    for name, tensors in parts.items():
+        tensor = torch.cat(tensors)
+        stored_type = choose_type(name, tensor, to)
+        stored = gguf.quants.quantize(tensor.numpy(), stored_type)
+        writer.add_tensor(name, stored, raw_dtype=stored_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_settings(writer: Any, architecture: str, config: ModelConfig) -> None:
+    """Add the settings of the model to the metadata."""
+    settings = config.model_dump()
+    for name, key in METADATA_KEYS.items():
+        add = writer.add_float32 if name == "rope_theta" else writer.add_uint32
+        add(f"{architecture}.{key}", settings[name])
+    norm = "layer_norm_rms" if config.norm == "rmsnorm" else "layer_norm"
+    writer.add_float32(f"{architecture}.attention.{norm}_epsilon", config.norm_eps)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
+    """Add the vocabulary, its merges and the special tokens to the metadata."""
+    pattern, ranks, special_tokens = tokenizer_json.get_vocabulary(tokenizer)
+    if isinstance(tokenizer, CharTokenizer):
+        texts, types = _spell_characters(tokenizer)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([0.0] * tokenizer.vocab_size)
+        writer.add_add_space_prefix(False)
+    else:
+        texts = {number: tokenizer_json.to_byte_level(token) for token, number in ranks.items()}
+        types = dict.fromkeys(texts, NORMAL_TOKEN)
+        writer.add_tokenizer_model("gpt2")
+        _, llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern]
+        writer.add_tokenizer_pre(llama_cpp_name or "gpt-2")
+        merges = tokenizer_json.recover_merges(ranks)
+        if not merges:
+            # llama.cpp refuses an empty list. This merge never happens, as no pattern puts a
+            # letter and a space after it into one word.
+            merges = [("a", tokenizer_json.to_byte_level(b" "))]
+        writer.add_token_merges([f"{left} {right}" for left, right in merges])
+    for name, number in special_tokens.items():
+        texts[number] = name
+        if name in tokenizer.user_defined:
+            types[number] = USER_DEFINED_TOKEN
+    for number in range(tokenizer.vocab_size):  # special tokens, and gaps in some vocabularies
+        texts.setdefault(number, f"<|unused_{number}|>")
+        types.setdefault(number, CONTROL_TOKEN)
+    writer.add_token_list([texts[number] for number in range(tokenizer.vocab_size)])
+    writer.add_token_types([types[number] for number in range(tokenizer.vocab_size)])
+    writer.add_bos_token_id(tokenizer.eos_token_id)
+    writer.add_eos_token_id(tokenizer.end_tokens[0])
+    if len(tokenizer.end_tokens) > 1:
+        writer.add_eot_token_id(tokenizer.end_tokens[1])
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+        for use, name in tokenizer.template_tokens.items():
+            if (
+                use in TEMPLATE_TOKENS.keys() - {"bos_token", "eos_token"}
+                and name in special_tokens
+            ):
+                writer.add_uint32(f"tokenizer.ggml.{TEMPLATE_TOKENS[use]}", special_tokens[name])
+    writer.add_add_bos_token(tokenizer.adds_bos)
+    writer.add_add_eos_token(False)
+
+
+def _spell_characters(tokenizer: CharTokenizer) -> tuple[dict[int, str], dict[int, int]]:
+    """Return texts and types of tokens as SentencePiece has them: characters, or else bytes."""
+    texts = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    types = dict.fromkeys(texts, BYTE_TOKEN)
+    texts[ord(" ")] = SENTENCEPIECE_SPACE
+    types[ord(" ")] = NORMAL_TOKEN
+    for number, character in enumerate(tokenizer.characters, 256):
+        texts[number] = character
+        types[number] = NORMAL_TOKEN
+    return texts, types

@@ -1,0 +1,426 @@
+"""Reads GGUF: the files of llama.cpp, Ollama and LM Studio, and those that `gguf` wrote.
+
+The package gguf finds the tensors in the file and dequantizes them. A file states little of the
+model's shape beside its sizes; the rest follows from its architecture and from which tensors there
+are.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmini import files
+from gptmini.config.load import Origins, validate
+from gptmini.config.settings import ModelConfig
+from gptmini.errors import (
+    CheckpointError,
+    ConfigError,
+    describe_lookup_error,
+    describe_os_error,
+    shorten,
+)
+from gptmini.extras.interop.architectures import DEFAULT_CONTEXT_LENGTH, check_tensor
+from gptmini.extras.interop.gguf import (
+    METADATA_KEYS,
+    NORMAL_TOKEN,
+    SENTENCEPIECE_SPACE,
+    TEMPLATE_TOKENS,
+    USER_DEFINED_TOKEN,
+    gguf_name,
+    import_gguf,
+    separate_halves,
+)
+from gptmini.extras.interop.huggingface import check_no_lfs_pointer
+from gptmini.model.gpt import create_meta_tensors
+from gptmini.model.layers import scale_frequencies
+from gptmini.runs.tensors import NamedTensors
+from gptmini.tokenizer import tokenizer_json
+from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
+
+# Other values change what a model computes. A factor without a type is linear scaling.
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (1.0, 0.0),
+    "rope.scale_linear": (1.0, 0.0),
+}
+# Some architectures have lists here, with a number for each layer.
+NUMERIC_KEYS = (
+    *METADATA_KEYS.values(),
+    "attention.head_count_kv",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "rope.dimension_count",
+)
+# What a model of llama.cpp leaves out of its metadata if it has this value.
+DEFAULT_ROPE_THETA = 10_000.0
+# Llama 3.1 and 3.2 come with their frequencies already scaled, by one of these.
+LLAMA3_SCALINGS = ([8.0, 1.0, 4.0, 8192.0], [32.0, 1.0, 4.0, 8192.0])
+ROPE_FACTORS_TENSOR = "rope_freqs.weight"
+ROWS_AT_A_TIME = 1024  # of a tensor that is dequantized
+MAX_ARRAY_VALUES = 2_000_000  # of all arrays; those of a vocabulary of 260,000 have 800,000
+# Names of patterns that llama.cpp spells in more than one way.
+PATTERN_ALIASES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "starcoder": "smollm",
+    "command-r": "smollm",
+}
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """What an architecture of llama.cpp does that its metadata does not say."""
+
+    norm: str
+    activation: str
+    position: str
+    interleaves: bool = False
+    """Whether RoPE rotates neighbors (2i, 2i + 1) of a head."""
+
+
+ARCHITECTURES = {
+    "gpt2": GgufArchitecture("layernorm", "gelu", "learned"),
+    "llama": GgufArchitecture("rmsnorm", "swiglu", "rope", interleaves=True),
+    "qwen2": GgufArchitecture("rmsnorm", "swiglu", "rope"),
+    "qwen3": GgufArchitecture("rmsnorm", "swiglu", "rope"),
+    "starcoder2": GgufArchitecture("layernorm", "gelu", "rope"),
+}
+
+
+def read_gguf(
+    path: Path, context_length: int | None = None
+) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
+    """Read the settings, the weights by our names and the tokenizer of a GGUF file.
+
+    Weights in float32, float16 and bfloat16 stay in these; quantized ones become float32. They are
+    read when they are asked for, one after the other. The context is the model's, at most 2048, or
+    `context_length`. Raises CheckpointError or DataError, which name the file and key, for whatever
+    gptmini cannot represent.
+    """
+    gguf = import_gguf("GGUF files")
+    with _explain_damage(path):
+        check_no_lfs_pointer(path)
+        files.open_regular(path).close()  # refuses pipes and devices
+        reader = _open_reader(gguf, path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        reader.fields.clear()  # several objects for each token of the vocabulary
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        architecture = _find_architecture(metadata, path)
+        config = _read_settings(metadata, stored, path, context_length)
+        _check_tensors(stored, architecture, config, path)
+        tokenizer = _read_tokenizer(metadata, path)
+    return config, _iter_weights(config, architecture, stored, path), tokenizer
+
+
+@contextmanager
+def _explain_damage(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file raises into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: {describe_os_error(error)}") from None
+    # The package checks little, so that a damaged file may fail anywhere.
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        problem = shorten(describe_lookup_error(error), 120)
+        raise CheckpointError(
+            f"{path}: damaged, or not a GGUF file ({problem}); download it again"
+        ) from None
+
+
+def _open_reader(gguf: Any, path: Path) -> Any:
+    """Parse the header of a file; ValueError where its arrays would fill the memory."""
+    array = gguf.GGUFValueType.ARRAY
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """The package's reader, which makes an object of each value, even past the file's end."""
+
+        n_values = 0
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == array:
+                self.n_values += int(self._get(orig_offs + 4, np.uint64)[0])
+                if self._get(orig_offs, np.uint32)[0] == array:
+                    raise ValueError("an array of arrays")
+                if self.n_values > MAX_ARRAY_VALUES:
+                    raise ValueError(f"arrays of over {MAX_ARRAY_VALUES:,} values")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    return Reader(path)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def _find_architecture(metadata: dict[str, Any], path: Path) -> str:
+    """Return the architecture's name; CheckpointError for one that gptmini does not have."""
+    name = str(metadata["general.architecture"])
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(
+            f"{path}: general.architecture: {shorten(name)} is not supported; use one of {known}"
+        )
+    for key, supported in SUPPORTED_VALUES.items():
+        value = metadata.get(f"{name}.{key}", supported[0])
+        if value not in supported:
+            raise _make_unsupported_error(path, f"{name}.{key}", value)
+    for key in NUMERIC_KEYS:
+        value = metadata.get(f"{name}.{key}", 0)
+        if type(value) not in (int, float):
+            raise _make_unsupported_error(path, f"{name}.{key}", repr(value))
+    return name
+
+
+def _read_settings(
+    metadata: dict[str, Any], stored: dict[str, Any], path: Path, context_length: int | None
+) -> ModelConfig:
+    """Return the settings, with a context of at most 2048 positions by default."""
+    name = metadata["general.architecture"]
+    architecture = ARCHITECTURES[name]
+    n_head = metadata[f"{name}.attention.head_count"]
+    defaults = {
+        "rope_theta": DEFAULT_ROPE_THETA,
+        "head_dim": metadata[f"{name}.embedding_length"] // n_head,
+    }
+    settings: dict[str, Any] = {
+        setting: metadata.get(f"{name}.{key}", defaults.get(setting))
+        for setting, key in METADATA_KEYS.items()
+    }
+    max_length = settings["context_length"]
+    settings["context_length"] = min(context_length or DEFAULT_CONTEXT_LENGTH, max_length)
+    if context_length is not None and context_length > max_length:
+        raise ConfigError(
+            f"--context-length {context_length}: {name}.context_length is {max_length}; use at "
+            f"most that"
+        )
+    kind = "layer_norm_rms" if architecture.norm == "rmsnorm" else "layer_norm"
+    settings["norm_eps"] = metadata[f"{name}.attention.{kind}_epsilon"]
+    settings["norm"] = architecture.norm
+    settings["activation"] = architecture.activation
+    settings["position"] = architecture.position
+    settings["vocab_size"] = len(stored["token_embd.weight"].data)
+    settings["tie_embeddings"] = "output.weight" not in stored
+    settings["bias"] = any(_is_bias(tensor) and not _is_qkv(tensor) for tensor in stored)
+    n_kv_head = metadata.get(f"{name}.attention.head_count_kv", n_head)
+    settings["attention"] = {
+        "variant": {n_head: "mha", 1: "mqa"}.get(n_kv_head, "gqa"),
+        "n_kv_head": n_kv_head,
+        "qk_norm": "blk.0.attn_q_norm.weight" in stored,
+        "qkv_bias": any(_is_bias(tensor) and _is_qkv(tensor) for tensor in stored) or None,
+        "window": metadata.get(f"{name}.attention.sliding_window") or None,
+    }
+    n_rotated = metadata.get(f"{name}.rope.dimension_count", settings["head_dim"])
+    if architecture.position == "rope" and n_rotated != settings["head_dim"]:
+        raise _make_unsupported_error(path, f"{name}.rope.dimension_count", n_rotated)
+    if ROPE_FACTORS_TENSOR in stored:
+        factors = _read_tensor(stored[ROPE_FACTORS_TENSOR], path).float()  # (K/2,)
+        settings["rope_scaling"] = _find_rope_scaling(factors, settings, path)
+    origins: Origins = {("model",): str(path)}
+    for setting, key in METADATA_KEYS.items():
+        origins["model", setting] = f"{path}: {name}.{key}"
+    try:
+        return validate({"model": settings}, origins).model
+    except ConfigError as error:
+        problem = error.lines[0].removeprefix(str(path))
+        problem = problem.partition("; ")[0]  # without the remedy, which is for our own settings
+        raise CheckpointError(f"{path}{problem}; choose another model") from None
+
+
+def _find_rope_scaling(factors: Tensor, settings: dict[str, Any], path: Path) -> list[float]:
+    """Return the scaling by which each frequency is divided by its factor, (K/2,)."""
+    if factors.shape != (settings["head_dim"] // 2,):
+        raise _make_unsupported_error(path, ROPE_FACTORS_TENSOR, tuple(factors.shape))
+    exponents = torch.arange(len(factors)) / len(factors)  # (K/2,)
+    frequencies = settings["rope_theta"] ** -exponents
+    for scaling in LLAMA3_SCALINGS:
+        expected = frequencies / scale_frequencies(frequencies, scaling)
+        if torch.allclose(factors, expected, rtol=1e-4):
+            return scaling
+    raise _make_unsupported_error(path, ROPE_FACTORS_TENSOR, "another scaling than Llama 3.1's")
+
+
+def _make_unsupported_error(path: Path, key: str, value: object) -> CheckpointError:
+    shown = shorten(value, 120)
+    return CheckpointError(f"{path}: {key}: {shown} is not supported; choose another model")
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith(".bias")
+
+
+def _is_qkv(name: str) -> bool:
+    return name.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
+
+
+def _iter_weights(
+    config: ModelConfig, architecture: str, stored: dict[str, Any], path: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the weights of each of our tensors."""
+    for name, meta in create_meta_tensors(config).items():
+        their_name = gguf_name(name, architecture)
+        if their_name not in stored:  # a bias: with us, all layers have one or none has
+            yield name, torch.zeros(meta.shape)
+            continue
+        with _explain_damage(path):
+            tensor = _convert_tensor(stored[their_name], name, meta, config, architecture, path)
+        yield name, tensor
+
+
+def _convert_tensor(
+    stored: Any, name: str, meta: Tensor, config: ModelConfig, architecture: str, path: Path
+) -> Tensor:
+    """Return our tensor `name`, given theirs that holds it."""
+    tensor = _read_tensor(stored, path)
+    module = name.split(".")[-2]
+    if architecture == "gpt2" and module in ("q_proj", "k_proj", "v_proj"):
+        start = "qkv".index(module[0]) * (len(tensor) // 3)
+        tensor = tensor[start : start + len(tensor) // 3]
+    if name == "positions.weight":
+        tensor = tensor[: len(meta)]  # the context may be shorter than theirs
+    tensor = check_tensor(tensor, meta, f"{path}: tensor {gguf_name(name, architecture)}")
+    if ARCHITECTURES[architecture].interleaves and module in ("q_proj", "k_proj"):
+        n_head = config.n_head if module == "q_proj" else config.n_kv_head
+        return separate_halves(tensor, n_head)
+    return tensor
+
+
+def _read_tensor(stored: Any, path: Path) -> Tensor:
+    """Return a tensor of the file, dequantized unless it is in a type that torch has."""
+    gguf = import_gguf("GGUF files")
+    types = gguf.GGMLQuantizationType
+    if stored.tensor_type in (types.F32, types.F16):
+        return torch.from_numpy(stored.data.copy())
+    if stored.tensor_type == types.BF16:
+        return torch.from_numpy(stored.data.copy()).view(torch.bfloat16)
+    try:
+        return _dequantize(stored)
+    except NotImplementedError:
+        kind = stored.tensor_type.name
+        raise _make_unsupported_error(path, f"tensor {stored.name}", kind) from None
+
+
+def _dequantize(stored: Any) -> Tensor:
+    """Dequantize a tensor, some rows at a time, as the package holds what it returns twice."""
+    quants = import_gguf("GGUF files").quants
+    rows = stored.data.reshape(-1, stored.data.shape[-1])
+    shape = [int(size) for size in reversed(stored.shape)]
+    values = torch.empty(len(rows), shape[-1])
+    for start in range(0, len(rows), ROWS_AT_A_TIME):
+        some = slice(start, start + ROWS_AT_A_TIME)
+        values[some] = torch.from_numpy(quants.dequantize(rows[some], stored.tensor_type))
+    return values.view(shape)
+
+
+def _check_tensors(
+    stored: dict[str, Any], architecture: str, config: ModelConfig, path: Path
+) -> None:
+    """Raise CheckpointError for a tensor that is missing, and for one that we do not have."""
+
+    def check_tensor_exists(name: str) -> None:
+        if name not in stored and not _is_bias(name):
+            raise CheckpointError(f"{path}: tensor {name}: missing; download it again")
+
+    last_layer = config.n_layer - 1
+    check_tensor_exists(f"blk.{last_layer}.attn_norm.weight")  # first, as 1000 layers take seconds
+    known = {ROPE_FACTORS_TENSOR} if ARCHITECTURES[architecture].position == "rope" else set()
+    for name in create_meta_tensors(config):
+        their_name = gguf_name(name, architecture)
+        known.add(their_name)
+        check_tensor_exists(their_name)
+    for name in stored.keys() - known:
+        raise CheckpointError(
+            f"{path}: tensor {shorten(name)}: a {architecture} has none; this is another "
+            f"architecture, which gptmini does not have"
+        )
+
+
+# -- tokenizer -------------------------------------------------------------------------------------
+
+
+def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
+    """Read the tokenizer by way of tokenizer.json, which has the same parts."""
+    texts = metadata["tokenizer.ggml.tokens"]
+    types = dict(zip(texts, metadata["tokenizer.ggml.token_type"], strict=True))
+    if metadata["tokenizer.ggml.model"] == "llama":
+        return _read_characters(texts, types, path)
+    if metadata["tokenizer.ggml.model"] != "gpt2":
+        model = metadata["tokenizer.ggml.model"]
+        raise _make_unsupported_error(path, "tokenizer.ggml.model", model)
+    numbers = {text: number for number, text in enumerate(texts)}
+    patterns = {name: pattern for pattern, name in tokenizer_json.KNOWN_PATTERNS.values() if name}
+    llama_cpp_name = metadata.get("tokenizer.ggml.pre", "missing")
+    pattern = patterns.get(PATTERN_ALIASES.get(llama_cpp_name, llama_cpp_name))
+    if pattern is None:
+        raise _make_unsupported_error(path, "tokenizer.ggml.pre", llama_cpp_name)
+    by_digits = pattern == tokenizer_json.DIGITS_THEN_GPT2
+    split: dict[str, Any] = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    if by_digits:
+        split = {"type": "Digits", "individual_digits": True}
+    merges = [
+        merge
+        for merge in metadata["tokenizer.ggml.merges"]
+        if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
+    ]
+    content: dict[str, Any] = {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
+        },
+        "added_tokens": [
+            {"content": text, "id": number, "special": types[text] != USER_DEFINED_TOKEN}
+            for text, number in numbers.items()
+            if types[text] != NORMAL_TOKEN
+        ],
+        "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
+    }
+
+    def find_token(key: str) -> int | None:
+        """Return the number of a special token, None if the vocabulary has no such token."""
+        number = metadata.get(f"tokenizer.ggml.{key}", -1)
+        return number if 0 <= number < len(texts) else None
+
+    bos_token = find_token("bos_token_id")
+    # Like llama.cpp, where the file does not say.
+    default = PATTERN_ALIASES.get(llama_cpp_name, llama_cpp_name) == "llama-bpe"
+    if metadata.get("tokenizer.ggml.add_bos_token", default) and bos_token is not None:
+        start = {"SpecialToken": {"id": texts[bos_token]}}
+        content["post_processor"] = {"type": "TemplateProcessing", "single": [start]}
+    template_tokens = {}
+    for use, key in TEMPLATE_TOKENS.items():
+        number = find_token(key)
+        if number is not None:
+            template_tokens[use] = texts[number]
+    end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    return tokenizer_json.from_tokenizer_json(
+        content,
+        path,
+        len(texts),
+        [find_token(key) for key in end_keys],
+        bos_token,
+        metadata.get("tokenizer.chat_template"),
+        template_tokens,
+    )
+
+
+def _read_characters(texts: list[str], types: dict[str, int], path: Path) -> Tokenizer:
+    """Read a vocabulary of single characters, as `gguf` writes it in SentencePiece's form.
+
+    DataError for a SentencePiece model, whose tokens are longer.
+    """
+    normal = [text for text in texts if types[text] == NORMAL_TOKEN]
+    characters = [text for text in normal if text != SENTENCEPIECE_SPACE]
+    if any(len(text) > 1 for text in characters):
+        raise _make_unsupported_error(path, "tokenizer.ggml.model", "llama (SentencePiece)")
+    return CharTokenizer("".join(characters))

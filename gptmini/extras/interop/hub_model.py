@@ -1,0 +1,139 @@
+"""Brings a model of the Hugging Face Hub into the cache, by its name.
+
+A name is OWNER/NAME; @REVISION after it is a branch, tag or commit, and /FILE.gguf one GGUF file
+among several. Only the files that an import reads are downloaded: settings, tokenizer, chat
+template, and weights in safetensors or GGUF. Pickles and code are not.
+"""
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gptmini import hub
+from gptmini.console import say
+from gptmini.errors import CheckpointError, shorten
+from gptmini.extras.interop.huggingface import (
+    INDEX_FILE,
+    PICKLE_SUFFIXES,
+    WEIGHTS_FILE,
+    list_weight_files,
+)
+from gptmini.hub import Repository
+
+NAME = re.compile(
+    rf"(?P<name>{hub.OWNER_AND_NAME})(@(?P<revision>{hub.REVISION}))?(/(?P<file>.+\.gguf))?",
+    re.ASCII,
+)
+NAME_WITHOUT_OWNER = re.compile(rf"(?P<name>[\w.-]+)(@(?P<revision>{hub.REVISION}))?", re.ASCII)
+SETTINGS_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """A model of the Hub as it was named; `file` is that of a GGUF file in it."""
+
+    name: str
+    revision: str | None
+    file: str | None
+
+    def __str__(self) -> str:
+        """Write the name as `parse_model_name` reads it."""
+        revision = "" if self.revision is None else f"@{self.revision}"
+        file = "" if self.file is None else f"/{self.file}"
+        return f"{hub.PREFIX}{self.name}{revision}{file}"
+
+    @property
+    def run_name(self) -> str:
+        """How a run of the model is called."""
+        return Path(self.file or self.name).name.removesuffix(".gguf")
+
+
+def parse_model_name(source: str) -> ModelName | None:
+    """Parse the name of a model on the Hub; None for a path.
+
+    Without `hf:`, whatever exists here is a path. Raises CheckpointError for a wrong name.
+    """
+    name = source.removeprefix(hub.PREFIX)
+    match = NAME.fullmatch(name)
+    if name == source:
+        is_file = name.lower().endswith(".gguf") and name.count("/") < 2
+        if match is None or is_file or os.path.exists(source):
+            return None
+    elif match is None:
+        match = NAME_WITHOUT_OWNER.fullmatch(name)  # such as hf:gpt2
+    if match is None:
+        raise CheckpointError(
+            f"{shorten(source)}: not a name on the Hub; write {hub.PREFIX}OWNER/NAME, "
+            f"{hub.PREFIX}OWNER/NAME@REVISION or {hub.PREFIX}OWNER/NAME/FILE.gguf"
+        )
+    parts = match.groupdict()
+    return ModelName(parts["name"], parts["revision"], parts.get("file"))
+
+
+def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
+    """Download what the cache lacks of a model.
+
+    Returns its name with the commit as the revision, and its folder in the cache or its GGUF file.
+
+    Raises CheckpointError for one that does not exist, may not be read or has no weights that can
+    be imported, MachineError for trouble with the network or the disk.
+    """
+    repository = hub.open_repository("model", model.name, model.revision)
+    say(f"{hub.PREFIX}{model.name}: revision {repository.commit}")
+    gguf_file = _choose_gguf_file(model, repository)
+    fetched = replace(model, revision=repository.commit, file=gguf_file)
+    if gguf_file is not None:
+        file = repository.files[gguf_file]
+        hub.download([file])
+        return fetched, file.path
+    names = [name for name in (*SETTINGS_FILES, INDEX_FILE) if name in repository.files]
+    hub.download([repository.files[name] for name in names])
+    weights = list_weight_files(repository.folder)
+    missing = [name for name in weights if name not in repository.files]
+    if missing:
+        raise repository.make_error(
+            f"{missing[0]}: missing there, though {INDEX_FILE} names it; choose another revision"
+        )
+    hub.download([repository.files[name] for name in weights])
+    return fetched, repository.folder
+
+
+def _choose_gguf_file(model: ModelName, repository: Repository) -> str | None:
+    """Choose the GGUF file to import; None if there are weights in safetensors.
+
+    Raises CheckpointError if there is nothing to import, or several GGUF files to choose from.
+    """
+    gguf_files = sorted(name for name in repository.files if name.lower().endswith(".gguf"))
+    if model.file is not None:
+        if model.file in repository.files:
+            return model.file
+        raise repository.make_error(f"has no file {model.file}; it has {hub.list_some(gguf_files)}")
+    if INDEX_FILE in repository.files or WEIGHTS_FILE in repository.files:
+        return None
+    if len(gguf_files) == 1:
+        return gguf_files[0]
+    if gguf_files:
+        raise repository.make_error(
+            f"has {len(gguf_files)} GGUF files; choose one, as in "
+            f"{hub.PREFIX}{model.name}/{gguf_files[0]} (it has {hub.list_some(gguf_files)})"
+        )
+    pickles = sorted(name for name in repository.files if name.endswith(PICKLE_SUFFIXES))
+    if pickles:
+        raise repository.make_error(
+            f"has only pickles ({hub.list_some(pickles)}), which could run code; convert it with "
+            f"transformers' AutoModelForCausalLM.from_pretrained({model.name!r})"
+            f".save_pretrained(FOLDER), and import FOLDER"
+        )
+    all_files = hub.list_some(sorted(repository.files))
+    raise repository.make_error(
+        f"has no weights in safetensors or GGUF (it has {all_files}); choose a model "
+        f"for transformers"
+    )

@@ -1,0 +1,445 @@
+"""Reads and writes folders in Hugging Face's format: config.json, safetensors, tokenizer.json.
+
+Reading runs no code from the folder: pickles are refused, and no name in an index may leave it.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from gptmini import files
+from gptmini.config.settings import ModelConfig
+from gptmini.console import warn
+from gptmini.errors import (
+    CheckpointError,
+    DataError,
+    describe_lookup_error,
+    describe_os_error,
+    shorten,
+)
+from gptmini.extras.interop import architectures
+from gptmini.extras.interop.architectures import Tensors
+from gptmini.generate.run import Run
+from gptmini.model.gpt import create_meta_tensors
+from gptmini.runs.tensors import NamedTensors, write_tensors
+from gptmini.tokenizer import tokenizer_json
+from gptmini.tokenizer.tokenizers import Tokenizer
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# The uses of special tokens that have keys of their own in tokenizer_config.json.
+STANDARD_USES = {f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+LFS_POINTER = b"version https://git-lfs"
+MAX_SHARD_BYTES = 5_000_000_000
+# Tensors that hold no weights: masks of GPT-2 and frequencies of the rotary positions.
+BUFFER_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_folder(
+    folder: Path, context_length: int | None = None
+) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
+    """Return the settings of a folder's model, its weights by our names, and its tokenizer.
+
+    The weights are read when they are asked for, one after the other.
+    """
+    config_file = folder / "config.json"
+    hf_config = _read_json(
+        config_file, "give a folder in Hugging Face's format, or OWNER/NAME on the Hub"
+    )
+    config = architectures.from_hf_config(hf_config, config_file, context_length)
+    tokenizer = _read_tokenizer(folder, hf_config, config)
+    stored = _find_tensors(folder)
+    output_biases = [tensor for name, tensor in stored.items() if name.endswith("o_proj.bias")]
+    if not config.bias and any(tensor.read().any() for tensor in output_biases):
+        # With us, biases are everywhere or nowhere. Those of the MLP become 0.
+        config = config.model_copy(update={"bias": True})
+    names = _match_names(stored, hf_config, config, folder)
+    return config, _convert_weights(stored, names, hf_config, config, folder), tokenizer
+
+
+def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig) -> Tokenizer:
+    """Return the tokenizer, with the tokens that end a text and the chat template."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise DataError(
+            f"{file}: missing; write it with transformers' "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    content = _read_json(file, "restore it")
+    try:
+        return tokenizer_json.from_tokenizer_json(
+            content,
+            file,
+            config.vocab_size or 0,
+            _read_end_tokens(folder, hf_config),
+            hf_config.get("bos_token_id"),
+            _read_chat_template(folder),
+            _read_template_tokens(folder),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: {describe_lookup_error(error)}; restore the file") from None
+
+
+def _read_end_tokens(folder: Path, hf_config: dict[str, Any]) -> list[Any]:
+    """Return the tokens that end a text, by number or name.
+
+    Instruct models end their answers with another token than documents, and the files of one
+    folder may disagree on which it is. So collect all that they name, the tokenizer's first.
+    """
+    end = _read_optional_json(folder / "tokenizer_config.json").get("eos_token")
+    found = [end.get("content") if isinstance(end, dict) else end]
+    generation_config = _read_optional_json(folder / "generation_config.json")
+    for settings in (generation_config, hf_config):
+        numbers = settings.get("eos_token_id")
+        found += numbers if isinstance(numbers, list) else [numbers]
+    return found
+
+
+def _read_template_tokens(folder: Path) -> dict[str, str]:
+    """Return the names of special tokens that a chat template may use, such as bos_token.
+
+    As in transformers, those are all whose key ends with _token, and those in extra_special_tokens.
+    """
+    settings = _read_optional_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:  # an older folder has them in a file of their own
+        settings |= _read_optional_json(folder / "special_tokens_map.json")
+    named = {key: value for key, value in settings.items() if key.endswith("_token")}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):  # by use; a list has names only
+        named |= extra
+    tokens = {}
+    for use, value in named.items():
+        name = value.get("content") if isinstance(value, dict) else value
+        if isinstance(name, str):
+            tokens[use] = name
+    return tokens
+
+
+def _read_chat_template(folder: Path) -> str | None:
+    """Return the chat template, from its own file or from tokenizer_config.json.
+
+    Of several, it is the one called default, which transformers takes where there are no tools.
+    """
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            with files.open_regular(file) as opened:
+                return opened.read().decode()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: {describe_os_error(error)}; restore it") from None
+    template = _read_optional_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}
+    if isinstance(template, dict):
+        if "default" not in template:
+            config_file = folder / "tokenizer_config.json"
+            warn(f"{config_file}: chat_template: has several, none called default; none is kept")
+        return template.get("default")
+    return template
+
+
+def _read_optional_json(path: Path) -> dict[str, Any]:
+    return _read_json(path, "restore it") if path.exists() else {}
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    check_no_lfs_pointer(path)
+    try:
+        return files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {describe_os_error(error)}; {remedy}") from None
+
+
+def check_no_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError for a pointer, which is what Git leaves of a large file without LFS."""
+    with suppress(OSError), files.open_regular(path) as file:  # the reader will report an OSError
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: a Git LFS pointer, not the file itself; fetch that with: git lfs pull"
+            )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, which `read` returns as it is stored."""
+
+    file: Path
+    name: str
+
+    def read(self) -> Tensor:
+        # Opened for each: what a closed file had mapped leaves the memory.
+        try:
+            with safetensors.safe_open(self.file, "pt") as opened:
+                return opened.get_tensor(self.name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _make_damage_error(self.file, error) from None
+
+
+def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of all weight files by name."""
+    stored: dict[str, StoredTensor] = {}
+    for file in (folder / name for name in list_weight_files(folder)):
+        check_no_lfs_pointer(file)
+        try:
+            files.open_regular(file).close()  # refuses pipes and devices
+            with safetensors.safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no dict
+                    stored[name] = StoredTensor(file, name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _make_damage_error(file, error) from None
+    return stored
+
+
+def _make_damage_error(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file}: {describe_os_error(error)}; download it again")
+
+
+def list_weight_files(folder: Path) -> list[str]:
+    """Return the names of the weight files: those in the index, or the only one."""
+    index_file = folder / INDEX_FILE
+    if index_file.exists():
+        weight_map = _read_json(index_file, "restore it").get("weight_map")
+        names: list[Any] = [weight_map]
+        if isinstance(weight_map, dict):
+            names = list(weight_map.values())
+        for name in names:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                raise CheckpointError(
+                    f"{index_file}: weight_map: {shorten(repr(name))} is not a .safetensors file "
+                    f"of this folder; restore the index"
+                )
+        return sorted(set(names))
+    if not (folder / WEIGHTS_FILE).exists():
+        pickle_files = [file for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES]
+        if pickle_files:
+            raise CheckpointError(
+                f"{min(pickle_files)}: a pickle, which could run code; convert it with "
+                f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+    return [WEIGHTS_FILE]
+
+
+def _match_names(
+    stored: dict[str, StoredTensor], hf_config: dict[str, Any], config: ModelConfig, folder: Path
+) -> dict[str, str | None]:
+    """Return their name of each of our tensors, None for a bias that is 0.
+
+    Raises CheckpointError for a tensor that is missing and for one that we do not have.
+    """
+    model_type = hf_config["model_type"]
+    without_bias = _list_layers_without_bias(hf_config)
+
+    def find_name(name: str) -> str | None:
+        their_name = architectures.hf_name(model_type, name)
+        headless_name = their_name.partition(".")[2]  # of models that were saved without a head
+        if their_name in stored:
+            return their_name
+        if headless_name in stored:
+            return headless_name
+        if name.endswith(".bias") and name.split(".")[-2] in without_bias:
+            return None
+        raise CheckpointError(f"{folder}: tensor {their_name}: missing; download it again")
+
+    find_name(f"blocks.{config.n_layer - 1}.attn_norm.weight")  # first, as 1000 layers take seconds
+    names = {name: find_name(name) for name in create_meta_tensors(config)}
+    for name in stored.keys() - names.values() - {"lm_head.weight"}:
+        if not name.endswith((*BUFFER_SUFFIXES, "o_proj.bias")):
+            raise CheckpointError(
+                f"{folder}: tensor {shorten(name)}: a {model_type} has none; this is another "
+                f"architecture, which gptmini does not have"
+            )
+    return names
+
+
+def _convert_weights(
+    stored: dict[str, StoredTensor],
+    names: dict[str, str | None],
+    hf_config: dict[str, Any],
+    config: ModelConfig,
+    folder: Path,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the weights of each of our tensors, converted when it is asked for."""
+    for name, meta in create_meta_tensors(config).items():
+        their_name = names[name]
+        if their_name is None:
+            yield name, torch.zeros(meta.shape)
+            continue
+        tensor = architectures.from_hf(hf_config["model_type"], name, stored[their_name].read())
+        if name == "positions.weight":
+            tensor = tensor[: len(meta)]  # the context may be shorter than theirs
+        yield name, architectures.check_tensor(tensor, meta, f"{folder}: tensor {their_name}")
+
+
+def _list_layers_without_bias(hf_config: dict[str, Any]) -> set[str]:
+    """Return the linear layers that may lack a bias there and have one, of 0, with us."""
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    mlp = {"gate_proj", "up_proj", "down_proj"}
+    if hf_config["model_type"] in ("gpt2", "starcoder2"):
+        return set() if hf_config.get("use_bias", True) else attention | mlp
+    if hf_config.get("mlp_bias"):
+        return set() if hf_config.get("attention_bias") else attention
+    return {"o_proj"} | mlp
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_folder(
+    folder: Path, run: Run, model_type: str, config: ModelConfig, weights: Tensors
+) -> None:
+    """Write a folded model and the tokenizer of its run."""
+    folder.mkdir()
+    tokenizer = run.tokenizer
+    hf_config = architectures.to_hf_config(config, model_type)
+    hf_config["bos_token_id"] = tokenizer.eos_token_id
+    hf_config["eos_token_id"] = tokenizer.end_tokens[0]
+    contents = {
+        "config.json": hf_config,
+        "generation_config.json": _build_generation_config(run),
+        "tokenizer.json": tokenizer_json.to_tokenizer_json(tokenizer),
+        "tokenizer_config.json": _build_tokenizer_config(tokenizer, config.context_length),
+    }
+    for name, content in contents.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        files.write_and_sync(folder / name, [text.encode()])
+    card = _build_model_card(run, model_type).encode(errors="replace")  # its name may be any bytes
+    files.write_and_sync(folder / "README.md", [card])
+    _write_tensors(folder, architectures.to_hf(model_type, config, weights))
+    files.sync_directory(folder)
+
+
+def _write_tensors(folder: Path, tensors: Tensors) -> None:
+    """Write tensors as one file or, if they are large, as several with an index."""
+    shards = _split_into_shards(tensors)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS_FILE
+        if len(shards) > 1:
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_tensors(folder / file, shard, {"format": "pt"})
+        for name in shard:
+            weight_map[name] = file
+    if len(shards) > 1:
+        total_size = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        files.write_and_sync(folder / INDEX_FILE, [json.dumps(index, indent=2).encode()])
+
+
+def _split_into_shards(tensors: Tensors) -> list[Tensors]:
+    """Fill one shard after the other; a tensor larger than a shard has one to itself."""
+    shards: list[Tensors] = [{}]
+    shard_bytes = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][name] = tensor
+        shard_bytes += tensor.nbytes
+    return shards
+
+
+def _build_generation_config(run: Run) -> dict[str, Any]:
+    """Return the run's sampling settings and the tokens that end a text.
+
+    Every setting is stated, as transformers has defaults of its own, such as a top_k of 50.
+    """
+    tokenizer = run.tokenizer
+    sample = run.config.sample
+    end_tokens = tokenizer.end_tokens
+    generation: dict[str, Any] = {
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": end_tokens if len(end_tokens) > 1 else end_tokens[0],
+        "pad_token_id": tokenizer.eos_token_id,
+        "max_new_tokens": sample.max_new_tokens,
+        "do_sample": sample.temperature > 0,
+        "repetition_penalty": sample.repetition_penalty,
+    }
+    if sample.temperature > 0:
+        generation["temperature"] = sample.temperature
+        generation["top_k"] = sample.top_k or 0  # 0: all
+        generation["top_p"] = sample.top_p or 1.0
+        if sample.min_p is not None:
+            generation["min_p"] = sample.min_p
+    bias = run.build_bias(sample)
+    if bias is not None:
+        is_banned = bias.isneginf()
+        is_biased = (bias != 0) & ~is_banned
+        banned = is_banned.nonzero().flatten().tolist()
+        biased = is_biased.nonzero().flatten().tolist()
+        if banned:
+            generation["suppress_tokens"] = banned
+        if biased:  # transformers refuses to generate by an empty list
+            generation["sequence_bias"] = [[[token], float(bias[token])] for token in biased]
+    for key in ("presence_penalty", "frequency_penalty", "stop"):
+        if getattr(sample, key):
+            warn(f"sample.{key}: left out of generation_config.json, which has no such setting")
+    return generation
+
+
+def _build_tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
+    """Return the special tokens by their use, and the chat template of an imported model.
+
+    Without a chat template, text that looks like a special token stays text, as in gptmini. A
+    template writes special tokens as text, so with one they are recognized.
+    """
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    eos_token = names[tokenizer.eos_token_id]
+    tokenizer_config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": eos_token,
+        "eos_token": names[tokenizer.end_tokens[0]],
+        "pad_token": eos_token,
+        "padding_side": "left",  # so that a model continues the last token of a text
+        "add_bos_token": tokenizer.adds_bos,
+        "split_special_tokens": tokenizer.chat_template is None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+    }
+    if tokenizer.chat_template is not None:
+        tokenizer_config["chat_template"] = tokenizer.chat_template
+        extra = {}
+        for use, name in tokenizer.template_tokens.items():
+            if use in STANDARD_USES:
+                tokenizer_config[use] = name
+            else:
+                extra[use] = name
+        if extra:
+            tokenizer_config["extra_special_tokens"] = extra
+    return tokenizer_config
+
+
+def _build_model_card(run: Run, model_type: str) -> str:
+    """Return a short model card."""
+    best = run.state.get("best") or {}
+    n_parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    facts = [
+        f"{n_parameters:,} parameters, as a {model_type}",
+        f"context of {run.config.model.context_length:,} tokens, "
+        f"vocabulary of {run.tokenizer.vocab_size:,} ({run.tokenizer.kind})",
+    ]
+    if run.step:
+        facts.append(f"after {run.step:,} steps and {run.state['tokens']:,} tokens")
+    if run.corpus:
+        facts.append(f"trained on the text with SHA-256 {run.corpus}")
+    if "val_loss" in best:
+        facts.append(
+            f"on held-out text {best['val_loss']:.4f} nats per token, {best['val_bpb']:.4f} bits "
+            f"per byte"
+        )
+    lines = "".join(f"- {fact}\n" for fact in facts)
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+        f"# {run.path.name}\n\nTrained with gptmini.\n\n{lines}"
+    )

@@ -1,0 +1,101 @@
+"""Makes a run of a pretrained model: a folder in Hugging Face's format, a GGUF file, or a name."""
+
+from pathlib import Path
+from typing import Any
+
+from gptmini import files
+from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
+from gptmini.console import show_elapsed, warn
+from gptmini.extras.interop.gguf_reader import read_gguf
+from gptmini.extras.interop.hub_model import ModelName, fetch_model, parse_model_name
+from gptmini.extras.interop.huggingface import read_folder
+from gptmini.generate.run import Run, load_run
+from gptmini.runs.directory import RunDirectory
+from gptmini.runs.tensors import NamedTensors
+from gptmini.runs.write import write_run
+from gptmini.tokenizer.tokenizers import Tokenizer
+
+# Fine-tuning halves this learning rate, so its peak is 2e-4 (scripts/LOG.md, 2026-11-24).
+FINETUNE_SETTINGS: dict[str, Any] = {
+    "optimizer": "adamw",
+    "lr": 4e-4,
+    "weight_decay": 0.1,
+    "betas": [0.9, 0.95],
+    "batch_size": 4,
+}
+# A whole context of 2048 in each of 16 rows would take minutes per step on a CPU.
+FINETUNE_ROW_LENGTH = 256
+
+
+def import_model(
+    source: str | Path,
+    out: str | Path,
+    context_length: int | None = None,
+    cache: Path = files.DEFAULT_CACHE_DIR,
+) -> Run:
+    """Make a run, at step 0, of a folder in Hugging Face's format or of a GGUF file.
+
+    `source` may also name a model of the Hugging Face Hub, as OWNER/NAME. The run appears at `out`
+    whole or not at all. Its context is the model's, at most 2048; `context_length` overrides that.
+    Raises CheckpointError or DataError, which name the file and key, for whatever gptmini cannot
+    represent.
+    """
+    out = Path(out)
+    write_imported_run(parse_source(source), out, context_length)
+    return load_run(out, weights="float32", cache=cache)
+
+
+def parse_source(source: str | Path) -> ModelName | Path:
+    """Tell a name on the Hub from the path of a folder or GGUF file.
+
+    Raises CheckpointError for a wrong name.
+    """
+    return parse_model_name(str(source)) or Path(source)
+
+
+def choose_run_name(source: ModelName | Path) -> str:
+    """Choose how a run of the model is called."""
+    if isinstance(source, ModelName):
+        return source.run_name
+    return source.resolve().name.removesuffix(".gguf")
+
+
+def write_imported_run(
+    source: ModelName | Path, out: Path, context_length: int | None
+) -> tuple[ModelConfig, Tokenizer]:
+    """Write the run of `import_model` without loading it; return its model's settings."""
+    with files.atomic_output(out) as partial:
+        if isinstance(source, ModelName):
+            source, path = fetch_model(source)
+        else:
+            path = source
+            source = source.resolve()  # the run may be moved, and remembers where it came from
+        with show_elapsed("reading and converting"):
+            return _write_run(str(source), path, partial, context_length)
+
+
+def _write_run(
+    source: str, path: Path, out: Path, context_length: int | None
+) -> tuple[ModelConfig, Tokenizer]:
+    config, weights, tokenizer = _read_model(path, context_length)
+    if tokenizer.missing_bytes:
+        warn(
+            f"{path}: {len(tokenizer.missing_bytes)} bytes have no token, such as "
+            f"{tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
+        )
+    seq_len = min(FINETUNE_ROW_LENGTH, config.context_length)
+    settings = Config(
+        model=config,
+        tokenizer=TokenizerConfig(kind=tokenizer.kind),
+        train=TrainConfig(**FINETUNE_SETTINGS, seq_len=seq_len),
+    )
+    write_run(RunDirectory(out), settings, weights, tokenizer, source)
+    return config, tokenizer
+
+
+def _read_model(
+    source: Path, context_length: int | None
+) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
+    if source.suffix.lower() == ".gguf":
+        return read_gguf(source, context_length)
+    return read_folder(source, context_length)

@@ -1,0 +1,347 @@
+"""OpenAI's completions format: turn the JSON of a request into texts, and events into a response.
+
+The fields are checked by hand rather than by a pydantic model. Most of them need a message of their
+own ("best_of: not supported; use n"), so a model would be the same checks as validators; and the
+settings of `sample` have a model already, which checks theirs.
+"""
+
+import asyncio
+import codecs
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gptmini.config.settings import SampleConfig
+from gptmini.errors import ConfigError, shorten
+from gptmini.extras.serve.limits import Limits
+from gptmini.extras.serve.scheduler import Callback, Request, TokenEvents
+from gptmini.generate.filters import LogitsProcessor
+from gptmini.generate.run import Run
+from gptmini.generate.texts import Text
+
+# Fields besides the settings of `sample`; null stands for the default.
+DEFAULT_FIELDS: dict[str, Any] = {
+    "model": None,
+    "prompt": "",
+    "n": 1,
+    "best_of": None,
+    "suffix": None,
+    "user": "",
+    "max_tokens": 16,
+    "logprobs": None,
+    "logit_bias": {},
+    "echo": False,
+    "stream": False,
+    "stream_options": {},
+    "special": True,
+}
+SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
+NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "document": "stop"}
+
+
+class TooLongError(ConfigError):
+    """A prompt that does not fit the model's context."""
+
+
+def _create_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+@dataclass
+class _Choice:
+    """One text of the response, and what was sent of it."""
+
+    request: Request
+    unsent_echo: str  # the prompt, until the first events bring it
+    text_offset: int  # where the next token begins
+    n_named: int  # unscored tokens of a prompt that may name special tokens
+    # Counts the characters of tokens; a character may come in several of them.
+    decoder: codecs.IncrementalDecoder = field(default_factory=_create_decoder)
+
+
+class Completion:
+    """A request that was checked, and its response as it grows."""
+
+    def __init__(self, run: Run, name: str, limits: Limits, data: dict[str, Any]) -> None:
+        """Check `data`, the JSON of the request; ConfigError or DataError names a wrong field."""
+        fields = _check_fields(data)
+        n = fields["n"]
+        n_logprobs = fields["logprobs"]
+        echo = fields["echo"]
+        # Without new tokens a prompt is only scored. One token is drawn all the same, as only a
+        # draw makes the scheduler run the prompt; it is not shown.
+        is_zero = type(fields["max_tokens"]) is int and fields["max_tokens"] == 0
+        self._n_hidden = 1 if echo and is_zero else 0
+        self.sample = self._build_sample_config(run, fields, data)
+        _require(
+            self.sample.max_new_tokens <= limits.max_tokens,
+            f"max_tokens: must be at most {limits.max_tokens}; send what came as a new prompt",
+        )
+        self.stream = fields["stream"]
+        self.include_usage = fields["stream_options"].get("include_usage", False)
+        prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
+        max_texts = limits.max_waiting
+        _require(len(prompts) * n <= max_texts, f"n: at most {max_texts} texts per request")
+        bias = _build_bias(run, self.sample, fields["logit_bias"])
+        self._score_prompt = echo and n_logprobs is not None
+        texts: list[Text] = []
+        for prompt in prompts:
+            for number in range(n):
+                texts.append(self._create_text(run, number, prompt, fields["special"]))
+        self._first_of_each_prompt = texts[::n]
+        self.prompt_tokens = sum(len(text.prompt_tokens) for text in self._first_of_each_prompt)
+
+        logits_processor = LogitsProcessor(self.sample, bias)
+        n_tokens = len(texts) * self.sample.max_new_tokens
+        if self._score_prompt:
+            n_tokens += n * self.prompt_tokens
+        n_values = n_tokens * (1 + (n_logprobs or 0))
+        _require(
+            n_values <= limits.max_values,
+            f"max_tokens: over {limits.max_values:,} tokens and log-probabilities in a request; "
+            "lower max_tokens, n or logprobs",
+        )
+        # Filled by the callbacks, in the event loop: the index of a text and its events. Needs no
+        # limit of its own, as a response has at most `max_values`, streamed or not.
+        self._events: asyncio.Queue[tuple[int, TokenEvents | Exception]] = asyncio.Queue()
+        self._tokenizer = run.tokenizer
+        self._special = {number: name for name, number in run.tokenizer.special_tokens.items()}
+        # Names that are text of a prompt but not of its tokens decoded.
+        self._undecoded = {
+            number: name
+            for number, name in self._special.items()
+            if not run.tokenizer.decode_token(number)
+        }
+        self._choices: list[_Choice] = []
+        for index, text in enumerate(texts):
+            callback = self._create_callback(index)
+            request = Request(
+                text, self.sample, logits_processor, n_logprobs, self._score_prompt, callback
+            )
+            may_name = fields["special"] and isinstance(prompts[index // n], str)
+            self._choices.append(self._create_choice(request, echo, may_name))
+        self.requests = [choice.request for choice in self._choices]
+
+        self._common_fields: dict[str, Any] = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "model": name,
+            "created": int(time.time()),
+        }
+
+    def _build_sample_config(
+        self, run: Run, fields: dict[str, Any], data: dict[str, Any]
+    ) -> SampleConfig:
+        settings: dict[str, Any] = {
+            "seed": secrets.randbits(63),
+            "max_new_tokens": self._n_hidden or fields["max_tokens"],
+        }
+        for key in SAMPLE_SETTINGS:
+            if key in fields:
+                settings[key] = fields[key]
+            elif key in data and key in NULL_TURNS_OFF:
+                settings[key] = None
+        return run.build_sample_config(settings)
+
+    def _create_text(self, run: Run, number: int, prompt: str | list[int], special: bool) -> Text:
+        text = run.create_text(number, prompt, self.sample, special, whole=self._score_prompt)
+        if text.context_start:
+            n_tokens = len(text.prompt_tokens)
+            context_length = len(text.context)
+            raise TooLongError(
+                f"prompt: {n_tokens:,} tokens, but the model's context has {context_length:,}"
+            )
+        return text
+
+    def _create_choice(self, request: Request, echo: bool, may_name: bool) -> _Choice:
+        """Create the choice of a text; `may_name` if its prompt may name special tokens."""
+        text = request.text
+        # If the first token brings the prompt's last space, its text begins there.
+        text_offset = len(text.prompt) - text.repeats_space
+        n_named = 0
+        if request.score_prompt:
+            text_offset -= len(self._tokenizer.decode(text.prompt_tokens))
+            if may_name and text.prompt:
+                n_named = len(text.prompt_tokens)
+                names = [self._undecoded.get(token, "") for token in text.prompt_tokens]
+                text_offset -= sum(map(len, names))
+        return _Choice(request, text.prompt if echo else "", text_offset, n_named)
+
+    def _create_callback(self, index: int) -> Callback:
+        def receive(events: TokenEvents | Exception) -> None:
+            self._events.put_nowait((index, events))
+
+        return receive
+
+    async def wait_for_events(self) -> tuple[int, TokenEvents | Exception]:
+        """Wait for the next events of any text; return its index and the events."""
+        return await self._events.get()
+
+    def cancel(self) -> None:
+        """Cancel all texts that have not ended."""
+        for request in self.requests:
+            if request.text.finish_reason is None:
+                request.text.finish_reason = "gone"
+
+    def build_response(self, choices: list[dict[str, Any]], usage: bool = True) -> dict[str, Any]:
+        """Build the response, or one chunk of its stream."""
+        response = self._common_fields | {"choices": choices}
+        if not usage:
+            return response
+        n_generated = sum(len(request.text.tokens) - self._n_hidden for request in self.requests)
+        n_reused = sum(text.n_reused for text in self._first_of_each_prompt)
+        response["usage"] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": n_generated,
+            "total_tokens": self.prompt_tokens + n_generated,
+            "prompt_tokens_details": {"cached_tokens": n_reused},
+        }
+        return response
+
+    def build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
+        """Build what these events add to a text."""
+        choice = self._choices[index]
+        echo = choice.unsent_echo
+        choice.unsent_echo = ""
+        finish_reason = FINISH_REASONS.get(events[-1].finish_reason or "")
+        if self._n_hidden:
+            finish_reason = "length"
+            events = events[: -self._n_hidden]
+        return {
+            "index": index,
+            "text": echo + "".join(event.characters for event in events),
+            "logprobs": self._build_logprobs(choice, events),
+            "finish_reason": finish_reason,
+        }
+
+    def adds_something(self, choice: dict[str, Any]) -> bool:
+        """Tell whether a choice is worth an event of its own in a stream."""
+        return bool(choice["text"] or choice["logprobs"] or choice["finish_reason"])
+
+    def _build_logprobs(self, choice: _Choice, events: TokenEvents) -> dict[str, Any] | None:
+        if choice.request.n_logprobs is None:
+            return None
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        text_offsets: list[int] = []
+        for event in events:
+            name = self._spell_token(event.token)
+            top: dict[str, float] | None = None
+            if event.logprob is not None:
+                # Of tokens spelled alike the likeliest counts, and it comes first, so that clients
+                # who compare a token with the likeliest one do not take it for that.
+                top = {}
+                for token, value in [*event.top_logprobs, (event.token, event.logprob)]:
+                    top.setdefault(self._spell_token(token), value)
+            tokens.append(name)
+            token_logprobs.append(event.logprob)
+            top_logprobs.append(top)
+            text_offsets.append(max(0, choice.text_offset))  # a prompt lacks the BOS before it
+            spelling = self._tokenizer.decode_token(event.token)
+            choice.text_offset += len(choice.decoder.decode(spelling))
+            if choice.n_named:
+                choice.n_named -= 1
+                choice.text_offset += len(self._undecoded.get(event.token, ""))
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offsets,
+        }
+
+    def _spell_token(self, token: int) -> str:
+        """Spell a token; part of a character as OpenAI writes it: bytes:\\xe2\\x80."""
+        if token in self._special:
+            return self._special[token]
+        spelling = self._tokenizer.decode_token(token)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ConfigError(problem)
+
+
+def _check_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """Check the fields besides the settings of `sample`; fill in their defaults."""
+    for key in data.keys() - DEFAULT_FIELDS.keys() - SAMPLE_SETTINGS:
+        raise ConfigError(f"{shorten(key)}: no such field; leave it out")
+    fields = DEFAULT_FIELDS | {key: value for key, value in data.items() if value is not None}
+    n = fields["n"]
+    n_logprobs = fields["logprobs"]
+    stream_options = fields["stream_options"]
+    # `type(...) is int`, as a bool is an int to isinstance.
+    _require(type(n) is int and n > 0, "n: must be a whole number from 1 on")
+    best_of = fields["best_of"]
+    _require(
+        best_of is None or (type(best_of) is int and best_of == n), "best_of: not supported; use n"
+    )
+    _require(
+        fields["suffix"] in (None, ""), "suffix: not supported; this model only continues a prompt"
+    )
+    _require(
+        n_logprobs is None or (type(n_logprobs) is int and 0 <= n_logprobs <= MAX_LOGPROBS),
+        f"logprobs: must be 0 to {MAX_LOGPROBS}",
+    )
+    for key in ("echo", "stream", "special"):
+        _require(isinstance(fields[key], bool), f"{key}: must be true or false")
+    for key in ("model", "user"):
+        _require(fields[key] is None or isinstance(fields[key], str), f"{key}: must be text")
+    _require(
+        isinstance(stream_options, dict) and stream_options.keys() <= {"include_usage"},
+        "stream_options: has only include_usage",
+    )
+    _require(
+        isinstance(stream_options.get("include_usage", False), bool),
+        "stream_options: include_usage must be true or false",
+    )
+    return fields
+
+
+def _parse_prompts(prompt: Any, vocab_size: int) -> list[str | list[int]]:
+    """Return the prompts of a request, each a text or a list of tokens."""
+    is_one = not isinstance(prompt, list) or (len(prompt) > 0 and type(prompt[0]) is int)
+    prompts = [prompt] if is_one else prompt
+    _require(bool(prompts), "prompt: must not be an empty list")
+    for each in prompts:
+        if isinstance(each, str):
+            continue
+        _require(isinstance(each, list), "prompt: must be text, tokens, or a list of these")
+        _require(
+            all(type(token) is int and 0 <= token < vocab_size for token in each),
+            f"prompt: tokens must be whole numbers from 0 to {vocab_size - 1}",
+        )
+    return prompts
+
+
+def _build_bias(run: Run, sample: SampleConfig, logit_bias: Any) -> torch.Tensor | None:
+    """Combine `bias`, `ban` and `logit_bias` into one tensor (V,)."""
+    bias = run.build_bias(sample)
+    vocab_size = run.tokenizer.vocab_size
+    _require(isinstance(logit_bias, dict), "logit_bias: must map tokens to numbers")
+    _require(
+        len(logit_bias) <= MAX_LOGIT_BIASES, f"logit_bias: at most {MAX_LOGIT_BIASES:,} tokens"
+    )
+    for token, value in logit_bias.items():
+        _require(
+            token.isdecimal() and len(token) < 8 and int(token) < vocab_size,
+            f"logit_bias: {token[:20]!r} is not a token; use numbers below {vocab_size}",
+        )
+        _require(
+            type(value) in (int, float) and -100 <= value <= 100,
+            f"logit_bias: must be from -100 to 100, not {str(value)[:20]}",
+        )
+        if bias is None:
+            bias = torch.zeros(vocab_size)
+        bias[int(token)] += value
+    return bias

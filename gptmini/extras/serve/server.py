@@ -1,0 +1,540 @@
+"""The HTTP server: routes, who may use them, errors in OpenAI's shape, metrics, shutdown.
+
+Requests run in an event loop, texts are generated in the scheduler's thread. Two calls cross: the
+loop submits requests, and the thread asks the loop to run their callbacks, which put events into
+the queue of their request. A request takes a text off the engine by setting its `finish_reason`.
+"""
+
+import asyncio
+import hmac
+import html
+import ipaddress
+import json
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httptools  # noqa: F401  uvicorn loads it when it starts; name it here if it is missing
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gptmini.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GptminiError,
+    MachineError,
+    shorten,
+)
+from gptmini.extras.serve.chat import ChatCompletion
+from gptmini.extras.serve.completions import Completion, TooLongError
+from gptmini.extras.serve.limits import Limits
+from gptmini.extras.serve.scheduler import Deliveries, Scheduler, TokenEvents
+from gptmini.generate.run import Run
+
+# Connections besides one for each text: those that wait, are refused, or ask for /health.
+SPARE_CONNECTIONS = 256
+LOOPBACK_NAMES = ["127.0.0.1", "localhost", "::1"]
+# A name or an address, an IPv6 address in brackets, and perhaps a port.
+HOST_HEADER = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?")
+PAGE_FILE = Path(__file__).with_name("page.html")
+INTERNAL_ERROR = "internal error; see the server's log"
+HISTOGRAM_BUCKETS = [2.0**n for n in range(-10, 10)]  # seconds, from 1 ms to 9 minutes
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+CLIENT_CLOSED_REQUEST = 499  # as nginx counts clients that leave
+EventStream = AsyncIterator[tuple[int, TokenEvents]]  # with the index of their text
+
+
+class Server:
+    """The application around one run; clients must send `key` unless it is empty."""
+
+    def __init__(self, run: Run, limits: Limits, key: str = "", hosts: list[str] | None = None):
+        """`hosts` are the names that clients may use for this machine; None allows any."""
+        self.limits = limits
+        self._run = run
+        self._key = key.encode()
+        name = run.path.resolve().name
+        self._name = name.encode(errors="replace").decode()  # a folder's name may be any bytes
+        self._scheduler = Scheduler(run, limits.max_rows, limits.max_waiting, self._deliver)
+        self._create_metrics()
+        guard = self._guard
+        routes = [
+            Route("/", self._page),
+            Route("/health", self._health),
+            Route("/metrics", guard(self._metrics)),
+            Route("/v1/models", guard(self._models)),
+            Route("/v1/completions", guard(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", guard(self._chat), methods=["POST"]),
+        ]
+        middleware = [Middleware(_Gate, hosts=hosts, refuse=self._refuse)]
+        exception_handlers: Any = {
+            HTTPException: self._refuse,
+            GptminiError: self._refuse,
+            ClientDisconnect: self._refuse,
+            Exception: self._refuse,
+        }
+        self.app = Starlette(
+            routes=routes,
+            middleware=middleware,
+            exception_handlers=exception_handlers,
+            lifespan=self._lifespan,
+        )
+
+    def _create_metrics(self) -> None:
+        """Create what /metrics reports, in a registry of this server's own."""
+        registry = CollectorRegistry()
+        self._registry = registry
+        self._requests = Counter(
+            "gptmini_requests", "Answers by status.", ["status"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "gptmini_prompt_tokens", "Tokens of prompts.", registry=registry
+        )
+        self._generated_tokens = Counter(
+            "gptmini_generated_tokens", "Tokens generated.", registry=registry
+        )
+        self._time_to_first_token = Histogram(
+            "gptmini_time_to_first_token_seconds",
+            "From request to first token.",
+            buckets=HISTOGRAM_BUCKETS,
+            registry=registry,
+        )
+        self._time_between_tokens = Histogram(
+            "gptmini_time_between_tokens_seconds",
+            "Between two tokens of a text.",
+            buckets=HISTOGRAM_BUCKETS,
+            registry=registry,
+        )
+        texts = Gauge("gptmini_texts", "Texts by state.", ["state"], registry=registry)
+        texts.labels("waiting").set_function(lambda: len(self._scheduler.waiting))
+        texts.labels("running").set_function(lambda: len(self._scheduler.running))
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self._scheduler.start()
+        yield
+        # In a thread, as it waits for the scheduler's present step.
+        await run_in_threadpool(self._scheduler.stop)
+
+    def _guard(self, handler: Callable[[Request], Awaitable[Response]]) -> Any:
+        """Let only requests with the key through, and none from the pages of other sites."""
+
+        async def guarded(request: Request) -> Response:
+            scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                sent = ""
+            # Takes the same time wherever the keys differ. Starlette decodes headers as latin-1.
+            # Bytes are stripped, as latin-1 has spaces that are parts of characters in UTF-8.
+            sent_key = sent.encode("latin-1").strip()
+            if self._key and not hmac.compare_digest(sent_key, self._key):
+                raise HTTPException(
+                    401, "api key: missing or wrong; send Authorization: Bearer and the key"
+                )
+            if request.method == "POST" and not _is_same_origin(request.headers):
+                raise HTTPException(403, "origin: a page of another site may not use this server")
+            return await handler(request)
+
+        return guarded
+
+    async def _refuse(self, _: object, error: Exception) -> Response:
+        status, content, headers = _describe_failure(error)
+        self._requests.labels(status).inc()
+        return JSONResponse(content, status, headers)
+
+    async def _page(self, _: Request) -> Response:
+        # The browser applies only the script and the style that carry this random number, so markup
+        # in a generated text could run nothing.
+        nonce = secrets.token_urlsafe(16)
+        policy = [
+            "default-src 'none'",
+            f"script-src 'nonce-{nonce}'",
+            f"style-src 'nonce-{nonce}'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+        page = PAGE_FILE.read_text("utf-8").replace("NONCE", nonce)
+        page = page.replace("TOP_K", str(self._run.config.sample.top_k or "all"))
+        page = page.replace("RUN_NAME", html.escape(self._name))
+        return HTMLResponse(page, headers={"Content-Security-Policy": "; ".join(policy)})
+
+    async def _health(self, _: Request) -> Response:
+        alive = self._scheduler.is_alive()
+        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, _: Request) -> Response:
+        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "gptmini"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        if self._run.tokenizer.chat_template is None:
+            raise HTTPException(404, "a base model has no chat format; use /v1/completions")
+        return await self._answer(request, ChatCompletion)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, Completion)
+
+    async def _answer(self, request: Request, kind: type[Completion]) -> Response:
+        """Answer a request for a completion of a kind, once its texts are under way."""
+        deadline = self._loop.time() + self.limits.request_seconds
+        read_seconds = min(self.limits.read_seconds, self.limits.request_seconds)
+        try:
+            async with asyncio.timeout(read_seconds):
+                body = await self._read_body(request)
+        except TimeoutError:
+            raise HTTPException(408, "body: did not arrive in time; send it faster") from None
+        # In a thread, as splitting a long prompt into tokens takes a while.
+        completion = await run_in_threadpool(self._prepare, body, kind)
+        if not self._scheduler.submit(completion.requests):
+            raise HTTPException(429, "the queue is full; try again later", {"Retry-After": "1"})
+        self._prompt_tokens.inc(completion.prompt_tokens)
+        stream = self._stream_events(completion, deadline)
+        return _CompletionResponse(completion, stream, deadline)
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Read the body, whatever its Content-Type."""
+        max_bytes = self.limits.max_body_bytes
+        too_long = HTTPException(413, f"body: over {max_bytes:,} bytes; shorten it")
+        if int(request.headers.get("content-length", 0)) > max_bytes:
+            raise too_long
+        body = bytearray()
+        async for chunk in request.stream():  # refuse a long body before it is all in memory
+            body += chunk
+            if len(body) > max_bytes:
+                raise too_long
+        if not body and "upgrade" in request.headers:  # then httptools drops the body
+            raise HTTPException(400, "upgrade: not supported; send HTTP/1.1 without it")
+        return bytes(body)
+
+    def _prepare(self, body: bytes, kind: type[Completion]) -> Completion:
+        try:
+            data = json.loads(body.decode())
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"body: not valid JSON ({str(error)[:80]})") from None
+        if not isinstance(data, dict):
+            raise HTTPException(400, "body: must be a JSON object")
+        if b"\\u" in body:  # only an escape can spell half of a character
+            _check_unicode(data)
+        try:
+            return kind(self._run, self._name, self.limits, data)
+        except RecursionError:
+            raise HTTPException(400, "body: nested too deeply; flatten it") from None
+
+    def _deliver(self, deliveries: Deliveries) -> None:
+        """Run the callbacks of a step in the event loop; the scheduler's thread calls this."""
+
+        def run_callbacks() -> None:
+            for callback, events in deliveries:
+                callback(events)
+
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(run_callbacks)
+
+    async def _stream_events(self, completion: Completion, deadline: float) -> EventStream:
+        """Yield the events of all texts as they come, until all texts have ended."""
+        started = self._loop.time()
+        last_event: dict[int, float] = {}  # for each text, when its last event came
+        n_live = len(completion.requests)
+        while n_live:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    index, events = await completion.wait_for_events()
+            except TimeoutError:
+                problem = f"not done in {self.limits.request_seconds:g} seconds; lower max_tokens"
+                raise HTTPException(504, problem, {"x-should-retry": "false"}) from None
+            if isinstance(events, GptminiError):
+                raise events
+            if isinstance(events, Exception):  # the scheduler has logged it
+                raise HTTPException(500, INTERNAL_ERROR)
+            now = self._loop.time()
+            if index in last_event:
+                self._time_between_tokens.observe(now - last_event[index])
+            else:
+                self._time_to_first_token.observe(now - started)
+            last_event[index] = now
+            self._generated_tokens.inc()
+            if events[-1].finish_reason is not None:
+                n_live -= 1
+            yield index, events
+        self._requests.labels(200).inc()
+
+
+class _Gate:
+    """Middleware around all routes: refuses unknown hosts, and answers what a shutdown cancels."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: list[str] | None,
+        refuse: Callable[[object, Exception], Awaitable[Response]],
+    ) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, unless it names another host."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # DNS rebinding: a web site may point a name of its own at the reader's machine, so that its
+        # scripts may talk to this server. Requests under unknown names are refused.
+        host = Headers(scope=scope).get("host", "")
+        if self._hosts is not None and _parse_host(host) not in self._hosts:
+            known = " or ".join(self._hosts)
+            error = HTTPException(400, f"host: {shorten(host)!r} is not this server; use {known}")
+            await (await self._refuse(None, error))(scope, receive, send)
+            return
+        started: Message = {}
+
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                started.update(message)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            # Requests that are not done `drain_seconds` after SIGTERM are cancelled by uvicorn.
+            error = HTTPException(503, "the server is stopping; send the request again")
+            response = await self._refuse(None, error)
+            if not started:
+                await response(scope, receive, send)
+            elif (b"content-type", EVENT_STREAM.encode()) in started["headers"]:
+                event = _format_event(json.loads(bytes(response.body))).encode()
+                await send({"type": "http.response.body", "body": event})
+
+
+class _CompletionResponse(StreamingResponse):
+    """The response to a request; however it ends, its texts leave the engine.
+
+    A response that is not streamed is one chunk. Starlette cancels both kinds when the client
+    disconnects, so that nobody generates for a client that is gone.
+    """
+
+    def __init__(self, completion: Completion, stream: EventStream, deadline: float) -> None:
+        self._completion = completion
+        self._stream = stream
+        self._deadline = deadline
+        if completion.stream:
+            self._chunks = self._format_events()
+            media_type = EVENT_STREAM
+        else:
+            self._chunks = self._collect_response()
+            media_type = "application/json"
+        headers = {"Cache-Control": "no-store"}
+        super().__init__(self._chunks, headers=headers, media_type=media_type)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; then cancel all texts that have not ended."""
+        try:
+            # Sending blocks while a client does not read. One more second lets `_stream_events`
+            # report the deadline first.
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._deadline + 1):
+                    await super().__call__(scope, receive, send)
+        finally:
+            self._completion.cancel()
+
+    async def stream_response(self, send: Send) -> None:
+        """Wait for the first chunk before the status is sent, as an error changes the status."""
+        first = await anext(self._chunks)
+        self.body_iterator = self._chunks_from(first)
+        await super().stream_response(send)
+
+    async def _chunks_from(self, first: str) -> AsyncIterator[str]:
+        yield first
+        try:
+            async for chunk in self._chunks:
+                yield chunk
+        except Exception as error:  # the status is sent already, so the error is an event
+            _, content, _ = _describe_failure(error)
+            yield _format_event(content)
+
+    async def _collect_response(self) -> AsyncIterator[str]:
+        """Yield the whole response as one chunk of JSON."""
+        collected: list[TokenEvents] = [[] for _ in self._completion.requests]
+        async for index, events in self._stream:
+            collected[index] += events
+        build_choice = self._completion.build_choice
+        choices = [build_choice(index, events) for index, events in enumerate(collected)]
+        yield json.dumps(self._completion.build_response(choices))
+
+    async def _format_events(self) -> AsyncIterator[str]:
+        """Yield server-sent events, one for each token that adds something."""
+        async for index, events in self._stream:
+            choice = self._completion.build_choice(index, events)
+            if self._completion.adds_something(choice):
+                yield _format_event(self._completion.build_response([choice], usage=False))
+        if self._completion.include_usage:
+            yield _format_event(self._completion.build_response([]))
+        yield "data: [DONE]\n\n"
+
+
+def _format_event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _parse_host(header: str) -> str | None:
+    """Return the name or address in a Host header, without its port."""
+    match = HOST_HEADER.fullmatch(header)
+    if match is None:
+        return None
+    return (match["ipv6"] or match["name"] or "").lower()
+
+
+def _is_same_origin(headers: Headers) -> bool:
+    """Tell whether a request comes from our own page, or from no page at all.
+
+    A form on another site can send anything to this server without asking it first. Browsers then
+    say where the request comes from, in either of two headers; other clients send neither.
+    """
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
+
+
+def _check_unicode(data: dict[str, Any]) -> None:
+    """Refuse half of a character (a lone surrogate), which JSON can spell and UTF-8 cannot."""
+    for key, value in data.items():
+        if key == "prompt":  # refused later, with the place
+            continue
+        try:
+            f"{key}{json.dumps(value, ensure_ascii=False)}".encode()
+        except UnicodeEncodeError:
+            problem = f"{shorten(key)}: not valid Unicode; remove the lone surrogate"
+            raise HTTPException(400, problem) from None
+        except RecursionError:
+            raise HTTPException(400, "body: nested too deeply; flatten it") from None
+
+
+def _build_error(status: int, message: str, param: str | None) -> dict[str, Any]:
+    """Build the JSON of a failure in OpenAI's shape."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+def _describe_failure(error: Exception) -> tuple[int, dict[str, Any], Any]:
+    """Return the status, the JSON in OpenAI's shape and the headers for a request that failed."""
+    headers = None
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        message = error.detail
+        headers = error.headers
+    elif isinstance(error, ConfigError | DataError):
+        status = 413 if isinstance(error, TooLongError) else 400
+        # Clients know the settings by the names of OpenAI's fields.
+        message = "; ".join(error.lines)
+        message = message.replace("sample.", "").replace("max_new_tokens", "max_tokens")
+    elif isinstance(error, CheckpointError):  # a chat template that cannot be rendered
+        status = 500
+        message = "; ".join(error.lines)
+        headers = {"x-should-retry": "false"}  # it fails again, perhaps after many seconds
+    elif isinstance(error, ClientDisconnect):
+        status = CLIENT_CLOSED_REQUEST
+        message = "the client left"
+    else:
+        status = 500
+        message = INTERNAL_ERROR
+    # Messages repeat what was sent, which may be long, or no valid Unicode.
+    message = shorten(message, 500).encode("utf-8", "backslashreplace").decode()
+    # Our messages begin with the field at fault and a colon, where there is one.
+    name, colon, _ = message.partition(":")
+    param = name if colon and " " not in name else None
+    return status, _build_error(status, message, param), headers
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open a socket that clients can connect to; port 0 is any free one.
+
+    Raises MachineError if the address is taken or does not exist.
+    """
+    if not host:  # to the system, every address of this machine
+        raise ConfigError("--host: must not be empty; 127.0.0.1 is this machine, 0.0.0.0 all of it")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        # `create_server` adds the address to its message, which ours names already; so look the
+        # message up by number. Errors of name resolution have no positive number and no addition.
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else str(error.strerror)
+        name = f"[{host}]" if family == socket.AF_INET6 else host
+        problem = f"{name}:{port}: {reason.lower()}; choose another --port or --host"
+        raise MachineError(problem) from None
+    # Every connection inherits this: send each token at once instead of gathering for up to 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def list_host_names(listening: socket.socket) -> list[str] | None:
+    """List the names under which only this machine can reach a socket; None if others can, too."""
+    address = str(listening.getsockname()[0])
+    if not ipaddress.ip_address(address).is_loopback:
+        return None
+    return [*LOOPBACK_NAMES, address]
+
+
+def create_http_server(server: Server) -> uvicorn.Server:
+    """Create the server of connections around an application."""
+    limits = server.limits
+    config = uvicorn.Config(
+        server.app,
+        # h11, the other parser, is Python: a body in chunks of a byte would hold up everybody.
+        http="httptools",
+        ws="none",
+        log_config=None,
+        server_header=False,
+        limit_concurrency=limits.max_rows + limits.max_waiting + SPARE_CONNECTIONS,
+        timeout_keep_alive=limits.read_seconds,
+        timeout_graceful_shutdown=limits.drain_seconds,
+    )
+    return uvicorn.Server(config)
+
+
+def serve(server: Server, listening: socket.socket) -> None:
+    """Answer requests until SIGTERM, SIGHUP or Ctrl-C, then finish those under way."""
+    # One line per request, without its content; logging survives a full disk.
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    http_server = create_http_server(server)
+    # On SIGTERM and Ctrl-C, uvicorn refuses new connections and drains: requests under way have
+    # `drain_seconds` to finish. Then it restores the handlers it found and raises the signal again.
+    # These do nothing, so that the process ends in good order with exit code 0.
+    signal.signal(signal.SIGTERM, _ignore_signal)
+    signal.signal(signal.SIGINT, _ignore_signal)
+    # A closed terminal is a stop like the others, unless nohup has the server outlive it.
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _raise_sigterm)
+    http_server.run([listening])
+
+
+def _ignore_signal(*_: object) -> None:
+    pass
+
+
+def _raise_sigterm(*_: object) -> None:
+    signal.raise_signal(signal.SIGTERM)

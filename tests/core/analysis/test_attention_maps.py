@@ -1,0 +1,242 @@
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptmini.analysis import attention_maps, plots
+from gptmini.errors import ConfigError, MachineError
+from tests.core.analysis.samples import TOKENS, model_of, run_of
+
+MASK = attention_maps.build_mask("causal", 5).numpy()
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"variant": "mha"},
+        {"variant": "gqa", "n_kv_head": 2, "qk_norm": True},
+        {"variant": "mqa", "window": 3, "position": "alibi"},
+    ],
+    ids=str,
+)
+def test_the_weights_shown_are_those_the_model_uses(attention):
+    """Each layer's output, recomputed from the weights shown, is that of the fast path."""
+    model = model_of(**attention)
+    seen = []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda m, args, out: seen.append((m, args, out)))
+    weights = attention_maps.compute_attention_weights(model, TOKENS)
+    assert weights.shape == (2, 4, 8, 8)
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, 8))
+    for layer, (module, arguments, out) in enumerate(seen):
+        with torch.no_grad():
+            _, _, v = module.project_qkv(*arguments[:2])
+            heads = [weights[layer, h] @ v[0, h // (4 // v.shape[1])] for h in range(4)]
+            again = module.o_proj(torch.cat(heads, dim=-1))
+        torch.testing.assert_close(again, out[0], atol=1e-5, rtol=1e-4)
+
+
+def test_looking_leaves_the_model_as_it_was():
+    model = model_of(variant="mha")
+    before = model(torch.tensor([TOKENS]))
+    attention_maps.compute_attention_weights(model, TOKENS)
+    assert torch.equal(model(torch.tensor([TOKENS])), before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_summaries_of_simple_heads_are_exact():
+    T = 5
+    previous = torch.eye(T).roll(-1, dims=1)
+    previous[:] = 0
+    previous[0, 0] = 1
+    previous[range(1, T), range(T - 1)] = 1
+    first = torch.zeros(T, T)
+    first[:, 0] = 1
+    even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
+    heads = torch.stack([torch.eye(T), previous, first, even])[None]
+    summaries = attention_maps.summarize_heads(heads)
+    assert [summary[:2] for summary in summaries] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    rows = [[round(number, 4) for number in summary[2:]] for summary in summaries]
+    assert rows[0] == [0, 0, 1, 0]
+    assert rows[1] == [1, 0.25, 0, 0]  # the previous token of the second is the first
+    assert rows[2] == [0.25, 1, 0, 0]
+    mean = sum(1 / n for n in range(2, T + 1)) / 4
+    entropy = sum(torch.tensor(float(n)).log().item() for n in range(2, T + 1)) / 4
+    assert rows[3] == pytest.approx([mean, mean, mean, entropy], abs=1e-4)
+
+
+def test_prompts_must_fit_the_context():
+    for tokens in ([], [1] * 17):
+        with pytest.raises(ConfigError, match="give between 1 and 16"):
+            attention_maps.compute_attention_weights(model_of(variant="mha"), tokens)
+
+
+def test_masks_by_name():
+    def rows(name: str) -> list[str]:
+        return ["".join(".x"[int(c)] for c in row) for row in attention_maps.build_mask(name, 3)]
+
+    assert rows("causal") == ["x..", "xx.", "xxx"]
+    assert rows("window:2") == ["x..", "xx.", ".xx"]
+    assert rows("padding:1") == ["x..", ".x.", ".xx"]
+    assert rows("cross:2,3") == ["xxx", "xxx"]
+    assert rows("cross:2,1") == ["x..", "x.."]  # padded to the size
+    assert attention_maps.build_mask("cross:4,20").shape == (4, 20)
+    for wrong in ("window:0", "window", "padding:3", "x", "causal:3"):
+        with pytest.raises(ConfigError, match="use causal, window:N"):
+            attention_maps.build_mask(wrong, 3)
+    for wrong in ("cross", "cross:2", "cross:0,2", "cross:2,4", "cross:1,2,3", "cross:a,2"):
+        with pytest.raises(ConfigError, match="use cross:T,S"):
+            attention_maps.build_mask(wrong, 3)
+
+
+def test_pictures_are_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    weights = attention_maps.compute_attention_weights(model_of(variant="gqa", n_kv_head=2), TOKENS)
+    names = list("abcdefgh")
+    for name, layers, head in (("all", [0, 1], None), ("layer", [1], None), ("head", [1], 3)):
+        path = tmp_path / f"{name}.png"
+        plots.save_figure(plots.draw_attention(weights.numpy(), names, 2, layers, head), path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+    plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"ends in \.png"):
+        plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.txt")
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "n_kv_head"),
+    [([1], None, 4), ([1], 3, 4), ([0, 1], 3, 4), ([0, 1], None, 2)],
+)
+@pytest.mark.parametrize("labels", [["a"] * 8, ["␣remarkably_long"] * 8])
+def test_every_title_is_inside_and_no_panel_is_squeezed(layers, head, n_kv_head, labels):
+    pytest.importorskip("matplotlib")
+    weights = attention_maps.compute_attention_weights(model_of(variant="mha"), TOKENS).numpy()
+    figure = plots.draw_attention(weights, labels, n_kv_head, layers, head)
+    figure.canvas.draw()
+    *panels, bar = figure.axes
+    frame = figure.bbox
+    for panel in panels:
+        title = panel.title.get_window_extent()
+        assert frame.x0 <= title.x0 < title.x1 <= frame.x1
+        assert frame.y0 <= title.y0 < title.y1 <= frame.y1
+        assert not title.overlaps(bar.get_window_extent())
+        assert panel.get_window_extent().width > 1.8 * figure.dpi  # inches
+        numbers = [text.get_text() for text in panel.texts]
+        assert len(numbers) == 36  # a number in each visible cell
+        assert numbers[0] == "1.00"
+        assert all(len(number) == 4 for number in numbers)
+
+
+def test_many_tokens_leave_no_room_for_numbers():
+    pytest.importorskip("matplotlib")
+    weights = torch.ones(1, 1, 13, 13).tril().numpy()
+    assert not plots.draw_attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
+
+
+def test_known_chinese_fonts_come_before_others_that_have_a_character():
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    entries = font_manager.fontManager.ttflist
+    other = next(entry for entry in entries if entry.name == "STIXGeneral")
+    known = replace(other, name="Noto Sans CJK JP")
+    fonts: list[str] = []
+    assert plots._choose_fonts({65}, [other, known], fonts) == {65}
+    assert fonts == ["Noto Sans CJK JP"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    own = [font for font in font_manager.fontManager.ttflist if "matplotlib" in font.fname]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
+    texts, fonts = plots._make_drawable(["a", "\u23de"])  # a bracket that only STIX draws
+    assert texts == ["a", "\u23de"]
+    assert fonts[0] == plots.MONOSPACE_FONT
+    assert fonts[1:]
+    assert capfd.readouterr().err == ""
+    weights = torch.ones(1, 1, 3, 3).tril().numpy()
+    figure = plots.draw_attention(weights, ["a", "示", "示例"], 1, [0])
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert labels == ["a", "\\u793a", "\\u793a\\u4f8b"]
+    err = capfd.readouterr().err
+    assert err.startswith("warning: no installed font has 例示;")
+    assert err.count("\n") == 1
+
+
+def test_a_font_installed_since_matplotlib_listed_them_is_found(capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    listed = font_manager.fontManager.ttflist
+    own = [font for font in listed if "matplotlib" in font.fname]
+    others = [font for font in own if "STIX" not in font.name]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", others)
+    installed = [font.fname for font in own if "STIX" in font.name]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [*installed, "/not a font.ttf"])
+    texts, fonts = plots._make_drawable(["\u23de"])  # a bracket that only STIX draws
+    assert texts == ["\u23de"]
+    assert fonts[1].startswith("STIX")
+    assert capfd.readouterr().err == ""
+
+
+def test_parts_of_characters_are_named_and_explained():
+    run = run_of()
+    text = attention_maps.view_attention(run, [*"a中".encode(), 0xE4]).format_text()
+    assert "5 tokens: a 中1/3 中2/3 中3/3 e4" in text
+    assert text.endswith(
+        "中1/3: the first of 3 tokens that spell the character 中\n"
+        "in hex: bytes that are no whole character"
+    )
+    plain = attention_maps.view_attention(run, list(b"abc")).format_text()
+    assert plain.endswith(attention_maps.MORE_OPTIONS_HINT)
+
+
+def test_wide_characters_take_two_columns():
+    weights = torch.ones(1, 1, 3, 3).tril()
+    view = attention_maps.AttentionView(weights, ["中文", "a", "😀"], 1, [0], 0)
+    head, *rows = view.format_text().splitlines()[-4:]
+    assert head == "query   中文      a     😀"
+    assert rows == ["中文   1.000", "a      1.000  1.000", "😀     1.000  1.000  1.000"]
+
+
+def test_one_head_is_shown_as_text():
+    weights = torch.tensor([[[[1.0, 0.0], [0.25, 0.75]]]])
+    lines = (
+        attention_maps.AttentionView(weights, ["The", "␣cat"], 1, [0], 0).format_text().splitlines()
+    )
+    assert [line.split() for line in lines[-3:]] == [
+        ["query", "The", "␣cat"],
+        ["The", "1.000"],
+        ["␣cat", "0.250", "0.750"],
+    ]
+    T = 13
+    last_but_one = torch.eye(T).roll(-1, 1).tril()
+    last_but_one[0, 0] = 1
+    labels = [chr(97 + n) for n in range(T)]
+    lines = (
+        attention_maps.AttentionView(last_but_one[None, None], labels, 1, [0], 0)
+        .format_text()
+        .splitlines()
+    )
+    assert lines[-1].split() == ["12", "m", "11", "l", "1.000"]
+    lines = (
+        attention_maps.AttentionView(weights, ["The", "␣cat"], 1, [0], None)
+        .format_text()
+        .splitlines()
+    )
+    assert lines[-2] == "2 tokens: The ␣cat"
+    one = attention_maps.AttentionView(torch.ones(1, 1, 1, 1), ["The"], 1, [0], None)
+    assert one.format_text() == "1 token: The; it sees only itself, so there is nothing to compare"
+
+
+def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MachineError, match=r"pip install -e '.\[plot\]'"):
+        plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")

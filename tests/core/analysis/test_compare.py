@@ -1,0 +1,268 @@
+"""Comparisons: each variant is trained once, resumed after a stop, and reported."""
+
+import json
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from gptmini.analysis import compare, measure, plots
+from gptmini.errors import ConfigError, GptminiError
+from gptmini.machine import ReceivedSignals
+from gptmini.runs.directory import RunDirectory
+from tests.core.analysis.samples import data_of, variant
+from tests.support import SMALL, tiny
+
+
+def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_path):
+    base = tiny(train={"steps": 12, "batch_size": 4})
+    wide = tiny(train={"steps": 99, "batch_size": 8})
+    jobs = compare.plan_runs({"a": base, "b": wide}, 2, tmp_path)
+    assert [(job.variant, job.config.train.seed) for job in jobs] == [
+        ("a", 1337),
+        ("b", 1337),
+        ("a", 1338),
+        ("b", 1338),
+    ]
+    assert {job.config.train.steps * job.config.train.batch_size for job in jobs} == {48}
+    assert all(job.config.train.patience is None for job in jobs)
+    assert len({job.out for job in jobs}) == 4
+
+
+@pytest.fixture(autouse=True)
+def _short_timings(monkeypatch, forked_trainings):
+    monkeypatch.setattr(measure, "MIN_TIMING_SECONDS", 0.0)
+
+
+WORDS = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha,window:4", "--seeds", "2"]
+
+
+@pytest.fixture
+def compared(gptmini, text_file):
+    """The command line, and the result of a first comparison."""
+    return gptmini, gptmini(*WORDS)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))}
+
+
+def test_comparing_twice_resumes_rather_than_retrains(compared, tmp_path):
+    gptmini, (code, out, err) = compared
+    assert code == 0, err
+    assert err.startswith(
+        "compare: training mha, window:4 in turn, 2 seeds each, 4 steps per run; Ctrl-C stops"
+    )
+    folder = tmp_path / "runs" / "compare"
+    runs = [folder / name / f"seed-{seed}" for name in ("mha", "window4") for seed in (1337, 1338)]
+    assert [RunDirectory(run).list_steps()[0] for run in runs] == [4] * 4
+    assert RunDirectory(runs[2]).load_config().model.attention.window == 4
+    before, made = weights(folder), [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
+    first = json.loads((folder / "compare.json").read_text())
+    code, again, err = gptmini(*WORDS, "--json")
+    assert code == 0
+    assert err.count("already finished") == 4
+    assert weights(folder) == before
+    assert [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs] == made
+    second = json.loads(again)
+    assert [v["runs"] for v in second["variants"]] == [v["runs"] for v in first["variants"]]
+    assert "\nvs mha " in out
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    table, differences, charts = data_of((folder / "compare.html").read_bytes())["parts"]
+    first_of, second_of = second["variants"]
+    assert [row[0] for row in table["rows"]] == ["mha", "window:4"]
+    ((name, *_, verdict, interval),) = differences["rows"]
+    assert (differences["head"][0], name) == ("vs mha", "window:4")
+    to_first = second_of["to_first"]
+    assert interval == [to_first["difference"], to_first["half_width"]]
+    assert to_first["counts"] == [2]  # pairs of equal seeds
+    assert verdict == to_first["verdict"]
+    assert verdict in out
+    cache, _ = charts["items"]
+    assert [line["points"] for line in cache["series"]] == [
+        [[each["cache_bytes"] / 1024, run["bits_per_byte"]] for run in each["runs"]]
+        for each in (first_of, second_of)
+    ]
+    text = (folder / "compare.md").read_text()
+    assert out.splitlines()[0].split()[:2] == ["variant", "params"]
+    assert max(map(len, out.splitlines())) <= 80
+    assert {len(line) for line in text.splitlines()[:4]} == {len(text.splitlines()[0])}
+    # A lost checkpoint is trained again, to the same bits, and nothing else changes.
+    victim = runs[1]
+    for path in (victim / "checkpoints").glob("step-*4"):
+        path.rename(tmp_path / path.name)
+    assert gptmini(*WORDS)[0] == 0
+    assert weights(folder) == before
+    # A different comparison is kept out of this directory.
+    code, _, err = gptmini(*WORDS, "--steps", "5")
+    assert code == 2
+    assert "belongs to a different comparison" in err
+
+
+def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_path):
+    gptmini, _ = compared
+    folder = tmp_path / "runs" / "compare"
+    twins = [folder / "mha" / "seed-1337", folder / "mha" / "seed-1338"]
+    (folder / "copy").symlink_to(twins[0])
+    assert compare.group_runs([*twins, folder / "window4" / "seed-1337", folder / "copy"]) == {
+        "mha": twins,
+        "window4": [folder / "window4" / "seed-1337"],
+        "copy": [folder / "copy"],  # the same seed again is another variant
+    }
+    runs = [f"runs/compare/{name}/seed-{n}" for name in ("mha", "window4") for n in (1337, 1338)]
+    code, out, _ = gptmini("compare", *runs, "--out", "again", "--json")
+    assert code == 0
+    counts = {each["name"]: len(each["runs"]) for each in json.loads(out)["variants"]}
+    assert counts == {"mha": 2, "window4": 2}
+    (tmp_path / "other.txt").write_text("Another text. " * 20)
+    code, other, _ = gptmini("compare", *runs, "--data", "other.txt", "--out", "again", "--json")
+    assert code == 0
+    assert (
+        json.loads(other)["variants"][0]["bits_per_byte"]
+        != json.loads(out)["variants"][0]["bits_per_byte"]
+    )
+
+
+def test_variants_are_measured_on_the_test_part_on_request(gptmini, text_file, tmp_path):
+    words = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha"]
+    words += ["--set", "data.test=0.2"]
+    code, out, err = gptmini(*words, "--split", "test")
+    assert code == 0, err
+    assert "bits/byte: on the test part\n" in out
+    tested = json.loads((tmp_path / "runs/compare/compare.json").read_text())
+    code, out, err = gptmini(*words, "--json")
+    assert (code, err.count("already finished")) == (0, 1), err
+    chosen_on = json.loads(out)
+    for split, found in {"test": tested, "validation": chosen_on}.items():
+        run = found["variants"][0]["runs"][0]
+        assert run["split"] == split
+        _, out, _ = gptmini("evaluate", run["path"], "--split", split, "--json")
+        assert run["bits_per_byte"] == json.loads(out)["bits_per_byte"]
+    finished = [each["runs"][0]["path"] for each in tested["variants"]]
+    code, out, err = gptmini("compare", *finished, "--split", "test", "--out", "again", "--json")
+    assert code == 0, err
+    assert [each["runs"][0] for each in json.loads(out)["variants"]] == [
+        each["runs"][0] for each in tested["variants"]
+    ]
+
+
+def test_equal_minutes_fix_what_the_first_training_chose(gptmini, text_file, tmp_path):
+    small = ["--set", "model.context_length=16", "--set", "train.eval_every=1000"]
+    words = ["compare", "--data", "text.txt", *small, "--minutes", "0.1"]
+    code, _, err = gptmini(*words, "--attention", "mha,gqa:2")
+    assert code == 0, err
+    folder = tmp_path / "runs" / "compare"
+    configs = [RunDirectory(folder / name / "seed-1337").load_config() for name in ("mha", "gqa2")]
+    shapes = {
+        (config.model.n_layer, config.model.n_head, config.model.d_model, config.train.batch_size)
+        for config in configs
+    }
+    assert len(shapes) == 1
+    assert configs[0].tokenizer == configs[1].tokenizer
+    assert configs[1].model.n_kv_head == 2
+    assert list(compare.group_runs([folder / "mha" / "seed-1337"])) == ["mha"]
+
+
+def test_a_mistake_before_the_first_step_can_be_corrected(text_file, tmp_path, monkeypatch):
+    """The configuration of a training that never began does not block a corrected one."""
+    said = []
+    monkeypatch.setattr(compare, "_wait", lambda process: process.wait() and 3)
+    monkeypatch.setattr(compare, "say", said.append)
+    wrong, right = tiny(data={"path": "no.txt"}), tiny(data={"path": str(text_file)})
+    with pytest.raises(GptminiError, match="see the error above"):
+        compare._train(tmp_path / "seed-1", wrong, tmp_path / "cache", "wrong")
+    compare._train(tmp_path / "seed-1", right, tmp_path / "cache", "right")
+    compare._train(tmp_path / "seed-1", right, tmp_path / "cache", "again")
+    assert said == ["wrong", "right", "again: already finished"]
+    with pytest.raises(ConfigError, match="belongs to a different comparison"):
+        compare._train(tmp_path / "seed-1", wrong, tmp_path / "cache", "wrong")
+
+
+def test_a_failed_training_ends_the_comparison_with_its_message_and_exit_code(gptmini, text_file):
+    words = [*WORDS, "--set", "train.lr=1e9", "--set", "train.optimizer=adamw"]
+    code, _, err = gptmini(*words)
+    assert code == 6
+    assert "after step" in err
+    assert "training stopped early" in err
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_training_and_says_how_to_resume(gptmini, text_file, tmp_path, number):
+    long = [*WORDS, "--set", "train.steps=3000", "--set", "train.save_every=3000"]
+    command = [sys.executable, "-m", "gptmini", *long]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        for line in process.stderr:
+            if line.split()[1:2] == ["20/3000"]:
+                break
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == 128 + number
+    assert "saved" in said
+    assert "training stopped early; run the same command again to resume" in said
+    saved = RunDirectory(tmp_path / "runs/compare/mha/seed-1337").list_steps()
+    assert 20 <= saved[0] < 3000
+
+
+def test_the_picture_copes_with_runs_without_history(tmp_path):
+    pytest.importorskip("matplotlib")
+    one, two = variant("a", 2.0, 2.1), variant("b", 2.5)
+    two.runs[0].history.clear()  # converted, and not trained since
+    plots.save_figure(plots.draw_comparison([one, two]), tmp_path / "a.svg")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_usage_is_checked(gptmini, text_file, tmp_path):
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "config.yaml").touch()
+    code, _, err = gptmini("compare", "--data", "-")
+    assert (code, "read only once" in err) == (2, True)
+    code, _, err = gptmini("compare", "attention/mha", "attention/mqa", "--attention", "mha")
+    assert (code, "needs a single configuration" in err) == (2, True)
+    for option in ("--steps", "--seeds", "--minutes"):
+        code, _, err = gptmini("compare", "done", option, "9")
+        assert (code, f"{option}: these runs are already trained" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "--data", "-")
+    assert (code, "read only once" in err) == (2, True)
+    code, _, err = gptmini("compare", "--data", "text.txt", "--split", "test")
+    assert (code, "no test part; add --set data.test=0.1" in err) == (2, True)
+    code, _, err = gptmini("compare", "done", "--data", "text.txt", "--split", "test")
+    assert (code, "leave out --data" in err) == (2, True)
+    code, _, err = gptmini("compare", "--attention", "mha,window")
+    assert (code, "window:64" in err) == (2, True)
+    code, _, err = gptmini("compare", "no-such-thing")
+    assert (code, "no-such-thing: no such configuration or run;" in err) == (2, True)
+
+
+class ChildOnWindows:
+    """A process that has ended when asked a second time; no signal can be sent to it."""
+
+    returncode = 0
+
+    def __init__(self) -> None:
+        self.answers = [None, 0]
+
+    def poll(self) -> int | None:
+        return self.answers.pop(0)
+
+    def send_signal(self, number: int) -> None:
+        raise ValueError(f"Unsupported signal: {number}")
+
+
+def test_ctrl_c_on_windows_reaches_the_training_without_us(monkeypatch):
+    received = nullcontext(ReceivedSignals(stop=signal.SIGINT))
+    monkeypatch.setattr(compare.machine, "catch_signals", lambda: received)
+    monkeypatch.setattr(compare.files, "IS_WINDOWS", True)
+    assert compare._wait(ChildOnWindows()) == 130
+
+
+def test_without_scipy_nothing_is_trained(gptmini, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    code, _, err = gptmini(*WORDS, "--seeds", "2", "--out", "compared")
+    assert code == 5
+    assert "scipy is not installed" in err
+    assert "[compare]" in err
+    assert not (tmp_path / "compared").exists()

@@ -1,0 +1,303 @@
+"""What holds for every command: errors, help, exit codes, closed streams, threads."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.core
+
+from gptmini import __version__, console
+from gptmini.analysis import compare
+from gptmini.cli import app, generate
+from gptmini.config.settings import Config
+from gptmini.errors import GptminiError
+from tests.support import SMALL, needs_posix
+
+DIGITS = "9" * 5000  # more than Python converts
+ERRORS = [
+    (["train", "nothere"], 2, "nothere: no such configuration"),
+    (["train", "nothere.yaml"], 2, "nothere.yaml: no such file"),
+    (
+        ["train", "--set", "train.stepz=3"],
+        2,
+        "train.stepz: no such setting; did you mean train.steps?",
+    ),
+    (["train", "--set", "train.lr"], 2, "not an assignment; write --set train.lr=VALUE"),
+    (["train", "--set", "foo.bar=1"], 2, "--set foo.bar: no such section; choose one of model, "),
+    (["train", "--set", "train.n_embd=3"], 2, "did you mean model.d_model?"),
+    (["train", "--attention", "gqa:3"], 2, "gqa:3: 4 heads (n_head) cannot share 3 KV heads; use"),
+    (["train", "--attention", "gqa:x"], 2, "write gqa:2"),
+    (["train", "--attention", "gqa"], 2, "write gqa:2"),
+    (["train", "--attention", "window"], 2, "write window:64"),
+    (["train", "--attention", "foo"], 2, "must be mha, mqa, gqa:N or window:N"),
+    (["train", "--attention", "mqa:4"], 2, "variant mqa has 1 KV head, not 4"),
+    (["train", "--steps", "0"], 2, "--steps: must be at least 1, not 0"),
+    (["train", "--data", "none.txt"], 3, "none.txt: no such file"),
+    (["train", "--errors", "skip"], 2, "--errors: must be strict or replace, not 'skip'"),
+    (["train", "--set", "data.weights=[1,2]"], 2, "data.weights: 2 weights for 1 paths"),
+    (
+        ["train", "--set", "tokenizer.vocab_size=999"],
+        2,
+        "tokenizer.vocab_size: only kind bpe has a choice",
+    ),
+    (["train", "--data", "builtin:x"], 3, "choose builtin:python-docs"),
+    (["train", "--set", "tokenizer.kind=x"], 3, "choose one of auto, byte, char"),
+    (["train", "--set", "model.vocab_size=9"], 2, "model.vocab_size: 9"),
+    (["train", "--cache", "/dev/null/x"], 5, "--cache"),
+    (["train", "--foo"], 2, "no such option: --foo"),
+    (["train", "--lr", "1"], 2, "use --set train.lr=VALUE, or see gptmini train --help"),
+    (["train", "--step", "1"], 2, "did you mean --steps? see gptmini train --help"),
+    (["train", "--epochs", "3"], 2, "use --steps or --minutes, or see gptmini train --help"),
+    (["train", "--resume"], 2, "name the run: gptmini train RUN, or see gptmini train --help"),
+    (["train", "--finetune", "runs/a"], 2, "use --from RUN, or see gptmini train --help"),
+    (["train", "--steps", "x"], 2, "--steps: expected a whole number, not 'x'; see gptmini train"),
+    (["generate", "--samples=0"], 2, "--samples: must be at least 1, not 0; see gptmini generate"),
+    (["train", "--attention", "window:0"], 2, "--attention window:0: must be at least 1, not 0"),
+    (["train", "--data", "a.txt", "b.txt", "c.txt"], 2, "repeat --data before each text, or quote"),
+    (["generate", "--prompt", "It", "was", "so"], 2, "put the text after --prompt"),
+    (["settings", "foo"], 2, "foo: no such setting; gptmini settings lists all"),
+    (["train", "--steps"], 2, "option '--steps' requires an argument; see gptmini train --help"),
+    (["train", "a", "b"], 2, "unexpected extra argument(s) (b); see gptmini train --help"),
+    (["trian"], 2, "did you mean 'train'? see gptmini --help"),
+    (["tokenizer", "tran"], 2, "did you mean 'train'? see gptmini tokenizer --help"),
+    (["train", "--max-iters", "9"], 2, "use --set train.steps=VALUE, or see gptmini train --help"),
+    (
+        ["train", "--eval-only", "9"],
+        2,
+        "--eval-only; use gptmini evaluate; see gptmini train --help",
+    ),
+    (["convert", "a", "--out", ""], 2, "--out: empty; name a file or folder"),
+    (["train", "--out="], 2, "--out: empty; name a file or folder"),
+    (["train", "--attention", f"gqa:{DIGITS}"], 2, "9...' is not a number; write gqa:2"),
+    (["data", "prepare", "--part", f"1/{DIGITS}", "--out", "a"], 2, "9...: must be K/N, with K"),
+    (["inspect", "--mask", f"window:{DIGITS}"], 2, "9...: unknown mask; use causal, window:N"),
+    (["inspect", "--mask", f"cross:2,{DIGITS}"], 2, "9...: unknown mask; use cross:T,S with 1 to"),
+    (["inspect", "--mask", "cross:9999,9999"], 2, "unknown mask; use cross:T,S with 1 to 256"),
+    (["tokenizer", "decode", "byte", DIGITS], 3, "9...: not a token; use numbers from 0 to 256"),
+    (["train", "--data", "none.txt"], 3, "; check the path, which is relative to /"),
+    (["compare", "none.jsonl"], 2, "none.jsonl: no such configuration or run"),
+    (["generate"], 4, "runs: no run here"),
+    (["generate", "nothere"], 4, "nothere: no run here"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "line"), ERRORS)
+def test_errors_are_one_line_with_a_remedy(gptmini, words, code, line):
+    found, out, err = gptmini(*words)
+    assert (found, out) == (code, "")
+    assert line in err
+    *progress, failure = err.splitlines()  # a slow machine shows how it reads the text
+    assert all(line.startswith(("learning the vocabulary", "preparing")) for line in progress)
+    assert failure.startswith("gptmini: ")
+    assert "; " in failure or "must be" in failure or "did you mean" in failure
+    assert "Traceback" not in err
+    assert not Path("runs").exists()
+
+
+def test_a_wrong_run_or_text_is_named_without_torch(tmp_path: Path):
+    Path(tmp_path, "run").mkdir()
+    Path(tmp_path, "run/config.yaml").touch()
+    for words in (
+        "generate nothere",
+        "evaluate nothere",
+        "evaluate run --data nothere.txt",
+        "train nothere.txt --data nothere.txt",
+    ):
+        check = (
+            f"import sys; sys.argv = {['gptmini', *words.split()]}\n"
+            "from gptmini.cli.app import main\n"
+            "try: main()\n"
+            "finally: assert 'torch' not in sys.modules"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", check], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert done.returncode > 1, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_threads_are_set_before_torch_is_loaded(tmp_path: Path):
+    check = (
+        "import os, sys\n"
+        "from gptmini.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)"
+    )
+    for words in ("train nothere", "generate nothere", "evaluate nothere"):
+        command = [sys.executable, "-c", check, *words.split(), "--threads", "3"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.stdout == "3 False\n", done.stderr
+
+
+def test_threads_wait_asleep_unless_the_user_says_how(tmp_path: Path):
+    check = (
+        "import os\n"
+        "from gptmini.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_WAIT", "GOMP"))}
+    for given, expected in [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-c", check, "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env=plain | given,
+        )
+        assert done.stdout.splitlines()[-1] == expected, done.stderr
+
+
+def test_help_is_a_command_too(gptmini):
+    assert gptmini("help") == gptmini("--help") == gptmini("-help")
+    assert gptmini("help", "data", "fetch") == gptmini("data", "fetch", "--help")
+
+
+def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(generate, "resolve_run", broken)
+    code, _, err = gptmini("generate")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("gptmini: internal error: ZeroDivisionError()")
+    assert "--debug" in err
+    for words in (["--debug", "generate"], ["generate", "--debug"]):
+        monkeypatch.setattr(sys, "argv", ["gptmini", *words])
+        with pytest.raises(ZeroDivisionError):
+            app.main()
+
+
+def test_control_characters_are_shown_not_obeyed():
+    assert (
+        console.escape_control_characters("a\x1b[31mé\n\t\x07東\x9b")
+        == "a\\x1b[31mé\n\t\\x07東\\x9b"
+    )
+    ordinary = "\u3000l\u00a0homme\u202f! \u200d"
+    assert console.escape_control_characters(ordinary + "\r\n") == ordinary + "\n"
+
+
+def test_help_answers_without_torch():
+    check = (
+        "import sys; sys.argv = ['gptmini', '--help']\n"
+        "from gptmini.cli.app import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'pydantic', 'tiktoken'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "generate" in done.stdout
+
+
+def test_the_version(gptmini):
+    assert gptmini("--version") == (0, f"gptmini {__version__}\n", "")
+
+
+def test_help_lists_train_and_generate_first(gptmini):
+    commands = re.findall(r"^  ([a-z]+)  ", gptmini("--help")[1].partition("Commands:")[2], re.M)
+    assert commands[:2] == ["train", "generate"]
+    described = " ".join(gptmini("train", "--help")[1].split())
+    assert f"for {Config().train.steps} steps" in described
+    assert sorted(commands[2:11]) == sorted(
+        ["serve", "score", "evaluate", "inspect", "compare", "size", "convert", "plot", "runs"]
+    )
+    assert commands[11:] == ["export", "import", "settings", "data", "tokenizer"]
+
+
+def test_help_at_80_columns_is_whole(gptmini, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def check(group: typer.core.TyperGroup, *words: str) -> None:
+        for name, command in group.commands.items():
+            text = gptmini(*words, name, "--help")[1]
+            assert text.startswith(f"Usage: gptmini {' '.join([*words, name])} ")
+            assert max(map(len, text.splitlines())) <= 80
+            assert not re.search(r"\.\.\.$", text.partition("Commands:")[2], re.M), text
+            if isinstance(command, typer.core.TyperGroup):
+                check(command, *words, name)
+
+    check(typer.main.get_command(app.app))
+
+
+def test_compare_takes_a_text_as_train_does(gptmini, monkeypatch):
+    Path("d.jsonl").write_text('{"text": "a"}\n')
+    compared: list[dict[str, Config]] = []
+
+    def record(variants: dict[str, Config], *_: object) -> list[object]:
+        compared.append(variants)
+        raise GptminiError("recorded")
+
+    monkeypatch.setattr(compare, "compare", record)
+    gptmini("compare", "d.jsonl", "--attention", "mha,mqa", "--steps", "2")
+    ((mha, mqa),) = [variants.values() for variants in compared]
+    assert mha.data.path == mqa.data.path == ["d.jsonl"]
+    assert (mha.model.attention.variant, mqa.model.attention.variant) == ("mha", "mqa")
+
+
+@pytest.mark.parametrize("words", ["settings", "--help", "train --help", "tokenizer info byte"])
+def test_output_that_nobody_reads_ends_a_command_quietly(words, tmp_path: Path):
+    """With the exit code that a shell gives to what SIGPIPE ends, or 0 for a stream of text."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "gptmini", *words.split()]
+    done = subprocess.run(
+        command, stdout=write_end, stderr=subprocess.PIPE, check=False, cwd=tmp_path
+    )
+    os.close(write_end)
+    assert done.stderr == b""
+    assert done.returncode == (0 if words == "settings" else 141)
+
+
+@needs_posix
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ("tokenizer encode byte", 0, ""),
+        ("tokenizer decode byte", 0, ""),
+        ("train --data -", 3, "gptmini: standard input: contains no text; choose a file"),
+    ],
+)
+def test_a_closed_input_is_an_empty_one(words, code, line, tmp_path: Path):
+    command = f"'{sys.executable}' -m gptmini {words} <&-"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout.strip()) == (code, "")
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == bool(line)
+
+
+def test_optimized_python_lists_the_settings(tmp_path: Path):
+    command = [sys.executable, "-OO", "-m", "gptmini", "settings", "train.lr"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.stdout[:9], done.stderr) == ("train.lr:", "")
+
+
+@needs_posix
+def test_a_closed_pipe_is_not_an_error(gptmini, text_file: Path, tmp_path: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    command = f"'{sys.executable}' -m gptmini generate runs/text --max-new-tokens 4000 | head -c 5"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout) == 5
+
+
+@needs_posix
+def test_a_closed_output_is_not_an_error(gptmini, text_file: Path):
+    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+    command = f"'{sys.executable}' -m gptmini generate runs/text --prompt The"
+    expected = gptmini("generate", "--prompt", "The")[1]
+    for closed, out in (("2>&-", expected), (">&-", ""), (">&- 2>&-", "")):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {closed}"], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, out, ""), closed

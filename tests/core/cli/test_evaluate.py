@@ -1,0 +1,90 @@
+"""`gptmini evaluate`: its figures, its options, its refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gptmini.runs.directory import RunDirectory
+from tests.support import SMALL
+
+TRAIN = ["train", "--data", "text.txt", *SMALL]
+
+
+@pytest.fixture
+def trained(gptmini, text_file: Path):
+    assert gptmini(*TRAIN, "--out", "runs/a")[0] == 0
+    return gptmini
+
+
+def test_evaluate_prints_the_figures_of_its_json_and_the_same_every_time(trained):
+    code, out, _ = trained("evaluate", "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert trained("evaluate", "runs/a", "--json")[1] == out
+    code, words, _ = trained("evaluate")
+    rows = {line[:13].strip(): line[15:] for line in words.splitlines()}
+    assert rows["loss"] == f"{facts['loss']:.4f} nats per token"
+    assert rows["bits per byte"] == f"{facts['bits_per_byte']:.4f}"
+    assert rows["text"] == f"{facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
+    assert 0 < facts["accuracy"] < 1
+
+
+def test_evaluate_says_how_far_to_trust_its_interval(trained):
+    """None of a few windows, a rough one below 50."""
+    for lines, expected in [(1, ""), (4, "rough"), (20, "±")]:
+        Path("other.txt").write_text("".join(f"{n}. some words\n" for n in range(10 * lines)))
+        windows = json.loads(trained("evaluate", "--data", "other.txt", "--json")[1])["windows"]
+        words = trained("evaluate", "--data", "other.txt")[1]
+        found = "rough" if "(rough)" in words else "±" if "±" in words else ""
+        assert found == expected, windows
+        assert found == ("" if windows < 20 else "rough" if windows < 50 else "±")
+
+
+def test_evaluate_takes_other_text_strides_and_precisions(trained, tmp_path):
+    def facts(*words: str) -> dict:
+        code, out, err = trained("evaluate", *words, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    (tmp_path / "other.txt").write_text("ab")
+    assert facts("--data", "other.txt")["bytes"] == 2
+    assert facts("--data", "text.txt")["bytes"] == Path("text.txt").stat().st_size
+    plain, often = facts(), facts("--stride", "4")
+    assert plain["tokens"] == often["tokens"]
+    assert plain["loss"] != often["loss"]
+    assert facts("--weights", "int8")["loss"] == pytest.approx(plain["loss"], abs=0.05)
+    assert facts("--batch-size", "1")["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+
+
+def test_evaluate_refuses_long_strides_other_text_and_missing_runs(trained, text_file):
+    code, _, err = trained("evaluate", "--stride", "17")
+    assert (code, "--stride 17: longer than the window of 16 tokens" in err) == (2, True)
+    text_file.write_text("something else altogether, " * 40)
+    code, _, err = trained("evaluate")
+    assert (code, "not the text that runs/a was trained on" in err) == (3, True)
+    text_file.unlink()
+    code, _, err = trained("evaluate")
+    assert (code, "text.txt" in err) == (3, True)
+    code, _, err = trained("evaluate", "runs/none")
+    assert (code, "no run here" in err) == (4, True)
+
+
+def test_weights_that_are_not_finite_are_refused_wherever_they_are_read(trained):
+    """A NaN would otherwise be the best of all losses, with an accuracy of 100 %."""
+    directory = RunDirectory(Path("runs/a"))
+    for step in directory.list_steps():
+        checkpoint = directory.load_checkpoint(step, with_optimizer=True)
+        checkpoint.model["blocks.0.attn_norm.weight"][0] = float("nan")
+        directory.save(checkpoint, keep=99)
+    for words in (
+        ["evaluate", "runs/a", "--json"],
+        ["generate", "runs/a", "--prompt", "a"],
+        ["score", "runs/a", "--text", "abc"],
+        ["inspect", "runs/a", "--prompt", "abc"],
+        ["train", "--from", "runs/a", "--data", "text.txt", "--out", "runs/b", "--no-sample"],
+    ):
+        code, out, err = trained(*words)
+        assert code == 4, (words, out, err)
+        assert "blocks.0.attn_norm.weight" in err
+        assert "NaN" not in out

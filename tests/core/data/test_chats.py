@@ -1,0 +1,219 @@
+"""Conversations as training data: what is refused, and which tokens are learned."""
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gptmini.config.settings import DataConfig
+from gptmini.data import corpus, sources
+from gptmini.data.chats import IGNORED, ChatEncoder
+from gptmini.data.formats import read_documents
+from gptmini.errors import DataError
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.chunks import Conversation
+from gptmini.tokenizer.tokenizers import Tokenizer
+from tests.samples import CHAT_TOKENIZER, TOKENIZER
+
+ASK = {"role": "user", "content": "What is it?"}
+ANSWER = {"role": "assistant", "content": "A cat."}
+SYSTEM = {"role": "system", "content": "Be brief"}
+END = "<|im_end|>"
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def read(path: Path, **settings: Any) -> list[Any]:
+    (file,) = sources.find_source([str(path)], DataConfig()).files
+    return list(read_documents(file, settings.get("text_key", "text"), ""))
+
+
+def with_template(template: str) -> Tokenizer:
+    data = json.loads(CHAT_TOKENIZER.to_json()) | {"chat_template": template}
+    return BpeTokenizer.from_dict(data)
+
+
+def encode(*messages: dict[str, Any], tokenizer: Tokenizer = CHAT_TOKENIZER) -> np.ndarray:
+    return ChatEncoder(tokenizer).encode(Conversation("a.jsonl:1", list(messages), "messages"))
+
+
+def spell(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    return "".join(names.get(token) or tokenizer.decode([token]) for token in tokens.tolist())
+
+
+def spell_learned(tokenizer: Tokenizer, tokens: np.ndarray) -> list[str]:
+    """The stretches of tokens that are learned."""
+    starts = np.flatnonzero(np.diff(tokens >= IGNORED)) + 1
+    parts = np.split(tokens, starts)
+    return [spell(tokenizer, part) for part in parts if part[0] < IGNORED]
+
+
+def test_messages_are_read_from_any_field_beside_others(tmp_path):
+    record = {"id": 3, "messages": [ASK, {**ANSWER, "tool_calls": None, "name": None}]}
+    path = write(tmp_path / "a.jsonl", record, {"text": "plain"}, {"text": "b", "messages": 1})
+    first, *texts = read(path)
+    assert first.conversation == Conversation(f"{path}:1", [ASK, ANSWER], "messages")
+    assert first.text == "What is it?\nA cat."
+    assert [chunk.text for chunk in texts] == ["plain", "b"]
+    path = write(tmp_path / "b.jsonl", {"talk": [ASK, ANSWER]})
+    assert read(path, text_key="talk")[0].conversation.messages == [ASK, ANSWER]
+
+
+def test_messages_are_read_from_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [[ASK, ANSWER], [SYSTEM, ASK, ANSWER]]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"messages": rows, "source": ["x", "y"]}), path)
+    assert [chunk.conversation.messages for chunk in read(path)] == rows
+    parquet.write_table(pyarrow.table({"messages": rows, "tools": [["a"], []]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: row 1: tools: not supported"):
+        read(path)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages: empty"),
+    ({"messages": ["Hi"]}, r"messages\[0\]: not an object"),
+    ({"messages": [ASK]}, "messages: nothing of the assistant to learn"),
+    ({"messages": [ANSWER]}, r"messages\[0\]: of the assistant"),
+    ({"messages": [{"content": "a"}, ANSWER]}, r"messages\[0\]\.role: missing; use system, "),
+    ({"messages": [{**ASK, "role": "human"}, ANSWER]}, r"messages\[0\]\.role: 'human'; use"),
+    ({"messages": [{**ASK, "role": "tool"}, ANSWER]}, r"messages\[0\]\.role: 'tool'; use"),
+    ({"messages": [{**ASK, "role": ["user"]}, ANSWER]}, r"messages\[0\]\.role: \['user'\]; use"),
+    ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\]\.content: missing"),
+    ({"messages": [ASK, {**ANSWER, "content": None}]}, r"messages\[1\]\.content: missing"),
+    ({"messages": [ASK, {**ANSWER, "content": [1]}]}, r"\.content: \[1\], not text"),
+    ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"messages\[1\]\.content: empty"),
+    ({"messages": [ASK, {**ANSWER, "content": "\ud800"}]}, "half a character"),
+    ({"messages": [ASK, {**ANSWER, "tool_calls": [1]}]}, r"messages\[1\]\.tool_calls: not supp"),
+    ({"messages": [ASK, {**ANSWER, "weight": 0}]}, r"messages\[1\]\.weight: not supported"),
+    ({"messages": [ASK, ANSWER], "tools": [{}]}, "tools: not supported"),
+    ({"conversations": [{"from": "human", "value": "Hi"}]}, "has messages of from and value"),
+]
+
+
+@pytest.mark.parametrize(("record", "problem"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_line_is_named(tmp_path, record, problem):
+    path = write(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER]}, record)
+    with pytest.raises(DataError, match=problem) as error:
+        read(path)
+    (line,) = error.value.lines
+    assert line.startswith(f"{path}:2: ")
+    assert len(line) < len(str(path)) + 300
+
+
+def test_answers_are_learned_up_to_their_end():
+    tokens = encode(SYSTEM, ASK, ANSWER, ASK, {**ANSWER, "content": "Two\ncats"}, ASK)
+    assert spell_learned(CHAT_TOKENIZER, tokens) == [f"A cat.{END}", f"Two\ncats{END}"]
+    numbers = tokens & ~IGNORED
+    assert numbers[0] == CHAT_TOKENIZER.eos_token_id
+    assert tokens[0] >= IGNORED  # that another document begins is nothing to learn
+    assert numbers[1] == CHAT_TOKENIZER.special_tokens["<|im_start|>"]
+
+
+def test_a_space_at_the_end_of_a_prompt_stays_there():
+    """As when generating, where transformers' prompts end with it."""
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = with_template(template)
+    tokens = encode(ASK, ANSWER, tokenizer=tokenizer)
+    assert spell_learned(tokenizer, tokens) == [f"A cat.{END}"]
+
+
+def test_a_template_that_writes_the_separator_gets_no_second():
+    tokenizer = with_template("<|endoftext|>" + str(CHAT_TOKENIZER.chat_template))
+    tokens = encode(ASK, ANSWER, tokenizer=tokenizer) & ~IGNORED
+    assert (tokens == tokenizer.eos_token_id).sum() == 1
+
+
+REFUSED = {
+    # As Qwen3's, which leaves the thoughts out of all answers but the last.
+    "writes earlier messages otherwise": (
+        "{% for m in messages %}{{ m.role }}"
+        "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    ),
+    # As DeepSeek-R1's, whose prompts begin the thoughts.
+    "writes an answer otherwise": (
+        "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant<think>{% endif %}"
+    ),
+    "puts no end token behind": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}",
+    "messages: no system message": "{{ raise_exception('no system message') }}",
+    "tokenizer.json: its chat template fails": "{% for %}",
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_a_template_that_hides_the_answers_is_refused(problem):
+    with pytest.raises(DataError, match=f"^a.jsonl:1: .*{problem}") as error:
+        encode(ASK, ANSWER, ASK, ANSWER, tokenizer=with_template(REFUSED[problem]))
+    assert len(error.value.lines) == 1
+
+
+def run_advice(error: DataError, path: Path) -> Any:
+    """Run the command that a message advises on a file; return what it prints."""
+    words = shlex.split(error.lines[0].partition("for example with: ")[2])
+    assert words[:2] == ["jq", "-c"]
+    if shutil.which("jq") is None:
+        pytest.skip("no jq here")
+    done = subprocess.run([*words, path], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_messages_of_from_and_value_are_refused_with_a_command_that_converts_them(tmp_path):
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "system"}]
+    path = write(tmp_path / "a.jsonl", {"conversations": talk})
+    with pytest.raises(DataError) as error:
+        read(path)
+    roles = ["user", "assistant", "system"]
+    contents = ["a", "b", None]
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    assert run_advice(error.value, path) == {"messages": messages}
+
+
+def test_without_a_template_conversations_are_refused_with_a_command_that_makes_text(tmp_path):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: a conversation, but the tokenizer has no"
+    ) as error:
+        encode(ASK, ANSWER, tokenizer=TOKENIZER)
+    path = write(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER]})
+    assert run_advice(error.value, path) == {"text": "user: What is it?\nassistant: A cat."}
+
+
+def test_no_vocabulary_is_learned_from_conversations(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER]})
+    source = sources.find_source([str(path)], DataConfig())
+    with pytest.raises(DataError, match=r"a\.jsonl:1: a conversation, but"):
+        corpus.learn_tokenizer("bpe", 300, [source])
+
+
+@pytest.mark.parametrize("split", ["tail", "documents"])
+def test_conversations_are_held_out_whole(tmp_path, split):
+    records = [{"messages": [ASK, {**ANSWER, "content": f"{n}."}]} for n in range(200)]
+    path = write(tmp_path / "a.jsonl", *records)
+    settings = DataConfig(split=split)
+    source = sources.find_source([str(path)], settings)
+    parts = sources.SourceSplit(source, 0.1, 0.1)
+    found: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
+    for side, chunk in parts.iter_chunks(found.keys()):  # type: ignore[arg-type]
+        assert chunk.conversation is not None
+        found[side].append(int(chunk.conversation.messages[1]["content"][:-1]))
+    assert sorted(number for numbers in found.values() for number in numbers) == list(range(200))
+    assert all(5 <= len(found[side]) <= 40 for side in ("validation", "test"))
+    if split == "tail":
+        assert found["training"] + found["test"] + found["validation"] == list(range(200))

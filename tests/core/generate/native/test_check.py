@@ -1,0 +1,429 @@
+"""After a change to the model, the compiled step notices and every command follows the change."""
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gptmini import files
+from gptmini.analysis import attention_maps
+from gptmini.analysis.evaluate import evaluate_run, load_text
+from gptmini.config.settings import ModelConfig
+from gptmini.generate.engine import TorchEngine
+from gptmini.generate.native import build, check, precision
+from gptmini.generate.native import engine as native
+from gptmini.generate.native.step import ACTIVATION_CODES, NativeStep, UnexpectedModelError
+from gptmini.generate.run import Run, load_run
+from gptmini.generate.texts import Text
+from gptmini.model.attention import Attention, make_mask
+from gptmini.model.cache import KVCache, Masks
+from gptmini.model.gpt import GPT, Block
+from gptmini.model.layers import MLP
+from gptmini.plan.memory import StorageCounter
+from tests.core.generate.native.samples import models, step_of
+from tests.support import new_cache, tiny, train
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+
+
+def alibi(module: Attention, queries: Tensor, keys: Tensor, made: Masks) -> Tensor:
+    """`Attention.mask` as someone would write it who adds ALiBi (Press et al. 2022)."""
+    n_head = module.q_proj.out_features // module.head_dim
+    slopes = 2.0 ** -torch.arange(1, n_head + 1)[:, None, None]  # (H, 1, 1)
+    distance = queries[..., :, None] - keys[..., None, :]  # (T, S) or (B, T, S)
+    seen = make_mask(queries, keys, module.window)
+    bias = -slopes * distance[..., None, :, :]  # (H, T, S) or (B, H, T, S)
+    return torch.where(seen, bias, -torch.inf)
+
+
+def noisy(seed: int = 0, **settings: object) -> GPT:
+    """A model with weights, norms and biases far from their initial values."""
+    config = {"vocab_size": 37, "n_layer": 2, "n_head": 4, "d_model": 32, "context_length": 40}
+    torch.manual_seed(seed)
+    model = GPT(ModelConfig.model_validate({**config, **settings})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 5)
+    return model
+
+
+MODELS = {
+    "plain": {},
+    "gqa": {"attention": {"variant": "gqa", "n_kv_head": 2, "qk_norm": True}},
+    "window": {"attention": {"variant": "mqa", "window": 7, "full_every": 2}},
+    "learned": {"position": "learned", "bias": True, "norm": "layernorm", "activation": "gelu"},
+    "alibi": {"position": "alibi", "n_head": 6, "head_dim": 5, "attention": {"window": 30}},
+    "none": {"position": "none", "tie_embeddings": False, "activation": "swiglu"},
+    "one position": {"context_length": 1, "vocab_size": 1},
+    "long": {"context_length": 2000, "attention": {"window": 300}},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("settings", MODELS.values(), ids=list(MODELS))
+def test_an_unchanged_model_passes_with_room_to_spare(settings, capsys):
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    for seed in range(5):
+        model = noisy(seed, **settings)
+        assert check.measure_difference(library, model) < check.TOLERANCE / 5
+        precision.round_weights(model, "bfloat16")
+        assert check.measure_difference(library, model) < check.TOLERANCE / 5
+    for weights in precision.PRECISIONS:
+        model = noisy(**settings)
+        assert native.load_library(model, weights, files.DEFAULT_CACHE_DIR) is not None
+    assert capsys.readouterr().err == ""
+
+
+def wider_window(module: Attention, queries: Tensor, keys: Tensor, made: Masks) -> Tensor:
+    return make_mask(queries, keys, 8)
+
+
+CHANGES = {
+    "ALiBi": (Attention, "mask", alibi),
+    "another window": (Attention, "mask", wider_window),
+    "no rotation": (
+        Attention,
+        "project_qkv",
+        lambda self, x, _, old=Attention.project_qkv: old(self, x, None),
+    ),
+    "scaled logits": (
+        GPT,
+        "compute_logits",
+        lambda self, x, old=GPT.compute_logits: old(self, x) * 1.001,
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_a_changed_model_generates_in_torch_with_one_warning(change, monkeypatch, capsys):
+    monkeypatch.setattr(*change)
+    model = noisy(attention={"window": 7})
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    assert check.measure_difference(library, model) > 2 * check.TOLERANCE
+    for _ in range(2):
+        assert isinstance(
+            native.open_engine(model, "bfloat16", 1, files.DEFAULT_CACHE_DIR), TorchEngine
+        )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: compiled engine: does not compute this model (logits differ")
+    assert line.endswith("generating with PyTorch, which is slower")
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layer", [0, 4, 6])
+def test_a_change_of_a_single_layer_is_seen(layer, weights, monkeypatch):
+    """Also in a model of which a part of the vocabulary is compared."""
+    monkeypatch.setattr(check, "MAX_TOKENS", 10)
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    model = noisy(n_layer=7, attention={"window": 7, "full_every": 3})
+    precision.round_weights(model, weights)
+    assert check.measure_difference(library, model) < check.TOLERANCE / 5
+
+    def mask(module, queries, keys, made, old=Attention.mask):
+        changed = getattr(module, "changed", False)
+        return (
+            wider_window(module, queries, keys, {}) if changed else old(module, queries, keys, {})
+        )
+
+    monkeypatch.setattr(Attention, "mask", mask)
+    assert check.measure_difference(library, model) < check.TOLERANCE / 5
+    model.blocks[layer].attn.changed = True
+    assert check.measure_difference(library, model) > 2 * check.TOLERANCE
+
+
+@needs_compiler
+def test_the_comparison_needs_no_more_memory_for_more_layers_and_tokens():
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    peaks = []
+    for n_layer, vocab_size in ((8, 2000), (32, 20_000)):
+        settings = {"n_layer": n_layer, "vocab_size": vocab_size, "context_length": 32}
+        model = GPT(ModelConfig.model_validate(settings)).eval()
+        precision.round_weights(model, "bfloat16")
+        weights = sum(weight.nbytes for weight in model.parameters())
+        with StorageCounter() as storages:
+            check.measure_difference(library, model)
+        peaks.append(storages.peak - weights)
+    assert 0 < peaks[1] < 1.1 * peaks[0]
+
+
+def describe_without_slopes(self, config, block, cache, old=NativeStep._build_layer):
+    layer = old(self, config, block, cache)
+    layer.alibi_slopes = None
+    return layer
+
+
+def describe_without_window(self, model, cache, old=NativeStep._build_model):
+    described = old(self, model, cache)
+    for number in range(described.n_layer):
+        described.layers[number].window = 0
+    return described
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [("_build_layer", describe_without_slopes), ("_build_model", describe_without_window)],
+    ids=["slopes", "window"],
+)
+def test_an_engine_that_lacks_something_of_the_model_is_not_used(
+    method, wrong, monkeypatch, capsys
+):
+    """As when a mechanism was added to the model alone, or wrongly to the engine."""
+    monkeypatch.setattr(NativeStep, method, wrong)
+    model = noisy(position="alibi", attention={"window": 7})
+    engine = native.open_engine(model, "int8", 1, files.DEFAULT_CACHE_DIR)
+    assert isinstance(engine, TorchEngine)
+    assert "compiled engine: does not compute this model (logits differ" in capsys.readouterr().err
+
+
+def widen_mlp(self: MLP, config: ModelConfig, old=MLP.__init__) -> None:
+    old(self, config.model_copy(update={"d_ff": 2 * config.d_ff}))
+
+
+def narrow_norm(self: Block, *args, old=Block.__init__) -> None:
+    old(self, *args)
+    self.mlp_norm.weight = nn.Parameter(self.mlp_norm.weight[:1].detach())
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [(MLP, widen_mlp), (Block, narrow_norm)], ids=["MLP", "norm"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_a_model_of_other_shapes_is_left_to_torch(change, weights, monkeypatch, capsys):
+    """The compiled step would read and write beyond its buffers."""
+    monkeypatch.setattr(change[0], "__init__", change[1])
+    model = noisy()
+    for _ in range(2):
+        engine = native.open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)
+        assert isinstance(engine, TorchEngine)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: compiled engine: does not compute this model (a tensor is ")
+    assert line.endswith("generating with PyTorch, which is slower")
+
+
+@needs_compiler
+def test_the_weakest_sign_of_alibi_is_seen_in_a_new_model(monkeypatch):
+    """Weights that are small, as initially, make attention's share of the logits small."""
+    monkeypatch.setattr(Attention, "mask", alibi)
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(vocab_size=300, n_layer=2, n_head=4, d_model=64)).eval()
+    assert (
+        check.measure_difference(build.build_library(files.DEFAULT_CACHE_DIR), model)
+        > 2 * check.TOLERANCE
+    )
+
+
+@needs_compiler
+def test_the_comparison_draws_no_random_numbers_and_leaves_the_model_in_training():
+    model = noisy(dropout=0.5).train()
+    model.blocks[0].eval()
+    state = torch.get_rng_state()
+    assert native.load_library(model, "int8", files.DEFAULT_CACHE_DIR) is not None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert [block.mlp.training for block in model.blocks] == [False, True]
+
+
+@needs_compiler
+def test_a_model_that_overflows_is_left_to_those_who_report_it(capsys):
+    model = noisy()
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    assert native.load_library(model, "bfloat16", files.DEFAULT_CACHE_DIR) is not None
+    assert capsys.readouterr().err == ""
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", list(precision.PRECISIONS))
+@pytest.mark.parametrize("activation", ACTIVATION_CODES)
+def test_damaged_weights_are_never_hidden(activation, weights):
+    model = noisy(activation=activation, bias=True)
+    for name, parameter in model.named_parameters():
+        if name == "embed.weight":
+            continue
+        kept = parameter.detach().clone()
+        parameter.detach().fill_(torch.nan)
+        step = step_of(model, weights)
+        assert step([1], [0], [0], [0]).isnan().all(), name
+        parameter.detach().copy_(kept)
+
+
+def test_logits_that_are_finite_only_in_one_are_no_match():
+    logits = torch.tensor([1.0, 2.0])
+    broken = torch.tensor([1.0, torch.nan])
+    assert check._compute_relative_difference(logits, broken) == torch.inf
+    assert not check._compute_relative_difference(broken, logits) <= 1
+    assert check._compute_relative_difference(broken, broken) == 0
+
+
+@pytest.fixture(scope="module")
+def wrong_sign(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The compiled step with another sign of ALiBi in attention.h, which float32 does not run."""
+    folder = tmp_path_factory.mktemp("native")
+    for source in build.SOURCE_FILES:
+        text = source.read_text()
+        if source.name == "attention.h":
+            assert "- queries[n].slope" in text
+            text = text.replace("- queries[n].slope", "+ queries[n].slope")
+        (folder / source.name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "SOURCE_FILES", [folder / each.name for each in build.SOURCE_FILES])
+        library = build.build_library.__wrapped__(folder / "cache")
+    assert library is not None
+    return library
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "settings", [{}, {"n_head": 6, "head_dim": 5, "attention": {"window": 30}}]
+)
+def test_a_mistake_in_the_code_of_a_precision_is_seen(wrong_sign, settings, capsys):
+    model = noisy(position="alibi", **settings)
+    assert check.matches_torch(wrong_sign, model, "float32")
+    assert capsys.readouterr().err == ""
+    assert not check.matches_torch(wrong_sign, model, "bfloat16")
+    assert not check.matches_torch(wrong_sign, model, "int8")
+    assert "compiled engine" in capsys.readouterr().err  # one warning a model
+
+
+@needs_compiler
+@settings(max_examples=40, deadline=None)
+@given(model=models(), weights=st.sampled_from(["bfloat16", "int8"]), scale=st.sampled_from([1, 9]))
+def test_weights_of_any_size_pass_in_every_precision(model, weights, scale):
+    """Also those that are not rounded yet."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    library = build.build_library(files.DEFAULT_CACHE_DIR)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    difference, by_rounding = check.measure_narrow_difference(library, model, weights)
+    assert difference < max(check.NARROW_TOLERANCE, by_rounding)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+class Geglu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 64)
+        self.outer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.inner(x).chunk(2, -1)
+        return self.outer(value * nn.functional.gelu(gate))
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs):
+        return self.block(*inputs)
+
+
+def rename_activation(model: GPT) -> None:
+    model.config = model.config.model_copy(update={"activation": "geglu"})
+    for block in model.blocks:
+        block.mlp = Geglu()
+
+
+FOREIGN = {
+    "activation": rename_activation,
+    "mlp": lambda model: setattr(model.blocks[0], "mlp", nn.Linear(32, 32)),
+    "norm": lambda model: setattr(model, "final_norm", nn.Identity()),
+    "block norm": lambda model: setattr(model.blocks[1], "attn_norm", nn.Identity()),
+    "block": lambda model: model.blocks.__setitem__(1, OwnBlock(model.blocks[1])),
+    "fewer layers": lambda model: model.blocks.__delitem__(1),
+    "more layers": lambda model: model.blocks.append(Block(model.config, 0)),
+    "dropout": lambda model: setattr(model.blocks[0], "dropout", nn.Tanh()),
+    "projection": lambda model: setattr(model.blocks[0].attn, "o_proj", nn.Identity()),
+    "parametrized": lambda model: nn.utils.parametrizations.weight_norm(
+        model.blocks[0].mlp.up_proj
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("change", FOREIGN.values(), ids=list(FOREIGN))
+def test_a_module_of_ones_own_is_left_to_torch_with_one_warning(change, weights, capsys):
+    model = noisy()
+    change(model)
+    for _ in range(2):
+        engine = native.open_engine(model, weights, 1, files.DEFAULT_CACHE_DIR)
+    warnings = capsys.readouterr().err.splitlines()
+    if isinstance(engine, TorchEngine):
+        assert len(warnings) == 1
+        assert warnings[0].startswith("warning: compiled engine")
+    else:  # where the parts are the same after all
+        assert change is FOREIGN["parametrized"]
+        assert not warnings
+
+
+@needs_compiler
+def test_a_model_in_another_type_is_left_to_torch():
+    """The compiled step would read beyond the ends of norms."""
+    model = noisy().bfloat16()
+    with pytest.raises(UnexpectedModelError):
+        step_of(model, "bfloat16")
+
+
+def trained(out: Path, text_file: Path, cache: Path) -> Run:
+    config = tiny(
+        model={"attention": {"variant": "gqa", "n_kv_head": 2}},
+        data={"path": str(text_file)},
+        train={"lr": 0.03, "dtype": "float32"},
+        sample={"temperature": 0, "max_new_tokens": 12},
+    )
+    train(config, out, cache)
+    return load_run(out, weights="float32", cache=cache)
+
+
+def test_alibi_added_to_attention_reaches_every_command(
+    tmp_path: Path, text_file: Path, monkeypatch, capsys
+):
+    cache = new_cache(tmp_path)
+    plain = trained(tmp_path / "plain", text_file, cache)
+    tokens = plain.encode("the cat sat on")
+    plain_maps = attention_maps.compute_attention_weights(plain.model, tokens)
+    plain_loss = evaluate_run(plain, load_text(plain, None, cache)).loss
+    monkeypatch.setattr(Attention, "mask", alibi)
+
+    other_loss = evaluate_run(plain, load_text(plain, None, cache)).loss
+    assert other_loss != plain_loss
+    run = trained(tmp_path / "alibi", text_file, cache)
+    learned = zip(run.model.parameters(), plain.model.parameters(), strict=True)
+    assert not all(torch.equal(one, other) for one, other in learned)
+
+    capsys.readouterr()
+    prompts = ["the ", "a dog jumps", "x"]
+    texts = [text.text for text in run.start(prompts).finish()]
+    warnings = capsys.readouterr().err
+    assert texts == [text.text for text in run.start(prompts, use_cache=False).finish()]
+    assert texts == [run.generate(prompt) for prompt in prompts]
+    if shutil.which("g++"):
+        assert warnings.count("warning: compiled engine") == 1
+        assert run.start(prompts).engine == "torch"
+    with run.borrow_engine(1) as engine, torch.no_grad():
+        text = Text(0, tokens, 16)
+        text.n_logits = len(tokens)
+        torch.testing.assert_close(engine([text])[0], run.model(torch.tensor([tokens]))[0])
+
+    # One token at a time on a cache is reading the whole, and the maps have ALiBi's bias.
+    with torch.no_grad():
+        steps = KVCache(run.model.config, 1, torch.device("cpu"), torch.float32)
+        logits = [run.model(torch.tensor([[token]]), cache=steps)[0, 0] for token in tokens]
+        whole = run.model(torch.tensor([tokens]))[0]
+    torch.testing.assert_close(torch.stack(logits), whole, atol=1e-5, rtol=1e-4)
+    maps = attention_maps.compute_attention_weights(plain.model, tokens)
+    T = len(tokens)
+    slopes = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
+    bias = -slopes * (torch.arange(T)[:, None] - torch.arange(T))  # (H, T, T)
+    expected = plain_maps[0] * bias.exp()  # of the first layer, whose inputs are the same
+    torch.testing.assert_close(maps[0], expected / expected.sum(-1, keepdim=True))

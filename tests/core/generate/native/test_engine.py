@@ -1,0 +1,359 @@
+import copy
+import os
+import platform
+import random
+import shutil
+import stat
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptmini.config.settings import ModelConfig
+from gptmini.generate.native import build, precision
+from gptmini.model.gpt import GPT
+from tests.core.generate.native.samples import LENGTH, models, run, step_of
+from tests.support import needs_posix
+
+TARGETS = [build.NATIVE_TARGET]  # this processor, and what it would do with fewer instructions
+if platform.machine() == "x86_64":
+    TARGETS += [
+        ("-march=native", "-mno-amx-bf16"),
+        ("-march=native", "-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512vnni"),
+        ("-march=native", "-mno-avx512f"),
+        ("-march=x86-64",),
+    ]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+
+
+def rounded_inputs(model: GPT, weights: str) -> GPT:
+    """The model in torch with the inputs of every product, keys and values rounded likewise."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        if weights == "bfloat16":
+            return x.bfloat16().float()
+        sizes = x.abs()
+        scale = torch.maximum(sizes.amax(-1, True) / 32767, sizes.sum(-1, True) / 16e6)
+        scale = scale.clamp(min=1e-30)
+        return (x / scale).round() * scale
+
+    def cached(heads: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
+        def narrow(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            q, k, v = heads(*inputs)
+            return q, k.bfloat16().float(), v.bfloat16().float()
+
+        return narrow
+
+    model = copy.deepcopy(model)
+    for block in model.blocks:
+        if weights != "float32":
+            block.attn.project_qkv = cached(block.attn.project_qkv)
+    for module in model.modules():
+        if weights != "float32" and isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+    if weights != "float32":  # a tied head is no module
+        model.final_norm.register_forward_hook(lambda _, __, output: rounded(output))
+    return model
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", TARGETS, ids=" ".join)
+@settings(max_examples=30, deadline=None)
+@given(model=models(), weights=st.sampled_from(list(precision.PRECISIONS)), seed=st.integers(0, 99))
+def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call(
+    target, model, weights, seed
+):
+    dice = random.Random(seed)
+    precision.round_weights(model, weights)
+    step = step_of(model, weights, 4, target)
+    tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
+    alone = torch.cat([run(step, [t], 0, p) for p, t in enumerate(tokens)])
+    precision.widen_weights(model)
+    assert torch.equal(run(step_of(model, weights, 1, target), tokens), alone)
+    with torch.no_grad():
+        expected = rounded_inputs(model, weights)(torch.tensor([tokens]))[0]
+    # Sums in another order may round an input or a key the other way, rarely and by 1/256.
+    off = float((alone - expected).norm() / expected.norm())
+    assert off < {"float32": 1e-5, "bfloat16": 5e-3, "int8": 2e-3}[weights]
+
+    done = {1: 0, 2: 0, 3: 0}  # rows, each fed the same tokens in pieces of its own
+    while any(end < LENGTH for end in done.values()):
+        places = []
+        for row, start in done.items():
+            end = min(LENGTH, start + dice.choice([0, 1, 3, 9, LENGTH]))
+            places += [(row, place) for place in range(start, end)]
+            done[row] = end
+        if places:
+            rows, positions = map(list, zip(*places, strict=True))
+            wanted = [n for n in range(len(places)) if dice.random() < 0.7]
+            found = step([tokens[p] for p in positions], rows, positions, wanted)
+            assert torch.equal(found, alone[[positions[n] for n in wanted]])
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compares two paths of x86-64")
+@settings(max_examples=10, deadline=None)
+@given(model=models())
+def test_int8_has_the_same_bits_with_and_without_amx(model):
+    precision.round_weights(model, "int8")
+    tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
+    found = []
+    for target in TARGETS[:2]:
+        step = step_of(model, "int8", target=target)
+        found.append(run(step, tokens))
+    assert torch.equal(found[0], found[1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", precision.PRECISIONS)
+def test_any_number_of_threads_gives_the_same_bits(weights):
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(vocab_size=50, n_layer=2)).eval()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        step = step_of(model, weights)
+        whole = run(step, [*range(40)])
+        found.append(torch.cat([whole, *(run(step, [n], 0, n) for n in range(20))]))
+    torch.set_num_threads(1)
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    assert torch.equal(whole[:20], found[0][40:])
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", precision.PRECISIONS)
+def test_damaged_weights_and_values_are_noticed(weights):
+    """As a NaN in the logits: no rounding of inputs may hide one."""
+    torch.manual_seed(0)
+    for value in (torch.nan, torch.inf):
+        model = GPT(ModelConfig(vocab_size=50, n_layer=2, tie_embeddings=False)).eval()
+        with torch.no_grad():
+            model.embed.weight[3, 5] = value
+        logits = run(step_of(model, weights), [1, 3, 2])
+        assert torch.isfinite(logits[0]).all()
+        assert not torch.isfinite(logits[1:].sum(1)).any()
+
+
+@needs_compiler
+def test_int8_sums_of_extreme_inputs_stay_within_32_bits():
+    """Equal signs everywhere and one input far above the others, in thousands of columns."""
+    model = GPT(ModelConfig(vocab_size=50, n_layer=1, d_ff=8192, activation="relu2", bias=True))
+    with torch.no_grad():
+        model.blocks[0].mlp.up_proj.weight.zero_()
+        down = model.blocks[0].mlp.down_proj.weight  # rows that differ: the norm drops the mean
+        down.copy_(torch.randn(len(down), 1).expand_as(down) / 100)
+        for largest in (1.0, 30.0):
+            model.blocks[0].mlp.up_proj.bias.fill_(1.0)[7] = largest
+            precision.round_weights(model, "int8")
+            expected = model(torch.tensor([[1]]))[0]
+            found = run(step_of(model, "int8"), [1])
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@given(st.integers(0, 1000))
+def test_int8_weights_are_at_most_half_a_step_off(seed):
+    weights = torch.randn(7, 33, generator=torch.Generator().manual_seed(seed))
+    weights[0] = 0
+    whole, scales = precision.quantize(weights)
+    assert whole.abs().max() == 127
+    off = (whole * scales[:, None] - weights).abs()
+    assert (off <= scales[:, None] * 0.501).all()
+
+
+def test_rounding_leaves_norms_and_positions_unchanged():
+    model = GPT(ModelConfig(vocab_size=50, n_layer=1, position="learned"))
+    before = copy.deepcopy(model.state_dict())
+    precision.round_weights(model, "bfloat16")
+    matrices = {name for name, now in model.state_dict().items() if now.dtype == torch.bfloat16}
+    precision.widen_weights(model)
+    changed = {name for name, now in model.state_dict().items() if not now.equal(before[name])}
+    assert changed == {name for name, now in before.items() if now.ndim == 2} - {"positions.weight"}
+    assert matrices == changed
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@needs_posix
+def test_without_a_compiler_there_is_no_library_and_a_failing_one_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.build_library(tmp_path / "one") is None
+    assert capsys.readouterr().err == ""
+    broken = tmp_path / "g++"
+    for command, reason in [
+        ("echo notes; echo 'x.cpp:1: fatal error: no <cmath>' >&2; exit 1", "x.cpp:1: fatal error"),
+        ("exit 3", "(exit 3)"),
+    ]:
+        broken.write_text(f"#!/bin/sh\n{command}\n")
+        broken.chmod(0o755)
+        build.build_library.cache_clear()
+        assert build.build_library(tmp_path / "two") is None
+        assert build.build_library(tmp_path / "two") is None
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("warning: g++: cannot compile the decoder (")
+        assert reason in line
+
+
+@needs_posix
+def test_a_compiler_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_SECONDS", 0.1)
+    build.build_library.cache_clear()
+    assert build.build_library(tmp_path / "cache") is None
+    assert capsys.readouterr().err == (
+        "warning: g++: has not compiled the decoder within 0.1 seconds; generating with PyTorch, "
+        "which is slower\n"
+    )
+
+
+# What Apple's clang 14 says; what it accepts, a real compiler compiles.
+APPLES_CLANG = """#!/bin/sh
+echo "$*" >> {log}
+arguments=
+for word; do
+  case $word in
+    -march=native) echo "clang: error: unsupported argument 'native' to '-march='" >&2; exit 1;;
+    -mcpu=native) {on_mcpu};;
+    -Xclang) after_xclang=yes;;
+    -fopenmp) if [ -z "$after_xclang" ] || [ ! -f "{header}" ]; then exit 1; fi;;
+    -lomp | -Wl,* | -L* | -I*) ;;
+    *) arguments="$arguments $word";;
+  esac
+done
+{compile}
+"""
+
+
+def install_apples_clang(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> Path:
+    """Make this look like a Mac with Apple's clang; returns the file that lists its calls."""
+    log = folder / "calls"
+    compiler = folder / "clang++"
+    settings = {
+        "on_mcpu": ":",
+        "header": torch.__file__,  # instead of omp.h, which is in the Mac's package only
+        "compile": f"exec {shutil.which('g++')} $arguments",
+    }
+    compiler.write_text(APPLES_CLANG.format(log=log, **(settings | options)))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(build, "COMPILERS", ["clang++", "g++"])
+    monkeypatch.setattr(build, "sys", types.SimpleNamespace(platform="darwin"))
+    source = folder / "quick.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(build, "SOURCE_FILES", [source])
+    build.build_library.cache_clear()
+    return log
+
+
+def list_options(log: Path) -> list[str]:
+    """List the options that differ between the calls: the target and OpenMP."""
+    calls = [
+        call.split(".cpp ")[1].split(" -o ")[0].split() for call in log.read_text().splitlines()
+    ]
+    varying = ("-march=native", "-mcpu=native", "-fopenmp", "-lomp")
+    return [" ".join(word for word in call if word in varying) for call in calls]
+
+
+@needs_posix
+@needs_compiler
+def test_apples_clang_gets_a_target_that_it_knows_and_torchs_openmp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    log = install_apples_clang(tmp_path, monkeypatch)
+    library = build.build_library(tmp_path / "cache")
+    assert library is not None
+    assert library.answer() == 42
+    assert capsys.readouterr().err == ""
+    openmp = "-fopenmp -lomp"
+    assert list_options(log) == [
+        f"-march=native {openmp}",
+        "-march=native",
+        f"-mcpu=native {openmp}",
+    ]
+    torch_folder = Path(torch.__file__).parent
+    last = log.read_text().splitlines()[-1]
+    assert f"-Xclang -fopenmp -I{torch_folder}/include -L{torch_folder}/lib -lomp" in last
+    assert f"-Wl,-rpath,{torch_folder}/lib " in last
+    assert [path.suffix for path in (tmp_path / "cache" / "native").iterdir()] == [".so"]
+
+
+@needs_posix
+@needs_compiler
+def test_a_mac_whose_torch_lacks_openmp_computes_with_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log = install_apples_clang(tmp_path, monkeypatch, header="/none", on_mcpu="exit 1")
+    library = build.build_library(tmp_path / "cache")
+    assert library is not None
+    assert list_options(log)[-2:] == ["-fopenmp -lomp", ""]
+
+
+@needs_posix
+def test_a_compiler_that_refuses_everything_is_asked_six_times_and_quoted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    refuse = "echo 'clang: error: no SDK' >&2; exit 1"
+    log = install_apples_clang(tmp_path, monkeypatch, compile=refuse)
+    assert build.build_library(tmp_path / "cache") is None
+    assert build.build_library(tmp_path / "cache") is None
+    assert len(list_options(log)) == 6
+    assert capsys.readouterr().err == (
+        "warning: clang++: cannot compile the decoder (clang: error: no SDK); generating with "
+        "PyTorch, which is slower\n"
+    )
+    assert list((tmp_path / "cache" / "native").iterdir()) == []
+
+
+@needs_posix
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "quick.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(build, "SOURCE_FILES", [source])
+    cache = tmp_path / "cache"
+    build.build_library.cache_clear()
+    assert build.build_library(cache) is not None
+    (library,) = (cache / "native").iterdir()
+    whole = library.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + b"x"):
+        library.unlink()  # what is in memory keeps its bytes
+        library.write_bytes(damaged)
+        library.chmod(0o700)
+        build.build_library.cache_clear()
+        compiled = build.build_library(cache)
+        assert compiled is not None
+        assert compiled.answer() == 42
+        (library,) = (cache / "native").iterdir()
+    build.build_library.cache_clear()
+
+
+@needs_posix
+@needs_compiler
+def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
+    assert build.build_library(tmp_path) is not None
+    (library,) = (tmp_path / "native").iterdir()
+    made = library.stat().st_mtime_ns
+    build.build_library.cache_clear()
+    assert build.build_library(tmp_path) is not None
+    assert library.stat().st_mtime_ns == made
+    library.chmod(stat.S_IMODE(library.stat().st_mode) | 0o002)  # anybody could write it
+    build.build_library.cache_clear()
+    assert build.build_library(tmp_path) is None
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_means_no_library(tmp_path: Path):
+    (tmp_path / "native").write_text("a file where the folder should be")
+    assert build.build_library(tmp_path) is None
+    assert os.listdir(tmp_path) == ["native"]

@@ -1,0 +1,82 @@
+"""Conversations that outgrow the context of their model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptmini.errors import ConfigError
+from gptmini.generate.chat import drop_oldest_turns
+from gptmini.generate.run import Run
+from tests.samples import CHAT_TOKENIZER, run_of
+
+SYSTEM = {"role": "system", "content": "ab"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of(tmp_path_factory.mktemp("chat") / "run", CHAT_TOKENIZER, context_length=100)
+
+
+def converse(n_turns: int) -> list[dict[str, Any]]:
+    messages = []
+    for number in range(n_turns):
+        messages.append({"role": "user", "content": f"q{number}"})
+        messages.append({"role": "assistant", "content": f"a{number}"})
+    return messages[:-1]
+
+
+def count(run: Run, messages: list[dict[str, Any]]) -> int:
+    return len(run.encode(run.render_chat(messages), special=True))
+
+
+@pytest.mark.parametrize("first", [[], [SYSTEM]])
+@pytest.mark.parametrize("max_new_tokens", [10, 5000])
+def test_the_oldest_turns_are_dropped_whole(run, first, max_new_tokens):
+    room = min(max_new_tokens, 50)
+    dropped = set()
+    for n_turns in range(1, 9):
+        messages = first + converse(n_turns)
+        kept = drop_oldest_turns(run, messages, max_new_tokens)
+        assert count(run, kept) + room <= 100
+        n_dropped = len(messages) - len(kept)
+        assert n_dropped % 2 == 0
+        assert kept == first + messages[len(first) + n_dropped :]
+        if n_dropped:  # one turn less would have been too little
+            more = first + messages[len(first) + n_dropped - 2 :]
+            assert count(run, more) + room > 100
+        dropped.add(n_dropped)
+    assert 0 in dropped
+    assert len(dropped) > 3
+
+
+def test_the_last_message_stays_however_long(run):
+    last = {"role": "user", "content": "long " * 100}
+    assert drop_oldest_turns(run, [SYSTEM, *converse(2), last], 10) == [SYSTEM, last]
+
+
+def test_a_conversation_says_once_that_it_forgets(tmp_path, gptmini, monkeypatch):
+    run_of(tmp_path / "run", CHAT_TOKENIZER, context_length=100)
+    asked = iter([*["Why " * 5] * 6, "quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(asked))
+    rendered: list[list[dict[str, Any]]] = []
+    render = Run.render_chat
+    monkeypatch.setattr(
+        Run, "render_chat", lambda run, said: rendered.append(said[:]) or render(run, said)
+    )
+    code, _, said = gptmini("generate", "run", "--chat", "-i", "--max-new-tokens", "8")
+    assert code == 0
+    assert said.count("forgets its oldest turns") == 1
+    assert len(rendered[-1]) < 11
+    assert rendered[-1][-1]["content"] == "Why " * 5
+
+
+def test_a_run_makes_its_prompt(tmp_path: Path):
+    run = run_of(tmp_path / "run", CHAT_TOKENIZER)
+    prompt = run.render_chat([{"role": "user", "content": "Hi <|im_end|>"}])
+    assert prompt == "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    text = run.create_text(0, prompt, run.config.sample, special=True)
+    assert text.prompt_tokens[0] == CHAT_TOKENIZER.special_tokens["<|im_start|>"]
+    other = run_of(tmp_path / "other")
+    with pytest.raises(ConfigError, match="other: has no chat template"):
+        other.render_chat([{"role": "user", "content": "Hi"}])

@@ -1,0 +1,153 @@
+"""PyTorch's engine: rows, slots, graphs, and the memory that logits take."""
+
+import pytest
+import torch
+
+from gptmini.generate import graphs
+from gptmini.generate.engine import PREFILL_CHUNK, TorchEngine, round_up_rows
+from gptmini.generate.native.precision import copy_as, round_weights, widen_weights
+from gptmini.generate.texts import Text
+from gptmini.model.gpt import GPT
+from tests.core.generate.recorded_graphs import RecordedGraph
+from tests.core.generate.test_sampler import model_of
+
+LONG = 512
+
+
+def check(engine: TorchEngine, model: GPT, texts: list[Text]) -> None:
+    """Call the engine; compare its logits with a fresh pass of the model over each text."""
+    for text, logits in zip(texts, engine(texts), strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([text.context]))[0, -text.n_logits :]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert text.n_cached == len(text.context)
+        text.context.append(len(text.context) % 50)
+
+
+def make_texts(n: int, length: int = 5) -> list[Text]:
+    tokens = [position * position % 50 for position in range(length)]
+    return [Text(number, [number, *tokens], LONG) for number in range(n)]
+
+
+def test_texts_that_stay_read_nothing_again_when_others_come_end_and_slide(monkeypatch):
+    model = model_of(length=LONG)
+    engine = TorchEngine(model, 8)
+    n_tokens: list[int] = []
+    hidden = model.forward_hidden
+    monkeypatch.setattr(
+        model, "forward_hidden", lambda t, *r: n_tokens.append(t.numel()) or hidden(t, *r)
+    )
+    texts = make_texts(4, 100)
+    engine(texts[:2])
+    for text in texts[:2]:
+        text.context.append(1)
+    n_tokens.clear()
+    engine(texts[:3])  # a new one
+    assert sorted(n_tokens) == [2, 101]
+    texts[0].context = texts[0].context[50:]
+    texts[0].n_cached = 0
+    for text in texts[1:3]:
+        text.context.append(1)
+    n_tokens.clear()
+    engine(texts[:3])  # one slides
+    assert sorted(n_tokens) == [4, 52]  # three rows are padded to four
+
+
+def test_texts_move_down_when_those_below_them_have_ended():
+    model = model_of(length=LONG)
+    engine = TorchEngine(model, 8)
+    texts = make_texts(8)
+    check(engine, model, texts)
+    for text in texts[:6]:
+        text.finish_reason = "length"
+    shapes: list[int] = []
+    step = engine._compute_step
+    engine._compute_step = lambda inputs, n: shapes.append(inputs.shape[1]) or step(inputs, n)
+    for _ in range(3):
+        check(engine, model, texts[6:])
+    assert shapes == [2, 2, 2]
+    check(engine, model, [*texts[6:], *make_texts(5)])  # newcomers take what is free
+
+
+def test_more_texts_than_slots_take_them_from_each_other():
+    model = model_of(length=LONG)
+    engine = TorchEngine(model, 2)
+    texts = make_texts(5)
+    for first in (0, 2, 3, 1, 0):
+        check(engine, model, texts[first : first + 2])
+    assert len(engine._slots) == 2
+    check(engine, model, texts)  # a call with more makes room for all
+    check(engine, model, texts)
+
+
+@pytest.mark.parametrize("attention", [{}, {"window": 30, "full_every": 2}], ids=str)
+def test_scored_prompts_have_logits_for_every_token_and_others_for_one(attention):
+    model = model_of(extra=attention, length=LONG)
+    engine = TorchEngine(model, 4)
+    n_logits: list[int] = []
+    compute = model.compute_logits
+    model.compute_logits = lambda x: n_logits.append(x.shape[0]) or compute(x)
+    scored, *others = make_texts(4, 2 * PREFILL_CHUNK + 7)
+    scored.n_logits = len(scored.context)
+    check(engine, model, [others[0], scored, *others[1:]])
+    n_fresh_passes = 4
+    assert sum(n_logits) == scored.n_logits + len(others) + n_fresh_passes
+
+
+def test_a_recorded_step_reads_new_tokens_and_a_grown_cache(monkeypatch):
+    monkeypatch.setattr(graphs, "_Graph", RecordedGraph)
+    model = model_of(extra={"window": 30, "full_every": 2}, length=LONG)
+    engine = TorchEngine(model, 8)
+    engine._graphs = graphs.StepGraphs()
+    engine._on_cpu = False
+    texts = make_texts(5)
+    for n_texts in (1, 1, 2, 1, 5, 5, 3, 5):
+        check(engine, model, texts[:n_texts])
+    for text in texts:
+        text.context += [number % 50 for number in range(250)]
+    for _ in range(3):  # more keys
+        check(engine, model, texts)
+    shapes = engine._graphs._graphs.keys()
+    assert shapes == {(2, 256), (4, 256), (8, 256), (8, 512)}  # (1, 256) went with its cache
+
+
+def test_where_no_graph_is_recorded_there_is_one_warning_and_the_same_logits(capsys):
+    model = model_of(length=LONG)
+    engine = TorchEngine(model, 2)
+    assert engine._graphs is None  # a CPU has no use for them
+    engine._graphs = graphs.StepGraphs()
+    texts = make_texts(2)
+    for n_texts in (1, 2, 2):
+        check(engine, model, texts[:n_texts])
+        check(engine, model, texts[:n_texts])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: CUDA graph: not recorded (")
+    assert line.endswith("); generating without, which is slower")
+
+
+def test_rows_come_in_few_numbers():
+    found = [round_up_rows(n) for n in (1, 2, 3, 5, 9, 17, 32, 33, 48, 49)]
+    assert found == [1, 2, 4, 8, 16, 32, 32, 48, 48, 64]
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi"])
+def test_a_model_in_bfloat16_has_a_cache_in_bfloat16_and_logits_close_by(position):
+    model = model_of(position=position, extra={"qk_norm": True}, length=LONG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(4 if parameter.ndim == 2 else 1)
+    round_weights(model, "bfloat16")
+    narrow = copy_as(model, torch.bfloat16)
+    widen_weights(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
+    engines = [TorchEngine(model, 2), TorchEngine(narrow, 2)]
+    both = [make_texts(2, 30), make_texts(2, 30)]
+    for _ in range(4):
+        exact, found = (engine(texts) for engine, texts in zip(engines, both, strict=True))
+        for ours, theirs in zip(found, exact, strict=True):
+            assert ours.dtype == torch.float32
+            assert 0 < (ours - theirs).norm() < 0.03 * theirs.norm()
+        for text in both[0] + both[1]:
+            text.context.append(7)
+    assert {memory.dtype for memory in engines[1]._cache.memory} == {torch.bfloat16}

@@ -1,0 +1,211 @@
+"""The layout of the package: rooms whose imports point one way, guests, and what never loads.
+
+A room is a folder of gptmini/. It imports only the rooms listed before it, in the order in which
+docs/reading-the-code.md describes them. A guest is a folder of gptmini/extras/: only commands load
+it, and it knows no other guest. A new file needs no entry here.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "gptmini"
+GROUND = {"errors", "files", "console", "machine", "hub"}  # the modules directly in gptmini/
+ROOMS = [  # generate/native is a wing of generate: they import each other
+    "",  # the ground
+    "config",
+    "tokenizer",
+    "data",
+    "model",
+    "runs",
+    "distributed",
+    "generate",
+    "plan",
+    "train",
+    "analysis",
+    "cli",
+]
+GUESTS = ["extras.interop", "extras.serve"]
+DOORS = {  # the only modules that import a library
+    "pydantic": {"config.section", "config.settings", "config.load"},
+    "pydantic_core": {"config.section"},
+    "yaml": {"config.yamlfile"},
+    "tiktoken": {"tokenizer.bpe_tokenizer"},
+    "regex": {"tokenizer.bpe"},
+    "pyarrow": {"data.formats"},
+    "urllib": {"data.fetch"},
+    "huggingface_hub": {"hub"},
+    "tqdm": {"console"},
+    "safetensors": {"runs.tensors", "extras.interop.huggingface"},
+    "gguf": {"extras.interop.gguf"},
+    "transformers": {"extras.interop.export"},
+    "xllamacpp": {"extras.interop.export"},
+    "tensorboard": {"runs.log"},
+    "wandb": {"runs.log"},
+    "matplotlib": {"analysis.plots"},
+    "scipy": {"analysis.statistics"},
+    "subprocess": {"machine", "generate.native.build", "analysis.compare"},
+    "jinja2": {"tokenizer.chat_template"},
+    "starlette": {"extras.serve.server"},
+    "uvicorn": {"extras.serve.server"},
+    "prometheus_client": {"extras.serve.server"},
+    "typer": {"cli.app", "cli.options", "cli.data", "cli.tokenizer", "cli.train"},
+}
+NEVER_LOADS = {  # importing the module on the left loads none of those on the right
+    "gptmini.train.trainer": [
+        "gptmini.generate.native",
+        "gptmini.generate.speculative",
+        "gptmini.data.formats",
+        "gptmini.analysis",
+    ],
+    "gptmini.analysis.plots": ["gptmini.train", "torch"],
+    "gptmini.analysis.page": ["gptmini.train", "torch"],
+    "gptmini.analysis.variants": ["gptmini.train", "torch"],
+    "gptmini": ["torch"],
+    "gptmini.cli.app": ["torch"],
+    "gptmini.plan.cost": ["torch"],
+    "gptmini.console": ["torch"],
+}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "os.system"}
+FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve"}
+CONSOLE_ONLY = {"print", "sys.stdout", "sys.stderr", "os.environ", "os.getenv"}
+
+
+def name_of(path: Path) -> str:
+    """`model.gpt` for gptmini/model/gpt.py."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room_of(name: str) -> str:
+    """`generate` for generate.native.engine, `extras.serve` for extras.serve.server."""
+    parts = name.split(".")[:-1]
+    return ".".join(parts[:2]) if parts[:1] == ["extras"] else "".join(parts[:1])
+
+
+SOURCES = {name_of(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+FILES = [name for name in TREES if not name.endswith(("__init__", "__main__"))]
+for name in FILES:
+    if room_of(name) in ("config", "tokenizer", "data"):
+        NEVER_LOADS[f"gptmini.{name}"] = ["torch", "gptmini.model"]
+
+
+def imports(name: str) -> list[str]:
+    """The dotted names that a module imports, wherever the import stands."""
+    dotted = []
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            dotted += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            dotted += [f"{node.module}.{alias.name}" for alias in node.names]
+    return dotted
+
+
+def imported_files(name: str) -> set[str]:
+    """The modules of gptmini that a module imports: {"config.settings", "errors"}."""
+    ours = [dotted.removeprefix("gptmini.") for dotted in imports(name)]
+    return {file for file in FILES for dotted in ours if f"{dotted}.".startswith(f"{file}.")}
+
+
+def test_every_file_is_in_a_room():
+    assert {name for name in FILES if room_of(name) == ""} == GROUND
+    assert {room_of(name) for name in FILES} == {*ROOMS, *GUESTS}
+
+
+def test_the_rooms_are_described_in_their_order():
+    page = (PACKAGE.parent / "docs" / "reading-the-code.md").read_text()
+    order = [*ROOMS[1:], *(guest.replace(".", "/") for guest in GUESTS)]
+    assert re.findall(r"^\| `([\w/]+)/` \|", page, re.MULTILINE) == order
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_room_imports_only_rooms_before_it_and_only_commands_load_guests(name):
+    room = room_of(name)
+    if room == "cli":
+        allowed = [*ROOMS, *GUESTS]
+    elif room in GUESTS:
+        allowed = [*ROOMS[:-1], room]
+    else:
+        allowed = ROOMS[: ROOMS.index(room) + 1]
+    assert {file for file in imported_files(name) if room_of(file) not in allowed} == set()
+
+
+@pytest.mark.parametrize("room", [*ROOMS, *GUESTS])
+def test_a_room_has_no_circles(room):
+    graph = {
+        name: {file for file in imported_files(name) if room_of(file) == room}
+        for name in FILES
+        if room_of(name) == room
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("room", [*ROOMS[1:], "extras", *GUESTS])
+def test_a_room_begins_with_a_docstring_and_nothing_else(room):
+    (only,) = TREES[f"{room}.__init__"].body
+    assert isinstance(only, ast.Expr)
+    assert ast.get_docstring(TREES[f"{room}.__init__"])
+
+
+def test_the_model_knows_only_its_settings_and_its_errors():
+    for name in FILES:
+        if room_of(name) == "model":
+            others = {file for file in imported_files(name) if room_of(file) != "model"}
+            assert others <= {"config.settings", "errors"}, name
+            libraries = {dotted.split(".")[0] for dotted in imports(name)} - {"gptmini"}
+            assert libraries <= {"torch", "math", "copy", "typing", "contextlib", "collections"}
+
+
+def test_mechanisms_are_for_readers_tests_and_pictures():
+    users = {name for name in FILES if "model.mechanisms" in imported_files(name)}
+    assert users == {"analysis.attention_maps"}
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_each_library_has_its_doors(library):
+    users = {
+        name
+        for name in FILES
+        for dotted in imports(name)
+        if library in dotted.split(".") and not dotted.startswith("gptmini")
+    }
+    assert users == DOORS[library]
+
+
+def test_the_server_stands_on_generating_alone():
+    serving = [name for name in FILES if room_of(name) == "extras.serve"]
+    rooms = {room_of(file) for name in serving for file in imported_files(name)}
+    assert rooms <= {"", "config", "generate", "extras.serve"}
+
+
+@pytest.mark.parametrize(("module", "others"), NEVER_LOADS.items(), ids=NEVER_LOADS)
+def test_importing_a_module_never_loads(module, others):
+    script = f"import {module}, sys; print([m for m in {others} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_can_make_it_run_code(name):
+    assert not {dotted.split(".")[0] for dotted in imports(name)} & FORBIDDEN_IMPORTS
+    calls = {ast.unparse(node.func) for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)}
+    assert not calls & FORBIDDEN_CALLS
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "cli"])
+def test_only_the_console_prints_and_only_the_door_reads_the_environment(name):
+    used = {ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.expr)}
+    allowed = {
+        "console": CONSOLE_ONLY,
+        "distributed.group": {"os.environ"},  # torchrun's variables
+        "machine": {"os.environ"},  # the one that cuBLAS reads
+    }
+    assert not (used & CONSOLE_ONLY) - allowed.get(name, set())

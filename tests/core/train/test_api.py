@@ -1,0 +1,249 @@
+"""Training from Python."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptmini
+from gptmini.config import yamlfile
+from gptmini.errors import ConfigError
+from gptmini.generate.run import Run
+from gptmini.model.gpt import GPT
+from gptmini.runs.directory import RunDirectory
+from gptmini.train.batches import seed_from
+from tests.support import SMALL, TINY, new_cache, tiny
+
+
+def asked(text_file: Path) -> dict:
+    return {**TINY, "data": {"path": str(text_file)}}
+
+
+def test_it_returns_the_trained_run_and_resumes_it(text_file: Path, tmp_path: Path):
+    cache = new_cache(tmp_path)
+    run = gptmini.fit(asked(text_file), tmp_path / "run", cache)
+    assert isinstance(run, gptmini.Run)
+    best = RunDirectory(tmp_path / "run").load_best()
+    assert run.step == best.step > 0
+    for name, tensor in run.model.state_dict().items():
+        torch.testing.assert_close(tensor, best.model[name], rtol=1e-2, atol=1e-2)  # bfloat16
+    assert run.generate("the", max_new_tokens=3)
+    before = RunDirectory(tmp_path / "run").list_steps()
+    gptmini.fit(asked(text_file), str(tmp_path / "run"), cache)  # finished already
+    assert RunDirectory(tmp_path / "run").list_steps() == before
+    longer = {**TINY["train"], "steps": 8}
+    gptmini.fit({**asked(text_file), "train": longer}, tmp_path / "run", cache)
+    assert RunDirectory(tmp_path / "run").list_steps()[0] == 8
+
+
+def test_it_trains_as_the_command_does(gptmini, text_file: Path, tmp_path: Path):
+    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    import gptmini as package
+
+    command = RunDirectory(tmp_path / "runs" / "text")
+    package.fit(command.load_config(), tmp_path / "again", tmp_path / "cache")
+    again = RunDirectory(tmp_path / "again")
+    assert again.load_config() == command.load_config()
+    ours = again.load_newest()
+    theirs = command.load_newest()
+    assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
+
+
+def test_a_configuration_may_be_a_file(text_file: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(yamlfile.dump(asked(text_file)))
+    cache = new_cache(tmp_path)
+    for name in ("my.yaml", Path("my.yaml")):
+        gptmini.fit(name, "run", cache)
+    expected = gptmini.fit(asked(text_file), "expected", cache)
+    assert RunDirectory(Path("run")).load_config() == expected.config
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
+        gptmini.fit("none.yaml", "other", cache)
+
+
+def test_a_run_is_evaluated_as_the_command_does(text_file: Path, tmp_path: Path, gptmini):
+    import gptmini as package
+
+    assert gptmini("train", "--data", "text.txt", *SMALL, "--no-sample")[0] == 0
+    Path("other.txt").write_text("the quick brown fox " * 30)
+    cache = tmp_path / "cache"
+    for words, data in (([], None), (["--data", "other.txt"], "other.txt")):
+        printed = json.loads(gptmini("evaluate", *words, "--json")[1])
+        run = package.load("runs/text", weights="float32")
+        for each in ("runs/text", run):
+            assert package.evaluate(each, data, cache=cache).to_dict() == printed
+
+
+def test_a_mistake_is_named_by_its_key(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"train\.setps: no such setting; did you mean train.steps"
+    ):
+        gptmini.fit({"train": {"setps": 3}}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_thread_may_train(text_file: Path, tmp_path: Path):
+    """Only the main thread can handle signals."""
+    config = tiny(data={"path": str(text_file)})
+    runs: list[gptmini.Run] = []
+    thread = threading.Thread(
+        target=lambda: runs.append(gptmini.fit(config, tmp_path / "run", new_cache(tmp_path)))
+    )
+    thread.start()
+    thread.join()
+    assert [run.path for run in runs] == [tmp_path / "run"]
+
+
+class Doubled(GPT):
+    """A model of one's own, whose logits are twice as large."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().compute_logits(hidden)
+
+
+def momentum(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def test_own_parts_are_trained_with_and_resumed_to_the_same_bits(text_file: Path, tmp_path: Path):
+    """Against a loop of torch that knows nothing of gptmini's trainer."""
+    chance = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 256, (8, 4, 17), generator=chance)  # (steps, B, T + 1)
+    rates = [0.1, 0.05, 0.2, 0.1, 0.1, 0.05, 0.1, 0.1]
+    seen = {}
+    cache = new_cache(tmp_path)
+    settings = asked(text_file) | {
+        "tokenizer": {"kind": "byte"},
+        "train": {**TINY["train"], "steps": 8, "dtype": "float32", "compile": "off"},
+    }
+
+    def fit(name: str, steps: int) -> Run:
+        return gptmini.fit(
+            settings | {"train": settings["train"] | {"steps": steps}},
+            tmp_path / name,
+            cache,
+            model=Doubled,
+            optimizer=momentum,
+            schedule=rates.__getitem__,
+            batches=lambda step: (rows[step, :, :-1], rows[step, :, 1:]),
+            on_step=lambda step, metrics: seen.update({step: metrics["train_loss"]}),
+        )
+
+    assert isinstance(fit("whole", 8).model, Doubled)
+    assert [*seen] == [1, 2, 3, 4, 5, 6, 7, 8]
+    fit("stopped", 5)
+    fit("stopped", 8)
+    whole = RunDirectory(tmp_path / "whole").load_newest()
+    stopped = RunDirectory(tmp_path / "stopped").load_newest()
+    assert all(torch.equal(whole.model[name], stopped.model[name]) for name in whole.model)
+    assert any(name.endswith("/momentum_buffer") for name in whole.optimizer)
+
+    config = RunDirectory(tmp_path / "whole").load_config()
+    torch.manual_seed(seed_from(config.train.seed))
+    model = Doubled(config.model).train()
+    optimizer = momentum(model)
+    for step, rate in enumerate(rates):
+        loss = torch.nn.functional.cross_entropy(
+            model(rows[step, :, :-1]).flatten(0, 1), rows[step, :, 1:].flatten()
+        )
+        assert seen[step + 1] == pytest.approx(loss.item(), rel=1e-4)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(whole.model[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_that_was_trained_further_in_python_is_saved_as_it_is(text_file, tmp_path):
+    run = gptmini.fit(asked(text_file), tmp_path / "run", new_cache(tmp_path))
+    with torch.no_grad():
+        run.model.embed.weight.mul_(1.5)
+    run.save(tmp_path / "further")
+    again = gptmini.load(tmp_path / "further", weights="float32")
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], tensor)
+    assert (again.step, again.corpus) == (run.step, run.corpus)
+    with pytest.raises(ConfigError, match="further: already exists"):
+        run.save(tmp_path / "further")
+
+
+def test_a_run_with_a_model_of_its_own_is_no_run_without_it(gptmini, text_file, tmp_path):
+    """Its tensors would fit gptmini's model, which computes another function."""
+    import gptmini as package
+
+    cache = tmp_path / "cache"  # the one of the commands
+    run = package.fit(asked(text_file), "runs/own", cache, model=Doubled)
+    assert run.generate("the", max_new_tokens=3)
+    again = package.load("runs/own", model=Doubled)
+    assert type(again.model) is Doubled
+    for words in (
+        ["generate", "runs/own"],
+        ["evaluate", "runs/own"],
+        ["train", "--from", "runs/own", "--data", str(text_file), "--out", "runs/next"],
+    ):
+        code, _, err = gptmini(*words)
+        assert code == 2, (words, err)
+        assert "runs/own" in err
+    longer = asked(text_file) | {"train": {**TINY["train"], "steps": 8}}
+    with pytest.raises(ConfigError, match="runs/own"):
+        package.fit(longer, "runs/own", cache)
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_any_optimizer_of_torch_is_resumed(build, text_file, tmp_path):
+    cache = new_cache(tmp_path)
+    options = {"amsgrad": True} if build is torch.optim.AdamW else {}
+
+    def fit(name: str, steps: int) -> dict[str, torch.Tensor]:
+        settings = asked(text_file) | {"train": {**TINY["train"], "steps": steps, "cooldown": 1.0}}
+        gptmini.fit(
+            settings,
+            tmp_path / name,
+            cache,
+            optimizer=lambda model: build(model.parameters(), lr=1e-3, **options),
+            schedule=lambda step: 1e-3,
+        )
+        return RunDirectory(tmp_path / name).load_newest().model
+
+    whole = fit("whole", 6)
+    fit("stopped", 3)
+    stopped = fit("stopped", 6)
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    with pytest.raises(ConfigError, match="first group"):
+        gptmini.fit(
+            asked(text_file),
+            tmp_path / "none",
+            cache,
+            optimizer=lambda model: build(model.parameters(), lr=0.0),
+        )
+
+
+def test_targets_below_0_do_not_count_in_batches_of_ones_own(text_file, tmp_path):
+    losses = {}
+    tokens = torch.arange(64).view(4, 16)
+    targets = {"all": tokens + 1, "half": (tokens + 1).masked_fill(tokens % 2 == 0, -1)}
+    expected = {}
+    for name, counted in targets.items():
+        run = gptmini.fit(
+            asked(text_file) | {"train": {**TINY["train"], "steps": 1, "dtype": "float32"}},
+            tmp_path / name,
+            tmp_path / "cache",
+            batches=lambda step, counted=counted: (tokens, counted),
+            on_step=lambda step, metrics, name=name: losses.update({name: metrics["train_loss"]}),
+        )
+        torch.manual_seed(seed_from(run.config.train.seed))
+        logits = GPT(run.config.model)(tokens)
+        shown = counted.flatten().masked_fill(counted.flatten() < 0, -100)
+        expected[name] = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shown).item()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ConfigError, match="targets"):
+        gptmini.fit(
+            asked(text_file),
+            tmp_path / "wrong",
+            tmp_path / "cache",
+            batches=lambda step: (tokens, tokens[:2]),
+        )

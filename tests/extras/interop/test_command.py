@@ -1,0 +1,96 @@
+"""`gptmini export` and `import` as they are typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import gptmini as package
+from gptmini.extras.interop import export as exporting
+from gptmini.model.gpt import GPT
+from gptmini.runs.directory import RunDirectory
+from tests.samples import run_of
+from tests.support import TINY
+
+
+def test_a_run_goes_out_and_comes_back(gptmini, tmp_path):
+    run_of(tmp_path / "runs" / "my")
+    code, out, err = gptmini("export")
+    assert (code, out) == (0, "runs/my-hf\n")
+    assert "runs/my: written as a qwen3\nproof: read back, its logits differ by at most " in err
+    assert "AutoModelForCausalLM.from_pretrained('runs/my-hf')" in err
+    names = {path.name for path in Path("runs/my-hf").iterdir()}
+    assert names == {
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("model.safetensors", "README.md"),
+    }
+    assert "context of 40 tokens" in Path("runs/my-hf/README.md").read_text()
+    assert json.loads(Path("runs/my-hf/config.json").read_text())["rope_scaling"] is None
+    code, _, err = gptmini("import", "runs/my-hf", "--out", "runs/back", "--context-length", "20")
+    assert code == 0
+    assert "runs/back: 0.1 M parameters, context 20, vocabulary 300" in err
+    assert gptmini("generate", "runs/back", "--prompt", "It", "--max-new-tokens", "2")[0] == 0
+    assert gptmini("evaluate", "runs/back")[0] == 3
+    code, _, err = gptmini("train", "runs/back")
+    assert code == 3
+    assert "fine-tune that with gptmini train --from RUN" in err
+
+
+def test_gguf_comes_with_the_lines_to_run_it(gptmini, tmp_path):
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    run_of(tmp_path / "runs" / "my")
+    code, out, err = gptmini("export", "runs/my", "--to", "gguf")
+    assert (code, out) == (0, "runs/my-f16.gguf\n")
+    assert "proof: rounding to f16 changes logits by at most" in err
+    assert "llama-cli -m runs/my-f16.gguf -no-cnv -p TEXT" in err
+    assert "ollama create my -f runs/Modelfile" in err
+
+
+def test_wrong_usage_is_named(gptmini, tmp_path, monkeypatch):
+    run_of(tmp_path / "runs" / "my")
+    run_of(tmp_path / "runs" / "other", activation="gelu")
+    for words, code, line in (
+        (("export", "--to", "onnx"), 2, "--to onnx: unknown format; use hf or gguf"),
+        (("export", "--weights", "f16"), 2, "--weights: applies to --to gguf; leave it out"),
+        (("export", "runs/other"), 2, "model.attention.qk_norm: True, but must be False in"),
+        (("export", "runs/none"), 4, "runs/none: no run here"),
+        (("import", "runs/my"), 2, "runs/my: already exists"),
+        (("import", "nowhere"), 4, "nowhere/config.json: no such file or directory; give"),
+        (("import",), 2, "missing argument"),
+    ):
+        found, out, err = gptmini(*words)
+        assert (found, out) == (code, ""), words
+        assert line in err.lower() or line in err, err
+    monkeypatch.setattr(exporting, "MAX_RELATIVE_DIFFERENCE", 0.0)
+    code, out, err = gptmini("export", "runs/my")
+    assert (code, out) == (1, "")
+    assert "gptmini: runs/my-hf: not written: logits differ by" in err
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["my", "other"]
+
+
+def test_public_names():
+    import gptmini
+
+    assert gptmini.export_run is exporting.export_run
+    assert callable(gptmini.import_model)
+
+
+def test_weights_that_are_not_finite_are_not_exported(gptmini, tmp_path):
+    directory = RunDirectory(run_of(tmp_path / "runs" / "my").path)
+    checkpoint = directory.load_checkpoint(directory.list_steps()[0])
+    checkpoint.model["blocks.0.attn_norm.weight"][0] = float("nan")
+    directory.save(checkpoint, keep=99)
+    code, _, err = gptmini("export", "runs/my")
+    assert code == 4
+    assert "blocks.0.attn_norm.weight" in err
+
+
+def test_a_model_of_its_own_is_not_exported(gptmini, text_file, tmp_path):
+    class Doubled(GPT):
+        """A model of one's own."""
+
+    settings = TINY | {"data": {"path": str(text_file)}}
+    package.fit(settings, "runs/own", tmp_path / "cache", model=Doubled)
+    code, _, err = gptmini("export", "runs/own", "--out", "out")
+    assert code == 2
+    assert "runs/own" in err

@@ -1,0 +1,476 @@
+"""Models of the Hub by name, from a Hub on this machine."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("huggingface_hub", reason="needs the extra hub")
+from huggingface_hub import constants, file_download
+
+from gptmini import console, hub
+from gptmini.extras.interop import hub_model
+from gptmini.extras.interop import import_model as importing
+from gptmini.extras.interop.export import export_run
+from gptmini.extras.interop.hub_model import ModelName, parse_model_name
+from gptmini.extras.interop.import_model import import_model
+from gptmini.generate.run import load_run
+from gptmini.runs.directory import RunDirectory
+from tests.local_hub import NO_ENDPOINT, LocalHub, set_endpoint
+from tests.samples import run_of
+from tests.support import ROOT, prose
+
+NAME = "Somebody/Tiny-1M"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again at once."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a small model as its author publishes them, with some that nobody needs."""
+    folder = tmp_path_factory.mktemp("published")
+    run_of(folder / "run")
+    export_run(folder / "run", folder / "hf")
+    files = {path.name: path.read_bytes() for path in (folder / "hf").iterdir()}
+    extras = ("pytorch_model.bin", "modeling_tiny.py", "onnx/model.safetensors", "training.pt")
+    return files | dict.fromkeys(extras, b"x" * 99)
+
+
+def weights_of(path: Path) -> list[list[float]]:
+    model = load_run(path, "cpu", "float32", path.parent).model
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_model_is_imported_by_name(gptmini, local_hub: LocalHub, published, tmp_path):
+    commit = local_hub.add(NAME, published)
+    code, out, err = gptmini("import", NAME)
+    assert (code, out) == (0, "")
+    assert err.startswith(f"hf:{NAME}: revision {commit}\n")
+    assert "runs/Tiny-1M: 0.1 M parameters" in err
+    (tmp_path / "folder").mkdir()
+    for name, content in published.items():
+        if "/" not in name:
+            (tmp_path / "folder" / name).write_bytes(content)
+    import_model(tmp_path / "folder", tmp_path / "direct", cache=tmp_path)
+    assert weights_of(Path("runs/Tiny-1M")) == weights_of(tmp_path / "direct")
+    # Nothing was downloaded that the import does not read.
+    (snapshot,) = (tmp_path / "hub").glob("models--*/snapshots/*")
+    assert files_in(snapshot) == {
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        "model.safetensors",
+    }
+
+
+def test_a_run_remembers_the_commit_that_it_was_imported_from(
+    gptmini, local_hub: LocalHub, published, tmp_path
+):
+    commit = local_hub.add(NAME, published)
+    source = f"hf:{NAME}@{commit}"
+    assert gptmini("import", NAME)[0] == 0
+    local_hub.add(NAME, published | {"README.md": b"a later commit"})
+    assert load_run("runs/Tiny-1M", "cpu", cache=tmp_path).state["source"] == source
+    # A fine-tuned run says it, too, also after it has been resumed.
+    Path("my.txt").write_text(prose())
+    tuning = ("train", "--from", "runs/Tiny-1M", "--data", "my.txt", "--out", "runs/tuned")
+    for steps in ("1", "2"):
+        code, _, err = gptmini(*tuning, "--steps", steps, "--set", "train.batch_size=1")
+        assert code == 0, err
+    listed = json.loads(gptmini("runs", "--json")[1])["runs"]
+    assert {run["path"]: run["source"] for run in listed} == {
+        "runs/Tiny-1M": source,
+        "runs/tuned": source,
+    }
+    rows = gptmini("runs")[1].splitlines()
+    assert rows[1].endswith(f"from {source}")
+    # A source is a name that can be imported again, though there is a newer commit.
+    assert gptmini("import", source, "--out", "runs/again")[0] == 0
+    assert RunDirectory(Path("runs/again")).read_source() == source
+    # So is the path of a folder, from wherever the command is called.
+    (tmp_path / "folder").mkdir()
+    for name, content in published.items():
+        if "/" not in name:
+            (tmp_path / "folder" / name).write_bytes(content)
+    assert gptmini("import", "folder", "--out", "runs/from-folder")[0] == 0
+    assert RunDirectory(Path("runs/from-folder")).read_source() == str(tmp_path / "folder")
+
+
+def test_the_name_is_parsed_once(gptmini, local_hub, published, monkeypatch):
+    """Else a folder of that name, made meanwhile, would be imported in place of the model."""
+    local_hub.add(NAME, published)
+    parsed = []
+
+    def parse(source: str) -> ModelName | None:
+        parsed.append(source)
+        return parse_model_name(source)
+
+    for module in (hub_model, importing):
+        monkeypatch.setattr(module, "parse_model_name", parse)
+    assert gptmini("import", NAME)[0] == 0
+    assert parsed == [NAME]
+
+
+def test_what_the_cache_holds_needs_no_network(
+    gptmini, local_hub: LocalHub, published, monkeypatch
+):
+    local_hub.add(NAME, published)
+    assert gptmini("import", NAME)[0] == 0
+    before = len(local_hub.downloads("resolve"))
+    assert gptmini("import", f"hf:{NAME}", "--out", "runs/again")[0] == 0
+    assert len(local_hub.downloads("resolve")) == before
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    local_hub.requests.clear()
+    assert gptmini("import", NAME, "--out", "runs/offline")[0] == 0
+    assert local_hub.requests == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_endpoint(monkeypatch, NO_ENDPOINT)  # an unreachable Hub is no worse
+    assert gptmini("import", NAME, "--out", "runs/unreachable")[0] == 0
+
+
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(
+    gptmini, local_hub, published, monkeypatch
+):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what arrives in part is lost
+    local_hub.add(NAME, published)
+    local_hub.cuts["model.safetensors"] = [20_500, 3000]
+    assert gptmini("import", NAME)[0] == 0
+    requests = local_hub.downloads("model.safetensors")
+    starts = [line.partition("bytes=")[2] for line in requests]
+    assert starts == ["", "20000-", "23000-"]
+
+
+def test_shards_are_those_of_the_index(gptmini, local_hub, published, tmp_path, monkeypatch):
+    monkeypatch.setattr("gptmini.extras.interop.huggingface.MAX_SHARD_BYTES", 20_000)
+    run_of(tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "hf")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    shards = {name for name in files if name.startswith("model-")}
+    assert len(shards) > 2
+    local_hub.add(NAME, files | {"consolidated.safetensors": b"x", "model.safetensors": b"x"})
+    assert gptmini("import", NAME)[0] == 0
+    import_model(tmp_path / "hf", tmp_path / "direct", cache=tmp_path)
+    assert weights_of(Path("runs/Tiny-1M")) == weights_of(tmp_path / "direct")
+    assert not local_hub.downloads("consolidated")
+    local_hub.add(NAME, {name: files[name] for name in files if name != min(shards)})
+    code, _, err = gptmini("import", NAME, "--out", "runs/other")
+    assert code == 4
+    assert f"{min(shards)}: missing there, though model.safetensors.index.json names it" in err
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(gptmini, local_hub, published):
+    first = local_hub.add(NAME, published)
+    second = local_hub.add(NAME, published | {"README.md": b"new"})
+    local_hub.add(NAME, published, revision="refs/pr/1")
+    for revision, commit in (("main", second), (first, first)):
+        code, _, err = gptmini("import", f"{NAME}@{revision}", "--out", f"runs/{revision}")
+        assert code == 0
+        assert f"revision {commit}\n" in err
+    assert gptmini("import", f"{NAME}@refs/pr/1")[0] == 0
+    code, _, err = gptmini("import", f"{NAME}@v2", "--out", "runs/v2")
+    assert (code, err) == (
+        4,
+        f"gptmini: hf:{NAME}: has no revision v2; leave it out for the newest\n",
+    )
+
+
+def test_a_gguf_file_is_imported_if_it_is_named_or_the_only_one(gptmini, local_hub, tmp_path):
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    from gptmini.extras.interop.export import export_run
+
+    run_of(tmp_path / "runs" / "my")
+    export_run(tmp_path / "runs" / "my", tmp_path / "my.gguf", to="gguf", weights="f32")
+    gguf_file = (tmp_path / "my.gguf").read_bytes()
+    commit = local_hub.add(NAME, {"tiny-f32.gguf": gguf_file})
+    assert gptmini("import", NAME, "--out", "runs/only")[0] == 0
+    assert RunDirectory(Path("runs/only")).read_source() == f"hf:{NAME}@{commit}/tiny-f32.gguf"
+    local_hub.add(NAME, {"tiny-f32.gguf": gguf_file, "tiny-q8_0.gguf": b"x", "README.md": b""})
+    assert gptmini("import", f"{NAME}/tiny-f32.gguf")[0] == 0
+    assert Path("runs/tiny-f32/config.yaml").exists()
+    assert not local_hub.downloads("q8_0")
+    for source, problem in (
+        (
+            NAME,
+            f"has 2 GGUF files; choose one, as in hf:{NAME}/tiny-f32.gguf (it has tiny-f32.gguf",
+        ),
+        (f"{NAME}/q4.gguf", "has no file q4.gguf; it has tiny-f32.gguf, tiny-q8_0.gguf"),
+    ):
+        code, _, err = gptmini("import", source, "--out", "runs/none")
+        assert code == 4
+        assert err.splitlines()[-1].startswith(f"gptmini: hf:{NAME}: {problem}")
+
+
+def test_what_exists_here_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "my-hf").mkdir(parents=True)
+    assert parse_model_name("runs/my-hf") is None
+    for name in ("hf:a/b", "hf:a/b@v1", "hf:a/b@v1/c/d.gguf", "hf:gpt2"):
+        assert str(parse_model_name(name)) == name
+    assert parse_model_name("hf:runs/my-hf") == ModelName("runs/my-hf", None, None)
+    assert parse_model_name("hf:gpt2@main") == ModelName("gpt2", "main", None)
+    assert parse_model_name("a/b@refs/pr/3") == ModelName("a/b", "refs/pr/3", None)
+    assert parse_model_name("a/b@v1/c/d.gguf") == ModelName("a/b", "v1", "c/d.gguf")
+    for path in ("nowhere", "./a/b", "/a/b", "a/b/c", "models/a.gguf", "../a", "a/", "C:\\a", ""):
+        assert parse_model_name(path) is None
+    for name in ("hf:", "hf:a/b/c", "hf:a b/c", "hf:/a/b", "hf:a/b@", "hf:../b"):
+        with pytest.raises(Exception, match=r"not a name on the Hub; write hf:OWNER/NAME"):
+            parse_model_name(name)
+
+
+# What the Hub answers, by a part of the path; the exit code; a part of the line.
+FAULTS = {
+    "gated": ({"resolve": (401, "GatedRepo")}, 4, "gated; accept its terms at http://127.0.0.1"),
+    "gated, no access": ({"resolve": (403, "GatedRepo")}, 4, "then set HF_TOKEN to a token of"),
+    "private": ({"/api/": (404, "RepoNotFound")}, 4, "no such model on the Hub, or a private one"),
+    "no token": ({"/api/": (401, "")}, 4, "no such model on the Hub, or a private one; check the"),
+    "forbidden": ({"resolve": (403, "")}, 4, "this HF_TOKEN may not read it; give it"),
+    "listed, but gone": ({"resolve": (404, "EntryNotFound")}, 4, "lacks a file that it lists; try"),
+    "too many requests": ({"/api/": (429, "")}, 5, "too many requests (429); wait a few minutes"),
+    "too many downloads": ({"model.saf": (429, "")}, 5, "too many requests (429); wait"),
+    "broken": ({"/api/": (503, "")}, 5, "the Hub answers 503; try again later"),
+    "broken later": ({"model.saf": (500, "")}, 5, "the Hub answers 500; try again later"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_of_the_hub_costs_one_line(gptmini, local_hub, published, fault):
+    statuses, code, named = FAULTS[fault]
+    local_hub.add(NAME, published)
+    local_hub.statuses = statuses
+    expect_one_line(gptmini("import", NAME), code, named)
+    local_hub.statuses = {}
+    assert gptmini("import", NAME)[0] == 0
+
+
+def expect_one_line(result: tuple[int, str, str], code: int, named: str) -> None:
+    """One line, the right exit code, and no half of a run."""
+    found, out, err = result
+    *before, line = err.splitlines()
+    assert (found, out) == (code, ""), err
+    assert line.startswith(f"gptmini: hf:{NAME}: ")
+    assert "; " in line
+    assert named in line
+    assert len(line) < 300
+    assert all(": revision " in each for each in before), err
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+def test_bytes_with_another_hash_are_not_kept(gptmini, local_hub, published, tmp_path):
+    local_hub.add(NAME, published)
+    local_hub.spoiled.add("model.safetensors")
+    expect_one_line(
+        gptmini("import", NAME), 4, "model.safetensors: damaged on its way, and deleted"
+    )
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
+    local_hub.spoiled.clear()
+    assert gptmini("import", NAME)[0] == 0
+    # So is a file that was damaged in the cache.
+    (weights,) = (tmp_path / "hub").rglob("model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.resolve().write_bytes(content)
+    shutil.rmtree("runs")
+    expect_one_line(
+        gptmini("import", NAME), 4, "model.safetensors: damaged on its way, and deleted"
+    )
+    assert gptmini("import", NAME)[0] == 0
+
+
+def test_a_repository_without_weights_to_import_names_the_remedy(gptmini, local_hub, published):
+    no_weights = {name: published[name] for name in published if "safetensors" not in name}
+    local_hub.add(NAME, no_weights)
+    remedy = (
+        "has only pickles (pytorch_model.bin, training.pt), which could run code; convert it with "
+        f"transformers' AutoModelForCausalLM.from_pretrained('{NAME}').save_pretrained(FOLDER)"
+    )
+    expect_one_line(gptmini("import", NAME), 4, remedy)
+    local_hub.add(NAME, {"README.md": b"an adapter"})
+    expect_one_line(
+        gptmini("import", NAME), 4, "has no weights in safetensors or GGUF (it has READ"
+    )
+    assert not local_hub.downloads("pytorch_model")
+
+
+def test_a_full_disk_costs_one_line(gptmini, local_hub, published, tmp_path, monkeypatch):
+    local_hub.add(NAME, published)
+    with monkeypatch.context() as patched:
+        usage = shutil.disk_usage(tmp_path)._replace(free=100)
+        patched.setattr(hub.shutil, "disk_usage", lambda _: usage)
+        expect_one_line(gptmini("import", NAME), 5, "and 100 are free; make room, or name another")
+    assert not local_hub.downloads("model.safetensors")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_download, "http_get", fail)
+        code, _, err = gptmini("import", NAME)
+    assert code == 5
+    assert err.splitlines()[-1] == (
+        f"gptmini: {tmp_path / 'hub'}: no space left on device; make room, or name another folder "
+        f"in HF_HOME"
+    )
+    assert not list(Path("runs").iterdir())
+    assert not list((tmp_path / "hub").rglob("*.incomplete"))
+    assert gptmini("import", NAME)[0] == 0
+
+
+@pytest.mark.usefixtures("default_signals")  # the command leaves SIGTERM ignored
+def test_a_signal_ends_a_download_and_leaves_nothing(
+    gptmini, local_hub, published, tmp_path, monkeypatch
+):
+    local_hub.add(NAME, published)
+    write = file_download.http_get
+
+    def stop(url: str, *arguments: object, **options: object) -> None:
+        write(url, *arguments, **options)
+        if url.endswith("model.safetensors"):
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_download, "http_get", stop)
+        code, _, err = gptmini("import", NAME)
+    assert (code, err.splitlines()[-1]) == (143, "gptmini: stopped by SIGTERM")
+    assert not list(Path("runs").iterdir())
+    assert not list((tmp_path / "hub").rglob("*.incomplete"))
+    assert gptmini("import", NAME)[0] == 0
+
+
+def test_a_terminal_shows_how_much_is_downloaded(gptmini, local_hub, published, monkeypatch):
+    shown: list[tuple[str, int]] = []
+    counted: list[int] = []
+
+    @contextmanager
+    def show(description: str, total: int) -> Iterator[Callable[[int], object]]:
+        shown.append((description, total))
+        yield counted.append
+
+    monkeypatch.setattr(hub, "show_byte_progress", show)
+    local_hub.add(NAME, published)
+    assert gptmini("import", NAME)[0] == 0
+    size = len(published["model.safetensors"])
+    assert shown[-2:] == [(f"downloading {NAME}", size), ("checking model.safetensors", size)]
+    assert sum(counted) == sum(total for _, total in shown)
+
+
+def test_without_network_and_cache_the_remedy_is_named(gptmini, local_hub, published, monkeypatch):
+    local_hub.add(NAME, published)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    line = "not in the cache, or not all of it, and HF_HUB_OFFLINE is set; run once without it"
+    expect_one_line(gptmini("import", NAME), 5, line)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    local_hub.statuses = {"model.safetensors": (500, "")}  # the rest is in the cache then
+    assert gptmini("import", NAME)[0] == 5
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    expect_one_line(gptmini("import", NAME), 5, line)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_endpoint(monkeypatch, NO_ENDPOINT)
+    expect_one_line(gptmini("import", NAME), 5, "http://127.0.0.1:1 was not reached, or left (")
+
+
+def test_a_cache_of_another_program_is_enough(gptmini, local_hub, published, monkeypatch, tmp_path):
+    """transformers downloads file by file, and the cache then has no list of files."""
+    local_hub.add(NAME, published)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        file_download.hf_hub_download(NAME, name)
+    assert not list((tmp_path / "hub").rglob("trees"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert gptmini("import", NAME)[0] == 0
+
+
+def test_the_token_of_the_environment_is_sent(gptmini, local_hub, published, monkeypatch, tmp_path):
+    local_hub.add(NAME, published)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert gptmini("import", NAME)[0] == 0
+    assert local_hub.tokens == {"Bearer hf_secret"}
+    local_hub.statuses = {"/api/": (401, "")}
+    shutil.rmtree(tmp_path / "hub")
+    shutil.rmtree("runs")
+    line = "the Hub refuses this HF_TOKEN; make another, or unset it"
+    expect_one_line(gptmini("import", NAME), 4, line)
+
+
+def test_without_the_package_the_extra_is_named(gptmini, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    line = "huggingface_hub is not installed; run pip install -e '.[hub]' in gptmini's checkout"
+    expect_one_line(gptmini("import", NAME), 5, line)
+
+
+def test_an_existing_run_is_refused_before_the_download(gptmini, local_hub, published):
+    local_hub.add(NAME, published)
+    Path("runs/Tiny-1M").mkdir(parents=True)
+    assert gptmini("import", NAME)[0] == 2
+    assert local_hub.requests == []
+
+
+def test_file_names_that_leave_the_cache_are_not_files(local_hub, tmp_path):
+    (tmp_path / "secret.gguf").write_bytes(b"secret")
+    local_hub.add(NAME, {"../../../../secret.gguf": b"x", "a.gguf": b"y"})
+    assert set(hub.open_repository("model", NAME).files) == {"a.gguf"}
+
+
+def test_bytes_by_xet_are_counted_once():
+    """The storage of most repositories, which the Hub here does not have, reports in two ways."""
+    from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
+
+    counted: list[int] = []
+    bars = console.make_bar_class(counted.append)
+    with XetDownloadProgressReporter(
+        reconstruction_desc="", total=100, log_level=30, tqdm_class=bars
+    ) as reporter:
+        for done in (30, 100):
+            report = SimpleNamespace(
+                total_bytes=100,
+                total_bytes_completed=done,
+                total_transfer_bytes_completed=done // 2,
+                total_bytes_completion_rate=1.0,
+                total_transfer_bytes_completion_rate=None,
+            )
+            reporter.update_progress(report)
+    assert counted == [30, 70]
+
+
+def test_the_environment_says_where_the_hub_is(local_hub: LocalHub, published, tmp_path):
+    """huggingface_hub reads HF_ENDPOINT and HF_HOME when it is imported: so, another process."""
+    local_hub.add(NAME, published)
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "HF_ENDPOINT": local_hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "GPTMINI_CACHE": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "gptmini", "import", NAME]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | variables, capture_output=True, check=False
+    )
+    said = done.stderr.decode()
+    assert done.returncode == 0, said
+    assert (tmp_path / "runs" / "Tiny-1M" / "config.yaml").exists()
+    assert (tmp_path / "home" / "hub").is_dir()
+    assert [line.partition(":")[0] for line in said.splitlines()[:2]] == ["hf", "runs/Tiny-1M"]
+
+
+def test_the_settings_files_are_those_that_reading_a_folder_takes():
+    """A file that `huggingface.py` begins to read must be downloaded, too."""
+    source = Path(hub_model.__file__).with_name("huggingface.py").read_text()
+    reading = source[: source.index("# -- writing")]
+    for name in hub_model.SETTINGS_FILES:
+        assert f'"{name}"' in reading
+    named = {word for word in reading.split('"') if word.endswith((".json", ".jinja"))}
+    assert named - {hub_model.INDEX_FILE} == set(hub_model.SETTINGS_FILES)

@@ -1,0 +1,92 @@
+"""Requests with messages, without a server."""
+
+from typing import Any
+
+import pytest
+
+from gptmini.errors import ConfigError
+from gptmini.extras.serve.chat import ChatCompletion, _describe_token
+from gptmini.extras.serve.limits import Limits
+from gptmini.generate.run import Run
+from tests.samples import CHAT_TOKENIZER, run_of
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of(tmp_path_factory.mktemp("chat") / "run", CHAT_TOKENIZER)
+
+
+def ask(run: Run, **fields: Any) -> ChatCompletion:
+    return ChatCompletion(run, "chat", Limits(max_waiting=8, max_tokens=50), fields)
+
+
+def test_messages_become_the_prompt_of_their_template(run):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    for content in ("Hi", parts):
+        completion = ask(run, messages=[{"role": "user", "content": content}], n=2)
+        prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        assert [request.text.prompt for request in completion.requests] == [prompt] * 2
+        special = run.tokenizer.special_tokens["<|im_start|>"]
+        assert completion.requests[0].text.prompt_tokens.count(special) == 2
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_is_as_long_as_was_asked_for_or_as_the_limit(run, key):
+    assert ask(run, messages=HI, **{key: 7}).sample.max_new_tokens == 7
+    assert ask(run, messages=HI).sample.max_new_tokens == 50
+    assert ask(run, messages=HI).sample.overflow == "stop"
+    with pytest.raises(ConfigError, match="max_tokens: must be at most 50"):
+        ask(run, messages=HI, **{key: 51})
+
+
+def test_the_default_length_leaves_room_for_all_log_probabilities(run):
+    limits = Limits(max_waiting=64, max_tokens=4096)
+    for n in (1, 4, 64):
+        fields = {"messages": HI, "n": n, "logprobs": True, "top_logprobs": 20}
+        sample = ChatCompletion(run, "chat", limits, fields).sample
+        assert sample.max_new_tokens == min(4096, (1 << 18) // (21 * n))
+    for n in (0, "4", True):
+        with pytest.raises(ConfigError, match=r"^n: "):
+            ask(run, messages=HI, n=n)
+
+
+def test_null_turns_a_setting_off_and_leaves_the_end_of_an_answer(run):
+    sample = ask(run, messages=HI, top_k=None, overflow=None, seed=None).sample
+    assert (sample.top_k, sample.overflow) == (None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("token", "data"), [("a", b"a"), ("bytes:\\xe2\\x80", b"\xe2\x80"), ("bytes:\\x", b"bytes:\\x")]
+)
+def test_a_token_is_described_with_its_bytes(token, data):
+    assert _describe_token(token, -1.0) == {"token": token, "logprob": -1.0, "bytes": list(data)}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages: must be a list of messages"),
+    ({"messages": []}, "messages: must be a list of messages"),
+    ({"messages": "Hi"}, "messages: must be a list of messages"),
+    ({"messages": ["Hi"]}, r"messages\[0\]: must be an object"),
+    ({"messages": [*HI, {"role": "robot", "content": ""}]}, r"messages\[1\].role: must be one of"),
+    ({"messages": [{"role": "user"}]}, r"messages\[0\].content: must be text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+    ({"messages": [{"role": "user", "content": "a b " * 99}]}, "^messages: [0-9]+ tokens, but the"),
+    ({"messages": [{**HI[0], "name": "Ann"}]}, r"messages\[0\].name: not supported"),
+    ({"messages": [{**HI[0], "content": [{"type": "text", "text": "a", "n": 1}]}]}, "parts of"),
+    ({"messages": HI, "tools": []}, "tools: not supported here; leave it out"),
+    ({"messages": HI, "prompt": "a"}, "prompt: not supported here; leave it out"),
+    ({"messages": HI, "logprobs": 3}, "logprobs: must be true or false"),
+    ({"messages": HI, "top_logprobs": 3}, "top_logprobs: has no effect without logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs: must be 0 to 20"),
+    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format: only text"),
+    ({"messages": HI, "temperature": -1}, "temperature"),
+    ({"messages": HI, "max_tokens": "7"}, "max_"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_request_is_named(run, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ask(run, **fields)

@@ -1,0 +1,169 @@
+"""Requests become texts, and events a response, without a server."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from gptmini.extras.serve.completions import Completion
+from gptmini.extras.serve.limits import Limits
+from gptmini.extras.serve.scheduler import Scheduler, TokenEvent, TokenEvents
+from gptmini.generate.engine import TorchEngine
+from gptmini.generate.run import Run
+from gptmini.tokenizer import bpe
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from tests.core.analysis.samples import run_of
+from tests.support import WORDS
+
+
+def complete(run: Run, **fields: Any) -> Completion:
+    return Completion(run, "small", Limits(max_waiting=8), fields)
+
+
+@torch.inference_mode()
+def generate(run: Run, completion: Completion) -> list[TokenEvents]:
+    """Generate all texts of a completion, one after another; the events of each."""
+    generated = []
+    scheduler = Scheduler(run, 1, 1, lambda deliveries: None)
+    for request in completion.requests:
+        engine = TorchEngine(run.model)
+        events: TokenEvents = []
+        while request.text.finish_reason is None:
+            request.text.n_logits = 1
+            (logits,) = engine([request.text])
+            (found,) = scheduler._draw_tokens([request], [logits])
+            assert isinstance(found, list)
+            events += found
+        generated.append(events)
+    return generated
+
+
+def test_bias_and_logit_bias_of_a_token_add_up():
+    completion = complete(run_of(), bias={"a": -2, "b": 1}, logit_bias={"97": 5, "99": 0.5})
+    logits = torch.zeros(257)
+    biased = completion.requests[0].logits_processor(logits, [], [])
+    expected = torch.zeros(257)
+    expected[torch.tensor([97, 98, 99])] = torch.tensor([3.0, 1.0, 0.5])
+    assert torch.equal(biased, expected)
+
+
+def test_usage_counts_a_prompt_once_however_many_texts_continue_it():
+    run = run_of()
+    completion = complete(run, prompt=["the ", "ab"], n=3, max_tokens=2, temperature=0)
+    generate(run, completion)
+    for text, n_reused in zip(completion.requests, (1, 4, 4, 0, 2, 2), strict=True):
+        text.text.n_reused = n_reused  # only the first of a prompt says what was found before it
+    assert completion.build_response([])["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 12,
+        "total_tokens": 18,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_offsets_find_each_token_in_prompt_and_text():
+    ranks = bpe.learn_bpe([WORDS * 20], 290)
+    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 290})
+    run = run_of(tokenizer=tokenizer)
+    only_ascii = {str(token): -100 for token in [*range(128, 256), 290]}
+    for prompt in ("the ", "the", "a mat. the "):
+        completion = complete(
+            run, prompt=prompt, logprobs=0, logit_bias=only_ascii, max_tokens=5, temperature=0
+        )
+        (events,) = generate(run, completion)
+        choice = completion.build_choice(0, events)
+        whole = prompt + choice["text"]
+        tokens = [tokenizer.decode_token(event.token) for event in events]
+        place = len(whole.encode()) - sum(len(token) for token in tokens)
+        assert place == len(prompt) - prompt.endswith(" ")  # a word brings the space before it
+        for token, offset in zip(tokens, choice["logprobs"]["text_offset"], strict=True):
+            before = whole.encode()[:place].decode(errors="ignore")
+            assert offset == len(before)
+            place += len(token)
+
+
+def test_a_prompt_that_is_scored_keeps_its_last_space():
+    ranks = bpe.learn_bpe([WORDS * 20], 290)
+    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, ranks, {"<|endoftext|>": 290})
+    run = run_of(tokenizer=tokenizer)
+    for max_tokens in (0, 1):
+        scored = {"prompt": "the ", "echo": True, "max_tokens": max_tokens}
+        (request,) = complete(run, logprobs=1, **scored).requests
+        assert request.text.prompt_tokens == run.encode("the ")
+        assert request.text.allowed_first is None
+        (request,) = complete(run, **scored).requests  # otherwise the first token brings it back
+        assert request.text.prompt_tokens == run.encode("the")
+
+
+def test_of_tokens_spelled_alike_the_likeliest_is_listed():
+    names = {"<|endoftext|>": 256, "a": 257}  # and token 97 is an "a", too
+    tokenizer = create_bpe_tokenizer("bpe", bpe.WORD_PATTERN, bpe.learn_bpe([""], 256), names)
+    completion = complete(run_of(tokenizer=tokenizer), prompt="x", logprobs=2)
+    events = [
+        TokenEvent("a", 97, -2.0, [(257, -0.5), (98, -1.0)], None),
+        TokenEvent("a", 97, -0.5, [(97, -0.5), (257, -1.0)], None),
+        TokenEvent("c", 99, -3.0, [(97, -0.5), (257, -1.0)], None),
+    ]
+    logprobs = completion.build_choice(0, events)["logprobs"]
+    assert logprobs["token_logprobs"] == [-2.0, -0.5, -3.0]
+    assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -1.0}, {"a": -0.5}, {"a": -0.5, "c": -3.0}]
+
+
+def test_a_client_loses_nothing_that_came_at_once_as_the_loop_was_held_up():
+    completion = complete(run_of(), prompt="x", stream=True, max_tokens=4096)
+    pieces = [[TokenEvent("a", number, 0.0, [], None)] for number in range(4096)]
+    for piece in pieces:
+        completion.requests[0].callback(piece)
+
+    async def read_all() -> list[object]:
+        return [(await completion.wait_for_events())[1] for _ in pieces]
+
+    assert asyncio.run(read_all()) == pieces
+    assert completion.requests[0].text.finish_reason is None
+
+
+def test_special_tokens_are_read_in_text_unless_a_request_says_no():
+    run = run_of()
+    prompt = "a<|endoftext|>b"
+    (request,) = complete(run, prompt=prompt).requests
+    assert request.text.prompt_tokens == [97, 256, 98]
+    (request,) = complete(run, prompt=prompt, special=False).requests
+    assert request.text.prompt_tokens == list(prompt.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "special", "offsets"),
+    [
+        ("a<|endoftext|>b", True, [0, 1, 14]),
+        ("<|endoftext|><|endoftext|>é", True, [0, 13, 26, 26]),
+        ([97, 256, 98], True, [0, 1, 1]),
+        ("", True, [0]),
+        ("ab", False, [0, 1]),
+    ],
+)
+def test_text_offsets_count_the_names_of_special_tokens(prompt, special, offsets):
+    run = run_of()
+    completion = complete(run, prompt=prompt, special=special, echo=True, logprobs=0, max_tokens=1)
+    text = completion.requests[0].text
+    events = [TokenEvent("", token, -1.0, [], None) for token in text.prompt_tokens]
+    events.append(TokenEvent("c", 99, -1.0, [], "length"))
+    choice = completion.build_choice(0, events)
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(choice["text"]) - 1]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_token_before_a_prompt_is_no_part_of_its_text(special):
+    run = run_of()
+    run.tokenizer.adds_bos = True
+    fields: dict[str, Any] = {"special": special, "echo": True, "logprobs": 0, "max_tokens": 1}
+    completion = complete(run, prompt=["ab", "ab"], **fields)
+    text = completion.requests[0].text
+    assert text.prompt_tokens == [256, 97, 98]
+    events = [TokenEvent("", token, -1.0, [], None) for token in text.prompt_tokens]
+    events.append(TokenEvent("c", 99, -1.0, [], "length"))
+    choice = completion.build_choice(0, events)
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+    (request,) = complete(run, prompt=[97, 98], **fields).requests
+    assert request.text.prompt_tokens == [97, 98]

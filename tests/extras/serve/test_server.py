@@ -1,0 +1,942 @@
+"""The server, over real sockets on this machine, mostly with OpenAI's own client."""
+
+import asyncio
+import copy
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from gptmini.errors import MachineError
+from gptmini.extras.serve import server
+from gptmini.extras.serve.limits import Limits
+from gptmini.extras.serve.scheduler import Deliveries, Request, Scheduler
+from gptmini.extras.serve.server import Server, create_http_server, list_host_names, listen
+from gptmini.generate.engine import TorchEngine
+from gptmini.generate.filters import LogitsProcessor
+from gptmini.generate.native import engine as native
+from gptmini.generate.native.engine import NativeEngine
+from gptmini.generate.run import Run, load_run
+from gptmini.model.gpt import GPT
+from gptmini.tokenizer.tokenizers import ByteTokenizer
+from tests.samples import CHAT_TOKENIZER, run_of
+from tests.support import tiny, train
+
+CONTEXT = 400
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+HTTP = httpx.Client(timeout=600)  # a busy machine is not a failure
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def closed() -> Iterator[None]:
+    """Close the client at the very end; a worker may leave this file and come back."""
+    with HTTP:
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    model = {"context_length": CONTEXT, "n_layer": 2}
+    config = tiny(
+        model=model,
+        data={"path": str(folder / "text.txt")},
+        train={"steps": 30, "seq_len": 16},
+        sample={"top_k": None, "temperature": 1.2},
+    )
+    train(config, folder / "small", folder / "cache")
+    return folder / "small"
+
+
+@pytest.fixture(scope="module")
+def run(trained: Path) -> Run:
+    return load_run(trained)
+
+
+@contextmanager
+def serving(run: Run, key: str = "", host: str = "127.0.0.1", **limits) -> Iterator[str]:
+    """The address of a server in this process."""
+    listening = listen(host, 0)
+    limits = {"max_tokens": 100_000, "drain_seconds": 5} | limits
+    app = Server(run, Limits(**limits), key, list_host_names(listening))
+    http_server = create_http_server(app)
+    thread = threading.Thread(target=http_server.run, args=[[listening]], name="http server")
+    thread.start()
+    try:
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{listening.getsockname()[1]}"
+    finally:
+        http_server.should_exit = True
+        thread.join(600)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def url(run: Run) -> Iterator[str]:
+    with serving(run, max_rows=4) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def alone(run: Run, prompt: str, number: int = 0, **settings) -> str:
+    (text,) = run.start([prompt], [number], **settings).finish()
+    return text.text
+
+
+def wait_for(url: str, line: str) -> None:
+    """Until /metrics has this line."""
+    for _ in range(60_000):
+        if line in HTTP.get(f"{url}/metrics").text.splitlines():
+            return
+        time.sleep(0.01)
+    raise AssertionError(line)
+
+
+def test_a_completion_is_what_generate_gives(run: Run, client: openai.OpenAI):
+    answer = client.completions.create(model="small", prompt="the ", max_tokens=30, seed=5)
+    (choice,) = answer.choices
+    assert choice.text == alone(run, "the ", max_new_tokens=30, seed=5)
+    assert choice.finish_reason in ("length", "stop")
+    assert answer.usage.prompt_tokens == 4
+    assert answer.usage.completion_tokens <= 30
+    assert client.models.list().data[0].id == answer.model == "small"
+
+
+def test_choices_prompts_and_tokens(run: Run, client: openai.OpenAI):
+    settings = {"max_tokens": 12, "seed": 9, "temperature": 1.5}
+    same_settings = {"max_new_tokens": 12, "seed": 9, "temperature": 1.5}
+    answer = client.completions.create(model="small", prompt=["the ", "a"], n=3, **settings)
+    prompts = ("the ", "a")
+    expected = [alone(run, prompt, n, **same_settings) for prompt in prompts for n in range(3)]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    tokens = [run.encode("the dog"), run.encode("a")]
+    answer = client.completions.create(model="small", prompt=tokens, echo=True, **settings)
+    expected = [prompt + alone(run, prompt, **same_settings) for prompt in ("the dog", "a")]
+    assert [choice.text for choice in answer.choices] == expected
+    answer = client.completions.create(model="small", prompt=tokens[0], **settings)
+    assert answer.choices[0].text == alone(run, "the dog", **same_settings)
+
+
+def test_a_stream_is_the_same_in_pieces(run: Run, client: openai.OpenAI):
+    for echo in (False, True):
+        chunks = list(
+            client.completions.create(
+                model="small",
+                prompt="the quick",
+                max_tokens=40,
+                seed=1,
+                n=2,
+                echo=echo,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        for index in range(2):
+            choices = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
+            text = alone(run, "the quick", index, max_new_tokens=40, seed=1)
+            expected = "the quick" + text if echo else text
+            assert "".join(choice.text for choice in choices) == expected
+            assert [choice.finish_reason for choice in choices].count(None) == len(choices) - 1
+        assert chunks[-1].usage.completion_tokens > 2
+        assert len(chunks) > 10
+
+
+def test_stop_penalties_and_bias(run: Run, client: openai.OpenAI):
+    whole = alone(run, "the ", max_new_tokens=40, seed=3)
+    stop = whole[5:7]
+    answer = client.completions.create(
+        model="small", prompt="the ", max_tokens=40, seed=3, stop=[stop]
+    )
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    answer = client.completions.create(
+        model="small",
+        prompt="the ",
+        max_tokens=20,
+        seed=3,
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        top_p=0.9,
+        extra_body={"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.3, "ban": ["e"]},
+    )
+    assert answer.choices[0].text == alone(
+        run,
+        "the ",
+        max_new_tokens=20,
+        seed=3,
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        top_p=0.9,
+        top_k=30,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        ban=["e"],
+    )
+    answer = client.completions.create(
+        model="small", prompt="the ", max_tokens=5, logit_bias={"120": 100}, temperature=0
+    )
+    assert answer.choices[0].text == "xxxxx"
+
+
+def test_log_probabilities_are_those_of_the_model(run: Run, client: openai.OpenAI):
+    answer = client.completions.create(
+        model="small", prompt="the fox", max_tokens=9, logprobs=3, seed=2, temperature=0.1
+    )
+    settings = {"max_new_tokens": 9, "seed": 2, "temperature": 0.1}
+    (text,) = run.start(["the fox"], logprobs=True, **settings).finish()
+    assert text.text.isascii()  # so that each token is a character
+    found = answer.choices[0].logprobs
+    assert found.token_logprobs == pytest.approx(text.logprobs, abs=5e-3)
+    assert len(found.tokens) == len(text.tokens)
+    assert found.text_offset == list(range(7, 7 + len(text.tokens)))
+    for token, logprob, top in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert len(top) in (3, 4)
+        assert top[token] == logprob <= max(top.values())
+
+
+PROMPTS = ["t", "the dog", "the quick brown fox " * 15, "the quick brown fox " * 14, "é the"]
+
+
+def scored(run: Run, prompt: str) -> list[float]:
+    """Log-probabilities of a prompt's tokens after the first, by the model alone."""
+    tokens = torch.tensor([run.encode(prompt)])
+    with torch.inference_mode():
+        logprobs = run.model(tokens).log_softmax(-1)  # (1, T, V)
+    return logprobs[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(5))
+def test_echo_scores_the_prompt(run: Run, client: openai.OpenAI, prompt: str):
+    settings = {"prompt": prompt, "logprobs": 2, "temperature": 0, "echo": True}
+    answer = client.completions.create(model="small", max_tokens=5, **settings)
+    (choice,), n_prompt = answer.choices, len(run.encode(prompt))
+    text = alone(run, prompt, max_new_tokens=5, temperature=0)
+    assert text.isascii()  # so that each of its tokens is a character
+    assert choice.text == prompt + text
+    found = choice.logprobs
+    assert found.token_logprobs[0] is found.top_logprobs[0] is None
+    assert found.token_logprobs[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
+    assert len(found.tokens) == n_prompt + len(text)
+    characters = [0, 0, 1, 2, 3, 4] if prompt == "é the" else list(range(n_prompt))
+    assert found.text_offset == characters + [len(prompt) + n for n in range(len(text))]
+    names, tops = found.tokens[1:], found.top_logprobs[1:]
+    for name, logprob, top in zip(names, found.token_logprobs[1:], tops, strict=True):
+        assert len(top) in (2, 3)
+        assert top[name] == logprob <= max(top.values())
+    # Without new tokens the same is all there is.
+    answer = client.completions.create(model="small", max_tokens=0, **settings)
+    assert answer.choices[0].text == prompt
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs.token_logprobs == found.token_logprobs[:n_prompt]
+    assert answer.usage.completion_tokens == 0
+    chunks = list(client.completions.create(model="small", max_tokens=5, stream=True, **settings))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    logprobs = [each for chunk in chunks for each in chunk.choices[0].logprobs.token_logprobs]
+    assert logprobs == found.token_logprobs
+
+
+def test_lm_eval_finds_the_log_likelihoods_of_the_model(run: Run, url: str):
+    """Requests as lm-eval's local-completions sends them, and its reading of the answers."""
+    words = "the quick brown fox jumps over the lazy dog. " * 10
+    choices = [("the quick brown", " fox"), ("the quick brown", " dog"), ("over the ", "lazy")]
+    choices += [(words[: CONTEXT - 5], words[CONTEXT - 5 : CONTEXT]), ("t", "he x")]
+    pairs = [(run.encode(context), run.encode(end)) for context, end in choices]
+
+    def post(batch: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        body = {"model": "small", "prompt": [context + end for context, end in batch]}
+        body |= {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        answer = HTTP.post(f"{url}/v1/completions", json=body)
+        found = []
+        for choice, (context, _) in zip(answer.json()["choices"], batch, strict=True):
+            logprobs = choice["logprobs"]["token_logprobs"][len(context) : -1]
+            tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+            greedy = all(a == max(top.values()) for a, top in zip(logprobs, tops, strict=True))
+            found.append((sum(logprobs), greedy))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        batches = pool.map(post, [pairs[:2], pairs[2:4], pairs[4:]])
+        found = [each for batch in batches for each in batch]
+    for (context, end), (logprob, greedy) in zip(pairs, found, strict=True):
+        with torch.inference_mode():
+            logits = run.model(torch.tensor([context + end]))[0, len(context) - 1 : -1]  # (T, V)
+        expected = logits.log_softmax(-1)[range(len(end)), end].sum()
+        assert logprob == pytest.approx(float(expected), abs=5e-3 * len(end))
+        assert greedy == (logits.argmax(-1).tolist() == end)
+
+
+def test_a_prompt_is_scored_whatever_else_runs(run: Run, monkeypatch):
+    monkeypatch.setattr(native, "load_library", lambda *_: None)  # rows of torch share a length
+    body = {"logprobs": 0, "echo": True, "max_tokens": 3}
+    post = lambda prompt: HTTP.post(f"{url}/v1/completions", json=body | {"prompt": prompt})
+    with serving(copy.copy(run), max_rows=5) as url, ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(post, PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+        n_prompt = len(run.encode(prompt))
+        assert found[1:n_prompt] == pytest.approx(scored(run, prompt), abs=5e-3)
+
+
+@needs_compiler
+def test_a_long_prompt_yields_to_running_texts_between_layers():
+    config = tiny(model={"context_length": CONTEXT, "n_layer": 4, "vocab_size": 257})
+    torch.manual_seed(1)
+    run = Run(Path("none"), config, ByteTokenizer(), GPT(config.model).eval())
+    sample = run.build_sample_config({"max_new_tokens": 30, "seed": 2})
+    prompts = {"short": "the", "long": "the quick fox " * 21}  # the long one in three chunks
+    texts = {name: run.create_text(0, prompt, sample) for name, prompt in prompts.items()}
+    order: list[str] = []
+    done = threading.Event()
+
+    def deliver(deliveries: Deliveries) -> None:
+        for callback, events in deliveries:
+            callback(events)
+        if all(text.finish_reason for text in texts.values()):
+            done.set()
+
+    scheduler = Scheduler(run, max_rows=2, max_waiting=2, deliver=deliver)
+    processor = LogitsProcessor(sample, None)
+    record = lambda name: lambda _: order.append(name)
+    scheduler.submit(
+        [
+            Request(text, sample, processor, None, False, record(name))
+            for name, text in texts.items()
+        ]
+    )
+    scheduler.start()
+    assert done.wait(600)
+    scheduler.stop()
+    # A token after each layer of a whole chunk, and after two of the rest, which is shorter.
+    assert order.index("long") == 4 + 4 + 2
+    for name, prompt in prompts.items():
+        assert texts[name].text == alone(run, prompt, max_new_tokens=30, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "message"),
+    [
+        ({"temperature": -1}, 400, "temperature: must be at least 0, not -1"),
+        ({"max_tokens": 0}, 400, "max_tokens: must be at least 1"),
+        ({"n": 0}, 400, "n: must be"),
+        ({"n": 257}, 400, "n: at most 256"),
+        ({"best_of": 3}, 400, "best_of: not supported"),
+        ({"suffix": "x"}, 400, "suffix: not supported"),
+        ({"tempurature": 1}, 400, "tempurature: no such field"),
+        ({"prompt": []}, 400, "prompt: must not be"),
+        ({"prompt": [[1, "a"]]}, 400, "prompt: tokens"),
+        ({"prompt": [1, 257]}, 400, "prompt: tokens"),
+        ({"prompt": [True]}, 400, "prompt: must be text"),
+        ({"prompt": {"a": 1}}, 400, "prompt: must be text"),
+        ({"prompt": "\ud800"}, 400, "prompt: character 0 is not valid Unicode"),
+        ({"prompt": "x" * (CONTEXT + 1)}, 413, "prompt: 401 tokens"),
+        ({"logprobs": True}, 400, "logprobs: must be"),
+        ({"max_tokens": -1, "echo": True}, 400, "max_tokens: must be at least 1"),
+        ({"logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is not a token"),
+        ({"logit_bias": {"1": 101}}, 400, "logit_bias: must be"),
+        ({"stop": [""]}, 400, "stop.0: must have"),
+        ({"stream_options": {"x": 1}}, 400, "stream_options: has only"),
+        ({"model": 4}, 400, "model: must be text"),
+        ({"user": 4}, 400, "user: must be text"),
+        ({"special": 1}, 400, "special: must be true or false"),
+        (
+            {"max_tokens": False, "echo": True},
+            400,
+            "max_tokens: expected a whole number, not false",
+        ),
+        ({"max_tokens": 100_001}, 400, "max_tokens: must be at most 100000"),
+        ({"n": 8, "max_tokens": 50_000}, 400, "max_tokens: over 262,144 tokens"),
+        ({"logprobs": 5, "max_tokens": 50_000}, 400, "max_tokens: over 262,144 tokens"),
+        ({"best_of": True}, 400, "best_of: not supported"),
+        ({"suffix": False}, 400, "suffix: not supported"),
+        ({"stream_options": {"include_usage": 5}}, 400, "stream_options: include_usage must be"),
+        ({"stop": ["a"] * 17}, 400, "stop: must list at most 16"),
+        ({"stop": "a" * 1001}, 400, "stop.0: must have at most 1000 characters"),
+        ({"ban": ["a"] * 1025}, 400, "ban: must list at most 1024"),
+        ({"ban": ["a" * 1001]}, 400, "ban.0: must have at most 1000 characters"),
+        ({"bias": {str(n): 1 for n in range(1025)}}, 400, "bias: must list at most 1024"),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, 400, "logit_bias: at most 1,024"),
+        ({"user": "\ud800"}, 400, "user: not valid Unicode"),
+        ({"bias": {"\ud800": 1}}, 400, "bias: not valid Unicode"),
+        ({"\udcff": 1}, 400, "\\udcff: not valid Unicode"),
+    ],
+    ids=str,
+)
+def test_wrong_requests_are_refused_in_openai_s_shape(url: str, wrong, status, message):
+    body = json.dumps({"prompt": "x"} | wrong)
+    answer = HTTP.post(f"{url}/v1/completions", content=body, headers=JSON)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["message"].startswith(message)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == message.partition(":")[0]
+
+
+HUGE = "x" * 900_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {HUGE: 1},
+        {"bias": {HUGE: 1}},
+        {"bias": {f"{HUGE[:900]}{n}": "1" for n in range(900)}},
+        {"ban": [HUGE]},
+        {"ban": [HUGE[:1000]]},
+        {"stop": HUGE},
+        {"stop": 100_000 * ["ab"]},
+        {"temperature": HUGE},
+        {"overflow": HUGE},
+        {"logit_bias": {HUGE: 1}},
+        {"logit_bias": {"1": HUGE}},
+        {"stream_options": {HUGE: 1}},
+        {"user": [HUGE]},
+    ],
+    ids=lambda wrong: str(wrong)[:20],
+)
+def test_refusals_repeat_little_of_what_was_sent(url: str, wrong):
+    answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"} | wrong)
+    assert answer.status_code == 400
+    assert len(answer.content) < 1000
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b'{"prompt": ', 400, "body: not valid JSON"),
+        (b'{"prompt": "\xff"}', 400, "body: not valid JSON"),
+        (b"[" * 100_000, 400, "body: not valid JSON"),
+        (b'{"stop": ' + b"[" * 900 + b"]" * 900 + b"}", 400, ""),
+        (b"[1]", 400, "body: must be a JSON object"),
+        (b'{"temperature": NaN}', 400, "temperature: must be a finite number"),
+        (b" " * (1 << 20) + b"{}", 413, "body: over 1,048,576 bytes"),
+    ],
+    ids=range(7),
+)
+def test_bodies_that_are_no_requests(url: str, body: bytes, status: int, message: str):
+    answer = HTTP.post(f"{url}/v1/completions", content=body, headers=JSON)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
+@contextmanager
+def connection(url: str, data: bytes) -> Iterator[socket.socket]:
+    """A connection to the server that has sent some bytes."""
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 600) as connection:
+        connection.sendall(data)
+        yield connection
+
+
+def read_head(connection: socket.socket) -> str:
+    """The first line of a response."""
+    found = b""
+    while b"\r\n" not in found:
+        part = connection.recv(1 << 16)
+        assert part
+        found += part
+    return found.partition(b"\r\n")[0].decode()
+
+
+@pytest.mark.parametrize("length", ["9999999999999999999", "1048577"])
+def test_a_body_that_says_it_is_too_long_is_not_waited_for(url: str, length: str):
+    with connection(url, HEAD + f"Content-Length: {length}\r\n\r\n".encode()) as waiting:
+        assert read_head(waiting).startswith("HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        CHUNKED + b"Content-Length: 5\r\n\r\n0\r\n\r\n",
+        b"Content-Length: 5\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
+        b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"Content-Length: 99999999999999999999\r\n\r\n",
+        b"Content-Length : 5\r\n\r\n",
+    ],
+)
+def test_a_body_whose_end_a_proxy_may_see_elsewhere_is_refused(url: str, rest: bytes):
+    with connection(url, HEAD + rest) as smuggler:
+        assert read_head(smuggler).startswith("HTTP/1.1 400 ")
+        smuggler.settimeout(10)  # the connection ends now, and not after 20 idle seconds
+        while smuggler.recv(1 << 16):
+            pass
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="needs the clock of threads")
+def test_a_body_in_chunks_of_a_byte_leaves_the_server_to_others(url: str):
+    (ident,) = (each.ident for each in threading.enumerate() if each.name == "http server")
+    clock = time.pthread_getcpuclockid(ident)
+    before = time.clock_gettime(clock)
+    with connection(url, HEAD + CHUNKED + b"\r\n") as hostile:
+        hostile.sendall(b"1\r\nx\r\n" * (1 << 19) + b"0\r\n\r\n")
+        assert read_head(hostile).startswith("HTTP/1.1 400 ")
+    assert time.clock_gettime(clock) - before < 1  # 0.1 s, where a parser in Python takes 3
+
+
+def test_a_body_that_a_parser_drops_is_not_taken_for_an_empty_one(url: str):
+    offer = {"connection": "Upgrade", "upgrade": "h2c"}
+    answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=offer)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("upgrade: ")
+
+
+def test_a_target_may_name_the_server(url: str):
+    request = f"GET {url}/health HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    with connection(url, request) as absolute:
+        assert read_head(absolute).startswith("HTTP/1.1 200 ")
+
+
+def test_too_many_connections_are_refused_until_some_end(run: Run, monkeypatch):
+    monkeypatch.setattr(server, "SPARE_CONNECTIONS", 0)
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(run, max_rows=1, max_waiting=2) as url:
+        with connection(url, request) as first, connection(url, request) as second:
+            assert read_head(first).startswith("HTTP/1.1 200 ")
+            assert read_head(second).startswith("HTTP/1.1 200 ")
+            with connection(url, request) as third:
+                assert read_head(third).startswith("HTTP/1.1 503 ")
+        wait_for(url, 'gptmini_texts{state="running"} 0.0')
+
+
+def test_other_routes_and_methods(url: str, client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="a base model has no chat format"):
+        client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}])
+    assert HTTP.get(f"{url}/v1/completions").status_code == 405
+    assert HTTP.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
+    assert HTTP.get(f"{url}/health").json() == {"status": "ok"}
+
+
+def test_an_instruct_model_answers_messages(tmp_path: Path):
+    run = run_of(tmp_path / "run", CHAT_TOKENIZER, context_length=64)
+    messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}]
+    prompt = run.render_chat(messages)
+    (expected,) = run.start(
+        [prompt], special=True, temperature=0, overflow="stop", max_new_tokens=64
+    ).finish()
+    with serving(run, max_tokens=64) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-") as ai:
+        whole = ai.chat.completions.create(
+            model="x", messages=messages, temperature=0, logprobs=True, top_logprobs=2
+        )
+        chunks = list(
+            ai.chat.completions.create(
+                model="x",
+                messages=messages,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        with pytest.raises(openai.BadRequestError, match="tools: not supported here"):
+            ai.chat.completions.create(model="x", messages=messages, tools=[])
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert whole.object == "chat.completion"
+    assert whole.usage.prompt_tokens == len(expected.prompt_tokens)
+    listed = choice.logprobs.content
+    assert len(listed) == whole.usage.completion_tokens == len(expected.tokens)
+    for each in listed:
+        first, second = each.top_logprobs
+        assert (first.token, first.logprob) == (each.token, each.logprob)  # as it is greedy
+        assert first.logprob >= second.logprob
+    assert choice.finish_reason == "length"
+    data = b"".join(bytes(each.bytes) for each in listed)
+    assert data.decode(errors="replace") == expected.text
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == expected.text
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].object == "chat.completion.chunk"
+
+
+def test_any_model_name_and_any_content_type_will_do(url: str):
+    for model in ("gpt-4", "", None):
+        body = {"model": model, "prompt": "x", "max_tokens": 1}
+        assert HTTP.post(f"{url}/v1/completions", json=body).json()["model"] == "small"
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` says
+    answer = HTTP.post(f"{url}/v1/completions", content=b'{"prompt": "x"}', headers=form)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "OWN"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "http://behind.a.proxy"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "OWN"}, 200),
+        ({}, 200),
+    ],
+    ids=str,
+)
+def test_pages_of_other_sites_are_refused(url: str, headers, status):
+    headers = {name: value.replace("OWN", url) for name, value in headers.items()}
+    answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=headers)
+    assert answer.status_code == status
+    assert "access-control-allow-origin" not in answer.headers
+    if status == 403:
+        assert answer.json()["error"]["message"].startswith("origin: a page of another site")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "[::1", "::1", "a b", ""]
+)
+def test_other_names_of_this_machine_are_refused(url: str, host: str):
+    answer = HTTP.get(f"{url}/health", headers={"host": host})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"host: '{host}' is not this server")
+
+
+def test_an_ipv6_address_works(run: Run):
+    try:
+        listen("::1", 0).close()
+    except MachineError:
+        pytest.skip("no IPv6 here")
+    with serving(run, host="::1") as url:
+        assert url.startswith("http://[::1]:")
+        port = url.rpartition(":")[2]
+        for host in (f"[::1]:{port}", "[::1]", f"localhost:{port}"):
+            headers = {"host": host}
+            answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert answer.status_code == 200
+
+
+def test_an_empty_host_is_refused(gptmini, trained: Path):
+    code, _, err = gptmini("serve", str(trained), "--host", "")
+    assert code == 2
+    assert err.startswith("gptmini: --host: must not be empty")
+
+
+@pytest.mark.parametrize("key", [" ", "\n", "a\nb"])
+def test_a_key_that_nobody_could_send_is_refused(gptmini, trained: Path, monkeypatch, key):
+    monkeypatch.setenv("GPTMINI_API_KEY", key)
+    code, _, err = gptmini("serve", str(trained), "--port", "0")
+    assert code == 2
+    assert err.startswith("gptmini: GPTMINI_API_KEY: ")
+
+
+def test_a_server_without_its_scheduler_is_not_healthy(run: Run):
+    transport = httpx.ASGITransport(Server(run, Limits()).app)  # which starts nothing
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/health")
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()) == (503, {"status": "stopped"})
+
+
+def test_metrics_count_the_tokens_of_prompts_and_texts(run: Run):
+    body = {"prompt": ["the", "fox!"], "n": 2, "max_tokens": 3, "logit_bias": {"256": -100}}
+    with serving(run, max_rows=2) as url:
+        assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
+        lines = HTTP.get(f"{url}/metrics").text.splitlines()
+    assert "gptmini_prompt_tokens_total 7.0" in lines  # each prompt is read once
+    assert "gptmini_generated_tokens_total 12.0" in lines
+
+
+def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
+    page = HTTP.get(url)
+    policy = page.headers["content-security-policy"]
+    nonce = policy.partition("'nonce-")[2].partition("'")[0]
+    assert policy.startswith(f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-")
+    assert page.text.count(f'nonce="{nonce}"') == 2
+    assert "<h1>small</h1>" in page.text
+    assert 'placeholder="all"' in page.text  # the run's top_k
+    assert "//" not in page.text
+    assert "innerHTML" not in page.text
+    assert nonce not in HTTP.get(url).text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
+def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
+    wrong: list[str] = []
+    requests: list[str] = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM)
+        tab = browser.new_page()
+        tab.on("console", lambda message: wrong.append(message.text))
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(url)
+        prompt = "the <b>quick</b>\n"
+        settings = {"max_tokens": 20, "temperature": 0.5, "top_k": 40, "seed": 7}
+        for name, value in ({"prompt": prompt} | settings).items():
+            tab.fill(f"#{name}", str(value))
+        tab.get_by_role("button", name="Continue").click()
+        tab.get_by_text("20 tokens").wait_for()
+        same_settings = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_new_tokens": 20}
+        assert tab.locator("#out").text_content() == prompt + alone(run, prompt, **same_settings)
+        titles = tab.eval_on_selector_all("#out span", "tokens => tokens.map(each => each.title)")
+        assert len(titles) == 20
+        assert all("%, instead of:\n" in title for title in titles)
+        assert tab.get_by_text("Orange shows surprise").is_visible()  # still, beside the bars
+        script = """tokens => tokens.map(token => {
+          const style = getComputedStyle(token);
+          const bar = -parseFloat(style.boxShadow.split(" ").at(-4));
+          return [bar, parseFloat(style.paddingBottom)];
+        })"""
+        bars = tab.eval_on_selector_all("#out span", script)
+        assert all(0 <= bar <= room for bar, room in bars)  # below the letters
+        assert max(bar for bar, _ in bars) > 1
+        tab.fill("#temperature", "-1")
+        tab.evaluate("document.getElementById('form').noValidate = true")
+        tab.locator("#prompt").press("Control+Enter")
+        tab.get_by_text("temperature: must be at least 0").wait_for()
+        browser.close()
+    assert requests == [f"{url}/"] + [f"{url}/v1/completions"] * 2
+    assert [each for each in wrong if "400 (Bad Request)" not in each] == []
+
+
+def test_a_run_whose_name_is_not_utf8_is_served(run: Run):
+    named = copy.copy(run)
+    named.path = Path(os.fsdecode(b"caf\xe9"))
+    with serving(named) as url:
+        assert "<h1>caf?</h1>" in HTTP.get(url).text
+        assert HTTP.get(f"{url}/v1/models").json()["data"][0]["id"] == "caf?"
+
+
+def test_a_key_is_asked_for(run: Run):
+    with serving(run, "voilà") as url:
+        assert HTTP.get(url).status_code == 200
+        for path in ("metrics", "v1/models"):
+            assert HTTP.get(f"{url}/{path}").status_code == 401
+        wrong = {**JSON, "authorization": "Bearer sesame"}
+        answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=wrong)
+        assert answer.json()["error"]["message"].startswith("api key: missing or wrong")
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            right = {**JSON, "authorization": f"{scheme} voilà".encode()}
+            answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=right)
+            assert answer.status_code == 200
+        basic = {**JSON, "authorization": "Basic voilà".encode()}
+        answer = HTTP.post(f"{url}/v1/completions", content=b"{}", headers=basic)
+        assert answer.status_code == 401
+
+
+def test_texts_under_load_are_those_alone(run: Run):
+    """Random prompts, some longer than a chunk, and lengths; some clients leave at random."""
+    dice = random.Random(1)
+    prefix = "".join(dice.choice("the quick fox ") for _ in range(150))
+    jobs = []
+    for seed in range(60):
+        words = "".join(dice.choice("the dog ") for _ in range(dice.choice((3, 40, 200))))
+        prompt = prefix + words if seed % 3 == 0 else words
+        jobs.append((prompt, dice.randint(1, 60), seed, dice.random() < 0.3))
+
+    def ask(job: tuple[str, int, int, bool]) -> str | None:
+        prompt, length, seed, leaves = job
+        body = {"prompt": prompt, "max_tokens": length, "seed": seed, "stream": True}
+        found = ""
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    return found
+                if line:
+                    found += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                if leaves and len(found) > length // 2:
+                    return None
+        raise AssertionError("the stream has no end")
+
+    with serving(run, max_rows=5) as url, ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(ask, jobs))
+        wait_for(url, 'gptmini_texts{state="running"} 0.0')
+    assert found.count(None) > 5
+    for text, (prompt, length, seed, _) in zip(found, jobs, strict=True):
+        assert text in (None, alone(run, prompt, max_new_tokens=length, seed=seed))
+
+
+def test_without_a_compiler_the_texts_are_the_same(trained: Path, monkeypatch):
+    monkeypatch.setattr(native, "load_library", lambda *_: None)
+    slow = load_run(trained)
+    ask = lambda seed: HTTP.post(
+        f"{url}/v1/completions", json={"prompt": "the dog" * seed, "max_tokens": 9, "seed": seed}
+    )
+    with serving(slow, max_rows=3) as url, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask, range(6)))
+    for seed, answer in enumerate(answers):
+        expected = alone(slow, "the dog" * seed, max_new_tokens=9, seed=seed)
+        assert answer.json()["choices"][0]["text"] == expected
+
+
+@needs_compiler
+def test_a_prefix_is_prefilled_once(run: Run):
+    shared = "the quick brown fox " * 15  # 300 tokens: two chunks, and a rest
+    with (
+        serving(run, max_rows=2) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
+    ):
+        for prompt, cached in ((shared, 0), (shared, 256), (shared[:200], 128), ("a" + shared, 0)):
+            answer = client.completions.create(model="small", prompt=prompt, seed=4)
+            assert answer.usage.prompt_tokens_details.cached_tokens == cached
+            assert answer.choices[0].text == alone(run, prompt, max_new_tokens=16, seed=4)
+
+
+# The model never ends it, as the end-of-text token is 256.
+LONG = {"prompt": "x", "max_tokens": 100_000, "stream": True, "logit_bias": {"256": -100}}
+
+
+def test_a_full_queue_refuses_and_clients_that_leave_make_room(run: Run):
+    with serving(run, max_rows=1, max_waiting=2) as url:
+        with ThreadPoolExecutor(3) as pool:
+            with HTTP.stream("POST", f"{url}/v1/completions", json=LONG) as first:
+                lines = first.iter_lines()
+                next(lines)
+                body = {"prompt": "x", "max_tokens": 2}
+                waiting = [
+                    pool.submit(HTTP.post, f"{url}/v1/completions", json=body) for _ in range(2)
+                ]
+                wait_for(url, 'gptmini_texts{state="waiting"} 2.0')
+                refused = HTTP.post(f"{url}/v1/completions", json=body)
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"] == "1"
+            assert [each.result().status_code for each in waiting] == [200, 200]
+        # A client that waits for the whole answer frees its row too when it leaves.
+        soon = httpx.Timeout(600, read=0.5)
+        with pytest.raises(httpx.ReadTimeout):
+            HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False}, timeout=soon)
+        wait_for(url, 'gptmini_texts{state="running"} 0.0')
+        assert 'gptmini_requests_total{status="429"} 1.0' in HTTP.get(f"{url}/metrics").text
+
+
+HALF = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+)
+
+
+def test_a_request_has_its_time(run: Run):
+    with serving(run, max_rows=1, request_seconds=2) as url:
+        answer = HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False})
+        assert answer.status_code == 504
+        assert answer.json()["error"]["message"].startswith("not done in 2 seconds")
+        stream = HTTP.post(f"{url}/v1/completions", json=LONG)
+        *_, last = filter(None, stream.text.splitlines())  # an event, or all if none came before
+        assert "not done in 2 seconds" in last
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 600) as half:
+            half.sendall(HALF)
+            assert half.recv(100).startswith(b"HTTP/1.1 408 ")
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as half:
+            half.sendall(HALF)  # and leaves
+        wait_for(url, 'gptmini_requests_total{status="499"} 1.0')
+
+
+def test_a_client_that_never_reads_loses_its_row(run: Run):
+    body = json.dumps(LONG | {"logprobs": 20}).encode()  # soon more than fits into buffers
+    head = HALF.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
+    limits = {"max_rows": 1, "request_seconds": 5, "max_values": 1 << 30}
+    with serving(run, **limits) as url, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        deaf.sendall(head + body)
+        wait_for(url, "gptmini_prompt_tokens_total 1.0")
+        wait_for(url, 'gptmini_texts{state="running"} 0.0')
+        assert HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_stop_ends_is_told_so(run: Run, stream: bool, caplog):
+    with ThreadPoolExecutor(1) as pool:
+        with serving(run, max_rows=1, drain_seconds=1) as url:
+            body = LONG | {"stream": stream}
+            sent = pool.submit(HTTP.post, f"{url}/v1/completions", json=body)
+            wait_for(url, 'gptmini_texts{state="running"} 1.0')
+        answer = sent.result()
+    if stream:
+        *_, last = filter(None, answer.text.splitlines())
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+    assert error["message"] == "the server is stopping; send the request again"
+    assert error["type"] == "server_error"
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch):
+    with serving(run, max_rows=2) as url:
+        with monkeypatch.context() as broken:
+            broken.setattr(NativeEngine, "__call__", lambda *_: 1 / 0)
+            broken.setattr(TorchEngine, "__call__", lambda *_: 1 / 0)
+            answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["type"] == "server_error"
+        assert HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@contextmanager
+def command(trained: Path, **environment: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The command itself, and the address it prints."""
+    words = [sys.executable, "-m", "gptmini", "serve", str(trained), "--port", "0"]
+    process = subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
+    try:
+        line = process.stderr.readline()
+        yield process, line[line.index("http:") :].split(";")[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, default_signals):
+    with command(trained, GPTMINI_API_KEY="k") as (process, url):
+        secret = "the secret prompt"
+        body = {"prompt": secret, "max_tokens": 300, "seed": 1, "stream": True}
+        head = {"authorization": "Bearer k"}
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body, headers=head) as answer:
+            lines = answer.iter_lines()
+            found = [next(lines)]
+            process.send_signal(signal.SIGTERM)
+            found += list(lines)
+        choices = [json.loads(line[6:])["choices"][0] for line in found[:-2] if line]
+        text = "".join(choice["text"] for choice in choices)
+        assert text == alone(run, secret, max_new_tokens=300, seed=1)
+        log = process.stderr.read()
+        assert process.wait(600) == 0
+        assert '"POST /v1/completions HTTP/1.1" 200' in log
+        assert "secret" not in log
+        with pytest.raises(httpx.ConnectError):
+            HTTP.get(f"{url}/health")
+
+
+def test_a_port_in_use_is_one_line(gptmini, trained: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, err = gptmini("serve", str(trained), "--port", port)
+    assert (code, err) == (
+        5,
+        f"gptmini: 127.0.0.1:{port}: address already in use; choose another --port or --host\n",
+    )

@@ -1,0 +1,330 @@
+"""The benchmarks run, on small inputs, and print the tables of scripts/RESULTS.md."""
+
+import contextlib
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import tiny, train
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def output(name: str, *words: str) -> str:
+    command = [sys.executable, str(SCRIPTS / name), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import nano
+
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(400)))
+    words = [str(text), "--steps", "4", "--prompt", "7 is"]
+    prepare = partial(nano.prepare_corpus, cache=tmp_path / "cache")
+    monkeypatch.setattr(nano, "prepare_corpus", prepare)
+
+    def run(seed: int) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["nano.py", *words, "--seed", str(seed)])
+        nano.main()
+        printed = capsys.readouterr().out
+        return re.sub(r", \d+ s$", "", printed, flags=re.MULTILINE).splitlines()
+
+    first = run(seed=1)
+    _, parameters, loss, bits, *sample = first
+    assert int(parameters.split()[0].replace(",", "")) > 500_000
+    loss_text = loss.removeprefix("step 4 of 4: loss ")
+    assert 0 < float(loss_text) < 6  # guessing among the 263 tokens costs ln 263 = 5.57
+    assert 0 < float(bits.removesuffix(" bits per byte of held-out text")) < 8
+    assert "\n".join(sample).startswith("7 is")
+    assert len("\n".join(sample)) > 50
+    assert run(seed=1) == first
+    assert run(seed=2) != first
+
+
+def test_the_run_that_nano_saves_is_one_for_every_command(tmp_path, monkeypatch, gptmini):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import nano
+
+    source = (SCRIPTS / "nano.py").read_text()
+    assert not re.search(r"(from|import) gptmini\.", source)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(400)))
+    prepare = partial(nano.prepare_corpus, cache=tmp_path / "cache")
+    monkeypatch.setattr(nano, "prepare_corpus", prepare)
+    words = ["nano.py", str(text), "--steps", "2", "--out", str(tmp_path / "nano")]
+    monkeypatch.setattr(sys, "argv", words)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        nano.main()
+    printed = out.getvalue()
+    bits = float(re.search(r"([\d.]+) bits per byte", printed)[1])
+    code, out, err = gptmini("evaluate", str(tmp_path / "nano"), "--json")
+    assert code == 0, err
+    assert json.loads(out)["bits_per_byte"] == pytest.approx(bits, abs=1e-3)
+    assert gptmini("generate", str(tmp_path / "nano"), "--prompt", "7 is")[0] == 0
+    assert gptmini("export", str(tmp_path / "nano"), "--out", str(tmp_path / "exported"))[0] == 0
+    with pytest.raises(SystemExit):  # it is not trained anew over the old one
+        nano.main()
+    further = ["--from", str(tmp_path / "nano"), "--data", str(text), "--steps", "1"]
+    assert gptmini("train", *further, "--no-sample")[0] == 0
+
+
+def test_every_benchmark_is_behind_the_door_and_on_the_page(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from bench.__main__ import BENCHMARKS
+
+    not_benchmarks = {"__init__", "__main__", "nanochat"}
+    files = {path.stem for path in (SCRIPTS / "bench").glob("*.py")}
+    assert files - not_benchmarks == set(BENCHMARKS)
+    page = (SCRIPTS / "README.md").read_text()
+    assert all(f"| `{name}" in page for name in BENCHMARKS)
+
+
+def test_the_door_of_the_benchmarks_lists_them_for_an_unknown_name():
+    command = [sys.executable, str(SCRIPTS / "bench"), "speed"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "speed" in refused.stderr
+    assert "attention" in refused.stderr
+
+
+def test_bench_attention_prints_caches_by_the_formula():
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in output("bench", "attention", "--quick").splitlines()
+    ]
+    sizes = {row[1]: (row[6], row[7]) for row in rows if len(row) == 8 and row[0] == "128"}
+    assert sizes.keys() == {"mha", "gqa:3", "mqa", "window 128"}
+    assert all(size == formula for size, formula in sizes.values())
+
+
+def test_gradient_checkpointing_saves_memory():
+    table = output("bench", "memory", "--rows", "8").splitlines()[2:]
+    rows = [line.strip("| ").split(" | ") for line in table]
+    peaks = {row[0]: float(row[1]) for row in rows}
+    # About half; either peak may be a quarter higher, as the allocator keeps what was freed.
+    assert peaks["on"] < 0.8 * peaks["off"]
+
+
+def test_torture_loses_no_run():
+    words = output("torture.py", "4").split()
+    assert words[:2] == ["4", "runs,"]
+    assert int(words[2]) > 0
+    assert words[6:] == ["4", "equal", "ends,", "0", "lost"]
+
+
+def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
+    printed = output("bench", "train", str(text), "--parts", "small,share", "--quick")
+    beside_pytorch, share = [
+        [[cell.strip() for cell in row[1:-1].split("|")] for row in table.splitlines()]
+        for table in printed.strip().split("\n\n")
+    ]
+    assert beside_pytorch[0] == ["", "plain PyTorch", "gptmini", "ratio"]
+    assert float(beside_pytorch[2][1]) > 0
+    assert 1 < float(beside_pytorch[3][2]) < 7
+    assert share[0] == ["", "eager", "compiled"]
+    assert {len(row) for row in share} == {3}
+    assert 0 < float(share[2][1].split()[-1].rstrip("%")) < 200  # of what a large product reaches
+
+
+def test_bench_generate_times_hugging_face_and_gptmini():
+    rows = output("bench", "generate", "--quick").splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[5:]]
+    names = [cell.strip() for cell in rows[3].strip("|").split("|")]
+    assert [cell[0] for cell in cells] == ["tiny gqa, 2 x 8", "tiny mha, 1 x 8"]
+    for row in cells:
+        assert len(row) >= 4
+        assert all(float(cell.split()[0].replace(",", "")) > 0 for cell in row[1:])
+    assert names[1:4] == ["HF", "HF bf16", "gptmini in torch"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the clock of another process")
+def test_bench_llama_times_llama_cpp():
+    pytest.importorskip("xllamacpp")
+    rows = output("bench", "llama", "--quick", "--cpu").splitlines()[4:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["1 x 32, 64 new", "1 x 512, 1 new"]
+    for _, theirs, *pairs in cells:
+        assert float(theirs.replace(",", "")) > 0
+        assert len(pairs) == 3
+        for pair in pairs:
+            ours, _, llama, ratio, _ = pair.replace(",", "").replace("(", "").split()
+            assert float(ratio) == pytest.approx(float(ours) / float(llama), rel=0.05, abs=0.06)
+
+
+def test_bench_processes_times_each_way_of_adding_gradients():
+    words = ["--sizes", "3M", "--ranks", "2", "--rows", "4", "--steps", "3", "--rounds", "1"]
+    table = output("bench", "processes", *words).splitlines()[2:]
+    rows = [line.strip("| ").split(" | ") for line in table]
+    assert [row[1:3] for row in rows] == [
+        ["1", "fast"],
+        ["1", "exact"],
+        ["2", "exact"],
+        ["2", "fast"],
+    ]
+    assert all(float(row[3]) > 0 for row in rows)
+
+
+def test_bench_serve_times_the_server(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
+    data = {"path": str(tmp_path / "text.txt")}
+    train(tiny(data=data, train={"steps": 1}), tmp_path / "run", tmp_path / "cache")
+    words = ["--clients", "2", "--prompts", "5", "--texts", "1", "--new", "4"]
+    (row,) = output("bench", "serve", str(tmp_path / "run"), *words).splitlines()[2:]
+    clients, name, speed, first, between = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (clients, name) == ("2 x 5", "gptmini")
+    assert float(speed.replace(",", "")) > 0
+    assert first.count("/") == between.count("/") == 2
+
+
+def test_bench_learning_compares_recipes_on_the_same_tokens(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}, and {n % 7} is.\n" for n in range(9000)))
+    results = tmp_path / "results.jsonl"
+    words = ["--texts", f"numbers={text}:char", "--sizes", "2x32", "--seeds", "1,2"]
+    words += ["--regimes", "once", "--steps", "9", "--folder", str(tmp_path / "texts")]
+    words += ["--recipes", "gptmini,nanochat"]
+    words += ["--recipe", "fast:train.lr=6e-3"]
+    output("bench", "learning", "run", str(results), *words)
+    lines = results.read_text().splitlines()
+    assert len(lines) == 6
+    assert all(0 < json.loads(line)["bits_per_byte"] < 8 for line in lines)
+    output("bench", "learning", "run", str(results), *words)  # nothing is left to do
+    assert results.read_text().splitlines() == lines
+    heading, _, row, *_ = output("bench", "learning", "table", str(results)).splitlines()
+    recipes = ["gptmini", "nanochat", "fast"]
+    assert sorted(heading.strip("| ").split(" | ")[1:]) == sorted(recipes)
+    assert row.startswith("| numbers, once, 2x32, 9 | ")
+    assert row.count("±") == 2
+
+
+def test_the_update_of_nanochat_is_nearly_orthogonal(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from bench import nanochat
+
+    random = torch.Generator().manual_seed(0)
+    for shape in ((2, 24, 64), (2, 64, 24)):
+        matrices = nanochat.polar_express(torch.randn(shape, generator=random))
+        values = torch.linalg.svdvals(matrices)
+        torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=0.2)
+
+
+def check_gpu(run: str, folder: Path) -> dict[str, Any]:
+    """Run the check of a GPU on a CPU; return what each part found."""
+    out = folder / "check.json"
+    output("gpu_check", run, "--small", "--device", "cpu", "--out", str(out))
+    parts = json.loads(out.read_text())
+    assert [name for name, part in parts.items() if not part["ok"]] == []
+    page = (folder / "check.md").read_text()
+    assert all(f"## {name}\n" in page for name in parts)
+    return {name: part["found"] for name, part in parts.items()}
+
+
+def test_gpu_check_runs_every_part_of_training_on_a_cpu(tmp_path: Path):
+    found = check_gpu("training", tmp_path)
+    outcomes = found["tests"]["outcomes"]
+    assert outcomes.pop("PASSED") >= 4
+    assert outcomes == {"FAILED": 0, "ERROR": 0, "SKIPPED": 0}
+    assert found["tests"]["failed"] == []
+    for part in ("changes", "steps"):
+        assert all(step["tokens_per_second"] > 0 for step in found[part].values())
+    losses = found["train"]["losses, compile off"]
+    assert losses[-1] < losses[0]
+    assert all(case == {"repeated": True, "resumed": True} for case in found["bits"].values())
+    assert found["profile"]["aten::mm"]["calls"] >= 54  # three for each of 18 matrices
+    assert 0 < found["profile"]["busy"] <= 1
+
+
+def test_gpu_check_runs_every_part_of_generation_on_a_cpu(tmp_path: Path):
+    found = check_gpu("generation", tmp_path)
+    assert found["texts"] == {"in company as alone": True, "as on the CPU": [True] * 4}
+    assert found["decode"]["32 rows, bfloat16"]["tokens"] == 32 * 8
+    assert found["precision"]["largest difference"] < 0.01
+    assert found["serve"]["8 clients, tokens/s"] > 0
+    assert all(command["exit_code"] == 0 for command in found["commands"].values())
+
+
+def test_the_page_of_gpu_check_has_a_table_for_rows_of_the_same_columns(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from gpu_check.page import write_page
+
+    found = {
+        "memory": 85_000_000_000,
+        "a | b": True,
+        "flash": {"ms": 0.123456, "mfu": None},
+        "eager": {"ms": 2.0, "mfu": 0.25},
+        "other": {"error": "out of memory"},
+    }
+    failed = {"ok": False, "seconds": 1.5, "found": {}, "ended": "after 3 s", "output": ["why"]}
+    page = write_page({"step": {"ok": True, "seconds": 2.5, "found": found}, "bits": failed})
+    assert page.splitlines() == [
+        "# gptmini on a GPU",
+        "",
+        "## step",
+        "",
+        "In 2.5 s.",
+        "",
+        "| | |",
+        "|---|---|",
+        "| memory | 85,000,000,000 |",
+        "| a \\| b | yes |",
+        "",
+        "| | ms | mfu |",
+        "|---|---|---|",
+        "| flash | 0.1235 | - |",
+        "| eager | 2 | 0.25 |",
+        "",
+        "| | error |",
+        "|---|---|",
+        "| other | out of memory |",
+        "",
+        "## bits",
+        "",
+        "**Failed**: ended after 3 s.",
+        "",
+        "```text",
+        "why",
+        "```",
+    ]
+
+
+def test_gpu_check_goes_on_after_a_part_that_fails_or_hangs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from gpu_check import __main__ as gpu_check
+
+    def hangs(_: object) -> Iterator[tuple[str, int]]:
+        yield "before", 1
+        signal.pause()
+
+    def fails(_: object) -> Iterator[tuple[str, int]]:
+        yield "before", 2
+        raise ZeroDivisionError("no such kernel")
+
+    def works(_: object) -> Iterator[tuple[str, int]]:
+        yield "before", 3
+
+    parts = {"hangs": (hangs, 3), "fails": (fails, 60), "works": (works, 60)}
+    monkeypatch.setattr(gpu_check, "RUNS", {"training": parts})
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_check", "training", "--out", str(tmp_path / "check.json")]
+    )
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert [part["ok"] for part in found.values()] == [False, False, True]
+    assert [part["found"]["before"] for part in found.values()] == [1, 2, 3]
+    assert found["hangs"]["ended"] == "after 3 s"
+    assert found["fails"]["ended"] == "with exit code 1"
