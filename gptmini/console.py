@@ -44,9 +44,12 @@ def is_interactive() -> bool:
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, above a progress bar if one is shown."""
+    """Print a line on stderr, above a progress bar if one is shown.
+
+    It may quote a stranger's text, such as the name of a file, which a terminal must not obey.
+    """
     if not _silent:
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(escape_control_characters(line), file=sys.stderr)
 
 
 def warn(line: str) -> None:

@@ -31,7 +31,8 @@ from gptmini.errors import (
 IS_WINDOWS = sys.platform == "win32"
 RENAME_DELAYS_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
-DEFAULT_CACHE_DIR = Path(os.path.expanduser("~/.cache/gptmini"))  # Path.home() can raise
+_CACHES = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # Path.home can raise
+DEFAULT_CACHE_DIR = Path(_CACHES, "gptmini")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -261,10 +262,20 @@ def _try_lock_on_windows(descriptor: int) -> bool:
 
 def write_and_sync(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Create and sync a file in a directory that does not have its final name yet."""
-    with path.open("xb") as file:
+    with name_in_errors(path), path.open("xb") as file:
         file.writelines(pieces)
         file.flush()
         sync(file.fileno())
+
+
+@contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Name a file in the system's errors that name none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def rename(source: Path, target: Path) -> None:

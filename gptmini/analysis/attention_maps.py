@@ -19,7 +19,7 @@ from gptmini.model.attention import Attention, make_mask
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.spelling import explain_labels, label_tokens
 
-MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N; as a page: --out FILE.html"
+MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N"
 
 MAX_MASK_POSITIONS = 256  # more would overflow the screen
 
@@ -205,9 +205,8 @@ def build_mask(name: str, size: int | None = None) -> Tensor:
     if kind == "window" and number > 0:
         return make_mask(positions, positions, number)
     if kind == "padding" and 0 <= number < size:
-        is_token = positions >= number
-        # Padding sees itself, as a query that sees nothing has no average.
-        return (make_mask(positions, positions) & is_token) | torch.eye(size, dtype=torch.bool)
+        lengths = torch.tensor([size - number])
+        return mechanisms.causal_padding_mask(lengths, size, side="left")[0]
     raise ConfigError(
         f"--mask {shorten(name)}: unknown mask; use causal, window:N with N at least 1, padding:N "
         f"with N below {size}, or cross:T,S"

@@ -256,5 +256,5 @@ def describe_differences(variants: list[Variant]) -> list[str]:
             f"seeds for {NOTABLE_DIFFERENCE}: per variant, to show such a difference 4 times in 5",
         ]
     if n_known < len(variants) - 1:
-        lines.append("one run says nothing about the spread over seeds; try --seeds 3")
+        lines.append("one run says nothing of the spread over seeds; give several")
     return lines

@@ -275,5 +275,6 @@ _OPTIONS_OF_OTHER_PROGRAMS = {
 
 def _fail(lines: Sequence[str], code: int) -> NoReturn:
     for line in lines:
-        print(f"gptmini: {line}", file=sys.stderr)
+        one_line = console.escape_control_characters(line).replace("\n", "\\n")
+        print(f"gptmini: {one_line}", file=sys.stderr)
     sys.exit(code)

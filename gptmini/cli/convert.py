@@ -22,7 +22,7 @@ def convert(
     path = resolve_run(run)
     path = path.resolve() if path.name == "" else path  # "." has no name
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
-    from gptmini.console import quote, say, show_elapsed
+    from gptmini.console import format_count, quote, say, show_elapsed
     from gptmini.generate.run import load_run
     from gptmini.train import convert
 
@@ -39,6 +39,6 @@ def convert(
     if not trained.corpus:  # an imported model has no text of its own
         command = f"gptmini train --from {name} --data TEXT --steps {config.train.steps}"
     say(
-        f"{out}: {change}, from step {trained.step} of {path}; train it for {config.train.steps} "
-        f"steps with:\n  {command}"
+        f"{out}: {change}, from step {trained.step} of {path}; train it for "
+        f"{format_count(config.train.steps, 'step')} with:\n  {command}"
     )

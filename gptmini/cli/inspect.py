@@ -101,5 +101,7 @@ def _inspect_run(
             page = page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
         files.atomic_write_bytes(out, page)
     print(view.format_text())
-    if out is not None and not is_page:
+    if out is None:
+        say("as a page to explore: --out FILE.html")
+    elif not is_page:
         plots.save_figure(view.draw_figure(), out)

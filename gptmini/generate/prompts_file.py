@@ -43,7 +43,7 @@ def generate_file(
     origin = json.dumps([run.fingerprint, sampling, how.get("special", False), samples, entries])
     made_of = hashlib.sha256(origin.encode()).hexdigest()[:16]
     jobs = [(entry, number) for entry in entries for number in range(samples)]
-    with out.open("a+b") as file:
+    with files.name_in_errors(out), out.open("a+b") as file:
         if not files.try_lock(file.fileno()):
             raise MachineError(
                 f"{out}: another process is writing it; wait for it, or choose another --out"

@@ -252,7 +252,7 @@ def format_report(facts: dict[str, Any]) -> list[str]:
     """Write the estimates for people, in lines."""
     parts = facts["parameters"]
     flops = {name: f"{_format_si(n)}FLOP" for name, n in facts["flops_per_token"].items()}
-    mib = {name: f"{size / 2**20:,.0f}" for name, size in facts["memory"].items()}
+    mib = {name: _format_mib(size) for name, size in facts["memory"].items()}
     optimal = facts["tokens"]["compute_optimal"]
     time = facts["time"]
     otherwise = "without" if facts["checkpointing"] else "with"
@@ -265,11 +265,17 @@ compute     {flops["training"]} per token, {flops["forward"]} of it forward
 memory      {mib["peak"]} MiB{rank} at the peak, micro-batch {facts["micro_batch_size"]}
             weights {mib["weights"]}, gradients {mib["gradients"]}, optimizer {mib["optimizer"]}
             activations {mib["activations"]}{more}
-            {otherwise} gradient checkpointing {facts["memory_otherwise"] / 2**20:,.0f} MiB
+            {otherwise} gradient checkpointing {_format_mib(facts["memory_otherwise"])} MiB
 {_format_caches(facts["cache"])}
 data        {_format_tokens(facts)}
             compute-optimal: {optimal:,}, 20 per parameter (Hoffmann 2022)
 time        {_format_time(facts)}""".splitlines()
+
+
+def _format_mib(size: float) -> str:
+    """Write bytes in MiB: whole ones, but of a small model also tenths."""
+    mib = size / 2**20
+    return f"{mib:,.0f}" if mib >= 10 else f"{mib:.1f}"
 
 
 def _format_parameters(parts: dict[str, int]) -> str:

@@ -115,7 +115,10 @@ class RunDirectory:
     def lock(self) -> Iterator[None]:
         """Be the only writer, or raise MachineError; a killed process locks nobody out."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a+") as file:
+        path = self.path / "lock"
+        if path.exists() and not path.is_file():
+            raise MachineError(f"{path}: not a regular file; delete it")
+        with path.open("a+") as file:
             if not files.try_lock(file.fileno()):
                 file.seek(0)
                 raise MachineError(
@@ -239,7 +242,9 @@ class RunDirectory:
             shutil.rmtree(self._temporary, ignore_errors=True)
             free = shutil.disk_usage(self.path).free if self.path.exists() else 0
             remedy = "make room, or choose another directory with --out"
-            if self.list_steps():
+            if not self.checkpoints.exists():
+                remedy = "the run was deleted or moved while it trained; begin it again"
+            elif self.list_steps():
                 remedy = "run the same command again to resume from the last checkpoint"
             raise MachineError(
                 f"{self.checkpoints}: could not save step {step} ({describe_os_error(error)}): "

@@ -40,6 +40,10 @@ class Evaluation:
     bytes: FloatArray
     correct: int
 
+    def __str__(self) -> str:
+        """Say what most people ask for; the arrays are there for the rest."""
+        return f"loss {self.loss:.4f}, {self.bits_per_byte:.4f} bits per byte"
+
     @property
     def loss(self) -> float:
         """Cross-entropy in nats per token."""

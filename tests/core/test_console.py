@@ -194,12 +194,19 @@ def test_windows_reports_a_closed_pipe_as_an_invalid_argument(monkeypatch):
 
 
 def test_columns_are_aligned_on_a_terminal_where_some_characters_take_two():
-    assert [console.measure_width(text) for text in ("", "abc", "中文", "。", "😀", "e\u0301")] == [
-        *(0, 3, 4, 2, 2, 1)
-    ]
+    texts = ("", "abc", "中文", "。", "😀", "e\u0301", "a\u200db")
+    assert [console.measure_width(text) for text in texts] == [0, 3, 4, 2, 2, 1, 2]
     rows = [["run", "text", "n"], ["中文", "é", "5"], ["a", "日本語です", "12"]]
     assert console.format_table(rows).splitlines() == [
         "run   text         n",
         "中文  é            5",
         "a     日本語です  12",
     ]
+
+
+def test_a_strangers_text_reaches_no_terminal_unescaped(capsys):
+    console.say("a file \x1b[31m\x07.txt")
+    console.warn("its template says \x1b]0;owned\x07")
+    assert capsys.readouterr().err == (
+        "a file \\x1b[31m\\x07.txt\nwarning: its template says \\x1b]0;owned\\x07\n"
+    )

@@ -198,3 +198,23 @@ def test_a_disk_that_cannot_flush_its_own_cache_is_synced_all_the_same(tmp_path,
     with (tmp_path / "a").open("wb") as file:
         files.sync(file.fileno())
         assert synced == [file.fileno()]
+
+
+@pytest.mark.parametrize("write", [files.atomic_write_bytes, files.write_and_sync])
+def test_an_error_of_the_disk_names_the_file(write, tmp_path, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(files, "sync", fail)
+    with pytest.raises(OSError, match="no space") as raised:
+        write(tmp_path / "file", [b"a"] if write is files.write_and_sync else b"a")
+    assert raised.value.filename == str(tmp_path / "file")
+
+
+def test_the_cache_is_where_the_desktop_keeps_caches(tmp_path):
+    script = "from gptmini import files; print(files.DEFAULT_CACHE_DIR)"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True
+    )
+    assert done.stdout == f"{tmp_path / 'gptmini'}\n"

@@ -79,7 +79,7 @@ def test_masks_by_name():
 
     assert rows("causal") == ["x..", "xx.", "xxx"]
     assert rows("window:2") == ["x..", "xx.", ".xx"]
-    assert rows("padding:1") == ["x..", ".x.", ".xx"]
+    assert rows("padding:1") == ["...", ".x.", ".xx"]
     assert rows("cross:2,3") == ["xxx", "xxx"]
     assert rows("cross:2,1") == ["x..", "x.."]  # padded to the size
     assert attention_maps.build_mask("cross:4,20").shape == (4, 20)

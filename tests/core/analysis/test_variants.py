@@ -40,7 +40,7 @@ def test_verdicts_distinguish_a_difference_from_the_spread():
     (row,) = differences(variant("a", 2.0), variant("b", 3.0))
     assert row == ["b", "+1.0000", "", "", "1+1", "", "one run: spread unknown"]
     text = variants.format_comparison([variant("a", 2.0), variant("b", 3.0)])
-    assert text.endswith("\n\none run says nothing about the spread over seeds; try --seeds 3\n")
+    assert text.endswith("\n\none run says nothing of the spread over seeds; give several\n")
 
 
 def test_each_further_comparison_asks_for_more():

@@ -13,7 +13,7 @@ from tests.support import SMALL
 def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Path, monkeypatch):
     assert gptmini("train", "--data", str(text_file), "--attention", "gqa:2", *SMALL)[0] == 0
     code, out, err = gptmini("inspect", "--prompt", "the fox")
-    assert (code, err) == (0, "runs/text-gqa2: step 4\n")
+    assert (code, err) == (0, "runs/text-gqa2: step 4\nas a page to explore: --out FILE.html\n")
     assert [line.split()[:3] for line in out.splitlines()[1:5]] == [
         ["0", "0", "0"],
         ["0", "1", "0"],

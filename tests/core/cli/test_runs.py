@@ -18,6 +18,8 @@ def list_runs(gptmini, *words: str) -> dict:
 
 def test_a_run_is_listed_with_its_figures(gptmini, run):
     shutil.copytree(run, "runs/compare/a/seed-0")
+    Path("runs/link").symlink_to("text")  # the same run once more
+    os.utime(Path(run) / "lock", (4e9, 4e9))  # begun again, and nothing written yet
     listed = list_runs(gptmini)["runs"]
     assert [each["path"] for each in listed] == ["runs/compare/a/seed-0", "runs/text"]
     found = listed[1]
@@ -57,6 +59,8 @@ def test_only_what_nothing_needs_can_be_deleted(gptmini, run):
     assert str(old) in gptmini("runs")[1]
 
     (directory.checkpoints / f"step-{second:08d}" / "model.safetensors").write_bytes(b"damaged")
+    assert [each["path"] for each in list_runs(gptmini)["removable"]] == [str(killed)]
+    directory.write_best({"step": first})  # the damaged one, which is newer, may yet be mended
     assert [each["path"] for each in list_runs(gptmini)["removable"]] == [str(killed)]
 
 

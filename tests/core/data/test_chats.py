@@ -217,3 +217,20 @@ def test_conversations_are_held_out_whole(tmp_path, split):
     assert all(5 <= len(found[side]) <= 40 for side in ("validation", "test"))
     if split == "tail":
         assert found["training"] + found["test"] + found["validation"] == list(range(200))
+
+
+def test_an_answer_may_have_more_than_one_end():
+    """What the template writes behind the first end belongs to the answer up to the last."""
+    template = CHAT_TOKENIZER.chat_template.replace(
+        "<|im_end|>\n{% endfor %}",
+        "<|im_end|>{% if message['role'] == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}",
+    )
+    tokenizer = with_template(template)
+    tokens = encode(ASK, ANSWER, tokenizer=tokenizer)
+    assert spell_learned(tokenizer, tokens) == [f"A cat.{END}<|endoftext|>"]
+
+
+def test_a_user_may_say_nothing():
+    tokens = encode({"role": "user", "content": ""}, ANSWER)
+    assert "<|im_start|>user\n<|im_end|>\n" in spell(CHAT_TOKENIZER, tokens & ~IGNORED)
+    assert spell_learned(CHAT_TOKENIZER, tokens) == [f"A cat.{END}"]

@@ -3,6 +3,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -285,3 +286,13 @@ def test_text_that_looks_like_a_special_token_is_text(tmp_path: Path):
     path.write_text("one<|endoftext|>two")
     assert documents(path) == ["one<|endoftext|>two"]
     assert documents(path, separator="<|endoftext|>") == ["one", "two"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused_though_its_size_stays(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("first")
+    (file,) = sources.find_source([str(path)], DataConfig()).files
+    with pytest.raises(DataError, match="changed"), formats.open_unchanged(file) as raw:
+        raw.read()
+        path.write_text("other")
+        os.utime(path, (1, 1))

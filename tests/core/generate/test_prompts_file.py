@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import shutil
@@ -136,3 +137,13 @@ def test_prompts_may_come_from_standard_input(run: Run, prompts: Path, monkeypat
         with pytest.raises(DataError, match=message) if message else nullcontext():
             prompts_file.generate_file(run, Path("-"), out, 2, 2, SETTINGS, logprobs=True)
     assert out.read_bytes() == expected
+
+
+def test_a_full_disk_names_the_output(run, prompts, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(files, "sync", fail)
+    with pytest.raises(OSError, match="no space") as raised:
+        written(run, prompts, "out.jsonl", 2)
+    assert raised.value.filename == str(prompts.with_name("out.jsonl"))

@@ -444,3 +444,17 @@ def test_a_save_goes_on_beside_a_leftover_that_windows_cannot_remove(
     (leftover / "held").unlink()
     run.save(checkpoint(3))
     assert list(run.checkpoints.glob(".*")) == []
+
+
+def test_a_lock_that_is_no_file_is_named(run: RunDirectory):
+    (run.path / "lock").mkdir()
+    with pytest.raises(MachineError, match="lock"), run.lock():
+        pass
+
+
+def test_a_run_that_is_deleted_while_it_trains_is_not_a_full_disk(run: RunDirectory):
+    shutil.rmtree(run.path)
+    with pytest.raises(MachineError) as raised:
+        run.save(checkpoint(1))
+    assert "deleted" in str(raised.value)
+    assert "make room" not in str(raised.value)

@@ -346,3 +346,11 @@ def test_damage_anywhere_costs_one_line(llama, tmp_path):
         read_whole(bad)
     with pytest.raises(CheckpointError, match="no such file"):
         read_whole(tmp_path / "missing.gguf")
+
+
+def test_the_context_is_short_unless_asked_for_and_a_window_of_zero_is_none(llama, tmp_path):
+    fields = {"llama.context_length": 8192, "llama.attention.sliding_window": 0}
+    path = rewrite(llama[1], tmp_path / "long.gguf", fields)
+    config, _, _ = read_gguf(path)
+    assert (config.context_length, config.attention.window) == (2048, None)
+    assert read_gguf(path, 4096)[0].context_length == 4096
