@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.data.corpus import prepare_corpus
     from gptmini.data.token_file import Corpus
-    from gptmini.generate.filters import draw_uniform, sample_token
+    from gptmini.generate.filters import make_random_number, sample_token
     from gptmini.generate.run import Run
     from gptmini.generate.run import load_run as load
     from gptmini.interop.export import export_run
@@ -48,7 +48,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "KVCache": "model.cache",
     "Optimizer": "model.optim",
     "get_learning_rate": "model.optim",
-    "draw_uniform": "generate.filters",
+    "make_random_number": "generate.filters",
     "sample_token": "generate.filters",
 }
 __all__ = [
@@ -61,7 +61,6 @@ __all__ = [
     "Optimizer",
     "Run",
     "Tokenizer",
-    "draw_uniform",
     "errors",
     "evaluate",
     "export_run",
@@ -70,6 +69,7 @@ __all__ = [
     "import_model",
     "iter_validation_batches",
     "load",
+    "make_random_number",
     "prepare_corpus",
     "sample_token",
 ]
