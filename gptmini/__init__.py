@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from gptmini import errors
 
 if TYPE_CHECKING:
-    from gptmini.analysis.evaluate import evaluate_text as evaluate
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.data.corpus import prepare_corpus
     from gptmini.data.token_file import Corpus
@@ -26,13 +25,14 @@ if TYPE_CHECKING:
     from gptmini.tokenizer.tokenizers import Tokenizer
     from gptmini.train.api import fit
     from gptmini.train.batches import Batches, iter_validation_batches
+    from gptmini.train.evaluate_run import evaluate_text as evaluate
 
 __version__ = "0.2.0"
 _HOMES = {  # where each public name lives; after a colon, what it is called there
     # What most people need.
     "fit": "train.api",
     "load": "generate.run:load_run",
-    "evaluate": "analysis.evaluate:evaluate_text",
+    "evaluate": "train.evaluate_run:evaluate_text",
     "Run": "generate.run",
     "export_run": "interop.export",
     "import_model": "interop.import_model",

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from gptmini.analysis import page, page_data
-from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.errors import CheckpointError, ConfigError
+from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.filters import make_random_number, sample_token
 from gptmini.model.cache import KVCache
+from gptmini.model.losses import compute_token_losses
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.spelling import spell_token
 from gptmini.tokenizer.tokenizers import CharTokenizer
-from gptmini.train.evaluate import compute_token_losses
-from tests.analysis.samples import HOSTILE, TOKENS, data_of, model_of, run_of
+from tests.analysis.samples import HOSTILE, data_of
+from tests.generate.samples import TOKENS, model_of, run_of
 from tests.support import tiny
 
 

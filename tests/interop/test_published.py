@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini.analysis.score import score_text
 from gptmini.data.corpus import prepare_text
 from gptmini.data.token_file import IGNORED
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
+from gptmini.generate.score import score_text
 from gptmini.interop import architectures
 from gptmini.interop.export import export_run
 from gptmini.interop.import_model import import_model

@@ -33,8 +33,8 @@ from gptmini.generate.texts import Text
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.kernels import linear_cross_entropy
+from gptmini.model.losses import compute_token_losses
 from gptmini.model.optim import Muon, Optimizer
-from gptmini.train.evaluate import compute_token_losses
 from gptmini.train.state import OwnParts, Training
 from gptmini.train.step import train_step
 from tests.support import tiny

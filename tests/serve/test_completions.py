@@ -13,7 +13,7 @@ from gptmini.serve.limits import Limits
 from gptmini.serve.scheduler import Scheduler, TokenEvent, TokenEvents
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
-from tests.analysis.samples import run_of
+from tests.generate.samples import run_of
 from tests.support import WORDS
 
 

@@ -8,7 +8,7 @@ from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
 from gptmini.serve.scheduler import Request, Scheduler, TokenEvents
-from tests.analysis.samples import run_of
+from tests.generate.samples import run_of
 
 
 @pytest.fixture(scope="module")
