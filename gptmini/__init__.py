@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from gptmini import errors
 
 if TYPE_CHECKING:
-    from gptmini.analysis.evaluate import evaluate_text as evaluate
     from gptmini.config.settings import Config, ModelConfig
     from gptmini.data.corpus import prepare_corpus
     from gptmini.data.token_file import Corpus
-    from gptmini.extras.interop.export import export_run
-    from gptmini.extras.interop.import_model import import_model
-    from gptmini.generate.filters import draw_uniform, sample_token
+    from gptmini.generate.filters import make_random_number, sample_token
     from gptmini.generate.run import Run
     from gptmini.generate.run import load_run as load
     from gptmini.model.cache import KVCache
@@ -26,13 +23,14 @@ if TYPE_CHECKING:
     from gptmini.tokenizer.tokenizers import Tokenizer
     from gptmini.train.api import fit
     from gptmini.train.batches import Batches, iter_validation_batches
+    from gptmini.train.evaluate_run import evaluate_text as evaluate
 
 __version__ = "0.2.0"
 _HOMES = {  # where each public name lives; after a colon, what it is called there
     # What most people need.
     "fit": "train.api",
     "load": "generate.run:load_run",
-    "evaluate": "analysis.evaluate:evaluate_text",
+    "evaluate": "train.evaluate_run:evaluate_text",
     "Run": "generate.run",
     "export_run": "extras.interop.export",
     "import_model": "extras.interop.import_model",
@@ -48,7 +46,7 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "KVCache": "model.cache",
     "Optimizer": "model.optim",
     "get_learning_rate": "model.optim",
-    "draw_uniform": "generate.filters",
+    "make_random_number": "generate.filters",
     "sample_token": "generate.filters",
 }
 __all__ = [
@@ -61,7 +59,6 @@ __all__ = [
     "Optimizer",
     "Run",
     "Tokenizer",
-    "draw_uniform",
     "errors",
     "evaluate",
     "export_run",
@@ -70,6 +67,7 @@ __all__ = [
     "import_model",
     "iter_validation_batches",
     "load",
+    "make_random_number",
     "prepare_corpus",
     "sample_token",
 ]

@@ -24,9 +24,9 @@ from gptmini import (
     KVCache,
     Optimizer,
     Run,
-    draw_uniform,
     get_learning_rate,
     iter_validation_batches,
+    make_random_number,
     prepare_corpus,
     sample_token,
 )
@@ -121,7 +121,7 @@ def generate(model: GPT, corpus: Corpus, config: Config, prompt: str, n_tokens: 
     model.eval()
     for position in range(min(n_tokens, config.model.context_length - len(unread))):
         logits = model(torch.tensor([unread]), cache=cache)[0, -1]  # (1, T, V) -> (V,), of the last
-        random = draw_uniform(config.sample.seed, 0, position)  # in [0, 1)
+        random = make_random_number(config.sample.seed, 0, position)  # in [0, 1)
         token = sample_token(logits, config.sample, random)
         generated.append(token)
         unread = [token]

@@ -21,7 +21,6 @@ from typing import Any
 
 from gptmini import files, machine
 from gptmini.analysis import page, plots
-from gptmini.analysis.evaluate import Split
 from gptmini.analysis.measure import measure_variants
 from gptmini.analysis.statistics import import_scipy
 from gptmini.analysis.variants import (
@@ -43,6 +42,7 @@ from gptmini.console import format_count, say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
 from gptmini.plan.decide import reuse_choices
 from gptmini.runs.directory import RunDirectory
+from gptmini.train.evaluate_run import Split
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from gptmini.analysis.evaluate import Split, evaluate_run, load_text
-from gptmini.analysis.variants import RunMeasurement, Variant, select_numbers
+from gptmini.analysis.variants import RunMeasurement, Variant
 from gptmini.console import say
 from gptmini.data.token_file import TokenFile
 from gptmini.generate.engine import Engine
@@ -20,7 +19,8 @@ from gptmini.generate.texts import Text
 from gptmini.machine import pick_device
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.log import read_metrics
+from gptmini.runs.log import read_metrics, select_numbers
+from gptmini.train.evaluate_run import Split, evaluate_run, load_text
 
 EVALUATION_KEYS = (
     "loss",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gptmini import console
 from gptmini.analysis import arithmetic, page
-from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
+from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
 from gptmini.generate.run import Run
 from gptmini.generate.texts import Text

@@ -7,15 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from gptmini.analysis.variants import (
-    Points,
-    Variant,
-    build_histories,
-    drop_steep_start,
-    select_numbers,
-)
+from gptmini.analysis.variants import Points, Variant, build_histories, drop_steep_start
 from gptmini.console import measure_width, warn
 from gptmini.errors import ConfigError, make_missing_package_error
+from gptmini.runs.log import select_numbers
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Figure = Any  # matplotlib is an extra

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from gptmini.analysis import page, page_data, plots
-from gptmini.analysis.variants import select_numbers
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, MachineError
 from gptmini.files import atomic_write_bytes
 from gptmini.generate.run import Run, load_run
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.log import read_metrics
+from gptmini.runs.log import read_metrics, select_numbers
 
 MAX_SAMPLE_TOKENS = 32  # tokens of a sample whose attention is shown
 PROGRESS_COLUMNS = ("step", "tokens", "seconds")

@@ -62,16 +62,6 @@ class Variant:
         return [value for value in values if value is not None]
 
 
-def select_numbers(lines: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
-    """Return the figures `keys` of each line of metrics that has them all as finite numbers."""
-    rows = [tuple(line.get(key) for key in keys) for line in lines]
-    return [row for row in rows if all(_is_finite_number(value) for value in row)]
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e300
-
-
 def build_histories(variants: list[Variant]) -> tuple[str, dict[str, list[Points]]]:
     """Return a label of the x axis and, by variant, the bits per byte of its runs along it.
 

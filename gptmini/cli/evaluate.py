@@ -47,9 +47,9 @@ def evaluate(
     if data and "-" not in data:
         run_config = load_config(path / "config.yaml", [])
         corpus.check_paths(data, run_config.data)  # names a wrong path before torch is loaded
-    from gptmini.analysis.evaluate import evaluate_run, load_text
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
+    from gptmini.train.evaluate_run import evaluate_run, load_text
 
     trained = load_run(path, pick_device(device).type, weights, cache)
     window = trained.config.seq_len

@@ -43,10 +43,11 @@ def inspect(
             raise ConfigError(f"{label}: does not work with --mask; remove one of them")
     if mask is None and prompt is None:
         raise ConfigError("--prompt: missing; give a text to read")
-    from gptmini.analysis import plots
     from gptmini.console import say
 
     if out is not None:
+        from gptmini.analysis import plots
+
         suffixes: tuple[str, ...] = plots.PICTURE_SUFFIXES
         if mask is None:
             suffixes = (*suffixes, ".html")
@@ -56,7 +57,7 @@ def inspect(
     if out is not None:
         plots.check_can_draw(out)
     if mask is not None:
-        from gptmini.analysis import attention_maps
+        from gptmini.generate import attention_maps
 
         cells = attention_maps.build_mask(mask, size)
         print(attention_maps.format_mask(cells))
@@ -79,9 +80,12 @@ def _inspect_run(
     out: Path | None,
 ) -> None:
     """Print what the heads attend to; write a page or a picture of it."""
-    from gptmini.analysis import attention_maps, page_data, plots
     from gptmini.console import say, show_elapsed
+    from gptmini.generate import attention_maps
     from gptmini.generate.run import load_run
+
+    if out is not None:
+        from gptmini.analysis import page_data, plots
 
     trained = load_run(path, "cpu", "float32")
     text = page_data.continue_prompt(trained, prompt, generate) if generate else None
@@ -104,4 +108,6 @@ def _inspect_run(
     if out is None:
         say("as a page to explore: --out FILE.html")
     elif not is_page:
-        plots.save_figure(view.draw_figure(), out)
+        weights = view.weights.numpy()  # (L, H, T, T)
+        figure = plots.draw_attention(weights, view.labels, view.n_kv_head, view.layers, head)
+        plots.save_figure(figure, out)

@@ -21,11 +21,12 @@ def list_runs(
             raise CheckpointError(f"{folder}: no such folder; name one that has runs")
     if not folders:
         folders = [RUNS_FOLDER] if RUNS_FOLDER.is_dir() else []
-    from gptmini.analysis import listing
     from gptmini.console import format_bytes, say, show_elapsed
+    from gptmini.plan.cost import count_parameters
+    from gptmini.runs import listing
 
     with show_elapsed("checking the newest checkpoints"):
-        runs = [run for folder in folders for run in listing.list_runs(folder)]
+        runs = [run for folder in folders for run in listing.list_runs(folder, count_parameters)]
     removable = [each for run in runs for each in run.removable]
     removable += [each for folder in folders for each in listing.find_leftovers(folder)]
     cache_bytes = listing.measure_folder(cache)

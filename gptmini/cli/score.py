@@ -10,7 +10,7 @@ from gptmini.cli.options import AsJson, Device, RunName, WeightsType, option, re
 from gptmini.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gptmini.analysis.score import Score
+    from gptmini.generate.score import Score
 
 
 def score(
@@ -25,8 +25,8 @@ def score(
     path = resolve_run(run, "--text", "--file")
     if (text is None) == (file is None):
         raise ConfigError("--text, --file: give exactly one of them")
-    from gptmini.analysis import score as scoring
     from gptmini.console import say, show_elapsed, stream_to_stdout
+    from gptmini.generate import score as scoring
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
 

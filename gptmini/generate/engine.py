@@ -2,7 +2,7 @@
 
 This works on any device. Each text has a row of the cache, its slot, and a length of its own. The
 next token of all texts is one pass of a fixed shape, which a GPU of NVIDIA or AMD repeats as a CUDA
-graph (graphs.py). On a CPU, `native.engine.NativeEngine` does the same faster.
+graph (gpu/graphs.py). On a CPU, `native.engine.NativeEngine` does the same faster.
 
 A pass is padded to one of few numbers of rows and keys. The last bits of a row's logits depend on
 these numbers, so they may depend on what else is in the pass.
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gptmini.generate.graphs import StepGraphs
+from gptmini.generate.gpu.graphs import StepGraphs
 from gptmini.generate.texts import Text
 from gptmini.machine import Compute
 from gptmini.model.cache import Rows, StaticCache

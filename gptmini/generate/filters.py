@@ -1,6 +1,6 @@
-"""From logits to one token: bias and bans, penalties, top-k, temperature, top-p, min-p, the draw.
+"""From logits to one token: bias and bans, penalties, top-k, temperature, top-p, min-p.
 
-A draw is a pure function of the logits, the settings and one number in [0, 1), and that number
+The token is a pure function of the logits, the settings and one number in [0, 1), and that number
 depends only on the seed, the number of the text and the position in it. So equal logits give equal
 texts in every batch, and a drafted token (speculative.py) is verified by drawing the real one.
 
@@ -20,8 +20,8 @@ from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.ranking import TokenIds, TokenWeights, find_top_k, find_top_p, sample_index
 
 
-def draw_uniform(seed: int, text_number: int, position: int) -> float:
-    """Make a random number in [0, 1) for a draw, the same on every machine and in every batch."""
+def make_random_number(seed: int, text_number: int, position: int) -> float:
+    """Make the random number in [0, 1) of a token, the same on every machine and in every batch."""
     digest = hashlib.blake2b(f"{seed} {text_number} {position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) * 2.0**-53  # 53 bits fill a float64
 
@@ -87,7 +87,7 @@ class LogitsProcessor:
     """Applies bias (-inf bans a token) and penalties to logits, before the filters."""
 
     def __init__(self, sample: SampleConfig, bias: Tensor | None) -> None:
-        self._sample = sample
+        self.sample = sample
         self._bias = bias  # (V,)
         self._bias_on_device: Tensor | None = None
 
@@ -109,7 +109,7 @@ class LogitsProcessor:
         # argmax of NaN would be token 0, silently.
         if not np.isfinite(logits.numpy()).all():
             raise make_non_finite_error()
-        sample = self._sample
+        sample = self.sample
         if self._bias is not None:
             logits = logits + self._bias
         penalty = sample.repetition_penalty

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import ConfigError, GptminiError
-from gptmini.generate.device_draw import Draw, draw_on_device
 from gptmini.generate.engine import Engine
-from gptmini.generate.filters import LogitsProcessor, draw_uniform, sample_token
+from gptmini.generate.filters import LogitsProcessor, make_random_number, sample_token
+from gptmini.generate.gpu.device_draw import draw_on_device
 from gptmini.generate.texts import Text
 
-# The GPUs of Apple and some of Intel's have no 64-bit floats, which the weights of tokens need.
+# A device of these types draws for all texts at once; for others the host draws. The GPUs of Apple
+# and some of Intel's have no 64-bit floats, which the weights of tokens need.
 DRAWING_DEVICES = ("cuda",)
 
 
@@ -54,11 +55,10 @@ def sample_tokens(
     "length" and "context"; the caller may end a text by setting another. `bias` (V,) is added to
     all logits.
     """
-    logits_processor = LogitsProcessor(sample, bias)
+    processor = LogitsProcessor(sample, bias)
     while live := [text for text in texts if text.finish_reason is None]:
         last_logits = [logits[-1] for logits in engine(live)]  # (V,) each
-        draws = [Draw(text, sample, logits_processor) for text in live]
-        drawn = draw_tokens(last_logits, draws)
+        drawn = draw_tokens(last_logits, live, [processor] * len(live))
         for text, logits, token in zip(live, last_logits, drawn, strict=True):
             if isinstance(token, GptminiError):
                 raise token
@@ -66,31 +66,29 @@ def sample_tokens(
             yield text, token, logits
 
 
-def draw_tokens(logits: Sequence[Tensor], draws: Sequence[Draw]) -> Iterator[int | GptminiError]:
-    """Draw the next token of each text from the model's logits, (V,) each, or give its error.
-
-    A GPU of NVIDIA or AMD draws for all texts at once; for others the host does. It also does where
-    PyTorch is told to be deterministic, as it then refuses to sum weights up on a GPU.
-    """
-    on_device = bool(draws) and logits[0].device.type in DRAWING_DEVICES
+def draw_tokens(
+    logits: Sequence[Tensor], texts: Sequence[Text], processors: Sequence[LogitsProcessor]
+) -> Iterator[int | GptminiError]:
+    """Draw the next token of each text from the model's logits, (V,) each, or give its error."""
+    # Told to be deterministic, PyTorch refuses to sum weights up on a GPU.
+    on_device = bool(logits) and logits[0].device.type in DRAWING_DEVICES
     if on_device and not torch.are_deterministic_algorithms_enabled():
-        yield from draw_on_device(torch.stack(list(logits)), draws)
+        yield from draw_on_device(torch.stack(list(logits)), texts, processors)
         return
-    for row, draw in zip(copy_to_host(logits), draws, strict=True):
+    for row, text, processor in zip(copy_to_host(logits), texts, processors, strict=True):
         try:
-            yield draw_token(row, draw)
+            yield draw_token(row, text, processor)
         except GptminiError as error:  # such as a ban of every token
             yield error
 
 
-def draw_token(logits: Tensor, draw: Draw) -> int:
+def draw_token(logits: Tensor, text: Text, processor: LogitsProcessor) -> int:
     """Draw the next token of a text from the model's logits (V,) on the host."""
-    text = draw.text
-    scores = draw.processor(logits, text.prompt_tokens, text.tokens)  # (V,)
+    scores = processor(logits, text.prompt_tokens, text.tokens)  # (V,)
     if text.allowed_first is not None and not text.tokens:
         scores = scores.masked_fill(~text.allowed_first, -torch.inf)
-    random = draw_uniform(draw.sample.seed, text.number, len(text.tokens))
-    return sample_token(scores, draw.sample, random)
+    random = make_random_number(processor.sample.seed, text.number, len(text.tokens))
+    return sample_token(scores, processor.sample, random)
 
 
 def copy_to_host(logits: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
-from gptmini.generate.device_draw import Draw
 from gptmini.generate.engine import Engine
-from gptmini.generate.filters import LogitsProcessor, draw_uniform, sample_token
+from gptmini.generate.filters import LogitsProcessor, make_random_number, sample_token
 from gptmini.generate.sampler import append_token, copy_to_host, draw_token
 from gptmini.generate.texts import Text
 
@@ -41,7 +40,7 @@ def sample_speculatively(
     bias: Tensor | None = None,
 ) -> Iterator[tuple[Text, int, Tensor]]:
     """Yield what `sampler.sample_tokens` yields, in fewer passes where the drafts are right."""
-    logits_processor = LogitsProcessor(sample, bias)
+    processor = LogitsProcessor(sample, bias)
     while live := [text for text in texts if text.finish_reason is None]:
         # Drafted tokens go through the model behind the known ones, so that one pass gives the
         # logits after the last known token and after each drafted one.
@@ -57,7 +56,7 @@ def sample_speculatively(
             text.drafted += len(draft)
             for position in range(len(logits)):
                 at_position = logits[position]  # (V,)
-                token = draw_token(at_position, Draw(text, sample, logits_processor))
+                token = draw_token(at_position, text, processor)
                 append_token(text, token, sample, context_length)
                 yield text, token, at_position
                 # The next logits hold only if this token is the drafted one.
@@ -133,7 +132,7 @@ class DraftModel:
                 text = texts[n]
                 generated = text.tokens + drafts[n]
                 scores = logits_processor(logits[-1], text.prompt_tokens, generated)  # (V,)
-                random = draw_uniform(self._sample.seed, text.number, len(generated))
+                random = make_random_number(self._sample.seed, text.number, len(generated))
                 token = sample_token(scores, self._sample, random)
                 drafts[n].append(token)
                 views[n].context.append(token)

@@ -1,6 +1,6 @@
 """The loss on held-out text, without randomness.
 
-Letters: B batch, T positions, D width, V vocabulary, N windows.
+Letters: B batch, T positions, V vocabulary, N windows.
 """
 
 import math
@@ -16,10 +16,10 @@ from gptmini.distributed.group import SINGLE_PROCESS, Group
 from gptmini.errors import DataError
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
+from gptmini.model.losses import compute_token_losses
 from gptmini.train.batches import IGNORE_INDEX
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
-LOGIT_ROWS_AT_ONCE = 1024  # all logits of a batch would be the largest tensor of a run
 # How many blocks of text are taken as independent, and what Student's |t| of their mean exceeds in
 # 5 % of cases. Losses of neighboring windows correlate, so a block has five at least
 # (scripts/LOG.md, 2026-11-26).
@@ -163,21 +163,3 @@ def _sum_over_windows(
     columns = [losses, torch.ones_like(losses), n_bytes, target_ranks == 1]
     sums = [(values * is_target).double().sum(1) for values in columns]  # (B,) each
     return torch.stack(sums)
-
-
-def compute_token_losses(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the loss in nats and the rank of each target (B, T), given tokens (B, T).
-
-    Losses are float64; rank 1 is the most likely token. Both are on the CPU.
-    """
-    hidden = model.forward_hidden(tokens.to(model.device)).flatten(0, 1)  # (B·T, D)
-    losses = []
-    target_ranks = []
-    chunks = hidden.split(LOGIT_ROWS_AT_ONCE)  # (rows, D) each
-    target_chunks = targets.flatten().split(LOGIT_ROWS_AT_ONCE)  # (rows,) each
-    for chunk, chunk_targets in zip(chunks, target_chunks, strict=True):
-        logits = model.compute_logits(chunk).float()  # (rows, V)
-        target_logits = logits.gather(1, chunk_targets[:, None].to(model.device))  # (rows, 1)
-        losses.append((logits.logsumexp(1) - target_logits[:, 0]).cpu().double())
-        target_ranks.append((1 + (logits > target_logits).sum(1)).cpu())
-    return torch.cat(losses).view_as(targets), torch.cat(target_ranks).view_as(targets)

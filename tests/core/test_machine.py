@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gptmini import machine
-from gptmini.analysis import evaluate, measure
+from gptmini.analysis import measure
 from gptmini.cli.evaluate import evaluate as cli_evaluate
 from gptmini.cli.score import score as cli_score
 from gptmini.errors import ConfigError, MachineError
@@ -20,7 +20,7 @@ from gptmini.generate import run as run_module
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.plan import timing
-from gptmini.train import trainer
+from gptmini.train import evaluate_run, trainer
 from tests.support import tiny, train
 
 
@@ -79,11 +79,11 @@ def test_a_small_model_is_evaluated_on_the_gpu(monkeypatch, tmp_path):
         devices.append(device)
         raise InterruptedError
 
-    for module in (run_module, evaluate, measure):
+    for module in (run_module, evaluate_run, measure):
         monkeypatch.setattr(module, "load_run", load_run)
     options = {"weights": "float32", "device": "auto", "as_json": False}
     with pytest.raises(InterruptedError):
-        evaluate.evaluate_text(path)
+        evaluate_run.evaluate_text(path)
     with pytest.raises(InterruptedError):
         measure.measure_variants({"a": [path]}, None, tmp_path, tmp_path / "none")
     with pytest.raises(InterruptedError):
@@ -178,15 +178,15 @@ def test_runs_and_timings_compute_alike_and_evaluations_in_full(monkeypatch, tmp
     note(GPT, "compute_loss")
     note(trainer, "train_step")
     note(trainer, "evaluate")
-    note(evaluate, "evaluate")
+    note(evaluate_run, "evaluate")
     train(config.with_train(compile="auto"), tmp_path / "run", tmp_path / "cache")
     timing.time_step(config.with_tokenizer("byte", 257), machine.pick_compute("cpu", "float32"))
-    evaluate.evaluate_text(tmp_path / "run", cache=tmp_path / "cache")
+    evaluate_run.evaluate_text(tmp_path / "run", cache=tmp_path / "cache")
     assert seen == {
         "GPT.compute_loss": {1},
         "gptmini.train.trainer.train_step": {1},
         "gptmini.train.trainer.evaluate": {1},
-        "gptmini.analysis.evaluate.evaluate": {0},
+        "gptmini.train.evaluate_run.evaluate": {0},
     }
 
 
@@ -232,7 +232,8 @@ def test_auto_takes_the_type_that_the_gpu_multiplies_fast(gpu, has_bfloat16, cap
 PEAK = """
 import sys, torch
 from gptmini import machine
-from gptmini.analysis import evaluate, measure
+from gptmini.analysis import measure
+from gptmini.train import evaluate_run
 from gptmini.cli.evaluate import evaluate as cli_evaluate
 from gptmini.cli.score import score as cli_score
 cpu = torch.device("cpu")

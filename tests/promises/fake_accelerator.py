@@ -25,16 +25,16 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.distributed.gradients import Gradients
 from gptmini.distributed.group import Group
-from gptmini.generate.device_draw import Draw, draw_on_device
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
+from gptmini.generate.gpu.device_draw import draw_on_device
 from gptmini.generate.native.precision import copy_as
 from gptmini.generate.texts import Text
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.kernels import linear_cross_entropy
+from gptmini.model.losses import compute_token_losses
 from gptmini.model.optim import Muon, Optimizer
-from gptmini.train.evaluate import compute_token_losses
 from gptmini.train.state import OwnParts, Training
 from gptmini.train.step import train_step
 from tests.support import tiny
@@ -178,7 +178,7 @@ def count_token(name: str, n_texts: int) -> dict[str, Any]:
         logits = engine(texts)
     with CountingDevice() as draw:
         rows = torch.stack([each[-1] for each in logits])
-        draw_on_device(rows, [Draw(text, sample, processor) for text in texts])
+        draw_on_device(rows, texts, [processor] * n_texts)
     return {
         "kernels": step.kernels.total(),
         "draw_kernels": draw.kernels.total(),

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from gptmini.analysis import arithmetic, page, page_data
-from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
+from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.core.analysis.samples import HOSTILE, run_of
+from tests.core.analysis.samples import HOSTILE
+from tests.core.generate.samples import run_of
 from tests.support import SMALL, tiny
 
 playwright = pytest.importorskip(

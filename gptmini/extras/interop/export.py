@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gptmini import files
-from gptmini.analysis.evaluate import load_held_out
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import CheckpointError, ConfigError, GptminiError, shorten
 from gptmini.extras.interop import architectures, gguf, gguf_reader, huggingface
@@ -27,6 +26,7 @@ from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.tensors import NamedTensors
 from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.train.evaluate_run import load_held_out
 
 # Largest difference of logits, as a share of the largest logit. Folding and float32's rounding make
 # up to 4e-6, a rotary base of 10001 instead of 10000 makes 3e-5.

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
-from gptmini.generate.device_draw import Draw
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
@@ -227,8 +226,9 @@ class Scheduler(threading.Thread):
         self, requests: list[Request], all_logits: Sequence[Tensor]
     ) -> Iterator[TokenEvents | Exception]:
         """Draw a token for each text from logits, (n_logits, V) each; yield events, or an error."""
-        draws = [Draw(each.text, each.sample, each.logits_processor) for each in requests]
-        tokens = draw_tokens([logits[-1] for logits in all_logits], draws)
+        texts = [request.text for request in requests]
+        processors = [request.logits_processor for request in requests]
+        tokens = draw_tokens([logits[-1] for logits in all_logits], texts, processors)
         for request, logits, token in zip(requests, all_logits, tokens, strict=True):
             if isinstance(token, GptminiError):
                 yield self._fail(request, token)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from gptmini.analysis import arithmetic, page, page_data
-from gptmini.analysis.attention_maps import compute_attention_weights
 from gptmini.errors import ConfigError
+from gptmini.generate.attention_maps import compute_attention_weights
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.cache import KVCache
 from gptmini.model.layers import scale_frequencies
 from gptmini.tokenizer.spelling import spell_token
-from tests.core.analysis.samples import TOKENS, run_of
+from tests.core.generate.samples import TOKENS, run_of
 from tests.support import POSITIONS, tiny
 
 T = len(TOKENS)

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from gptmini.analysis import page, page_data
-from gptmini.analysis.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.errors import CheckpointError, ConfigError
-from gptmini.generate.filters import draw_uniform, sample_token
+from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
+from gptmini.generate.filters import make_random_number, sample_token
 from gptmini.model.cache import KVCache
+from gptmini.model.losses import compute_token_losses
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.spelling import spell_token
 from gptmini.tokenizer.tokenizers import CharTokenizer
-from gptmini.train.evaluate import compute_token_losses
-from tests.core.analysis.samples import HOSTILE, TOKENS, data_of, model_of, run_of
+from tests.core.analysis.samples import HOSTILE, data_of
+from tests.core.generate.samples import TOKENS, model_of, run_of
 from tests.support import tiny
 
 
@@ -158,7 +159,7 @@ def test_draws_are_those_of_the_sampler():
         scores = expected.logits[at].clone()
         for seen in set(tokens[: at + 1]):
             scores[seen] = scores[seen] / 1.3 if scores[seen] > 0 else scores[seen] * 1.3
-        assert sample_token(scores, run.config.sample, draw_uniform(1337, 0, place)) == token
+        assert sample_token(scores, run.config.sample, make_random_number(1337, 0, place)) == token
         best = (scores / 1.5).double().topk(20)
         chances = best.values.softmax(dim=0)
         kept = chances.cumsum(dim=0) - chances < 0.8

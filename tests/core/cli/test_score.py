@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from gptmini.analysis.score import Score
 from gptmini.cli import score as scoring
+from gptmini.generate.score import Score
 from gptmini.tokenizer.spelling import explain_labels
 
 

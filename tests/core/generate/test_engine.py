@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from gptmini.generate import graphs
 from gptmini.generate.engine import PREFILL_CHUNK, TorchEngine, round_up_rows
+from gptmini.generate.gpu import graphs
 from gptmini.generate.native.precision import copy_as, round_weights, widen_weights
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
-from tests.core.generate.recorded_graphs import RecordedGraph
+from tests.core.generate.gpu.recorded_graphs import RecordedGraph
 from tests.core.generate.test_sampler import model_of
 
 LONG = 512

@@ -27,14 +27,14 @@ from hypothesis.stateful import (
 )
 
 from gptmini import files
-from gptmini.generate import graphs
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, TorchEngine
+from gptmini.generate.gpu import graphs
 from gptmini.generate.native.build import build_library
 from gptmini.generate.native.engine import NativeEngine
 from gptmini.generate.native.precision import PRECISIONS, PackedMatrices
 from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
-from tests.core.generate.recorded_graphs import RecordedGraph
+from tests.core.generate.gpu.recorded_graphs import RecordedGraph
 from tests.support import tiny
 
 EXAMPLES = int(os.environ.get("GPTMINI_EXAMPLES", "0"))

@@ -9,8 +9,8 @@ from gptmini.errors import CheckpointError, ConfigError
 from gptmini.generate.filters import (
     LogitsProcessor,
     compute_logprob,
-    draw_uniform,
     filter_probabilities,
+    make_random_number,
     sample_token,
 )
 from gptmini.generate.ranking import find_top_k, find_top_p, sample_index
@@ -114,7 +114,7 @@ def test_draws_follow_the_exact_probabilities(settings):
     draws = 20_000
     counts = np.zeros(12)
     for n in range(draws):
-        counts[sample_token(logits, sample, draw_uniform(5, 0, n))] += 1
+        counts[sample_token(logits, sample, make_random_number(5, 0, n))] += 1
     assert not counts[~kept].any()
     chi_squared = ((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum()
     # 1 in 1000, for 1 to 11 degrees of freedom
@@ -123,11 +123,13 @@ def test_draws_follow_the_exact_probabilities(settings):
 
 
 def test_random_numbers_are_uniform_and_differ_by_seed_text_and_place():
-    numbers = [draw_uniform(s, r, p) for s in range(10) for r in range(10) for p in range(100)]
+    numbers = [
+        make_random_number(s, r, p) for s in range(10) for r in range(10) for p in range(100)
+    ]
     assert len(set(numbers)) == 10_000
     counts, _ = np.histogram(numbers, 10, (0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 27.9  # 1 in 1000 with 9 degrees of freedom
-    assert draw_uniform(1337, 0, 0) == 0.16112765958959163  # on every machine
+    assert make_random_number(1337, 0, 0) == 0.16112765958959163  # on every machine
 
 
 def test_penalties_are_those_of_the_papers():

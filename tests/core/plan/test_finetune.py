@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from gptmini import console
-from gptmini.analysis.evaluate import evaluate_run, load_held_out
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
@@ -33,6 +32,7 @@ from gptmini.plan.decide import decide
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.train import convert, trainer
+from gptmini.train.evaluate_run import evaluate_run, load_held_out
 from tests.support import SMALL, gpt2, new_cache, tiny
 from tests.support import train as begin_training
 

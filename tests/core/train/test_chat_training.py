@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptmini.analysis.evaluate import evaluate_text
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, DataConfig, TokenizerConfig
 from gptmini.data import shards
@@ -20,6 +19,7 @@ from gptmini.generate.run import Run, load_run
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from gptmini.train.batches import IGNORE_INDEX
+from gptmini.train.evaluate_run import evaluate_text
 from gptmini.train.state import Training
 from tests.samples import CHAT_TOKENIZER, run_of
 from tests.support import needs_posix, prepared, train

@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text
-from gptmini.analysis.score import score_text
 from gptmini.config.load import iter_settings
 from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
 from gptmini.generate.run import Run, load_run
+from gptmini.generate.score import score_text
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer import bpe, tokenizer_json
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train import convert
+from gptmini.train.evaluate_run import evaluate_run, load_held_out, load_text
 from tests.samples import CHAT_TOKENIZER, TEMPLATE, chat_tokenizer, run_of, thinking_tokenizer
 from tests.support import new_cache, prose, run_command
 

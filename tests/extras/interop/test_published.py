@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini.analysis.score import score_text
 from gptmini.data.corpus import prepare_text
 from gptmini.data.token_file import IGNORED
 from gptmini.errors import CheckpointError, DataError
@@ -18,6 +17,7 @@ from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
 from gptmini.generate.run import Run
+from gptmini.generate.score import score_text
 from gptmini.plan.cost import count_parameters
 from gptmini.tokenizer import tokenizer_json
 from tests.extras.interop.published import (

@@ -13,7 +13,7 @@ from gptmini.generate.engine import TorchEngine
 from gptmini.generate.run import Run
 from gptmini.tokenizer import bpe
 from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
-from tests.core.analysis.samples import run_of
+from tests.core.generate.samples import run_of
 from tests.support import WORDS
 
 

@@ -8,7 +8,7 @@ from gptmini.extras.serve.scheduler import Request, Scheduler, TokenEvents
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.run import Run
-from tests.core.analysis.samples import run_of
+from tests.core.generate.samples import run_of
 
 
 @pytest.fixture(scope="module")

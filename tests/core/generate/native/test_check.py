@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gptmini import files
-from gptmini.analysis import attention_maps
-from gptmini.analysis.evaluate import evaluate_run, load_text
 from gptmini.config.settings import ModelConfig
+from gptmini.generate import attention_maps
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.native import build, check, precision
 from gptmini.generate.native import engine as native
@@ -25,6 +24,7 @@ from gptmini.model.cache import KVCache, Masks
 from gptmini.model.gpt import GPT, Block
 from gptmini.model.layers import MLP
 from gptmini.plan.memory import StorageCounter
+from gptmini.train.evaluate_run import evaluate_run, load_text
 from tests.core.generate.native.samples import models, step_of
 from tests.support import new_cache, tiny, train
 

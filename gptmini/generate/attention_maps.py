@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gptmini import console
-from gptmini.analysis import plots
 from gptmini.errors import ConfigError, shorten
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
@@ -22,6 +21,7 @@ from gptmini.tokenizer.spelling import explain_labels, label_tokens
 MORE_OPTIONS_HINT = "for the weights of one head: --layer N --head N"
 
 MAX_MASK_POSITIONS = 256  # more would overflow the screen
+MAX_MATRIX_TOKENS = 12  # of a head that is shown whole
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AttentionView:
 
     def _format_head(self, weights: Tensor) -> str:
         """Return one head (T, T) as a matrix or, if it is large, the top keys of each query."""
-        if len(self.labels) <= plots.MAX_NUMBERED_TOKENS:
+        if len(self.labels) <= MAX_MATRIX_TOKENS:
             rows = [["query", *self.labels]]
             for query, label in enumerate(self.labels):
                 cells = [f"{weight:.3f}" if weight else "" for weight in weights[query].tolist()]
@@ -92,11 +92,6 @@ class AttentionView:
                     ]
                 )
         return console.format_table(rows)
-
-    def draw_figure(self) -> plots.Figure:
-        """Draw a panel per head."""
-        weights = self.weights.numpy()
-        return plots.draw_attention(weights, self.labels, self.n_kv_head, self.layers, self.head)
 
 
 def view_attention(

@@ -10,7 +10,7 @@ import torch
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
 from gptmini.generate.texts import encode_start
-from gptmini.train.evaluate import compute_token_losses
+from gptmini.model.losses import compute_token_losses
 
 
 @dataclass(frozen=True)

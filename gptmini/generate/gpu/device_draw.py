@@ -1,4 +1,4 @@
-"""Penalties, filters and the draw of filters.py for all rows of a step at once, on a GPU.
+"""What filters.py does with the logits of one text, for all rows of a step at once, on a GPU.
 
 A GPU has all logits at hand; copying 50,000 of them to the host for each row, and drawing there row
 by row, would take longer than computing them. The results are those of filters.py, up to rounding.
@@ -19,9 +19,9 @@ from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
 from gptmini.generate.filters import (
     LogitsProcessor,
-    draw_uniform,
     make_no_token_error,
     make_non_finite_error,
+    make_random_number,
 )
 from gptmini.generate.texts import Text
 from gptmini.machine import Compute
@@ -31,14 +31,6 @@ NON_FINITE = -1
 NO_TOKEN = -2
 
 
-class Draw(NamedTuple):
-    """A text whose next token is to be drawn, and how."""
-
-    text: Text
-    sample: SampleConfig
-    processor: LogitsProcessor
-
-
 class Filters(NamedTuple):
     """The settings and random numbers of B rows, each (B, 1), float64."""
 
@@ -46,28 +38,33 @@ class Filters(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    uniform: Tensor
+    random: Tensor
 
 
 @torch.inference_mode()
-def draw_on_device(logits: Tensor, draws: Sequence[Draw]) -> list[int | GptminiError]:
-    """Draw a token for each row of logits (R, V), or give the error of the row."""
+def draw_on_device(
+    logits: Tensor, texts: Sequence[Text], processors: Sequence[LogitsProcessor]
+) -> list[int | GptminiError]:
+    """Draw a token from each row of logits (R, V) as `sampler.draw_token` does, or give its error.
+
+    Each row has a text and a processor.
+    """
     V = logits.shape[1]
     compute = Compute(logits.device, logits.dtype)
     is_finite = logits.isfinite().all(dim=1)  # (R,)
-    scores = _process(logits, draws, compute)  # (R, V)
+    scores = _process(logits, texts, processors, compute)  # (R, V)
     rows_of_kind: dict[str, list[int]] = {}
-    for row, draw in enumerate(draws):
-        rows_of_kind.setdefault(_find_kind(draw.sample, V), []).append(row)
-    settings = torch.tensor([_list_settings(draw) for draw in draws], dtype=torch.float64)
-    settings = compute.copy(settings)  # (R, 5)
-    tokens = torch.empty(len(draws), dtype=torch.long, device=logits.device)  # (R,)
+    for row, processor in enumerate(processors):
+        rows_of_kind.setdefault(_find_kind(processor.sample, V), []).append(row)
+    listed = [_list_settings(*row) for row in zip(texts, processors, strict=True)]
+    settings = compute.copy(torch.tensor(listed, dtype=torch.float64))  # (R, 5)
+    tokens = torch.empty(len(texts), dtype=torch.long, device=logits.device)  # (R,)
     for kind, rows in rows_of_kind.items():
         alike: Tensor | slice = slice(None)
         if len(rows_of_kind) > 1:
             alike = compute.copy(torch.tensor(rows))  # (B,)
         columns = settings[alike].split(1, dim=1)
-        ks = [draws[row].sample.top_k or V for row in rows]
+        ks = [processors[row].sample.top_k or V for row in rows]
         n_sorted = max(ks) if kind == "top_k" else V
         tokens[alike] = _draw_alike(scores[alike], kind, Filters(*columns), n_sorted)
     tokens = torch.where(is_finite, tokens, NON_FINITE)
@@ -86,15 +83,15 @@ def _find_kind(sample: SampleConfig, vocab_size: int) -> str:
     return "unsorted"
 
 
-def _list_settings(draw: Draw) -> list[float]:
+def _list_settings(text: Text, processor: LogitsProcessor) -> list[float]:
     """List the fields of `Filters` for a row. Filters that are off let everything pass."""
-    sample = draw.sample
+    sample = processor.sample
     return [
         sample.temperature,
         math.inf if sample.top_k is None else sample.top_k,
         math.inf if sample.top_p is None or sample.top_p == 1 else sample.top_p,
         sample.min_p or 0,
-        draw_uniform(sample.seed, draw.text.number, len(draw.text.tokens)),
+        make_random_number(sample.seed, text.number, len(text.tokens)),
     ]
 
 
@@ -121,7 +118,7 @@ def _draw_alike(scores: Tensor, kind: str, filters: Filters, n_sorted: int) -> T
     sums = weights.cumsum(dim=1)  # (B, N)
     total = sums[:, -1:]
     # Rounding must not lead past the last weight, which may be followed by zeros.
-    target = torch.minimum(filters.uniform * total, total.nextafter(torch.zeros_like(total)))
+    target = torch.minimum(filters.random * total, total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(sums, target, right=True)  # (B, 1)
     # A row without any token to draw has no sums, only NaN.
     index = index.clamp(max=sums.shape[1] - 1)
@@ -145,29 +142,34 @@ def _sort(scores: Tensor, n: int) -> Tensor:
 # -- bias, penalties, limits of the first token ----------------------------------------------------
 
 
-def _process(logits: Tensor, draws: Sequence[Draw], compute: Compute) -> Tensor:
+def _process(
+    logits: Tensor, texts: Sequence[Text], processors: Sequence[LogitsProcessor], compute: Compute
+) -> Tensor:
     """Adjust logits (R, V) as `LogitsProcessor` does, and rule out tokens that may not be first."""
     scores = logits.clone()
-    for row, draw in enumerate(draws):
-        bias = draw.processor.get_bias(logits.device)  # (V,)
+    for row, processor in enumerate(processors):
+        bias = processor.get_bias(logits.device)  # (V,)
         if bias is not None:
             scores[row] += bias
-    _penalize(scores, draws, compute)
-    for row, draw in enumerate(draws):
-        allowed = draw.text.allowed_first
-        if allowed is not None and not draw.text.tokens:
+    _penalize(scores, texts, processors, compute)
+    for row, text in enumerate(texts):
+        allowed = text.allowed_first
+        if allowed is not None and not text.tokens:
             scores[row].masked_fill_(~compute.copy(allowed), -torch.inf)
     return scores
 
 
-def _penalize(scores: Tensor, draws: Sequence[Draw], compute: Compute) -> None:
+def _penalize(
+    scores: Tensor, texts: Sequence[Text], processors: Sequence[LogitsProcessor], compute: Compute
+) -> None:
     """Apply the penalties of all rows to scores (R, V), in place."""
     # Places in `scores`, and what to do there.
     repeated: list[tuple[int, int]] = []
     factors: list[float] = []
     drawn: list[tuple[int, int]] = []
     penalties: list[float] = []
-    for row, (text, sample, _) in enumerate(draws):
+    for row, (text, processor) in enumerate(zip(texts, processors, strict=True)):
+        sample = processor.sample
         if sample.repetition_penalty != 1:
             seen = {*text.prompt_tokens, *text.tokens}
             repeated += [(row, token) for token in seen]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmini.analysis.evaluate import evaluate_run, load_held_out, load_text
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.train.evaluate_run import evaluate_run, load_held_out, load_text
 from tests.support import gpt2, new_cache, tiny, train
 
 TEXT = "héllo wörld, 東京! \n" * 60

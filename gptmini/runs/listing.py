@@ -5,18 +5,17 @@ Nothing is written or deleted here.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gptmini.analysis.variants import select_numbers
+from gptmini.config.settings import ModelConfig
 from gptmini.console import format_bytes, format_table
 from gptmini.errors import GptminiError
-from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
-from gptmini.runs.log import read_metrics
+from gptmini.runs.log import read_metrics, select_numbers
 
 STALE_SECONDS = 86_400  # after which an unfinished folder belongs to a process that was killed
 
@@ -53,9 +52,12 @@ class RunSummary:
     problem: str = ""
 
 
-def list_runs(folder: Path) -> list[RunSummary]:
-    """Summarize the run in a folder, or all runs in it and its subfolders, sorted by name."""
-    return [_summarize(path) for path in _find_runs(folder)]
+def list_runs(folder: Path, count_parameters: Callable[[ModelConfig], int]) -> list[RunSummary]:
+    """Summarize the run in a folder, or all runs in it and its subfolders, sorted by name.
+
+    `count_parameters` is that of plan/cost.py: nothing in this room knows a model.
+    """
+    return [_summarize(path, count_parameters) for path in _find_runs(folder)]
 
 
 def _find_runs(folder: Path) -> Iterator[Path]:
@@ -81,7 +83,7 @@ def find_leftovers(folder: Path) -> list[FileSize]:
     return leftovers
 
 
-def _summarize(path: Path) -> RunSummary:
+def _summarize(path: Path, count_parameters: Callable[[ModelConfig], int]) -> RunSummary:
     run = RunDirectory(path)
     size, written = _measure_files(path)
     being_trained = run.is_locked()
@@ -104,7 +106,7 @@ def _summarize(path: Path) -> RunSummary:
         being_trained=being_trained,
         step=step,
         steps=config.train.steps,
-        parameters=cost.count_parameters(config.model),
+        parameters=count_parameters(config.model),
         val_loss=val_loss,
         val_bpb=val_bpb,
         source=run.read_source(),

@@ -8,8 +8,8 @@ import torch
 
 from gptmini.config.settings import SampleConfig
 from gptmini.errors import GptminiError
-from gptmini.generate.device_draw import Draw, draw_on_device
 from gptmini.generate.filters import LogitsProcessor
+from gptmini.generate.gpu.device_draw import draw_on_device
 from gptmini.generate.sampler import draw_tokens
 from gptmini.generate.texts import Text
 
@@ -34,7 +34,9 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_draw(number: int, settings: dict[str, Any], random: torch.Generator) -> Draw:
+def make_row(
+    number: int, settings: dict[str, Any], random: torch.Generator
+) -> tuple[Text, LogitsProcessor]:
     sample = SampleConfig.model_validate(
         {"top_k": None, "temperature": 1.0, "seed": number % 7} | settings
     )
@@ -51,7 +53,7 @@ def make_draw(number: int, settings: dict[str, Any], random: torch.Generator) ->
     if number % 4 == 0:
         bias = torch.randn(VOCABULARY, generator=random)
         bias[torch.tensor(pick(100))] = -torch.inf
-    return Draw(text, sample, LogitsProcessor(sample, bias))
+    return text, LogitsProcessor(sample, bias)
 
 
 def make_logits(n_rows: int, random: torch.Generator, rounded: bool) -> torch.Tensor:
@@ -66,11 +68,12 @@ def test_the_same_tokens_as_row_by_row(name, rounded):
     random = torch.Generator().manual_seed(len(name))
     n_rows = 150
     kinds = list(FILTERS.values()) if name == "mixed" else [FILTERS[name]]
-    draws = [make_draw(n, kinds[n % len(kinds)], random) for n in range(n_rows)]
+    rows = [make_row(n, kinds[n % len(kinds)], random) for n in range(n_rows)]
+    texts, processors = zip(*rows, strict=True)
     logits = make_logits(n_rows, random, rounded)
-    expected = list(draw_tokens(list(logits), draws))
+    expected = list(draw_tokens(list(logits), texts, processors))
     before = logits.clone()
-    assert draw_on_device(logits, draws) == expected
+    assert draw_on_device(logits, texts, processors) == expected
     assert torch.equal(logits, before)  # they are still needed for log-probabilities
     if name in ("plain", "hot", "mixed"):
         assert len(set(expected)) > 50
@@ -79,13 +82,14 @@ def test_the_same_tokens_as_row_by_row(name, rounded):
 def test_a_row_without_tokens_or_with_damaged_logits_has_an_error_of_its_own():
     random = torch.Generator().manual_seed(1)
     for settings in FILTERS.values():
-        draws = [make_draw(n, settings, random) for n in (1, 2, 6, 7)]
+        rows = [make_row(n, settings, random) for n in (1, 2, 6, 7)]
+        texts, processors = map(list, zip(*rows, strict=True))
         nothing = torch.full((VOCABULARY,), -torch.inf)
-        draws[1] = draws[1]._replace(processor=LogitsProcessor(draws[1].sample, nothing))
+        processors[1] = LogitsProcessor(processors[1].sample, nothing)
         logits = make_logits(4, random, False)
         logits[2, 5] = math.nan
-        expected = list(draw_tokens(list(logits), draws))
-        found = draw_on_device(logits, draws)
+        expected = list(draw_tokens(list(logits), texts, processors))
+        found = draw_on_device(logits, texts, processors)
         for ours, theirs in zip(found, expected, strict=True):
             if isinstance(theirs, GptminiError):
                 assert (type(ours), str(ours)) == (type(theirs), str(theirs))
@@ -96,15 +100,16 @@ def test_a_row_without_tokens_or_with_damaged_logits_has_an_error_of_its_own():
 
 
 def test_the_largest_random_number_draws_no_token_that_is_filtered_out(monkeypatch):
-    from gptmini.generate import device_draw
+    from gptmini.generate.gpu import device_draw
 
-    monkeypatch.setattr(device_draw, "draw_uniform", lambda *_: 1 - 2**-53)
+    monkeypatch.setattr(device_draw, "make_random_number", lambda *_: 1 - 2**-53)
     random = torch.Generator().manual_seed(2)
     for name in ("plain", "top_k", "top_p", "min_p", "all"):
-        draws = [make_draw(n, FILTERS[name], random) for n in (1, 2, 7)]
+        rows = [make_row(n, FILTERS[name], random) for n in (1, 2, 7)]
+        texts, processors = zip(*rows, strict=True)
         logits = make_logits(3, random, False)
         logits[:, 200:] = -100
-        for row, token in enumerate(draw_on_device(logits, draws)):
+        for row, token in enumerate(draw_on_device(logits, texts, processors)):
             assert isinstance(token, int)
             if name == "plain":
                 assert token < 200

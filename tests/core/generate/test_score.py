@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmini.analysis.score import Score, score_text
 from gptmini.errors import CheckpointError, DataError
 from gptmini.generate.run import Run
+from gptmini.generate.score import Score, score_text
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.spelling import label_pieces
 from gptmini.tokenizer.tokenizers import ByteTokenizer

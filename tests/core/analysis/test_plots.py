@@ -1,0 +1,116 @@
+"""Pictures of attention weights and masks."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptmini.analysis import plots
+from gptmini.errors import ConfigError, MachineError
+from gptmini.generate import attention_maps
+from tests.core.generate.samples import TOKENS, model_of
+
+MASK = attention_maps.build_mask("causal", 5).numpy()
+
+
+def test_pictures_are_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    weights = attention_maps.compute_attention_weights(model_of(variant="gqa", n_kv_head=2), TOKENS)
+    names = list("abcdefgh")
+    for name, layers, head in (("all", [0, 1], None), ("layer", [1], None), ("head", [1], 3)):
+        path = tmp_path / f"{name}.png"
+        plots.save_figure(plots.draw_attention(weights.numpy(), names, 2, layers, head), path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+    plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"ends in \.png"):
+        plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.txt")
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "n_kv_head"),
+    [([1], None, 4), ([1], 3, 4), ([0, 1], 3, 4), ([0, 1], None, 2)],
+)
+@pytest.mark.parametrize("labels", [["a"] * 8, ["␣remarkably_long"] * 8])
+def test_every_title_is_inside_and_no_panel_is_squeezed(layers, head, n_kv_head, labels):
+    pytest.importorskip("matplotlib")
+    weights = attention_maps.compute_attention_weights(model_of(variant="mha"), TOKENS).numpy()
+    figure = plots.draw_attention(weights, labels, n_kv_head, layers, head)
+    figure.canvas.draw()
+    *panels, bar = figure.axes
+    frame = figure.bbox
+    for panel in panels:
+        title = panel.title.get_window_extent()
+        assert frame.x0 <= title.x0 < title.x1 <= frame.x1
+        assert frame.y0 <= title.y0 < title.y1 <= frame.y1
+        assert not title.overlaps(bar.get_window_extent())
+        assert panel.get_window_extent().width > 1.8 * figure.dpi  # inches
+        numbers = [text.get_text() for text in panel.texts]
+        assert len(numbers) == 36  # a number in each visible cell
+        assert numbers[0] == "1.00"
+        assert all(len(number) == 4 for number in numbers)
+
+
+def test_many_tokens_leave_no_room_for_numbers():
+    pytest.importorskip("matplotlib")
+    weights = torch.ones(1, 1, 13, 13).tril().numpy()
+    assert not plots.draw_attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
+
+
+def test_known_chinese_fonts_come_before_others_that_have_a_character():
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    entries = font_manager.fontManager.ttflist
+    other = next(entry for entry in entries if entry.name == "STIXGeneral")
+    known = replace(other, name="Noto Sans CJK JP")
+    fonts: list[str] = []
+    assert plots._choose_fonts({65}, [other, known], fonts) == {65}
+    assert fonts == ["Noto Sans CJK JP"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    own = [font for font in font_manager.fontManager.ttflist if "matplotlib" in font.fname]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
+    texts, fonts = plots._make_drawable(["a", "\u23de"])  # a bracket that only STIX draws
+    assert texts == ["a", "\u23de"]
+    assert fonts[0] == plots.MONOSPACE_FONT
+    assert fonts[1:]
+    assert capfd.readouterr().err == ""
+    weights = torch.ones(1, 1, 3, 3).tril().numpy()
+    figure = plots.draw_attention(weights, ["a", "示", "示例"], 1, [0])
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert labels == ["a", "\\u793a", "\\u793a\\u4f8b"]
+    err = capfd.readouterr().err
+    assert err.startswith("warning: no installed font has 例示;")
+    assert err.count("\n") == 1
+
+
+def test_a_font_installed_since_matplotlib_listed_them_is_found(capfd, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    listed = font_manager.fontManager.ttflist
+    own = [font for font in listed if "matplotlib" in font.fname]
+    others = [font for font in own if "STIX" not in font.name]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", others)
+    installed = [font.fname for font in own if "STIX" in font.name]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [*installed, "/not a font.ttf"])
+    texts, fonts = plots._make_drawable(["\u23de"])  # a bracket that only STIX draws
+    assert texts == ["\u23de"]
+    assert fonts[1].startswith("STIX")
+    assert capfd.readouterr().err == ""
+
+
+def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MachineError, match=r"pip install -e '.\[plot\]'"):
+        plots.save_figure(plots.draw_mask(MASK, "causal"), tmp_path / "mask.png")
