@@ -140,7 +140,7 @@ def forked_trainings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         wait = poll
 
     stand_in = SimpleNamespace(Popen=Training, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("gptmini.analysis.compare.subprocess", stand_in)
+    monkeypatch.setattr("gptmini.extras.compare.compare.subprocess", stand_in)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,6 +32,10 @@ WORDS = "the quick brown fox jumps over the lazy dog and the cat sat on a mat. "
 POSITIONS: tuple[str, ...] = get_args(ModelConfig.model_fields["position"].annotation)
 ACTIVATIONS: tuple[str, ...] = get_args(ModelConfig.model_fields["activation"].annotation)
 NORMS: tuple[str, ...] = get_args(ModelConfig.model_fields["norm"].annotation)
+
+HOSTILE = (
+    "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>'\"&amp;\u2028\0\x1b\ud800"
+)
 
 SMALL = [
     "--set",
@@ -128,3 +133,28 @@ def bpe_file(**changes: object) -> str:
     special = {"<|endoftext|>": 256}
     whole = {"format": 1, "kind": "x", "pattern": "a|.", "special_tokens": special, "ranks": ranks}
     return json.dumps(whole | changes)
+
+
+def data_of(content: bytes) -> dict:
+    """The data in a page, found as a browser finds it."""
+
+    class Reader(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scripts: list[str] = []
+            self.inside = False
+
+        def handle_starttag(self, tag, attrs):
+            self.inside = tag == "script"
+            if self.inside:
+                self.scripts.append("")
+
+        def handle_data(self, text):
+            if self.inside:
+                self.scripts[-1] += text
+
+    reader = Reader()
+    reader.feed(content.decode())
+    data, code = reader.scripts
+    assert "</script>" not in code
+    return json.loads(data)

@@ -87,9 +87,9 @@ def compare(
     if "-" in chain(data or [], *(config.data.path for config in variants.values())):
         raise ConfigError("--data -: standard input can be read only once; name a file")
     out = out or RUNS_FOLDER / ("compare" if variants else "compared")
-    from gptmini.analysis import compare as comparing
-    from gptmini.analysis import variants as figures
     from gptmini.console import say
+    from gptmini.extras.compare import compare as comparing
+    from gptmini.extras.compare import variants as figures
 
     measured = comparing.compare(variants, finished, seeds or 1, data, out, cache, split)
     if as_json:

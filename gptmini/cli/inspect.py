@@ -46,7 +46,7 @@ def inspect(
     from gptmini.console import say
 
     if out is not None:
-        from gptmini.analysis import plots
+        from gptmini.figures import plots
 
         suffixes: tuple[str, ...] = plots.PICTURE_SUFFIXES
         if mask is None:
@@ -84,8 +84,11 @@ def _inspect_run(
     from gptmini.generate import attention_maps
     from gptmini.generate.run import load_run
 
-    if out is not None:
-        from gptmini.analysis import page_data, plots
+    is_page = out is not None and out.suffix.lower() == ".html"
+    if is_page:
+        from gptmini.extras.page import page_data
+    elif out is not None:
+        from gptmini.figures import plots
 
     trained = load_run(path, "cpu", "float32")
     text = page_data.continue_prompt(trained, prompt, generate) if generate else None
@@ -94,7 +97,6 @@ def _inspect_run(
     else:
         tokens = text.prompt_tokens + text.tokens
     layers = None if layer is None else [layer]
-    is_page = out is not None and out.suffix.lower() == ".html"
     if is_page:
         page_data.check_page_size(trained.config.model, len(tokens))
     with show_elapsed("reading the text"):

@@ -2,15 +2,7 @@
 
 from pathlib import Path
 
-from gptmini.cli.options import (
-    NEWEST_RUN_HELP,
-    Cache,
-    argument,
-    find_newest_run,
-    option,
-    resolve_run,
-)
-from gptmini.files import DEFAULT_CACHE_DIR
+from gptmini.cli.options import NEWEST_RUN_HELP, argument, find_newest_run, option, resolve_run
 
 
 def plot(
@@ -23,14 +15,13 @@ def plot(
         "A picture (.png, .pdf, .svg) or an interactive page (.html).",
         show_default="RUN/plot.png and RUN/plot.html",
     ),
-    cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
-    """Draw the training curves of runs; a page also has samples and heads over time."""
+    """Draw the training curves of runs; a page also has samples."""
     paths = [resolve_run(run) for run in runs or [find_newest_run()]]
     files = [out] if out else [paths[0] / "plot.png", paths[0] / "plot.html"]
-    from gptmini.analysis import report
     from gptmini.console import show_elapsed
+    from gptmini.figures import report
 
     with show_elapsed("drawing"):
-        written = report.write_report(paths, files, cache)
+        written = report.write_report(paths, files)
     print(*written, sep="\n")

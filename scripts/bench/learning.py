@@ -33,12 +33,12 @@ import torch
 import gptmini
 from bench import nanochat
 from gptmini import files
-from gptmini.analysis.statistics import conclude, estimate_difference
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, DataConfig
 from gptmini.config.yamlfile import parse_assignment
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.sources import find_source
+from gptmini.extras.compare.statistics import conclude, estimate_difference
 from gptmini.machine import pick_compute
 from gptmini.model.kernels import cross_entropy_
 from gptmini.runs.log import read_metrics

@@ -177,7 +177,7 @@ def precision(check: Check) -> Facts:
 
 def analyses(check: Check) -> Facts:
     """Evaluate and score on the GPU and on the CPU: equal results, time, memory."""
-    from gptmini.analysis.score import score_text  # noqa: PLC0415 - not for the other parts
+    from gptmini.generate.score import score_text  # noqa: PLC0415 - not for the other parts
 
     text = "import os\n\n\ndef read(path):\n    return open(path).read()\n" * 20
     devices = (check.device,) if check.small else (check.device, "cpu")

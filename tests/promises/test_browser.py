@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini.analysis import arithmetic, page, page_data
+from gptmini.extras.page import arithmetic, page_data
+from gptmini.figures import page
 from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.core.analysis.samples import HOSTILE
 from tests.core.generate.samples import run_of
-from tests.support import SMALL, tiny
+from tests.support import HOSTILE, SMALL, tiny
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright: pip install -e '.[browser]'"

@@ -10,10 +10,8 @@ import pytest
 import typer.core
 
 from gptmini import __version__, console
-from gptmini.analysis import compare
 from gptmini.cli import app, generate
 from gptmini.config.settings import Config
-from gptmini.errors import GptminiError
 from tests.support import SMALL, needs_posix
 
 DIGITS = "9" * 5000  # more than Python converts
@@ -224,21 +222,6 @@ def test_help_at_80_columns_is_whole(gptmini, monkeypatch):
                 check(command, *words, name)
 
     check(typer.main.get_command(app.app))
-
-
-def test_compare_takes_a_text_as_train_does(gptmini, monkeypatch):
-    Path("d.jsonl").write_text('{"text": "a"}\n')
-    compared: list[dict[str, Config]] = []
-
-    def record(variants: dict[str, Config], *_: object) -> list[object]:
-        compared.append(variants)
-        raise GptminiError("recorded")
-
-    monkeypatch.setattr(compare, "compare", record)
-    gptmini("compare", "d.jsonl", "--attention", "mha,mqa", "--steps", "2")
-    ((mha, mqa),) = [variants.values() for variants in compared]
-    assert mha.data.path == mqa.data.path == ["d.jsonl"]
-    assert (mha.model.attention.variant, mqa.model.attention.variant) == ("mha", "mqa")
 
 
 @pytest.mark.parametrize("words", ["settings", "--help", "train --help", "tokenizer info byte"])

@@ -1,12 +1,8 @@
 """`gptmini inspect`: numbers, pictures and pages."""
 
-import json
 import sys
 from pathlib import Path
 
-from gptmini.tokenizer.spelling import spell_token
-from gptmini.tokenizer.tokenizers import ByteTokenizer
-from tests.core.analysis.samples import data_of
 from tests.support import SMALL
 
 
@@ -38,38 +34,15 @@ def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Pa
         (["--prompt", "x", "--size", "9"], "--size: works only with --mask"),
         (["--mask", "causal", "--out", "a.txt"], "ends in .png"),
         (["--prompt", "x" * 99, "--out", "a.txt"], "ends in .png"),  # before the work
-        (["--prompt", "x" * 99, "--out", "a.html"], "--prompt: 99 tokens; give between 1 and 16"),
         (["--mask", "causal", "--out", "a.html"], "ends in .png, .pdf, .svg\n"),
         (["--mask", "causal", "--generate", "3"], "--generate: does not work with --mask"),
         (
             ["--prompt", "x", "--generate", "3", "--out", "a.png"],
             "works only with a page; add --out",
         ),
-        (["--prompt", "x", "--generate", "16", "--out", "a.html"], "generate at most 15"),
     ]:
         code, _, err = gptmini("inspect", *words)
         assert (code, err.count("\n")) == (2, 1)
         assert line in err
     assert gptmini("inspect", "--mask", "window:2")[1].startswith("x . .")
     assert gptmini("inspect", "--mask", "causal", "--size", "24")[1].count("\n") == 24 + 2
-
-
-def test_inspect_writes_a_page_of_prompt_and_continuation(gptmini, text_file: Path):
-    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
-    words = ["inspect", "--prompt", "the <b>", "--out", "a.html"]
-    code, _, err = gptmini(*words, "--generate", "5", "--layer", "0", "--head", "2")
-    assert (code, err) == (0, "runs/text: step 4\na.html: written\n")
-    data = data_of(Path("a.html").read_bytes())
-    assert data["title"] == "runs/text"
-    assert data["lead"].endswith("It reads 12 tokens, the last 5 of which it generated itself.")
-    (part,) = data["parts"]
-    assert part["start"] == [0, 2]
-    drawn = gptmini(
-        *("generate", "--prompt", "the <b>", "--max-new-tokens", "5"),
-        *("--weights", "float32", "--json"),
-    )[1]
-    tokens = [*b"the <b>", *json.loads(drawn)["samples"][0]["tokens"]]
-    spelled = [part["spellings"][n] for n in part["tokens"]]
-    assert spelled == [spell_token(ByteTokenizer(), token) for token in tokens]
-    assert gptmini(*words)[0] == 0
-    assert data_of(Path("a.html").read_bytes())["parts"][0]["drawn"] == 0

@@ -73,8 +73,8 @@ def test_masks_by_name():
     def rows(name: str) -> list[str]:
         return ["".join(".x"[int(c)] for c in row) for row in attention_maps.build_mask(name, 3)]
 
-    assert rows("causal") == ["...", ".x.", ".xx"]
-    assert rows("window:2") == ["...", ".x.", ".xx"]
+    assert rows("causal") == ["x..", "xx.", "xxx"]
+    assert rows("window:2") == ["x..", "xx.", ".xx"]
     assert rows("padding:1") == ["...", ".x.", ".xx"]
     assert rows("cross:2,3") == ["xxx", "xxx"]
     assert rows("cross:2,1") == ["x..", "x.."]  # padded to the size

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gptmini.analysis import compare, measure, plots
 from gptmini.errors import ConfigError, GptminiError
+from gptmini.extras.compare import compare, measure
+from gptmini.extras.compare.plots import draw_comparison
+from gptmini.figures.plots import save_figure
 from gptmini.machine import ReceivedSignals
 from gptmini.runs.directory import RunDirectory
-from tests.core.analysis.samples import data_of, variant
-from tests.support import SMALL, tiny
+from tests.extras.compare.samples import variant
+from tests.support import SMALL, data_of, tiny
 
 
 def test_seeds_take_turns_and_all_variants_see_the_same_number_of_tokens(tmp_path):
@@ -211,7 +213,7 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
     pytest.importorskip("matplotlib")
     one, two = variant("a", 2.0, 2.1), variant("b", 2.5)
     two.runs[0].history.clear()  # converted, and not trained since
-    plots.save_figure(plots.draw_comparison([one, two]), tmp_path / "a.svg")
+    save_figure(draw_comparison([one, two]), tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 

@@ -1,25 +1,21 @@
-"""Writes what training runs logged, as pictures or as a page: curves, samples, attention."""
+"""Writes what training runs logged, as pictures or as a page: curves and samples."""
 
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gptmini.analysis import page, page_data, plots
 from gptmini.console import warn
 from gptmini.errors import CheckpointError, MachineError
+from gptmini.figures import page, plots
 from gptmini.files import atomic_write_bytes
-from gptmini.generate.run import Run, load_run
 from gptmini.plan import cost
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics, select_numbers
 
-MAX_SAMPLE_TOKENS = 32  # tokens of a sample whose attention is shown
 PROGRESS_COLUMNS = ("step", "tokens", "seconds")
 RunMetrics = dict[str, list[dict[str, Any]]]  # logged lines by the name of the run
 
 
-def write_report(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
+def write_report(paths: list[Path], out: list[Path]) -> list[Path]:
     """Write what runs logged: a page to each .html file, a picture to the others.
 
     Returns the files. Without matplotlib, pictures are left out if there is a page.
@@ -35,7 +31,7 @@ def write_report(paths: list[Path], out: list[Path], cache: Path) -> list[Path]:
     written = []
     for file in out:
         if _is_page(file):
-            atomic_write_bytes(file, build_page(logged, cache))
+            atomic_write_bytes(file, build_page(logged))
             written.append(file)
             continue
         try:
@@ -58,8 +54,8 @@ def _compares_in_bits(logged: RunMetrics) -> bool:
     return len(fingerprints) > 1
 
 
-def build_page(logged: RunMetrics, cache: Path) -> bytes:
-    """Build the page of some runs: a table, curves, and for each run its samples and heads."""
+def build_page(logged: RunMetrics) -> bytes:
+    """Build the page of some runs: a table, curves, and for each run its samples."""
     parts = [_build_table(logged), _build_curves(logged, _compares_in_bits(logged))]
     for name, lines in logged.items():
         with_sample = [line for line in lines if isinstance(line.get("sample"), str)]
@@ -67,36 +63,7 @@ def build_page(logged: RunMetrics, cache: Path) -> bytes:
         if newest_first:
             items = [[_describe_evaluation(line), line["sample"]] for line in newest_first]
             parts.append({"type": "samples", "heading": f"{name}: samples", "items": items})
-        sample = newest_first[0]["sample"] if newest_first else ""
-        if RunDirectory(Path(name)).list_steps():  # a run that has just begun has no weights yet
-            parts.append(_build_heads(name, sample, cache))
-    introduction = "Training curves, samples, and what each attention head looks at."
-    return page.render_page(", ".join(logged), introduction, parts)
-
-
-def _build_heads(name: str, sample: str, cache: Path) -> page.PageItem:
-    """Build the part of a page on the heads of a run, at each kept checkpoint, reading a sample."""
-    runs = load_checkpoints(Path(name), cache)
-    first = next(runs)
-    max_tokens = min(MAX_SAMPLE_TOKENS, first.config.model.context_length)
-    tokens = first.encode(sample, "sample")[:max_tokens]
-    if not tokens:
-        tokens = [first.tokenizer.eos_token_id]
-    heading = f"{name}: the heads at each kept checkpoint"
-    return page_data.build_reading(chain([first], runs), tokens, heading)
-
-
-def load_checkpoints(path: Path, cache: Path) -> Iterator[Run]:
-    """Yield the intact checkpoints of a run, the oldest first; CheckpointError if none is."""
-    n_intact = 0
-    for step in sorted(RunDirectory(path).list_steps()):
-        try:
-            yield load_run(path, "cpu", "float32", cache, step)
-            n_intact += 1
-        except CheckpointError as error:  # damaged, or deleted by a running training
-            warn(f"{error}; left out")
-    if n_intact == 0:
-        yield load_run(path, "cpu", "float32", cache)  # raises, and says what to do
+    return page.render_page(", ".join(logged), "Training curves and samples.", parts)
 
 
 def _describe_evaluation(line: dict[str, Any]) -> str:

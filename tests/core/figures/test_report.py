@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gptmini.analysis import plots, report
+from gptmini.figures import plots, report
 from gptmini.runs.log import read_metrics
-from tests.core.analysis.samples import data_of
-from tests.support import SMALL
+from tests.support import SMALL, data_of
 
 TRAIN = ["train", "--data", "text.txt", *SMALL]
 
@@ -32,7 +31,7 @@ def parts_of(name: str) -> dict[str, list]:
     return parts
 
 
-def test_a_page_has_the_runs_their_curves_and_their_heads(runs):
+def test_a_page_has_the_runs_and_their_curves(runs):
     code, out, err = runs("plot", "runs/a", "runs/b", "--out", "both.html")
     assert (code, out) == (0, "both.html\n"), err
     parts = parts_of("both.html")
@@ -51,23 +50,6 @@ def test_a_page_has_the_runs_their_curves_and_their_heads(runs):
     assert [y for _, y in lr["series"][1]["points"]] == [
         line["lr"] for line in logged if "lr" in line
     ]
-    assert [part["heading"].split(":")[0] for part in parts["reading"]] == ["runs/a", "runs/b"]
-    assert [part["n_kv_head"] for part in parts["reading"]] == [4, 1]
-
-
-def test_the_heads_are_those_of_each_kept_checkpoint(runs):
-    assert runs("plot", "runs/a", "--out", "a.html")[0] == 0
-    (part,) = parts_of("a.html")["reading"]
-    assert [reading["step"] for reading in part["readings"]] == [2, 4]
-    one, two = (reading["weights"] for reading in part["readings"])
-    assert one != two
-    victim = Path("runs/a/checkpoints/step-00000002/model.safetensors")
-    victim.write_bytes(victim.read_bytes()[:-1])
-    code, _, err = runs("plot", "runs/a", "--out", "a.html")
-    assert (code, err.count("\n")) == (0, 1)
-    assert err.startswith(f"warning: {victim}: damaged")
-    (part,) = parts_of("a.html")["reading"]
-    assert [reading["weights"] for reading in part["readings"]] == [two]
 
 
 def test_a_page_shows_the_logged_samples(runs):

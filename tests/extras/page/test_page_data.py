@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gptmini.analysis import page, page_data
 from gptmini.errors import CheckpointError, ConfigError
+from gptmini.extras.page import page_data
+from gptmini.figures import page
 from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.filters import make_random_number, sample_token
 from gptmini.model.cache import KVCache
@@ -17,9 +18,8 @@ from gptmini.model.losses import compute_token_losses
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.spelling import spell_token
 from gptmini.tokenizer.tokenizers import CharTokenizer
-from tests.core.analysis.samples import HOSTILE, data_of
 from tests.core.generate.samples import TOKENS, model_of, run_of
-from tests.support import tiny
+from tests.support import HOSTILE, data_of, tiny
 
 
 def unpacked(text: str, kind: str) -> np.ndarray:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from gptmini.analysis.variants import RunMeasurement, Variant
 from gptmini.console import say
 from gptmini.data.token_file import TokenFile
+from gptmini.extras.compare.variants import RunMeasurement, Variant
 from gptmini.generate.engine import Engine
 from gptmini.generate.native.engine import open_engine
 from gptmini.generate.run import Run, load_run

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmini.analysis import plots
 from gptmini.errors import ConfigError, MachineError
+from gptmini.figures import plots
 from gptmini.generate import attention_maps
 from tests.core.generate.samples import TOKENS, model_of
 

@@ -20,10 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from gptmini import files, machine
-from gptmini.analysis import page, plots
-from gptmini.analysis.measure import measure_variants
-from gptmini.analysis.statistics import import_scipy
-from gptmini.analysis.variants import (
+from gptmini.config import load, yamlfile
+from gptmini.config.settings import Config
+from gptmini.console import format_count, say, warn
+from gptmini.errors import ConfigError, GptminiError, MachineError
+from gptmini.extras.compare.measure import measure_variants
+from gptmini.extras.compare.plots import draw_comparison
+from gptmini.extras.compare.statistics import import_scipy
+from gptmini.extras.compare.variants import (
     Variant,
     build_difference_rows,
     build_histories,
@@ -36,10 +40,8 @@ from gptmini.analysis.variants import (
     list_warnings,
     to_json,
 )
-from gptmini.config import load, yamlfile
-from gptmini.config.settings import Config
-from gptmini.console import format_count, say, warn
-from gptmini.errors import ConfigError, GptminiError, MachineError
+from gptmini.figures import page
+from gptmini.figures.plots import save_figure
 from gptmini.plan.decide import reuse_choices
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.evaluate_run import Split
@@ -244,7 +246,7 @@ def write_results(variants: list[Variant], out: Path) -> None:
     files.atomic_write_bytes(out / "compare.md", format_comparison(variants, full=True).encode())
     files.atomic_write_bytes(out / "compare.html", build_page(variants))
     try:
-        plots.save_figure(plots.draw_comparison(variants), out / "compare.png")
+        save_figure(draw_comparison(variants), out / "compare.png")
     except MachineError as error:
         warn(f"{out / 'compare.png'}: not drawn; {error}")
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gptmini.analysis import variants
-from tests.core.analysis.samples import variant
+from gptmini.extras.compare import variants
+from tests.extras.compare.samples import variant
 
 
 def differences(*compared) -> list[list[str]]:

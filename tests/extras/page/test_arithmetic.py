@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptmini.analysis import arithmetic, page, page_data
 from gptmini.errors import ConfigError
+from gptmini.extras.page import arithmetic, page_data
+from gptmini.figures import page
 from gptmini.generate.attention_maps import compute_attention_weights
 from gptmini.generate.run import Run
 from gptmini.model import mechanisms

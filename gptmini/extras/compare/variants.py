@@ -6,11 +6,11 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from gptmini import console
-from gptmini.analysis.statistics import MAX_SEEDS, Difference, conclude, estimate_difference
+from gptmini.extras.compare.statistics import MAX_SEEDS, Difference, conclude, estimate_difference
+from gptmini.figures.plots import Points
 
 NOTABLE_DIFFERENCE = 0.01  # bits per byte that the table says the number of seeds for
 PARTS = {"validation": "the validation part", "test": "the test part", None: "the text given"}
-Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmini.analysis import page
 from gptmini.config.settings import ModelConfig
+from gptmini.figures import page
 from gptmini.model.attention import Attention
 from gptmini.model.gpt import GPT, Block
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gptmini.analysis import measure
-from gptmini.analysis.variants import list_warnings, to_json
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data import shards
+from gptmini.extras.compare import measure
+from gptmini.extras.compare.variants import list_warnings, to_json
 from gptmini.runs.directory import RunDirectory
 from tests.support import new_cache, tiny, train
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from gptmini import console
-from gptmini.analysis import arithmetic, page
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.errors import CheckpointError, ConfigError
+from gptmini.extras.page import arithmetic
+from gptmini.figures import page
 from gptmini.generate.attention_maps import compute_attention_weights, summarize_heads
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
 from gptmini.generate.run import Run

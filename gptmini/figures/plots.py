@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from gptmini.analysis.variants import Points, Variant, build_histories, drop_steep_start
 from gptmini.console import measure_width, warn
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.runs.log import select_numbers
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Figure = Any  # matplotlib is an extra
+Points = list[tuple[float, float]]
 MIN_PANEL_INCHES = 2.2
 MAX_FULL_SIZE_TOKENS = 40  # cells shrink beyond that many
 COLOR_MAP = "magma_r"
@@ -49,7 +49,7 @@ def check_can_draw(path: Path) -> None:
         raise make_missing_package_error("pictures", "matplotlib", "plot")
 
 
-def _create_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
+def create_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """Create an empty figure; width and height are in inches."""
     try:
         import matplotlib  # noqa: PLC0415 - an extra
@@ -132,7 +132,7 @@ def _find_new_fonts() -> list[Any]:
     return list(manager.ttflist[n_listed:])
 
 
-def _hide_borders(axis: Any) -> None:
+def hide_borders(axis: Any) -> None:
     """Remove the top and right borders."""
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -143,7 +143,7 @@ def draw_mask(cells: Array, title: str) -> Figure:
     side = min(0.28, 9 / max(T, S))  # inches per cell
     width = max(2.6, S * side + 0.8)
     height = max(1.2, T * side) + 1.1
-    figure = _create_figure(width, height, "compressed")
+    figure = create_figure(width, height, "compressed")
     axis = figure.subplots()
     axis.imshow(cells, cmap="Greys", vmin=0, vmax=1.4)
     axis.set_xticks([n - 0.5 for n in range(S)], minor=True)
@@ -193,7 +193,7 @@ def draw_attention(
     label_room = longest_label * 0.6 * font_size / 72  # a letter is 0.6 em wide
     width = columns * (side + 0.1) + label_room + 1.3
     height = rows * (side + 0.3) + label_room + 0.4
-    figure = _create_figure(width, height, "compressed")
+    figure = create_figure(width, height, "compressed")
 
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     texts, fonts = _make_drawable(labels)
@@ -238,7 +238,7 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
     With `in_bits`, losses are those of validation in bits per byte, which do not depend on the
     tokenizer.
     """
-    figure = _create_figure(10, 6.5)
+    figure = create_figure(10, 6.5)
     (loss_axis, lr_axis), (speed_axis, norm_axis) = figure.subplots(2, 2, sharex=True)
     axes = {
         "train_loss": loss_axis,
@@ -253,9 +253,9 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
                 continue
             points = _select_points(lines, key)
             label = f"{name}, train"
-            _draw_line(axis, points, "-", color=color, linewidth=1, alpha=0.7, label=label)
+            draw_line(axis, points, "-", color=color, linewidth=1, alpha=0.7, label=label)
         validation = _select_points(lines, "val_bpb" if in_bits else "val_loss")
-        _draw_line(loss_axis, validation, ".-", color=color, label=f"{name}, validation")
+        draw_line(loss_axis, validation, ".-", color=color, label=f"{name}, validation")
 
     loss_unit = "bits per byte" if in_bits else "nats per token"
     loss_axis.set_title(f"loss ({loss_unit})", fontsize=10)
@@ -263,7 +263,7 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
     speed_axis.set_title("tokens per second", fontsize=10)
     norm_axis.set_title("gradient norm", fontsize=10)
     for axis in axes.values():
-        _hide_borders(axis)
+        hide_borders(axis)
     lr_axis.set_ylim(bottom=0)
     speed_axis.set_ylim(bottom=0)
     _scale_by_logarithm(loss_axis)  # these two fall steeply at first
@@ -310,61 +310,6 @@ def _select_points(lines: list[dict[str, Any]], key: str) -> Points:
     return [(tokens / 1e6, figure) for tokens, figure in select_numbers(lines, "tokens", key)]
 
 
-def _draw_line(axis: Any, points: Points, form: str, **style: Any) -> None:
+def draw_line(axis: Any, points: Points, form: str, **style: Any) -> None:
     if points:
         axis.plot([x for x, _ in points], [y for _, y in points], form, **style)
-
-
-def draw_comparison(variants: list[Variant]) -> Figure:
-    """Draw bits per byte of each variant against its KV cache, and over the course of training."""
-    figure = _create_figure(10, 4)
-    left, right = figure.subplots(1, 2)
-    _draw_quality_against_cache(left, variants)
-    _draw_quality_over_time(right, variants)
-    _hide_borders(left)
-    _hide_borders(right)
-    return figure
-
-
-def _draw_quality_against_cache(axis: Any, variants: list[Variant]) -> None:
-    for number, variant in enumerate(variants):
-        color = f"C{number % 10}"
-        values = variant.list_figures("bits_per_byte")
-        kib = variant.cache_bytes / 1024
-        mean = sum(values) / len(values)
-        axis.scatter([kib] * len(values), values, s=12, color=color, alpha=0.5)
-        axis.scatter(kib, mean, s=160, marker="_", color=color)
-        is_left = number % 2 == 1  # names stand left and right in turn, to overlap less
-        axis.annotate(
-            variant.name,
-            (kib, mean),
-            xytext=(-9 if is_left else 9, 0),
-            textcoords="offset points",
-            ha="right" if is_left else "left",
-            va="center",
-            color=color,
-        )
-    axis.set_xscale("log", base=2)
-    axis.margins(x=0.4)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.set(xlabel="KV cache at full context (KiB)", ylabel="bits per byte")
-    axis.set_title("quality and KV cache (one dot per seed)", fontsize=10)
-
-
-def _draw_quality_over_time(axis: Any, variants: list[Variant]) -> None:
-    x_label, histories = build_histories(variants)
-    late_bits: list[float] = []
-    for number, (name, curves) in enumerate(histories.items()):
-        for place, points in enumerate(curves):
-            label = name if place == 0 else None  # one entry of the legend per variant
-            color = f"C{number % 10}"
-            _draw_line(axis, points, ".-", color=color, linewidth=1, markersize=3, label=label)
-            late_bits += [bits for _, bits in drop_steep_start(points)]
-    axis.set(xlabel=x_label)
-    axis.set_title("validation bits per byte while training (one line per seed)", fontsize=10)
-    if late_bits:
-        highest = max(late_bits)
-        axis.set_ylim(top=highest + 0.1 * (highest - min(late_bits)))
-    _, labels = axis.get_legend_handles_labels()
-    if labels:  # imported runs have no history
-        axis.legend(frameon=False)

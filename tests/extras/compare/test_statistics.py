@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.analysis.statistics import (
+from gptmini.extras.compare.statistics import (
     ERROR_RATE,
     Estimate,
     compute_half_width,

@@ -1,0 +1,8 @@
+"""Trains variants of a model, or takes finished runs, and compares them: quality, memory, speed.
+
+For researchers who change one thing and ask whether it helped. Without this folder you compare the
+last lines of two runs by eye, and do not know how much of a difference is chance.
+
+compare.py trains and writes the results, measure.py measures, variants.py makes the tables, and
+statistics.py says which differences more than chance explains.
+"""
