@@ -12,7 +12,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -55,13 +55,6 @@ def say(line: str) -> None:
 def warn(line: str) -> None:
     """Print a warning on stderr."""
     say(f"warning: {line}")
-
-
-def end_process(lines: Iterable[str], exit_code: int) -> NoReturn:
-    """End the process from a thread beside the main one, with lines as the command prints them."""
-    for line in lines:
-        print(f"gptmini: {line}", file=sys.stderr, flush=True)
-    os._exit(exit_code)
 
 
 def say_header(line: str) -> None:

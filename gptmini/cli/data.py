@@ -13,9 +13,8 @@ from gptmini.cli.options import (
     argument,
     build_config,
     option,
-    parse_number,
 )
-from gptmini.errors import ConfigError, shorten
+from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
 data_app = typer.Typer(help="Download and prepare texts.")
@@ -38,42 +37,28 @@ def prepare(
     data: Data = None,
     errors: Errors = None,
     assignments: Assignments = None,
-    part: str | None = option(
-        None, "K/N", "Prepare the K-th of N shares of the files, for --out.", show_default="all"
-    ),
     out: Path | None = option(
         None,
-        "DIR",
-        "Folder for token files that gptmini train --data DIR reads.",
+        "FILE.tokens",
+        "File for the tokens and the tokenizer; gptmini train --data reads it.",
         show_default="the cache",
     ),
     cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Turn a text into tokens, as train does before its first step.
 
-    With --part, each of N machines prepares its share of the files, in one folder for all.
+    With --out, on any machine: several such files with one tokenizer are trained on as one text.
     """
     from gptmini import console
-    from gptmini.data import corpus, shards
+    from gptmini.data import corpus
 
     settings = build_config(config, data, errors, assignments=assignments)
     if out is not None:
-        number, n_parts = _parse_part(part or "1/1")
-        prepared = shards.prepare_part(settings, number, n_parts, out)
-        print(f"{prepared.path}: {prepared.text_bytes:,} bytes of text -> {len(prepared):,} tokens")
-        console.say(f"train on all parts with: gptmini train --data {console.quote(out)}")
+        if out.suffix != ".tokens":
+            raise ConfigError(f"--out {out}: must end in .tokens, by which training knows it")
+        prepared = corpus.prepare_token_file(settings, out, cache)
+        print(f"{out}: {prepared.text_bytes:,} bytes of text -> {len(prepared):,} tokens")
+        console.say(f"train on it with: gptmini train --data {console.quote(out)}")
         return
-    if part is not None:
-        raise ConfigError(f"--part {part}: where to? add --out DIR, a folder for all parts")
     prepared_corpus = corpus.prepare_corpus(settings, cache)
     print(prepared_corpus.format_summary(settings.tokenizer.kind))
-
-
-def _parse_part(text: str) -> tuple[int, int]:
-    """Parse `3/16` into two numbers."""
-    before, _, after = text.partition("/")
-    number = parse_number(before)
-    n_parts = parse_number(after)
-    if number is None or n_parts is None or not 1 <= number <= n_parts:
-        raise ConfigError(f"--part {shorten(text)}: must be K/N, with K from 1 to N; write 3/16")
-    return number, n_parts

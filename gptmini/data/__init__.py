@@ -2,6 +2,6 @@
 
 Read corpus.py first, the whole way of a text; then sources.py (which files), formats.py (how each
 is read), chats.py (conversations, of which answers are learned) and token_file.py (what training
-reads). shards.py prepares token files in parts on many machines, fetch.py downloads known texts.
+reads). fetch.py downloads known texts.
 Which tokens a step reads is decided in train/batches.py.
 """

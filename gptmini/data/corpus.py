@@ -4,9 +4,11 @@ The cache keeps learned vocabularies and token files under the hash of content a
 nothing is prepared twice.
 """
 
+import glob
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -20,10 +22,10 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import formats, hub_dataset, shards, sources, token_file
+from gptmini.data import formats, hub_dataset, sources, token_file
 from gptmini.data.chats import refuse_without_template
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
-from gptmini.data.token_file import Corpus, TokenFile, TokenOutput
+from gptmini.data.token_file import ConcatTokenFile, Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
@@ -54,12 +56,34 @@ def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> Tok
         return _prepare_whole(paths, settings, tokenizer, cache)
 
 
+def prepare_token_file(config: Config, out: Path, cache: Path) -> TokenFile:
+    """Write all of a text to a token file that has its tokenizer in it, for training to read.
+
+    A vocabulary is learned, or taken from the cache, as if the text were trained on by itself.
+    Raises as prepare_corpus does.
+    """
+    with _open_cache(config.data, cache) as paths:
+        splits = _split_sources(config.data, paths)
+        training: list[TextSource] = [SourceSide(split, "training") for split in splits]
+        tokenizer = _get_tokenizer(config, training, cache)
+        source = sources.find_source(paths, config.data)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _write_token_file(source, tokenizer, out, prepared=True)
+        except OSError as error:
+            raise MachineError(
+                f"{error.filename or out}: {describe_os_error(error)}; free some space, or choose "
+                f"another --out"
+            ) from None
+    return TokenFile(out, tokenizer, prepared=True)
+
+
 def learns_vocabulary(config: Config) -> bool:
     """Check whether a vocabulary of open size is to be learned from the text."""
     return (
         config.tokenizer.kind in ("auto", "bpe")
         and config.tokenizer.vocab_size is None
-        and shards.find_token_files(config.data.path) is None
+        and find_token_files(config.data.path) is None
     )
 
 
@@ -81,8 +105,38 @@ def check_paths(paths: list[str], settings: DataConfig) -> None:
             hub_dataset.parse_dataset_name(path)
         else:
             local.append(path)
-    if local and shards.find_token_files(local) is None:
+    if local and find_token_files(local) is None:
         sources.find_source(local, settings)
+
+
+def find_token_files(paths: list[str]) -> list[Path] | None:
+    """Find the token files that paths name, in order; None if they name texts.
+
+    DataError for both in one list.
+    """
+    found = [_find_token_files_at(path) for path in paths]
+    if not any(found):
+        return None
+    for path, listed in zip(paths, found, strict=True):
+        if not listed:
+            raise DataError(
+                f"{path}: a text beside token files; prepare it too, with gptmini data prepare "
+                f"--out FILE.tokens"
+            )
+    return [file for listed in found for file in listed]
+
+
+def _find_token_files_at(path: str) -> list[Path]:
+    """Find the token files of a file, folder or pattern; none if it names a text."""
+    place = Path(os.path.expanduser(path))  # Path.expanduser can raise
+    matches = [place]
+    if place.is_dir():
+        matches = sorted(place.glob("*.tokens"))
+    elif place.suffix != ".tokens":
+        return []
+    elif not place.exists():
+        matches = [Path(match) for match in sorted(glob.glob(str(place)))]
+    return [match for match in matches if token_file.is_prepared(match)]
 
 
 def pin_datasets(config: Config, existing: Config | None) -> Config:
@@ -132,11 +186,11 @@ def _delete_stale_files(cache: Path) -> None:
 
 
 def _prepare(config: Config, paths: list[str], cache: Path, with_test: bool) -> Corpus:
-    token_files = shards.find_token_files(paths)
+    token_files = find_token_files(paths)
     if token_files is None:
         corpus = _prepare_sources(config, paths, cache, with_test)
     else:
-        tokenizer = shards.load_tokenizer_beside(token_files, config)
+        tokenizer = _load_prepared_tokenizer(token_files[0], config)
         corpus = _open_prepared(config, paths, tokenizer, cache, with_test)
     _check_length(corpus, config)
     _warn_of_small_weights(config.data)
@@ -183,6 +237,28 @@ def _prepare_sources(config: Config, paths: list[str], cache: Path, with_test: b
     )
 
 
+def _load_prepared_tokenizer(path: Path, config: Config) -> Tokenizer:
+    """Load the tokenizer of a token file; DataError if the configuration names another."""
+    tokenizer = token_file.read_tokenizer(path)
+    kind = config.tokenizer.kind
+    vocab_size = config.tokenizer.vocab_size
+    if kind.endswith(".json"):
+        same = load_tokenizer(Path(kind)).fingerprint == tokenizer.fingerprint
+    else:
+        same = kind in ("auto", tokenizer.kind) and vocab_size in (None, tokenizer.vocab_size)
+    if not same:
+        raise DataError(
+            f"{path}: prepared with {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, not with "
+            f"{kind}; prepare the text again, or leave the tokenizer out"
+        )
+    return tokenizer
+
+
+def _open_token_files(paths: list[Path], tokenizer: Tokenizer) -> ConcatTokenFile:
+    """Open prepared token files as one."""
+    return ConcatTokenFile([TokenFile(path, tokenizer, prepared=True) for path in paths])
+
+
 def _open_prepared(
     config: Config, paths: list[str], tokenizer: Tokenizer, cache: Path, with_test: bool
 ) -> Corpus:
@@ -197,7 +273,7 @@ def _open_prepared(
     validation: list[TokenFile] = []
     test: list[TokenFile] = []
     for group in _group_paths(settings, paths):
-        whole = shards.open_token_files(shards.find_token_files(group) or [], tokenizer)
+        whole = _open_token_files(find_token_files(group) or [], tokenizer)
         share = _get_held_out_share(settings, whole.text_bytes)
         first, tail, middle = whole.split(share, settings.test or 0.0)
         training.append(first)
@@ -228,9 +304,9 @@ def _prepare_whole(
     paths: list[str], settings: DataConfig, tokenizer: Tokenizer, cache: Path
 ) -> TokenFile:
     """Prepare all that the paths name as one text."""
-    token_files = shards.find_token_files(paths)
+    token_files = find_token_files(paths)
     if token_files is not None:
-        return shards.open_token_files(token_files, tokenizer)
+        return _open_token_files(token_files, tokenizer)
     return _get_token_file(sources.find_source(paths, settings), tokenizer, cache)
 
 
@@ -359,10 +435,18 @@ def _get_token_file(source: Source, tokenizer: Tokenizer, cache: Path) -> TokenF
     with suppress(FileNotFoundError, DataError):  # not there yet, or damaged
         return TokenFile(path, tokenizer)
     # Windows replaces no file that is open, and as long as the error lives, so does the TokenFile.
-    with show_byte_progress("preparing the tokens", source.bytes) as advance:
-        output = TokenOutput(path, source.digest)
-        token_file.write_token_file(output, source.iter_checked_chunks(), tokenizer, advance)
+    _write_token_file(source, tokenizer, path)
     return TokenFile(path, tokenizer)
+
+
+def _write_token_file(
+    source: Source, tokenizer: Tokenizer, path: Path, prepared: bool = False
+) -> None:
+    """Encode all of a text into a token file."""
+    output = TokenOutput(path, source.digest)
+    chunks = source.iter_checked_chunks()
+    with show_byte_progress("preparing the tokens", source.bytes) as advance:
+        token_file.write_token_file(output, chunks, tokenizer, advance, prepared)
 
 
 def _get_side_files(

@@ -1,26 +1,30 @@
 """Write token files, verify them and read them by position; and the corpus made of them.
 
-A token file has three parts:
+A token file has these parts:
 
     header      version, bytes per token, number of tokens, bytes of text, number of documents, and
                 the SHA-256 of the tokenizer, of the content and of the table
     tokens      little-endian, 16 or 32 bits each; an end-of-text token before each document; in
                 conversations the highest of 32 bits says that the loss ignores it (chats.py)
     table       the SHA-256 of every HASH_BLOCK_BYTES of tokens
+    tokenizer   as JSON, in a file from `gptmini data prepare --out`; one in the cache has none
 
 A file gets its name only when complete. No token is used before its block has been checked.
 """
 
 import hashlib
+import json
 import math
 import os
 import struct
 import weakref
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -32,6 +36,7 @@ from gptmini.data.chats import IGNORED, ChatEncoder
 from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer import chunks
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
+from gptmini.tokenizer.load import from_dict
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
 HEADER = struct.Struct("<8sIIQQQ32s32s32s")
@@ -58,9 +63,14 @@ def write_token_file(
     text_chunks: Iterator[TextChunk],
     tokenizer: Tokenizer,
     advance: Callable[[int], object],
+    prepared: bool = False,
 ) -> None:
-    """Encode a text into a token file; `advance` gets the bytes of text as they are encoded."""
-    write_token_files({"": output}, (("", chunk) for chunk in text_chunks), tokenizer, advance)
+    """Encode a text into a token file; `advance` gets the bytes of text as they are encoded.
+
+    A `prepared` file has its tokenizer in it, and can be taken to another machine.
+    """
+    labeled_chunks = (("", chunk) for chunk in text_chunks)
+    write_token_files({"": output}, labeled_chunks, tokenizer, advance, prepared)
 
 
 def write_token_files(
@@ -68,6 +78,7 @@ def write_token_files(
     labeled_chunks: Iterator[tuple[Label, TextChunk]],
     tokenizer: Tokenizer,
     advance: Callable[[int], object],
+    prepared: bool = False,
 ) -> None:
     """Encode a text into several token files in one pass; each chunk names the one that it is for.
 
@@ -85,11 +96,11 @@ def write_token_files(
                 writers[label].append(text_bytes, tokens)
                 advance(text_bytes)
         for writer in writers.values():
-            writer.finish()
+            writer.finish(prepared)
 
 
 class _TokenWriter:
-    """Writes the three parts of a token file; the header comes last, when the counts are known."""
+    """Writes the parts of a token file; the header comes last, when the counts are known."""
 
     def __init__(self, file: BinaryIO, digest: str, tokenizer: Tokenizer) -> None:
         self._file = file
@@ -113,11 +124,13 @@ class _TokenWriter:
         while len(self._unwritten) >= HASH_BLOCK_BYTES:
             self._write_block()
 
-    def finish(self) -> None:
-        """Write the last block, the table and the header."""
+    def finish(self, prepared: bool) -> None:
+        """Write the last block, the table, of a prepared file the tokenizer, and the header."""
         if self._unwritten:
             self._write_block()
         self._file.write(self._table)
+        if prepared:
+            self._file.write(self._tokenizer.to_json().encode())
         self._file.seek(0)
         header = HEADER.pack(
             MAGIC,
@@ -252,17 +265,25 @@ class TokenFile:
         self.content = content.hex()
         self.root = root.hex()  # the SHA-256 of the table, and thereby of all tokens
         self.has_ignored = version == CHAT_VERSION
-        if version not in (VERSION, CHAT_VERSION) or itemsize != self.dtype.itemsize:
-            raise self._unusable(f"version {version}, {itemsize} bytes per token")
+        if version not in (VERSION, CHAT_VERSION):
+            raise self._unusable(f"version {version}")
         if fingerprint.hex() != tokenizer.fingerprint:
+            if self.prepared:
+                raise DataError(
+                    f"{self.path}: made with another tokenizer than the run or the first token "
+                    f"file; prepare all with one from gptmini tokenizer train, as --set "
+                    f"tokenizer.kind=FILE.json"
+                )
             raise self._unusable("made with another tokenizer")
+        if itemsize != self.dtype.itemsize:
+            raise self._unusable(f"{itemsize} bytes per token")
 
     def _read_table(self) -> None:
         self._token_bytes = self.count * self.dtype.itemsize
         table_bytes = SHA256_BYTES * math.ceil(self._token_bytes / HASH_BLOCK_BYTES)
         expected = HEADER.size + self._token_bytes + table_bytes
         actual = os.fstat(self.file.fileno()).st_size
-        if actual != expected:
+        if actual < expected or (actual > expected and not self.prepared):
             raise self._unusable(f"has {actual} of {expected} bytes")
         self._table = self._bytes(self._token_bytes, table_bytes)
         if hashlib.sha256(self._table).hexdigest() != self.root:
@@ -312,6 +333,88 @@ class TokenFile:
 
     def __len__(self) -> int:
         return self.count
+
+
+# -- prepared files --------------------------------------------------------------------------------
+
+
+def is_prepared(path: Path) -> bool:
+    """Check whether a file holds tokens of ours; the texts of WikiText are named so too."""
+    try:
+        with files.open_regular(path) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer that lies in a prepared file; DataError if none does."""
+    try:
+        with files.open_regular(path) as file:
+            _, _, itemsize, count, *_ = HEADER.unpack(file.read(HEADER.size))
+            token_bytes = itemsize * count
+            table_bytes = SHA256_BYTES * math.ceil(token_bytes / HASH_BLOCK_BYTES)
+            file.seek(HEADER.size + token_bytes + table_bytes)
+            return from_dict(json.loads(file.read()))
+    except OSError as error:
+        raise DataError(f"{path}: {describe_os_error(error)}; prepare it again") from None
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise DataError(
+            f"{path}: has no tokenizer in it; prepare it again, with gptmini data prepare --out"
+        ) from None
+
+
+class ConcatTokenFile(TokenFile):
+    """Consecutive tokens of several token files, read by position as if they were one file.
+
+    Its bytes of text and documents are its share of the total, in proportion to the tokens. `path`
+    does not exist: its name identifies the content, as that of a cached file does.
+    """
+
+    def __init__(self, parts: list[TokenFile], start: int = 0, stop: int | None = None) -> None:
+        self.prepared = True
+        self._parts = parts
+        self._start = start
+        self._ends = list(accumulate(map(len, parts)))  # where each part ends in the whole
+        total = self._ends[-1]
+        self.count = (total if stop is None else stop) - start
+        share = self.count / max(1, total)
+        self.text_bytes = round(share * sum(part.text_bytes for part in parts))
+        self.documents = round(share * sum(part.documents for part in parts))
+        self.content = hashlib.sha256("".join(part.root for part in parts).encode()).hexdigest()
+        self.vocab_size = parts[0].vocab_size
+        self.has_ignored = any(part.has_ignored for part in parts)
+        self.path = parts[0].path.with_name(f"{self.content[:20]}-{start}-{stop}.tokens")
+
+    def read_marked(self, start: int, count: int) -> Tokens:
+        """Read tokens (count,) from a position, from as many parts as that takes."""
+        tokens = [np.empty(0, np.uint32)]
+        at = self._start + start
+        remaining = count
+        index = bisect_right(self._ends, at)  # of the part that has this position
+        while remaining > 0:
+            part = self._parts[index]
+            start_in_part = at - (self._ends[index] - len(part))
+            n_tokens = min(remaining, len(part) - start_in_part)
+            tokens.append(part.read_marked(start_in_part, n_tokens))
+            at += n_tokens
+            remaining -= n_tokens
+            index += 1
+        return np.concatenate(tokens)
+
+    def split(
+        self, validation: float, test: float
+    ) -> "tuple[ConcatTokenFile, ConcatTokenFile, ConcatTokenFile]":
+        """Split into training, validation and test: validation is the tail, test lies before it."""
+        n_validation = max(1, round(self.count * validation)) if validation else 0
+        n_test = max(1, round(self.count * test)) if test else 0
+        validation_start = self.count - n_validation
+        test_start = validation_start - n_test
+        return (
+            ConcatTokenFile(self._parts, 0, test_start),
+            ConcatTokenFile(self._parts, validation_start, self.count),
+            ConcatTokenFile(self._parts, test_start, validation_start),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,21 @@
 """Connects the processes of one training run, which torchrun starts: rank 0 decides, all compute.
 
-Small facts travel as JSON through torchrun's key-value store. A rank that waits there polls, so it
-still answers signals, and it can name the rank that it waits for. Tensors travel through
-collectives. A plain command is a group of one, for which all of this does nothing.
+All that they exchange travels through collectives: tensors, and small facts as JSON. A plain
+command is a group of one, for which all of this does nothing.
 
-Every rank must call these methods in the same order. A rank that fails alone would leave the others
-waiting in a collective, so whatever may fail on one rank runs in `on_rank_zero` or `on_all_ranks`.
+Every rank must call these methods in the same order. A rank that fails alone would break the
+connections of the others, so whatever may fail on one rank runs in `on_rank_zero` or
+`on_all_ranks`, which tell all of them. A rank that is killed is reported by torchrun; here, the
+others end when their connection breaks or a collective has waited too long.
 """
 
 import functools
 import json
 import operator
 import os
-import platform
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -35,20 +33,16 @@ from gptmini.errors import (
     Stopped,
 )
 from gptmini.files import IS_WINDOWS
-from gptmini.machine import ReceivedSignals, catch_signals
+from gptmini.machine import ReceivedSignals
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-JOIN_TIMEOUT_SECONDS = 120  # to wait for the other ranks at the start
-HEARTBEAT_INTERVAL_SECONDS = 1.0
-HEARTBEAT_TIMEOUT_SECONDS = 60  # without a heartbeat, after which a rank counts as lost
-# Further seconds in which whoever waits for a lost rank may say so, before the process is ended.
-TIME_TO_NOTICE_SECONDS = 15
 COLLECTIVE_TIMEOUT_SECONDS = 600
+# Facts wait longer: meanwhile one rank may prepare a text.
+FACTS_TIMEOUT_SECONDS = 6 * 3600
 # gloo and NCCL raise plain RuntimeErrors when a connection breaks; only their text tells.
 CONNECTION_ERROR = re.compile("gloo|NCCL|[Cc]onnection|Socket|Broken pipe")
 
 T = TypeVar("T")
-_NO_ANSWER = "no longer answers; run the same command again to resume from the last checkpoint"
 
 
 class RemoteFailure(GptminiError):  # noqa: N818 - the error is another's
@@ -62,14 +56,31 @@ class RemoteFailure(GptminiError):  # noqa: N818 - the error is another's
 class Group:
     """This process and those it trains with; rank 0 decides, prints and writes."""
 
-    def __init__(
-        self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None
-    ) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, local_rank: int = 0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_rank = local_rank  # among the ranks of its machine
-        self.store = store
-        self._exchanges = 0  # made so far, for keys that are never used twice
+        self._facts_group: dist.ProcessGroup | None = None  # with a timeout of its own
+
+    def connect(self) -> None:
+        """Connect to the other ranks; RuntimeError if one does not come."""
+        backends = "cpu:gloo"
+        if torch.cuda.is_available() and dist.is_nccl_available():  # Windows has no NCCL
+            backends += ",cuda:nccl"
+        if torch.xpu.is_available() and dist.is_xccl_available():
+            backends += ",xpu:xccl"
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+        url = f"env://?use_libuv={int(not IS_WINDOWS)}"  # whose wheels of torch lack it
+        found = dist.rendezvous(url, timeout=timeout)  # type: ignore[attr-defined]
+        store, rank, world_size = next(found)
+        # torchrun's own store outlives a restart: the old addresses in it must not be found again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            backends, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+        facts_timeout = timedelta(seconds=FACTS_TIMEOUT_SECONDS)
+        self._facts_group = dist.new_group(backend="gloo", timeout=facts_timeout)
 
     def select_accelerator(self, device: torch.device) -> None:
         """Give each rank of a machine an accelerator of its own.
@@ -92,19 +103,21 @@ class Group:
             )
         torch.accelerator.set_device_index(self.local_rank % count)
 
-    # -- facts, through the store ------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the JSON value of every rank, by rank.
-
-        RankError for a rank whose heartbeat stops before its value arrives.
-        """
+        """Return the JSON value of every rank, by rank."""
         if self.world_size == 1:
             return [value]
-        self._exchanges += 1
-        prefix = str(self._exchanges)
-        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
-        return [self._wait_for_value(f"{prefix}/{rank}", rank) for rank in range(self.world_size)]
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.all_gather(torch.tensor([len(encoded)]), self._facts_group)[:, 0].tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(encoded)] = encoded
+        gathered = self.all_gather(padded, self._facts_group)  # (W, N) of the longest
+        return [
+            json.loads(row[:length].numpy().tobytes())
+            for row, length in zip(gathered, lengths, strict=True)
+        ]
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank; what the others pass is ignored."""
@@ -164,65 +177,14 @@ class Group:
         if lines:
             raise RankError(*lines) if self.rank == 0 else RankError()
 
-    def _wait_for_value(self, key: str, rank: int) -> Any:
-        """Poll for a rank's value as long as its heartbeat goes on.
+    # -- tensors -----------------------------------------------------------------------------------
 
-        store.wait() would block in C++, where no signal is answered, and could not tell a slow rank
-        from a dead one.
-        """
-        last_beat = b""
-        last_heard = time.monotonic()
-        while not self.store.check([key]):
-            time.sleep(0.005)
-            beat = self.read_heartbeat(rank)
-            if beat != last_beat:
-                last_beat = beat
-                last_heard = time.monotonic()
-            elif time.monotonic() - last_heard > HEARTBEAT_TIMEOUT_SECONDS:
-                raise self.lost_ranks_error([rank])
-        return json.loads(self.store.get(key))
-
-    def read_heartbeat(self, rank: int) -> bytes:
-        """Return the counter that a rank increments; empty before its first heartbeat."""
-        key = f"beat/{rank}"
-        return bytes(self.store.get(key)) if self.store.check([key]) else b""
-
-    def lost_ranks_error(self, lost: list[int], reason: str = _NO_ANSWER) -> RankError:
-        """Return the error that names the lost ranks; the first rank that is left prints it."""
-        left = set(range(self.world_size)) - set(lost)
-        speaker = min(left, default=self.rank)
-        if self.rank != speaker:
-            return RankError()
-        names = [f"rank {rank} ({self.store.get(f'joined/{rank}').decode()})" for rank in lost]
-        return RankError(f"{' and '.join(names)} {reason}" if names else f"the ranks: {reason}")
-
-    def find_lost_ranks(self, reason: str) -> RankError:
-        """Return the error for a broken connection, naming the ranks whose heartbeats have stopped.
-
-        A broken connection does not say which rank is gone: gloo names a socket, and every rank
-        that has noticed leaves and breaks more connections.
-        """
-        try:
-            before = [self.read_heartbeat(rank) for rank in range(self.world_size)]
-            time.sleep(3 * HEARTBEAT_INTERVAL_SECONDS)
-            lost = [
-                rank for rank in range(self.world_size) if self.read_heartbeat(rank) == before[rank]
-            ]
-            # The first list counts: whoever notices later would also find those silent who noticed
-            # first, and left.
-            lost = json.loads(self.store.compare_set("lost", "", json.dumps(lost)))
-            return self.lost_ranks_error(lost, _NO_ANSWER if lost else reason)
-        except dist.DistError:  # the store has gone with its machine
-            return _lost_store_error()
-
-    # -- tensors, through collectives --------------------------------------------------------------
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Stack the tensors of all ranks, equal in shape: (...) -> (W, ...)."""
         if self.world_size == 1:
             return tensor[None]
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor.contiguous())
+        dist.all_gather(gathered, tensor.contiguous(), group)
         return torch.stack(gathered)  # (W, ...)
 
     def all_reduce_sum(self, numbers: list[float]) -> float:
@@ -280,7 +242,7 @@ def join_group() -> Iterator[Group]:
     """Join the ranks that torchrun's variables name; a plain command is alone.
 
     ConfigError for variables that are set in part, MachineError for a PyTorch without
-    torch.distributed, RankError if a rank never joins or is lost.
+    torch.distributed, RankError if another rank does not come, or no longer answers.
     """
     names = [name for name in TORCHRUN_VARIABLES if name in os.environ]
     if not {"RANK", "WORLD_SIZE"} & set(names):
@@ -301,12 +263,11 @@ def join_group() -> Iterator[Group]:
         raise MachineError(
             "this PyTorch lacks torch.distributed; start a single process, without torchrun"
         )
-    group = Group(rank, world_size, local_rank, _create_store(rank))
+    group = Group(rank, world_size, local_rank)
     if rank > 0:
         console.silence()
-    ended = threading.Event()
     try:
-        _connect_all_ranks(group, ended)
+        group.connect()
         yield group
         # Wait for all: a rank that leaves earlier would break the connections of the others.
         group.all_gather_object(None)
@@ -322,126 +283,8 @@ def join_group() -> Iterator[Group]:
     except RuntimeError as failure:
         if not isinstance(failure, dist.DistError) and not CONNECTION_ERROR.search(str(failure)):
             raise
-        # torchrun sends SIGTERM as soon as one rank is gone, but the message must still be found.
-        with catch_signals():
-            raise group.find_lost_ranks(str(failure).splitlines()[0]) from None
-    finally:
-        ended.set()
-        _leave(group)
-
-
-def _create_store(rank: int) -> Any:
-    """Connect to torchrun's store, or to one that rank 0 serves.
-
-    Keys carry the number of torchrun's restart, so that a restart finds none of the old values.
-    """
-    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not torchrun_serves,
-        timeout=timedelta(seconds=JOIN_TIMEOUT_SECONDS),
-        wait_for_workers=False,  # they are counted in _connect_all_ranks
-        multi_tenant=True,
-        use_libuv=not IS_WINDOWS,  # whose wheels of torch lack it
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return dist.PrefixStore(f"gptmini/{attempt}", store)  # type: ignore[attr-defined]
-
-
-def _connect_all_ranks(group: Group, ended: threading.Event) -> None:
-    """Wait for all ranks, connect them, and start the heartbeat of this one."""
-    store = group.store
-    deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
-    store.set(f"joined/{group.rank}", f"process {os.getpid()} on {platform.node()}")
-    names = [f"joined/{rank}" for rank in range(group.world_size)]
-    while not store.check(names):
-        if time.monotonic() > deadline:
-            raise _missing_ranks_error(group, names)
-        time.sleep(0.05)
-    # A connection of its own: the main thread may hold the other one while it waits.
-    heartbeat = threading.Thread(
-        target=_send_heartbeats, args=(group.rank, store.clone(), ended), daemon=True
-    )
-    heartbeat.start()
-    observer = Group(group.rank, group.world_size, group.local_rank, store.clone())
-    threading.Thread(target=_watch_ranks, args=(observer, ended), daemon=True).start()
-    backends = "cpu:gloo"
-    if torch.cuda.is_available() and dist.is_nccl_available():  # Windows has no NCCL
-        backends += ",cuda:nccl"
-    if torch.xpu.is_available() and dist.is_xccl_available():
-        backends += ",xpu:xccl"
-    dist.init_process_group(
-        backends,
-        store=dist.PrefixStore("collectives", store),  # type: ignore[attr-defined]
-        rank=group.rank,
-        world_size=group.world_size,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
-    )
-
-
-def _missing_ranks_error(group: Group, names: list[str]) -> RankError:
-    """Return the error that counts the ranks that joined; the first of them prints it."""
-    joined = [rank for rank, name in enumerate(names) if group.store.check([name])]
-    if group.rank != joined[0]:
-        return RankError()
-    return RankError(
-        f"{len(joined)} of {group.world_size} ranks joined within {JOIN_TIMEOUT_SECONDS} seconds; "
-        f"find the failure of the others above, or on their machines"
-    )
-
-
-def _send_heartbeats(rank: int, store: Any, ended: threading.Event) -> None:
-    """Count up in the store until the process ends, so that the others see it alive.
-
-    A thread of its own beats through long computations and blocked collectives, and stops only with
-    the process, also when that is stopped or its machine hangs.
-    """
-    count = 0
-    with suppress(dist.DistError):  # the store is gone, and with it whoever might look
-        while not ended.wait(HEARTBEAT_INTERVAL_SECONDS):
-            count += 1
-            store.set(f"beat/{rank}", str(count))
-
-
-def _watch_ranks(group: Group, ended: threading.Event) -> None:
-    """End this process, with a message, if a rank is lost while it waits for it in a collective.
-
-    NCCL does not notice that a rank of the same machine is gone: the main thread would wait for the
-    GPU until torch's watchdog kills the process, after COLLECTIVE_TIMEOUT_SECONDS and without our
-    message. It cannot be interrupted there, so this thread ends the process for it. Nothing is
-    lost by that: checkpoints are whole or absent.
-    """
-    others = [rank for rank in range(group.world_size) if rank != group.rank]
-    beats = dict.fromkeys(others, b"")
-    # Looks since the last new beat, not seconds: while this process is stopped, it looks at nobody.
-    silent_looks = dict.fromkeys(others, 0)
-    limit = (HEARTBEAT_TIMEOUT_SECONDS + TIME_TO_NOTICE_SECONDS) / HEARTBEAT_INTERVAL_SECONDS
-    try:
-        while not ended.wait(HEARTBEAT_INTERVAL_SECONDS):
-            for rank in others:
-                beat = group.read_heartbeat(rank)
-                silent_looks[rank] = silent_looks[rank] + 1 if beat == beats[rank] else 0
-                beats[rank] = beat
-            lost = [rank for rank in others if silent_looks[rank] > limit]
-            if lost and not ended.is_set():
-                error = group.lost_ranks_error(lost)
-                console.end_process(error.lines, error.exit_code)
-    except dist.DistError:  # the store has gone, with rank 0 or its machine; or all is over
-        if not ended.wait(TIME_TO_NOTICE_SECONDS):
-            error = _lost_store_error()
-            console.end_process(error.lines, error.exit_code)
-
-
-def _lost_store_error() -> RankError:
-    return RankError(f"{os.environ['MASTER_ADDR']}, the machine of rank 0, {_NO_ANSWER}")
-
-
-def _leave(group: Group) -> None:
-    """Let the others read what is in the store before rank 0, which may serve it, ends."""
-    deadline = time.monotonic() + 3 * HEARTBEAT_INTERVAL_SECONDS
-    with suppress(dist.DistError):
-        group.store.set(f"left/{group.rank}", "")
-        names = [f"left/{rank}" for rank in range(group.world_size)]
-        while group.rank == 0 and time.monotonic() < deadline and not group.store.check(names):
-            time.sleep(0.01)
+        reason = str(failure).splitlines()[0].partition(". This is")[0]
+        raise RankError(
+            f"rank {rank}: another rank does not answer ({reason}); run the same command again to "
+            f"resume from the last checkpoint"
+        ) from None

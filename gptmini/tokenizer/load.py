@@ -68,10 +68,7 @@ def find_tokenizer(name: str) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a saved tokenizer; DataError if the file is missing, damaged or something else."""
     try:
-        data = files.read_json(path)
-        if data["format"] != TOKENIZER_FORMAT_VERSION:
-            raise ValueError(f"format {data['format']}, not {TOKENIZER_FORMAT_VERSION}")
-        return _from_dict(data)
+        return from_dict(files.read_json(path))
     except OSError as error:
         raise DataError(
             f"{path}: {describe_os_error(error)}; give a run or a tokenizer file"
@@ -83,7 +80,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def _from_dict(data: dict[str, Any]) -> Tokenizer:
+def from_dict(data: dict[str, Any]) -> Tokenizer:
+    """Make the tokenizer whose `to_json` is `data`.
+
+    ValueError, KeyError, TypeError or AttributeError if it is something else.
+    """
+    if data["format"] != TOKENIZER_FORMAT_VERSION:
+        raise ValueError(f"format {data['format']}, not {TOKENIZER_FORMAT_VERSION}")
     if data["kind"] == "byte":
         return ByteTokenizer()
     if data["kind"] == "char":

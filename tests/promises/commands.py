@@ -34,7 +34,7 @@ COMMANDS = [
     ["compare", "--attention", "mha,mqa", *TRAIN[1:], "--out", "variants"],
     ["export", "run", "--out", "exported"],
     ["import", "exported", "--out", "imported"],
-    ["data", "prepare", "--data", "text.txt", "--out", "tokens", "--set", "tokenizer.kind=byte"],
+    ["data", "prepare", "--data", "text.txt", "--out", "my.tokens", "--set", "tokenizer.kind=byte"],
     ["tokenizer", "train", "text.txt", "--vocab-size", "300", "--out", "t.json"],
     ["tokenizer", "encode", "t.json", "It was"],
     ["tokenizer", "decode", "t.json", "73", "116"],

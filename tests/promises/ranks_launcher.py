@@ -62,14 +62,14 @@ def seeded(rank: int) -> None:
     build.seed_from = lambda *words: seed_from(*words, rank)
 
 
-def signalled(rank: int, number: int) -> None:
-    """Rank 1 gets a signal in its third update."""
+def signalled(rank: int, number: int, victim: int = 1) -> None:
+    """A rank gets a signal in its third update."""
     update = trainer.train_step
     calls = []
 
     def interrupted(training: object) -> object:
         calls.append(1)
-        if rank == 1 and len(calls) == 3:
+        if rank == victim and len(calls) == 3:
             os.kill(os.getpid(), number)
         return update(training)
 
@@ -78,6 +78,10 @@ def signalled(rank: int, number: int) -> None:
 
 def killed(rank: int) -> None:
     signalled(rank, signal.SIGKILL)
+
+
+def killed_first(rank: int) -> None:
+    signalled(rank, signal.SIGKILL, victim=0)
 
 
 def stopped(rank: int) -> None:
@@ -96,7 +100,7 @@ def full(rank: int) -> None:
 
 def silent(rank: int) -> None:
     """Rank 1 hangs where rank 0 waits for what it has to say."""
-    group.HEARTBEAT_TIMEOUT_SECONDS = 2
+    group.FACTS_TIMEOUT_SECONDS = 20
     if rank == 1:
         save = trainer.save_checkpoint
 
@@ -109,8 +113,7 @@ def silent(rank: int) -> None:
 
 def stuck(rank: int) -> None:
     """Rank 1 hangs in its third update, while rank 0 waits in a collective."""
-    group.HEARTBEAT_TIMEOUT_SECONDS = 2
-    group.TIME_TO_NOTICE_SECONDS = 2
+    group.COLLECTIVE_TIMEOUT_SECONDS = 20
     signalled(rank, signal.SIGSTOP)
 
 
@@ -152,6 +155,7 @@ FAULTS = {
         overflowing,
         seeded,
         killed,
+        killed_first,
         stopped,
         full,
         silent,

@@ -175,31 +175,25 @@ def test_only_rank_0_writes_into_the_run(train, tmp_path):
     assert not [path for path in written if str(tmp_path / "run") in path]
 
 
-def test_a_rank_that_dies_ends_the_others_and_the_rest_is_trained_again(train, whole):
-    run, codes, said = train(2, fault="killed")
-    assert codes == [7, -9]
+@pytest.mark.parametrize(("fault", "codes"), [("killed", [7, -9]), ("killed_first", [-9, 7])])
+def test_a_rank_that_dies_ends_the_others_and_the_rest_is_trained_again(train, whole, fault, codes):
+    run, ended, said = train(2, fault=fault)
+    assert ended == codes
     (line,) = errors(said)
-    assert re.match(r"gptmini: rank 1 \(process \d+ on .+\) no longer answers; run the same", line)
+    assert line.startswith(f"gptmini: rank {codes.index(7)}: ")
     assert run.list_steps() == [2]
-    run, codes, _ = train(2)
-    assert codes == [0, 0]
+    run, ended, _ = train(2)
+    assert ended == [0, 0]
     assert same(weights(whole), weights(run))
 
 
-def test_a_rank_that_hangs_is_named(train):
-    _, codes, said = train(2, fault="silent")
-    assert codes[0] == 7
-    assert "gptmini: rank 1 (process" in said
-
-
-@pytest.mark.parametrize("reduce", ["exact", "fast"])
-def test_a_rank_that_hangs_within_a_step_is_named_long_before_the_collective_ends(train, reduce):
-    """The main thread of rank 0 is in a collective, where nothing reaches it for ten minutes."""
-    run, codes, said = train(2, fault="stuck", train={"reduce": reduce})
+@pytest.mark.parametrize("fault", ["silent", "stuck"])
+def test_a_rank_that_hangs_ends_the_others_after_a_while(train, fault):
+    run, codes, said = train(2, fault=fault)
     assert codes[0] == 7
     (line,) = errors(said)
-    assert re.match(r"gptmini: rank 1 \(process \d+ on .+\) no longer answers; run the same", line)
-    assert run.list_steps() == [2]
+    assert line.startswith("gptmini: rank 0: ")
+    assert run.list_steps() == ([2] if fault == "stuck" else [])
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(train, whole):
@@ -289,14 +283,11 @@ def test_half_of_torchruns_variables_are_refused(monkeypatch):
 def test_ranks_that_never_come_are_counted(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    monkeypatch.setattr(group, "JOIN_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(group, "COLLECTIVE_TIMEOUT_SECONDS", 1)
     values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4}
     for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items():
         monkeypatch.setenv(name, str(value))
-    with (
-        pytest.raises(RankError, match=r"1 of 4 ranks joined within 0\.2 seconds"),
-        group.join_group(),
-    ):
+    with pytest.raises(RankError, match="1/4"), group.join_group():
         pass
 
 
@@ -328,6 +319,5 @@ def test_torchrun_starts_a_run_again_after_a_rank_died(whole, tmp_path, text):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1 (process" in done.stderr
     assert "resuming after step 2" in done.stderr
     assert same(weights(whole), weights(RunDirectory(tmp_path / "run")))

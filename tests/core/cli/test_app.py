@@ -70,7 +70,6 @@ ERRORS = [
     (["convert", "a", "--out", ""], 2, "--out: empty; name a file or folder"),
     (["train", "--out="], 2, "--out: empty; name a file or folder"),
     (["train", "--attention", f"gqa:{DIGITS}"], 2, "9...' is not a number; write gqa:2"),
-    (["data", "prepare", "--part", f"1/{DIGITS}", "--out", "a"], 2, "9...: must be K/N, with K"),
     (["inspect", "--mask", f"window:{DIGITS}"], 2, "9...: unknown mask; use causal, window:N"),
     (["inspect", "--mask", f"cross:2,{DIGITS}"], 2, "9...: unknown mask; use cross:T,S with 1 to"),
     (["inspect", "--mask", "cross:9999,9999"], 2, "unknown mask; use cross:T,S with 1 to 256"),

@@ -215,23 +215,6 @@ def test_content_and_column_are_the_identity_not_the_place(local_hub: LocalHub):
     assert not local_hub.downloads(".parquet")
 
 
-def test_parts_of_a_dataset_download_their_share(gptmini, local_hub: LocalHub):
-    names = [f"data/train-{n:05}-of-00004.parquet" for n in range(4)]
-    local_hub.add(NAME, {name: stories(name) for name in names}, "dataset")
-    command = ["data", "prepare", "--data", f"hf:{NAME}", *BYTES[4:], "--out", "tokens"]
-    assert gptmini(*command, "--part", "2/2")[0] == 0
-    assert {line.split("/")[-1] for line in local_hub.downloads(".parquet")} == {
-        name.split("/")[-1] for name in names[2:]
-    }
-    # Another revision, with files of the same names and sizes, does not fit.
-    others = {name: stories(name.replace("train", "other")) for name in names}
-    local_hub.add(NAME, others, "dataset")
-    assert gptmini(*command, "--part", "1/2")[0] == 0
-    code, _, err = gptmini("train", "--data", "tokens", *SMALL)
-    assert code == 3
-    assert "prepared from other files" in err
-
-
 # -- training --------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
-"""Ranks that agree on facts: threads of this process, with a store between them."""
+"""Ranks that agree on facts: threads of this process, which exchange tensors through a table."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gptmini.distributed.checkpoints import WholeCheckpoints
 from gptmini.distributed.gradients import ExactGradients, FastGradients, Gradients
@@ -23,29 +25,32 @@ from tests.support import tiny
 CUDA = torch.device("cuda")
 
 
-class Store:
-    """What torch's store does for a group: texts by key, the same for all ranks."""
+class ThreadGroup(Group):
+    """Stands for a process; `table` has the tensors of all, by rank."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
+    def __init__(
+        self, rank: int, local_rank: int, table: list[Tensor], all_ranks: threading.Barrier
+    ) -> None:
+        super().__init__(rank, len(table), local_rank)
+        self.table = table
+        self.all_ranks = all_ranks
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
+    def all_gather(self, tensor: Tensor, group: object = None) -> Tensor:
+        self.table[self.rank] = tensor
+        self.all_ranks.wait()
+        gathered = torch.stack(self.table)
+        self.all_ranks.wait()  # before anybody lays out the next one
+        return gathered
 
 
 def run_on_ranks(
     world_size: int, work: Callable[[Group], Any], ranks_per_machine: int = 1
 ) -> list[Any]:
     """Run `work` on every rank; returns what each returned or raised."""
-    store = Store()
+    table = [torch.empty(0)] * world_size
+    all_ranks = threading.Barrier(world_size, timeout=60)
     groups = [
-        Group(rank, world_size, rank % ranks_per_machine, store) for rank in range(world_size)
+        ThreadGroup(rank, rank % ranks_per_machine, table, all_ranks) for rank in range(world_size)
     ]
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(work, group) for group in groups]

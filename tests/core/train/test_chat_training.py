@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, DataConfig, TokenizerConfig
-from gptmini.data import shards
 from gptmini.data.chats import IGNORED
-from gptmini.data.corpus import prepare_text
+from gptmini.data.corpus import prepare_text, prepare_token_file
 from gptmini.generate.run import Run, load_run
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
@@ -211,7 +210,7 @@ def test_a_test_part_is_kept(base, chats, tmp_path):
     assert parts[0].loss != parts[1].loss
 
 
-def test_prepared_parts_remember_what_is_learned(base, chats, tmp_path):
+def test_prepared_files_remember_what_is_learned(base, chats, tmp_path):
     lines = chats.read_text().splitlines()
     folder = tmp_path / "chats"
     folder.mkdir()
@@ -219,12 +218,13 @@ def test_prepared_parts_remember_what_is_learned(base, chats, tmp_path):
         part = "\n".join(lines[20 * number : 20 * number + 20])
         (folder / f"{number}.jsonl").write_text(part)
     tokenizer = TokenizerConfig(kind=str(base.path / "tokenizer.json"))
-    config = Config(data=DataConfig(path=[str(folder)]), tokenizer=tokenizer)
-    for number in (1, 2):
-        shards.prepare_part(config, number, 2, tmp_path / "tokens")
-    paths = shards.find_token_files([str(tmp_path / "tokens")])
-    assert paths is not None
-    parts = shards.open_token_files(paths, base.tokenizer)
+    paths = []
+    for number in range(3):
+        data = DataConfig(path=[str(folder / f"{number}.jsonl")])
+        path = tmp_path / "tokens" / f"{number}.tokens"
+        prepare_token_file(Config(data=data, tokenizer=tokenizer), path, tmp_path / "cache")
+        paths.append(str(path))
+    parts = prepare_text(DataConfig(path=paths), base.tokenizer, tmp_path / "cache")
     whole = prepare_text(DataConfig(path=[str(chats)]), base.tokenizer, tmp_path / "cache")
     assert parts.has_ignored
     assert np.array_equal(parts.read_marked(0, len(parts)), whole.read_marked(0, len(whole)))

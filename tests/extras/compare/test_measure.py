@@ -8,9 +8,7 @@ import pytest
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
-from gptmini.data import shards
-from gptmini.extras.compare import measure
-from gptmini.extras.compare.variants import list_warnings, to_json
+from gptmini.data.corpus import prepare_token_file
 from gptmini.runs.directory import RunDirectory
 from tests.support import new_cache, tiny, train
 
@@ -70,11 +68,11 @@ def test_other_text_or_other_weights_are_measured_anew(text_file, tmp_path):
 
 
 def test_other_shares_of_prepared_tokens_are_other_texts(text_file, tmp_path):
-    cache, folder = new_cache(tmp_path), tmp_path / "prepared"
-    shards.prepare_part(tiny(data={"path": str(text_file)}), 1, 1, folder)
+    cache, tokens = new_cache(tmp_path), tmp_path / "my.tokens"
+    prepare_token_file(tiny(data={"path": str(text_file)}), tokens, cache)
     runs = {}
     for share in (0.1, 0.2):
-        config = tiny(data={"path": str(folder), "validation": share})
+        config = tiny(data={"path": str(tokens), "validation": share})
         train(config, tmp_path / str(share), cache)
         runs[str(share)] = [tmp_path / str(share)]
     variants = measure.measure_variants(runs, None, cache, tmp_path / "compare.json")
