@@ -45,7 +45,7 @@ _CONFIG_HELP = "A YAML file, the name of one in configs/, a text as for --data, 
 _DATA_HELP = (
     "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
     "builtin:python-docs, builtin:python-code, or a dataset on the Hugging Face Hub: "
-    "hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT][:COLUMN]. Repeat to use several."
+    "hf:OWNER/NAME[@REVISION][/GLOB]. Repeat to use several."
 )
 _ERRORS_HELP = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
 _SET_HELP = (
@@ -239,8 +239,8 @@ def choose_out(
 ) -> Path:
     """Name a new run in runs/ after its configuration or text, its attention and its base."""
     name = config or data.removeprefix("builtin:")
-    if name.startswith("hf:"):  # without revision, configuration, split and column
-        name = re.split("[:@]", name)[1]
+    if name.startswith("hf:"):  # without owner, revision and pattern
+        name = re.split("[:@]", name)[1].split("/")[:2][-1]
     parts = Path(name).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # no pattern names a run
     name = Path(*plain).name.split(".")[0].strip("-") or "text"

@@ -67,15 +67,10 @@ def prepare_part(config: Config, part: int, parts: int, out: Path) -> TokenFile:
 
 
 def _hash_file_list(source: Source) -> str:
-    """Hash the names and sizes of all files: parts with the same hash belong together.
-
-    Of files on the Hub, the content counts, too.
-    """
+    """Hash the names and sizes of all files: parts with the same hash belong together."""
     listed = [(file.path.name, file.bytes, file.kind, file.errors) for file in source.files]
     options = [source.settings.text_key, source.settings.separator]
-    on_hub = [(file.hub_file.git_id, file.column) for file in source.files if file.hub_file]
-    facts = [listed, options, on_hub] if on_hub else [listed, options]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([listed, options]).encode()).hexdigest()
 
 
 def select_files(listed: list[File], part: int, parts: int) -> list[File]:
