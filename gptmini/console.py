@@ -241,24 +241,11 @@ def show_byte_progress(description: str, total: int) -> Iterator[Callable[[int],
         say(f"{description}: {megabytes:,.1f} MB in {seconds:.1f} s, {speed:.1f} MB/s")
 
 
-def make_bar_class(advance: Callable[[int], object]) -> type:
-    """Make a class like tqdm for a library that shows progress; it only calls `advance`."""
+class HiddenBar(tqdm):  # type: ignore[type-arg]
+    """A bar that shows nothing, for a library that shows its own where nothing is to be seen."""
 
-    class CountingBar(tqdm):  # type: ignore[type-arg]
-        def __init__(self, *_: object, **__: object) -> None:
-            super().__init__(disable=True)
-
-        def update(self, n: float | None = 1) -> None:
-            advance(int(n or 0))
-
-        # huggingface_hub calls these with what came over the network, to be shown beside it.
-        def update_transfer(self, n: float | None = 1) -> None:
-            pass
-
-        def set_transfer_postfix_str(self, postfix: str, refresh: bool = False) -> None:
-            pass
-
-    return CountingBar
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__(disable=True)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ Results go to stdout, everything else to stderr. A command imports the modules i
 runs: torch takes more than a second to load, and `--help` should be quick.
 """
 
-import difflib
 import io
 import os
 import re
@@ -36,6 +35,7 @@ from gptmini.cli.settings import list_settings
 from gptmini.cli.size import size
 from gptmini.cli.tokenizer import tokenizer_app
 from gptmini.cli.train import train
+from gptmini.config.aliases import PRETRAINED_REMEDY
 from gptmini.errors import ConfigError, GptminiError, Stopped
 from gptmini.files import IS_WINDOWS
 
@@ -207,51 +207,29 @@ def _explain_failed_computation(error: Exception) -> tuple[Sequence[str], int]:
 
 
 def _explain_usage(error: typer.exceptions.TyperException) -> str:
-    """Explain a wrong command line: the problem, a remedy, and which help to read."""
+    """Say what typer says of a wrong command line, with a remedy and which help to read."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "gptmini"
     known = [name for param in context.command.params for name in param.opts] if context else []
+    problem = error.format_message().rstrip(".")
+    remedy = ""
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
-        option = getattr(error, "option_name", "")
-        remedy = _find_remedy(option, command, known)
-        return f"no such option: {option}; {remedy}see {command} --help"
-
-    problem = _explain_value(error) or error.format_message()
-    problem = problem[:1].lower() + problem[1:].rstrip(".")
-    problem = problem.replace(". Did you mean", "; did you mean")
-    if problem.startswith("got unexpected") and "--prompt" in known:
-        problem += "; put the text after --prompt, in quotes"
-    elif problem.startswith("got unexpected") and "--data" in known and "--data" in sys.argv:
-        problem += "; repeat --data before each text, or quote a pattern: --data '*.txt'"
-    end = "" if problem.endswith("?") else ";"
-    return f"{problem}{end} see {command} --help"
-
-
-def _explain_value(error: typer.exceptions.TyperException) -> str:
-    """Explain a value of the wrong type or size as for settings; "" if this is another error."""
-    invalid: Any = error.__cause__  # pydantic's error, as typer checks values with pydantic
-    if not isinstance(error, typer.BadParameter) or not hasattr(invalid, "errors"):
-        return ""
-    from gptmini.config.load import ERROR_MESSAGES
-
-    mistake = invalid.errors()[0]
-    context = mistake.get("ctx", {})
-    option = error.param.get_error_hint().strip("'") if error.param else "value"
-    if mistake["type"] not in ERROR_MESSAGES:
-        return f"{option}: {context.get('error', mistake['msg'])}"
-    limits = {name: f"{limit:.16g}" for name, limit in context.items()}  # 1, not 1.0
-    expected = ERROR_MESSAGES[mistake["type"]].format(**limits)
-    value = mistake["input"]
-    shown = value if re.fullmatch("-?[0-9.]+", value) else repr(value)
-    return f"{option}: {expected}, not {shown}"
+        remedy = _find_remedy(getattr(error, "option_name", ""), command, known)
+    elif "'convert-hf'" in problem:
+        problem, remedy = problem.partition(".")[0], "use gptmini export"
+    elif problem.startswith("Got unexpected") and "--prompt" in known:
+        remedy = "put the text after --prompt, in quotes"
+    elif problem.startswith("Got unexpected") and "--data" in known and "--data" in sys.argv:
+        remedy = "repeat --data before each text, or quote a pattern: --data '*.txt'"
+    line = "; ".join(filter(None, [problem, remedy, f"see {command} --help"]))
+    return line.replace("?;", "?")
 
 
 def _find_remedy(option: str, command: str, known: list[str]) -> str:
-    """Find the option or setting that was meant: the beginning of a hint, or "" if unclear."""
-    if option in _OPTIONS_OF_OTHER_PROGRAMS and "--steps" in known:
-        return _OPTIONS_OF_OTHER_PROGRAMS[option]
-    if near := difflib.get_close_matches(option, known, 1, 0.75):
-        return f"did you mean {near[0]}? "
+    """Find what to write for an option of another program, or a setting; "" if unclear."""
+    beside, remedy = _OTHER_OPTIONS.get(option.replace("_", "-"), ("", ""))
+    if beside in known:
+        return remedy
     if "--set" in known:
         from gptmini.config.load import find_full_key, find_remedy
 
@@ -259,17 +237,19 @@ def _find_remedy(option: str, command: str, known: list[str]) -> str:
         name = option.lstrip("-").replace("-", "_")
         key = find_full_key(name, section)
         if key:
-            return f"use --set {key}=VALUE, or "
-        if not section and (remedy := find_remedy(name)):
-            return f"{remedy}; "
+            return f"use --set {key}=VALUE"
+        if not section:
+            return find_remedy(name)
     return ""
 
 
-_OPTIONS_OF_OTHER_PROGRAMS = {
-    "--epochs": "use --steps or --minutes, or ",
-    "--resume": "name the run: gptmini train RUN, or ",
-    "--init-from": "use --from RUN, or ",
-    "--finetune": "use --from RUN, or ",
+# Options of other programs: one of ours that the command must have, and what to write instead.
+_OTHER_OPTIONS = {
+    "--epochs": ("--steps", "use --steps or --minutes"),
+    "--resume": ("--steps", "name the run: gptmini train RUN"),
+    "--init-from": ("--from", PRETRAINED_REMEDY),
+    "--finetune": ("--from", PRETRAINED_REMEDY),
+    "--start": ("--prompt", "use --prompt TEXT"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gptmini.cli.options import AttentionName, Cache, RunName, option, parse_attention, resolve_run
+from gptmini.cli.options import AttentionName, Cache, RunName, option, resolve_run
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -22,13 +22,15 @@ def convert(
     path = resolve_run(run)
     path = path.resolve() if path.name == "" else path  # "." has no name
     out = out or path.with_name(f"{path.name}-{attention.replace(':', '')}")
+    from gptmini.config.load import parse_attention
     from gptmini.console import format_count, quote, say, show_elapsed
     from gptmini.generate.run import load_run
     from gptmini.train import convert
 
+    changes = parse_attention(attention, "--attention")
     trained = load_run(path, weights="float32", cache=cache)
     with show_elapsed("converting"):
-        config = convert.convert_run(trained, parse_attention(attention), steps, out, cache)
+        config = convert.convert_run(trained, changes, steps, out, cache)
     old = trained.config.model
     new = config.model
     change = f"KV heads {old.n_kv_head} -> {new.n_kv_head}"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RUNS_FOLDER = Path("runs")
 MAX_INPUT_BYTES = 16 << 20  # of a prompt, or of a text to score
 MAX_DIGITS = 18  # of a number on the command line
+PRETRAINED_NAME = re.compile(r"(hf:)?[\w-]+/[\w.-]+|gpt2(-medium|-large|-xl)?")
 
 
 def option(default: Any, metavar: str, text: str, *names: str, **settings: Any) -> Any:
@@ -45,7 +46,7 @@ _CONFIG_HELP = "A YAML file, the name of one in configs/, a text as for --data, 
 _DATA_HELP = (
     "Text to use: a file, folder, quoted glob, prepared tokens, - for standard input, "
     "builtin:python-docs, builtin:python-code, or a dataset on the Hugging Face Hub: "
-    "hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT][:COLUMN]. Repeat to use several."
+    "hf:OWNER/NAME[@REVISION][/GLOB]. Repeat to use several."
 )
 _ERRORS_HELP = "On bytes that are not UTF-8: strict stops, replace puts U+FFFD in their place."
 _SET_HELP = (
@@ -133,8 +134,8 @@ def build_config(
     if errors is not None:
         overrides.append(("--errors", ("data", "errors"), errors))
     if attention is not None:
-        for key, value in parse_attention(attention).items():
-            label = f"--attention {attention}"
+        label = f"--attention {shorten(attention)}"
+        for key, value in load.parse_attention(attention, "--attention").items():
             overrides.append((label, ("model", "attention", key), value))
     for label, value in (train_options or {}).items():
         if value is not None:
@@ -146,6 +147,11 @@ def _find_config(name: str) -> Path:
     """Find the file of a configuration; suggest the nearest run if the name looks like one."""
     from gptmini.config import load
 
+    if name.endswith(".py"):  # nanoGPT's are programs
+        raise ConfigError(
+            f"{name}: Python, not a configuration; write YAML with the keys of gptmini settings, "
+            f"or train on the program with --data {name}"
+        )
     try:
         return load.find_config_file(name)
     except ConfigError as error:
@@ -174,27 +180,14 @@ def is_text(name: str) -> bool:
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or name in load.map_config_names() or find_run(name):
         return False
+    if path.suffix == ".py" and path.is_file():
+        return False
     return path.exists() or bool(set(name) & set("*?["))
 
 
 def parse_number(text: str) -> int | None:
     """Parse a whole number; return None if `text` is not one or has too many digits."""
     return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
-
-
-def parse_attention(text: str) -> dict[str, Any]:
-    """Parse `gqa:2` or `window:64` into the keys of model.attention that it stands for."""
-    name, _, number = text.partition(":")
-    examples = {"mha": "mha", "mqa": "mqa", "gqa": "gqa:2", "window": "window:64"}
-    if name not in examples:
-        raise ConfigError(f"--attention {shorten(text)}: must be mha, mqa, gqa:N or window:N")
-    count = parse_number(number)
-    if (":" in text or ":" in examples[name]) and count is None:
-        problem = f"{shorten(number)!r} is not a number" if number else "needs a number"
-        raise ConfigError(f"--attention {shorten(text)}: {problem}; write {examples[name]}")
-    if name == "window":
-        return {"window": count}
-    return {"variant": name, "n_kv_head": count}
 
 
 def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
@@ -218,6 +211,9 @@ def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
     meant += [runs[near] for near in difflib.get_close_matches(run.name, runs, 1)]
     if meant:
         hint = f"did you mean {meant[0]}?"
+    elif not exists and PRETRAINED_NAME.fullmatch(str(run)) and run.parent != RUNS_FOLDER:
+        owner = "" if "/" in str(run) else "openai-community/"
+        hint = f"make one of a pretrained model: gptmini import {owner}{run}"
     else:
         hint = f"the newest is {find_newest_run()}" if runs else "train one with gptmini train"
         if text:
@@ -239,8 +235,8 @@ def choose_out(
 ) -> Path:
     """Name a new run in runs/ after its configuration or text, its attention and its base."""
     name = config or data.removeprefix("builtin:")
-    if name.startswith("hf:"):  # without revision, configuration, split and column
-        name = re.split("[:@]", name)[1]
+    if name.startswith("hf:"):  # without owner, revision and pattern
+        name = re.split("[:@]", name)[1].split("/")[:2][-1]
     parts = Path(name).parts
     plain = [part for part in parts if not set(part) & set("*?[")]  # no pattern names a run
     name = Path(*plain).name.split(".")[0].strip("-") or "text"

@@ -7,6 +7,7 @@ before. All mistakes are reported at once, each with the place where it was made
 import copy
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ SET_BY_MINUTES = ("steps", "warmup_steps", "eval_every", "eval_tokens", "save_ev
 
 Origins = dict[KeyPath, str]  # where each key was given: `file.yaml:3`, `--set a.b` or `--steps`
 
-ATTENTION_REMEDY = "pass --attention gqa:2, or write attention: {variant: gqa, n_kv_head: 2}"
+ATTENTION = ("model", "attention")
+SHORT_ATTENTION = re.compile("(mha|mqa|gqa:|window:)([0-9]{0,9})")
 # Our words for those errors of pydantic whose own are not plain; braces name values of its context.
 ERROR_MESSAGES = {
     "greater_than_equal": "must be at least {ge}",
@@ -57,6 +59,10 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
     if file is not None:
         data, lines = yamlfile.read_file(file)
         origins = {key: f"{file}:{line}" for key, line in lines.items()}
+        model = data.get("model")
+        if isinstance(model, dict) and isinstance(model.get("attention"), str):
+            label = f"{origins[ATTENTION]}: model.attention"
+            model["attention"] = parse_attention(model["attention"], label)
     if any(path == MINUTES and value is not None for _, path, value in assignments):
         _drop_set_by_minutes(data)
     for label, path, value in assignments:
@@ -64,6 +70,21 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
         origins = {key: origin for key, origin in origins.items() if key[: len(path)] != path}
         origins[path] = label
     return validate(data, origins)
+
+
+def parse_attention(text: str, label: str) -> dict[str, Any]:
+    """Parse `gqa:2` or `window:64` into the keys of model.attention that it stands for.
+
+    Raises ConfigError, which begins with `label`.
+    """
+    match = SHORT_ATTENTION.fullmatch(text)
+    if match is None or match[1].endswith(":") != bool(match[2]):
+        raise ConfigError(
+            f"{label}: must be mha, mqa, gqa:N or window:N, such as gqa:2, not {shorten(text)!r}"
+        )
+    kind = match[1].rstrip(":")
+    count = int(match[2]) if match[2] else None
+    return {"window": count} if kind == "window" else {"variant": kind, "n_kv_head": count}
 
 
 def _drop_set_by_minutes(data: dict[str, Any]) -> None:
@@ -76,6 +97,8 @@ def _drop_set_by_minutes(data: dict[str, Any]) -> None:
 
 def _assign(data: dict[str, Any], label: str, path: KeyPath, value: Any) -> None:
     """Set a key of nested data; ConfigError if the path leads through a value."""
+    if path == ATTENTION and isinstance(value, str):
+        value = parse_attention(value, label)
     section = data
     for depth, name in enumerate(path[:-1], 1):
         section = section.setdefault(name, {})
@@ -239,8 +262,7 @@ def _explain(mistake: Any, origins: Origins) -> Iterator[str]:
         yield f"{_locate(path, origins)}: no such {kind}; {_suggest_setting(path)}"
     elif kind != "default_factory_not_called":  # its cause has a line of its own
         value = _format_value(mistake["input"], kind)
-        line = f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
-        yield f"{line}; {ATTENTION_REMEDY}" if path == ("model", "attention") else line
+        yield f"{_locate(path, origins)}: {_describe_expected(mistake)}, not {value[:80]}"
 
 
 def _describe_expected(mistake: Any) -> str:

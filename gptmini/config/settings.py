@@ -9,6 +9,7 @@ from gptmini.config.section import (
     Contradiction,
     Count,
     Fraction,
+    OnOrOff,
     Paths,
     PathText,
     Penalty,
@@ -254,7 +255,7 @@ class TrainConfig(Section):
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Equal bits when a run is repeated or resumed on a GPU, as always on a CPU; auto: on NVIDIA's
     GPUs, where it should cost a few percent."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: OnOrOff = "auto"
     """Use torch.compile; auto: if there is a C++ compiler and a measurement shows that it pays."""
     patience: Count | None = 5
     """Stop after this many evaluations of the cool-down without improvement; null: never."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NoReturn
 
 from gptmini import files
@@ -29,7 +29,6 @@ from gptmini.errors import (
     describe_os_error,
     make_missing_package_error,
 )
-from gptmini.hub import HubFile, download
 from gptmini.tokenizer.chunks import (
     TEXT_BLOCK_SIZE,
     Conversation,
@@ -96,18 +95,8 @@ class File:
     kind: str  # "text" or a key of READER_BY_KIND
     compression: str  # ".gz", ".zst" or ""
     bytes: int
-    modified_ns: int | None  # None of a file on the Hub, which never changes
+    modified_ns: int
     errors: str  # how to decode, as in bytes.decode: "strict" or "replace"
-    hub_file: HubFile | None = None
-    column: str = ""  # that holds the text; "" is `data.text_key`
-
-
-def download_missing(files_to_read: Iterable[File]) -> None:
-    """Bring the files that are on the Hub into the cache; MachineError if they cannot be read."""
-    on_hub = [file.hub_file for file in files_to_read if file.hub_file is not None]
-    if on_hub:
-        _import_pyarrow(f"hf:{on_hub[0].repository}")  # before a long download
-    download(on_hub)
 
 
 def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextChunk]:
@@ -117,9 +106,8 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
         if file.kind == "text":
             yield from _split_documents(_decode_blocks(file, stream), separator)
         else:
-            key = file.column or text_key
-            records = READER_BY_KIND[file.kind](file, stream, key)
-            for document in _find_documents(file, records, key):
+            records = READER_BY_KIND[file.kind](file, stream, text_key)
+            for document in _find_documents(file, records, text_key):
                 if isinstance(document, Conversation):
                     contents = [message["content"] for message in document.messages]
                     yield TextChunk("\n".join(contents), True, document)
@@ -137,8 +125,7 @@ def open_unchanged(file: File) -> Iterator[BinaryIO]:
     with raw:
         yield raw
         now = os.stat(file.path)
-        modified_ns = None if file.hub_file else now.st_mtime_ns
-        if (now.st_size, modified_ns) != (file.bytes, file.modified_ns):
+        if (now.st_size, now.st_mtime_ns) != (file.bytes, file.modified_ns):
             raise DataError(
                 f"{file.path}: changed while being read; run again when nothing writes to it"
             )
@@ -171,12 +158,12 @@ def _decompress(file: File, raw: BinaryIO) -> BinaryIO:
     if file.compression == ".gz":
         return gzip.open(raw)  # type: ignore[return-value]
     if file.compression == ".zst":
-        arrow = _import_pyarrow(file.path)
+        arrow = import_pyarrow(file.path)
         return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw), "zstd"))
     return raw
 
 
-def _import_pyarrow(place: object) -> Any:
+def import_pyarrow(place: object) -> Any:
     """Import pyarrow, which only some formats need; MachineError if it is not installed."""
     try:
         import pyarrow  # noqa: PLC0415 - optional, and slow to load
@@ -350,16 +337,10 @@ def _split_header(place: str, header: str, key: str) -> tuple[str, list[str]]:
 
 
 def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
-    table = _import_pyarrow(file.path).parquet.ParquetFile(stream)
+    table = import_pyarrow(file.path).parquet.ParquetFile(stream)
     columns = table.schema_arrow.names
     if not {key, *MESSAGE_LISTS} & set(columns):
-        if file.hub_file is None:
-            raise _make_missing_error(str(file.path), dict.fromkeys(columns), key)
-        repository = file.hub_file.repository
-        raise DataError(
-            f"hf:{repository}: {file.hub_file.name} has no column {key!r} (it has: "
-            f"{', '.join(columns)}); name one of these last, as in hf:{repository}:{columns[0]}"
-        )
+        raise _make_missing_error(str(file.path), dict.fromkeys(columns), key)
     # All that a line of JSON is searched for.
     wanted = [name for name in columns if name in (key, *MESSAGE_LISTS, *PROMPT_FIELDS)]
     number = 0
@@ -453,6 +434,17 @@ READER_BY_KIND: dict[str, Reader] = {
     "topics": _read_topics,
 }
 KIND_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+COMPRESSION_SUFFIXES = (".gz", ".zst")
+
+
+def find_format(name: str) -> tuple[str, str, str]:
+    """Find by its name a file's kind, its compression, and the suffix that says the kind."""
+    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
+    compression = ""
+    if suffixes and suffixes[-1] in COMPRESSION_SUFFIXES:
+        compression = suffixes.pop()
+    suffix = suffixes[-1] if suffixes else ""
+    return KIND_BY_SUFFIX.get(suffix, "text"), compression, suffix
 
 
 def raise_unreadable(

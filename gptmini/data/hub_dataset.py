@@ -1,58 +1,48 @@
-"""Datasets of the Hugging Face Hub by name: which Parquet files they are.
+"""Datasets of the Hugging Face Hub by name: which of their files are the text.
 
-    hf:OWNER/NAME[@REVISION][:CONFIGURATION][:SPLIT][:COLUMN]
+    hf:OWNER/NAME[@REVISION][/FOLDER or /GLOB]
 
-What is left out is the dataset's only or default configuration, its training split, and the column
-`data.text_key`. A dataset in another format is read from refs/convert/parquet, the branch in which
-the Hub keeps a conversion. Nothing is downloaded here but the list of files and README.md, which
-says what belongs to which split.
+A GLOB takes the files it matches, where `*` stands for folders, too. Without one, the files of the
+whole dataset or of FOLDER are taken that are in its best format, lie in one folder and are not
+held out by their name: guessing more would mix languages, or train on the test set.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from pathlib import Path, PurePosixPath
 
 from gptmini import hub
+from gptmini.data.formats import find_format, import_pyarrow
 from gptmini.errors import DataError, shorten
-from gptmini.hub import HubFile, Repository
+from gptmini.hub import Snapshot
 
 DATASET = re.compile(
-    rf"{hub.PREFIX}(?P<name>{hub.OWNER_AND_NAME}|[\w.-]+)(@(?P<revision>{hub.REVISION}))?"
-    r"(?P<parts>(:[^:]*){0,3})",
+    rf"{hub.PREFIX}(?P<name>{hub.OWNER_AND_NAME}|\w[\w.-]*(?!/))(@(?P<revision>{hub.REVISION}))?"
+    r"(/(?P<pattern>.+))?",
     re.ASCII,
 )
-CONVERTED_REVISION = "refs/convert/parquet"
-CONVERTED_FILE = re.compile(r"([^/]+)/(?:partial-)?([^/]+)/\d+\.parquet")
-SHARD_NAME = re.compile(r"([\w.]+)-\d{5}-of-\d{5}")  # train-00000-of-00002.parquet
-# Words in the path of a file that say its split, as the package datasets reads them.
-WORDS_BY_SPLIT = {
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-    "train": ("train", "training"),
-}
-DEFAULT_CONFIGURATION = "default"
-DEFAULT_SPLIT = "train"
-
-Configurations = dict[str, dict[str, list[str]]]  # the files of each split of each
+FORMATS = ("parquet", "jsonl", "csv", "text")  # a dataset may have the same text in several
+# What the path of a file says of its split, as the package datasets reads it: the last word counts.
+SPLIT_WORD = re.compile(
+    "(?<![a-z])(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])"
+)
 
 
 @dataclass(frozen=True)
 class DatasetName:
-    """A dataset as it was named: `parts` are configuration, split and column, or some of them."""
+    """A dataset as it was named; `pattern` is a folder, a glob, or None."""
 
     name: str
     revision: str | None
-    parts: str  # ":sample-10BT:train", or ""
+    pattern: str | None
 
-
-@dataclass(frozen=True)
-class DatasetFiles:
-    """The Parquet files of a split, in order; `column` holds the text, if one was named."""
-
-    files: list[HubFile]
-    column: str
+    def __str__(self) -> str:
+        """Write the name as `parse_dataset_name` reads it."""
+        revision = f"@{self.revision}" if self.revision else ""
+        pattern = f"/{self.pattern}" if self.pattern else ""
+        return f"{hub.PREFIX}{self.name}{revision}{pattern}"
 
 
 def is_dataset_name(path: str) -> bool:
@@ -65,10 +55,10 @@ def parse_dataset_name(path: str) -> DatasetName:
     match = DATASET.fullmatch(path)
     if match is None:
         raise DataError(
-            f"{shorten(path)}: not a dataset; write hf:OWNER/NAME, and after it what you need of "
-            f"@REVISION:CONFIGURATION:SPLIT:COLUMN"
+            f"{shorten(path)}: not a dataset; write hf:OWNER/NAME, hf:OWNER/NAME/GLOB or "
+            f"hf:OWNER/NAME@REVISION/GLOB"
         )
-    return DatasetName(match["name"], match["revision"], match["parts"])
+    return DatasetName(match["name"], match["revision"], match["pattern"])
 
 
 def pin_revision(path: str, pinned: Sequence[str]) -> str:
@@ -83,184 +73,64 @@ def pin_revision(path: str, pinned: Sequence[str]) -> str:
         return path
     for other in filter(is_dataset_name, pinned):
         known = parse_dataset_name(other)
-        if (known.name, known.parts) == (dataset.name, dataset.parts):
+        if (known.name, known.pattern) == (dataset.name, dataset.pattern):
             return other
-    commit = _open_dataset(dataset)[0].commit
-    return f"{hub.PREFIX}{dataset.name}@{commit}{dataset.parts}"
+    snapshot = hub.open_snapshot("dataset", dataset.name, dataset.revision)
+    return str(replace(dataset, revision=snapshot.commit))
 
 
-def find_dataset_files(path: str) -> DatasetFiles:
-    """Find the Parquet files that the name of a dataset stands for, without downloading them.
+def fetch_dataset(path: str) -> list[Path]:
+    """Download what the cache lacks of the files that a dataset's name stands for, in their order.
 
     Raises DataError for what does not exist, may not be read or is not unique, MachineError for
-    trouble with the network.
+    trouble with the network or the disk.
     """
     dataset = parse_dataset_name(path)
-    repository, configurations = _open_dataset(dataset)
-    parts = dataset.parts.split(":")[1:]
-    configuration = _take(parts, configurations)
-    if configuration is None:
-        configuration = _choose(
-            repository, "configurations", list(configurations), DEFAULT_CONFIGURATION
-        )
-    splits = configurations[configuration]
-    split = _take(parts, splits)
-    if split is None:
-        split = _choose(repository, "splits", list(splits), DEFAULT_SPLIT)
-    if len(parts) > 1:
-        raise repository.make_error(
-            f"has no {parts[0]!r}; its configurations are {hub.list_some(configurations)}, the "
-            f"splits of {configuration} {hub.list_some(splits)}"
-        )
-    column = parts[0] if parts else ""
-    return DatasetFiles([repository.files[name] for name in splits[split]], column)
+    snapshot = hub.open_snapshot("dataset", dataset.name, dataset.revision)
+    names = _choose_files(snapshot, dataset.pattern)
+    if any(find_format(name)[0] == "parquet" for name in names):
+        import_pyarrow(path)  # before a long download
+    return hub.download(snapshot, names)
 
 
-def _take(parts: list[str], known: dict[str, Any]) -> str | None:
-    """Take the next part of a name if it is known; one that is empty is left open."""
-    if not parts:
-        return None
-    if parts[0] in known:
-        return parts.pop(0)
-    if not parts[0]:
-        parts.pop(0)
-    return None
-
-
-def _choose(repository: Repository, noun: str, names: list[str], default: str) -> str:
-    """Choose the default or the only one; DataError if there are several."""
-    if default in names:
-        return default
-    if len(names) == 1:
-        return names[0]
-    raise repository.make_error(
-        f"has several {noun}; choose one, as in {hub.PREFIX}{repository.name}:{names[0]} (it has "
-        f"{hub.list_some(names)})"
-    )
-
-
-# -- which files belong to which split -------------------------------------------------------------
-
-
-def _open_dataset(dataset: DatasetName) -> tuple[Repository, Configurations]:
-    """Open a dataset, or the Hub's conversion of it if it has no Parquet files."""
-    repository = hub.open_repository("dataset", dataset.name, dataset.revision)
-    configurations = _find_configurations(repository)
-    if configurations:
-        return repository, configurations
-    problem = "has no Parquet files"
-    if dataset.revision is None:
-        problem += ", and the Hub has not converted it"
-        try:
-            repository = hub.open_repository("dataset", dataset.name, CONVERTED_REVISION)
-            configurations = _find_configurations(repository)
-        except DataError:
-            pass
-    if not configurations:
-        raise repository.make_error(f"{problem}; download its files, and name them with --data")
-    return repository, configurations
-
-
-def _find_configurations(repository: Repository) -> Configurations:
-    """Find the Parquet files of each split of each configuration.
-
-    README.md says them. If it does not, the names of the files do.
-    """
-    parquet = sorted(name for name in repository.files if name.endswith(".parquet"))
-    described = hub.read_description(repository).get("configs")
-    if parquet and isinstance(described, list) and described:
-        return _read_described_configurations(repository, described, parquet)
-    configurations: Configurations = {}
-    converted = {name: CONVERTED_FILE.fullmatch(name) for name in parquet}
-    for name, match in converted.items():
-        configuration, split = DEFAULT_CONFIGURATION, _guess_split(name)
-        if match and all(converted.values()):
-            configuration, split = match[1], match[2]
-        configurations.setdefault(configuration, {}).setdefault(split, []).append(name)
-    return configurations
-
-
-def _guess_split(name: str) -> str:
-    """Guess the split of a file by its name, then by those of its folders."""
-    path = name.removesuffix(".parquet")
-    shard = SHARD_NAME.fullmatch(path.rpartition("/")[2])
-    if shard:
-        return shard[1]
-    words = re.split("[^a-z]+", path.lower())
-    for word in reversed(words):
-        for split, spellings in WORDS_BY_SPLIT.items():
-            if word in spellings:
-                return split
-    return DEFAULT_SPLIT
-
-
-def _read_described_configurations(
-    repository: Repository, described: list[Any], parquet: list[str]
-) -> Configurations:
-    """Read the section `configs` of README.md, as far as it names Parquet files."""
-    configurations: Configurations = {}
-    default = None
-    for settings in described:
-        try:
-            name = str(settings.get("config_name", DEFAULT_CONFIGURATION))
-            splits = _match_splits(settings, parquet)
-        except (AttributeError, TypeError, KeyError):
-            raise repository.make_error(
-                "README.md: section configs is damaged; download its files, and name them with "
-                "--data"
-            ) from None
-        if splits:
-            configurations[name] = splits
-        if settings.get("default") is True:
-            default = name
-    if default in configurations:
-        # The one that is left out of a name, whatever it is called.
-        configurations.setdefault(DEFAULT_CONFIGURATION, configurations[default])
-    return configurations
-
-
-def _match_splits(settings: dict[str, Any], parquet: list[str]) -> dict[str, list[str]]:
-    """Find the files of each split of a configuration."""
-    folder = str(settings.get("data_dir") or "").strip("./")
-    inside = [name for name in parquet if not folder or name.startswith(f"{folder}/")]
-    splits: dict[str, list[str]] = {}
-    if settings.get("data_files") is None:
-        for name in inside:
-            splits.setdefault(_guess_split(name), []).append(name)
-        return splits
-    for split, patterns in _iter_patterns(settings["data_files"]):
-        for pattern in patterns:
-            whole = f"{folder}/{pattern}" if folder else pattern.removeprefix("./")
-            matching = [name for name in inside if _matches(name, whole)]
-            if matching:  # patterns may overlap
-                splits[split] = list(dict.fromkeys(splits.get(split, []) + matching))
-    return splits
-
-
-def _iter_patterns(data_files: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield splits and their patterns, from the ways in which README.md may spell them.
-
-    These are a pattern, a list of them, {split: patterns}, and [{split: ..., path: patterns}].
-    """
-    if isinstance(data_files, dict):
-        for split, patterns in data_files.items():
-            yield str(split), _as_list(patterns)
-    elif isinstance(data_files, list) and all(isinstance(each, dict) for each in data_files):
-        for each in data_files:
-            yield str(each["split"]), _as_list(each["path"])
+def _choose_files(snapshot: Snapshot, pattern: str | None) -> list[str]:
+    """Choose the files to read, sorted; DataError if there are none, or too many to guess."""
+    within = snapshot.files
+    if pattern is not None:
+        matching = [name for name in within if fnmatchcase(name, pattern)]
+        if any(map(_is_readable, matching)):
+            return list(filter(_is_readable, matching))
+        folder = f"{pattern.rstrip('/')}/"
+        within = [name for name in within if name.startswith(folder)] or matching
+        if not within:
+            raise snapshot.make_error(
+                f"no file matches {pattern}; choose of {hub.list_some(snapshot.files)}"
+            )
+    for kind in FORMATS:
+        names = [name for name in within if _is_readable(name) and find_format(name)[0] == kind]
+        if names:
+            break
     else:
-        yield DEFAULT_SPLIT, _as_list(data_files)
+        raise snapshot.make_error(
+            f"no .parquet, .jsonl, .csv or .txt (it has {hub.list_some(within)}); the Hub may have "
+            f"converted it: {hub.PREFIX}{snapshot.name}@refs/convert/parquet"
+        )
+    names = [name for name in names if not _is_held_out(name)] or names
+    folders = sorted({str(PurePosixPath(name).parent) for name in names})
+    if len(folders) > 1:
+        example = next(folder for folder in folders if folder != ".")
+        raise snapshot.make_error(
+            f"has texts in several folders; choose, as in {hub.PREFIX}{snapshot.name}/{example} "
+            f"(it has {hub.list_some(folders)})"
+        )
+    return names
 
 
-def _as_list(patterns: Any) -> list[str]:
-    listed = patterns if isinstance(patterns, list) else [patterns]
-    if not all(isinstance(pattern, str) for pattern in listed):
-        raise TypeError
-    return listed
+def _is_readable(name: str) -> bool:
+    kind, _, suffix = find_format(name)
+    return kind != "text" or suffix == ".txt"  # not of README.md, pictures or code
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Match a path with a pattern: only `**` stands for folders, or for none."""
-    if "**" in pattern:
-        return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.replace("**/", ""))
-    return fnmatchcase(name, pattern) and name.count("/") == pattern.count("/")
+def _is_held_out(name: str) -> bool:
+    words = SPLIT_WORD.findall(name.lower())
+    return bool(words) and not words[-1].startswith("train")

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Literal
 
 from gptmini.config.settings import DataConfig
-from gptmini.console import say, show_byte_progress
+from gptmini.console import escape_control_characters, say, show_byte_progress
 from gptmini.data import hub_dataset
 from gptmini.data.formats import (
-    KIND_BY_SUFFIX,
     SNIFFED_BYTES,
     File,
     detect_binary,
-    download_missing,
+    find_format,
     open_unchanged,
     raise_unreadable,
     read_documents,
@@ -47,7 +46,6 @@ WARNING_BY_SUFFIXES = {
         ".jsonl file, for example with: jq -c '.[]'"
     ),
 }
-COMPRESSION_SUFFIXES = (".gz", ".zst")
 BUILTIN_CORPORA = ("builtin:python-docs", "builtin:python-code")
 Side = Literal["training", "validation", "test"]
 
@@ -77,9 +75,6 @@ class Source:
                 hashed.update(
                     json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
                 )
-                if file.hub_file is not None:  # whose content Git names, whether it is here or not
-                    hashed.update(json.dumps([file.hub_file.git_id, file.column]).encode())
-                    continue
                 with open_unchanged(file) as raw:
                     while block := raw.read(TEXT_BLOCK_SIZE):
                         hashed.update(block)
@@ -98,7 +93,6 @@ class Source:
     def text_bytes(self) -> int:
         """Size of the text in UTF-8; DataError if it is all white space."""
         size = 0
-        download_missing(self.files)  # with a bar of its own
         with show_byte_progress("reading the text", self.bytes) as advance:
             for chunk in self.iter_checked_chunks():
                 length = count_utf8_bytes(chunk.text)
@@ -112,7 +106,6 @@ class Source:
         Anything that is not valid text raises a DataError with the file and the position.
         """
         separator = _normalize_newlines(self.settings.separator) or ""
-        download_missing(self.files)
         for file in self.files:
             yield from read_documents(file, self.settings.text_key, separator)
 
@@ -336,12 +329,11 @@ def _find_builtin_files(name: str, errors: str) -> list[File]:
 
 
 def _find_dataset_files(name: str, errors: str) -> list[File]:
-    """Find the files of a dataset on the Hub; they are downloaded when they are read."""
-    found = hub_dataset.find_dataset_files(name)
-    return [
-        File(file.path, "parquet", "", file.bytes, None, errors, file, found.column)
-        for file in found.files
-    ]
+    """Find the files of a dataset on the Hub, which are in the cache then."""
+    found = [_describe_file(path, errors) for path in hub_dataset.fetch_dataset(name)]
+    names = escape_control_characters(_abbreviate(file.path.name for file in found))
+    say_once(f"{name}: {names}, {sum(file.bytes for file in found):,} bytes")
+    return found
 
 
 def _find_files(path: str, errors: str) -> list[File]:
@@ -439,11 +431,5 @@ def _describe_file(path: Path, errors: str) -> File:
         raise_unreadable(error, path, f"check the path, which is relative to {Path.cwd()}")
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; pipe it in with --data -")
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = ""
-    if suffixes and suffixes[-1] in COMPRESSION_SUFFIXES:
-        compression = suffixes.pop()
-    kind = "text"
-    if suffixes:
-        kind = KIND_BY_SUFFIX.get(suffixes[-1], "text")
+    kind, compression, _ = find_format(path.name)
     return File(path, kind, compression, status.st_size, status.st_mtime_ns, errors)

@@ -1,13 +1,12 @@
 """Draws figures from plain data with matplotlib (the extra `plot`); loads no model and no torch."""
 
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gptmini.console import measure_width, warn
+from gptmini.console import measure_width
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.runs.log import select_numbers
 
@@ -19,20 +18,6 @@ MAX_FULL_SIZE_TOKENS = 40  # cells shrink beyond that many
 COLOR_MAP = "magma_r"
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 MAX_NUMBERED_TOKENS = 12  # maps of up to this many show each weight as a number
-MONOSPACE_FONT = "DejaVu Sans Mono"  # comes with matplotlib
-# Before others that may have only some of the characters, or their Japanese forms.
-CHINESE_FONTS = (
-    "Noto Sans Mono CJK SC",
-    "Noto Sans CJK",  # also if matplotlib lists the collection by its first font, the Japanese one
-    "Noto Sans SC",
-    "Source Han Sans",
-    "WenQuanYi",
-    "PingFang",
-    "Microsoft YaHei",
-    "Hiragino Sans GB",
-    "SimHei",
-    "SimSun",
-)
 
 
 def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
@@ -64,72 +49,6 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure; the file name decides the format."""
     check_suffix(path)
     figure.savefig(path, dpi=100, bbox_inches="tight")
-
-
-def _make_drawable(labels: list[str]) -> tuple[list[str], list[str]]:
-    """Return the labels and the fonts that together have their characters.
-
-    Escapes characters that no installed font has, with a warning.
-    """
-    from matplotlib import font_manager  # noqa: PLC0415 - an extra
-
-    fonts = [MONOSPACE_FONT]
-    first_font = font_manager.get_font(font_manager.findfont(MONOSPACE_FONT))
-    used = {ord(character) for label in labels for character in label}
-    missing = used - first_font.get_charmap().keys()
-    missing -= _choose_fonts(missing, list(font_manager.fontManager.ttflist), fonts)
-    if missing:
-        missing -= _choose_fonts(missing, _find_new_fonts(), fonts)
-    if missing:
-        some = "".join(chr(code) for code in sorted(missing)[:10])
-        warn(
-            f"no installed font has {some}; the picture shows their code points; install a font "
-            f"such as Noto Sans CJK"
-        )
-    escapes = {code: ascii(chr(code))[1:-1] for code in missing}
-    return [label.translate(escapes) for label in labels], fonts
-
-
-def _choose_fonts(missing: set[int], entries: list[Any], fonts: list[str]) -> set[int]:
-    """Add to `fonts` those that have some of the missing characters; returns what they have."""
-    from matplotlib import font_manager  # noqa: PLC0415 - an extra
-
-    found: set[int] = set()
-    for entry in sorted(entries, key=_rank_font):
-        if found == missing:
-            break
-        if entry.name.startswith("Last Resort"):  # draws boxes for everything
-            continue
-        try:
-            glyphs = font_manager.get_font(entry.fname).get_charmap().keys()
-        except (OSError, RuntimeError):  # removed since it was listed, or of bitmaps only
-            continue
-        added = (missing - found) & glyphs
-        if added:
-            fonts.append(entry.name)
-            found |= added
-    return found
-
-
-def _rank_font(entry: Any) -> int:
-    """Rank a font by the list of those with Chinese; others come last, in their own order."""
-    ranks = [rank for rank, name in enumerate(CHINESE_FONTS) if entry.name.startswith(name)]
-    return ranks[0] if ranks else len(CHINESE_FONTS)
-
-
-def _find_new_fonts() -> list[Any]:
-    """Find fonts that were installed since matplotlib wrote the list that it keeps."""
-    from matplotlib import font_manager  # noqa: PLC0415 - an extra
-
-    manager = font_manager.fontManager
-    listed = {entry.fname for entry in manager.ttflist}
-    n_listed = len(manager.ttflist)
-    for file in font_manager.findSystemFonts():
-        if file in listed:
-            continue
-        with suppress(OSError, RuntimeError):  # not a font that can be drawn
-            manager.addfont(file)
-    return list(manager.ttflist[n_listed:])
 
 
 def hide_borders(axis: Any) -> None:
@@ -196,17 +115,16 @@ def draw_attention(
     figure = create_figure(width, height, "compressed")
 
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    texts, fonts = _make_drawable(labels)
-    is_upright = max(map(measure_width, texts)) <= 2
-    font: dict[str, Any] = {"fontsize": font_size, "family": fonts}
+    is_upright = max(map(measure_width, labels)) <= 2
+    font: dict[str, Any] = {"fontsize": font_size, "family": "monospace"}
     for axis, (layer, h) in zip(axes.flat, panels, strict=True):
         cells = np.ma.masked_equal(weights[layer, h], 0)
         image = axis.imshow(cells, cmap=COLOR_MAP, vmin=0, vmax=1)
         axis.set_facecolor("0.93")
         kv_head = f", KV head {h // heads_per_kv_head}" if heads_per_kv_head > 1 else ""
         axis.set_title(f"layer {layer}, head {h}{kv_head}", fontsize=8)
-        axis.set_xticks(range(T), texts, rotation=0 if is_upright else 90, **font)
-        axis.set_yticks(range(T), texts, **font)
+        axis.set_xticks(range(T), labels, rotation=0 if is_upright else 90, **font)
+        axis.set_yticks(range(T), labels, **font)
         axis.tick_params(length=0)
         if is_numbered:
             _write_numbers(axis, weights[layer, h])
@@ -273,9 +191,7 @@ def draw_training(runs: dict[str, list[dict[str, Any]]], in_bits: bool = False) 
     for axis in (speed_axis, norm_axis):
         axis.locator_params(axis="x", nbins=6)
         axis.set_xlabel(tokens_label)
-    _, labels = loss_axis.get_legend_handles_labels()
-    names, fonts = _make_drawable(labels)
-    loss_axis.legend(names, frameon=False, prop={"size": 8, "family": ["sans-serif", *fonts]})
+    loss_axis.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -45,7 +45,6 @@ from gptmini.generate.texts import (
 )
 from gptmini.machine import pick_compute, pick_device
 from gptmini.model.gpt import GPT, create_undrawn
-from gptmini.model.optim import MUON_VERSION
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_own_model
 from gptmini.runs.tensors import check_shapes
@@ -179,10 +178,7 @@ class Run:
             directory.create(self.config, self.tokenizer)
             names = {field.name for field in fields(Progress)}
             known = {name: value for name, value in self.state.items() if name in names}
-            begun: dict[str, Any] = {
-                "tokenizer": self.tokenizer.fingerprint,
-                "muon_version": MUON_VERSION,
-            }
+            begun: dict[str, Any] = {"tokenizer": self.tokenizer.fingerprint}
             # The best evaluation was of other weights, if these have changed.
             progress = Progress(**begun | known | {"best": None})
             directory.save(Checkpoint(asdict(progress), self.model.state_dict(), {}))

@@ -37,10 +37,6 @@ def get_cooldown_steps(config: TrainConfig) -> int:
     return min(round(config.cooldown * config.steps), config.steps - config.warmup_steps)
 
 
-# Counts the changes of Muon's updates: a run is resumed by no other version than the one it began
-# with.
-MUON_VERSION = 2
-
 # Columns near zero are those of neurons that hardly take part: most of theirs is noise.
 MAX_COLUMN_SCALE = 100.0
 

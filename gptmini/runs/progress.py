@@ -14,9 +14,9 @@ class Progress:
     `seconds` is the time of the updates, `elapsed` that of the commands; `lr_scale` is halved at
     each rewind; `best` is the best evaluation; `corpus` and `tokenizer` are SHA-256 digests;
     `loss_scale` keeps gradients in the range of float16 and is 1 for other types; `deterministic`
-    is that of Compute; `muon_version` is MUON_VERSION; `source` is what was imported, such as
-    hf:OWNER/NAME@COMMIT or a path, also for runs that began from that; `own_model` says that it was
-    trained with a model of its owner's, which no configuration describes.
+    is that of Compute; `source` is what was imported, such as hf:OWNER/NAME@COMMIT or a path, also
+    for runs that began from that; `own_model` says that it was trained with a model of its owner's,
+    which no configuration describes.
     """
 
     corpus: str
@@ -34,7 +34,6 @@ class Progress:
     best: dict[str, Any] | None = None
     loss_scale: float = 1.0
     deterministic: bool = False
-    muon_version: int = 1
     source: str = ""
     own_model: bool = False
 

@@ -8,7 +8,7 @@ from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints,
 from gptmini.distributed.placement import Placement, Replicated
 from gptmini.errors import ConfigError
 from gptmini.generate.texts import build_token_bias
-from gptmini.model.optim import MUON_VERSION, Optimizer
+from gptmini.model.optim import Optimizer
 from gptmini.plan.decision import Decision
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
@@ -117,5 +117,4 @@ def _start_progress(decision: Decision) -> Progress:
         compile=decision.config.train.compile,
         loss_scale=FIRST_LOSS_SCALE if compute.dtype == torch.float16 else 1.0,
         deterministic=compute.deterministic,
-        muon_version=MUON_VERSION,
     )

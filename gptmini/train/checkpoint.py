@@ -14,7 +14,6 @@ from gptmini.config.load import iter_differences
 from gptmini.config.settings import Config
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
-from gptmini.model.optim import MUON_VERSION
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_own_model
 from gptmini.runs.tensors import check_shapes
@@ -29,8 +28,6 @@ from gptmini.train.state import Training
 
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
-# What checkpoints of older versions lack; the defaults of Progress hold for them.
-ADDED_LATER = {"loss_scale", "deterministic", "muon_version", "source", "own_model"}
 # Settings that may change when a run is resumed; any other change would make it another run.
 CHANGEABLE_SETTINGS = {
     "data.path",  # the content is compared instead
@@ -203,21 +200,16 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     run = training.run
     names = {entry.name for entry in fields(Progress)}
     found = names & checkpoint.state.keys()
-    missing = names - found - ADDED_LATER
-    if missing:
-        raise CheckpointError(f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}")
+    if missing := names - found:
+        raise CheckpointError(
+            f"{run.checkpoints}: step {checkpoint.step} lacks {min(missing)}, perhaps begun by an "
+            f"older version; finish it with that version, or begin a new run with --from {run.path}"
+        )
     saved = Progress(**{name: checkpoint.state[name] for name in found})
     if saved.own_model and training.own.model is None:
         raise ConfigError(describe_own_model(run.path))
     if saved.corpus != training.progress.corpus:
         raise DataError(describe_changed_text(training.config, run))
-    is_unfinished = 0 < saved.step < training.config.train.steps
-    uses_muon = training.config.train.optimizer == "muon"
-    if is_unfinished and uses_muon and saved.muon_version != MUON_VERSION:
-        raise CheckpointError(
-            f"{run.path}: begun by another version of gptmini, whose Muon makes other updates; "
-            f"finish it with that version, or begin a new run with --from {run.path}"
-        )
     return saved
 
 

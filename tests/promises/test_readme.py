@@ -21,6 +21,7 @@ from gptmini.cli import app
 from gptmini.config import load
 from gptmini.config.load import CONFIGS_DIR, list_config_files
 from gptmini.data import fetch
+from gptmini.data.hub_dataset import parse_dataset_name
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.serve import server
 from tests.local_hub import LocalHub
@@ -87,10 +88,10 @@ def publish(words: list[str], hub: LocalHub, folder: Path) -> None:
     """Put the models and datasets that a command names on the Hub."""
     for name in files_of(words):
         if name.startswith("hf:"):
-            dataset, *parts = name.removeprefix("hf:").split(":")
-            configuration = parts[0] if len(parts) > 1 else "default"
-            files = {f"{configuration}/{split}/0000.parquet": parquet() for split in SPLITS}
-            hub.add(dataset, files, "dataset")
+            dataset = parse_dataset_name(name)
+            place = (dataset.pattern or "data").partition("/")[0]
+            files = {f"{place}/{split}-0000.parquet": parquet() for split in SPLITS}
+            hub.add(dataset.name, files, "dataset")
     if words[1] == "import" and not words[2].startswith("runs/"):
         if not (folder / "published").exists():
             sizes = {"n_layer": 2, "context_length": 32}  # those of SMALL, for fine-tuning

@@ -19,7 +19,7 @@ from gptmini.extras.interop.huggingface import (
     WEIGHTS_FILE,
     list_weight_files,
 )
-from gptmini.hub import Repository
+from gptmini.hub import Snapshot
 
 NAME = re.compile(
     rf"(?P<name>{hub.OWNER_AND_NAME})(@(?P<revision>{hub.REVISION}))?(/(?P<file>.+\.gguf))?",
@@ -86,54 +86,53 @@ def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
     Raises CheckpointError for one that does not exist, may not be read or has no weights that can
     be imported, MachineError for trouble with the network or the disk.
     """
-    repository = hub.open_repository("model", model.name, model.revision)
-    say(f"{hub.PREFIX}{model.name}: revision {repository.commit}")
-    gguf_file = _choose_gguf_file(model, repository)
-    fetched = replace(model, revision=repository.commit, file=gguf_file)
+    snapshot = hub.open_snapshot("model", model.name, model.revision)
+    say(f"{hub.PREFIX}{model.name}: revision {snapshot.commit}")
+    gguf_file = _choose_gguf_file(model, snapshot)
+    fetched = replace(model, revision=snapshot.commit, file=gguf_file)
     if gguf_file is not None:
-        file = repository.files[gguf_file]
-        hub.download([file])
-        return fetched, file.path
-    names = [name for name in (*SETTINGS_FILES, INDEX_FILE) if name in repository.files]
-    hub.download([repository.files[name] for name in names])
-    weights = list_weight_files(repository.folder)
-    missing = [name for name in weights if name not in repository.files]
+        (path,) = hub.download(snapshot, [gguf_file])
+        return fetched, path
+    settings = [name for name in (*SETTINGS_FILES, INDEX_FILE) if name in snapshot.files]
+    hub.download(snapshot, settings)
+    weights = list_weight_files(snapshot.folder)
+    missing = [name for name in weights if name not in snapshot.files]
     if missing:
-        raise repository.make_error(
+        raise snapshot.make_error(
             f"{missing[0]}: missing there, though {INDEX_FILE} names it; choose another revision"
         )
-    hub.download([repository.files[name] for name in weights])
-    return fetched, repository.folder
+    hub.download(snapshot, weights)
+    return fetched, snapshot.folder
 
 
-def _choose_gguf_file(model: ModelName, repository: Repository) -> str | None:
+def _choose_gguf_file(model: ModelName, snapshot: Snapshot) -> str | None:
     """Choose the GGUF file to import; None if there are weights in safetensors.
 
     Raises CheckpointError if there is nothing to import, or several GGUF files to choose from.
     """
-    gguf_files = sorted(name for name in repository.files if name.lower().endswith(".gguf"))
+    gguf_files = [name for name in snapshot.files if name.lower().endswith(".gguf")]
     if model.file is not None:
-        if model.file in repository.files:
+        if model.file in snapshot.files:
             return model.file
-        raise repository.make_error(f"has no file {model.file}; it has {hub.list_some(gguf_files)}")
-    if INDEX_FILE in repository.files or WEIGHTS_FILE in repository.files:
+        raise snapshot.make_error(f"has no file {model.file}; it has {hub.list_some(gguf_files)}")
+    if INDEX_FILE in snapshot.files or WEIGHTS_FILE in snapshot.files:
         return None
     if len(gguf_files) == 1:
         return gguf_files[0]
     if gguf_files:
-        raise repository.make_error(
+        raise snapshot.make_error(
             f"has {len(gguf_files)} GGUF files; choose one, as in "
             f"{hub.PREFIX}{model.name}/{gguf_files[0]} (it has {hub.list_some(gguf_files)})"
         )
-    pickles = sorted(name for name in repository.files if name.endswith(PICKLE_SUFFIXES))
+    pickles = [name for name in snapshot.files if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
-        raise repository.make_error(
+        raise snapshot.make_error(
             f"has only pickles ({hub.list_some(pickles)}), which could run code; convert it with "
             f"transformers' AutoModelForCausalLM.from_pretrained({model.name!r})"
             f".save_pretrained(FOLDER), and import FOLDER"
         )
-    all_files = hub.list_some(sorted(repository.files))
-    raise repository.make_error(
+    all_files = hub.list_some(snapshot.files)
+    raise snapshot.make_error(
         f"has no weights in safetensors or GGUF (it has {all_files}); choose a model "
         f"for transformers"
     )

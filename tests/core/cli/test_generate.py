@@ -346,7 +346,7 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--set", "sample.bias=e"], "--set sample.bias: "),
         (["--set", "sample.bias={e: nan}"], "sample.bias.e: expected a number"),
         (["--set", "sample.ban=[é]"], "sample.ban: 'é' is not one token"),
-        (["--samples", "0"], "--samples: must be at least 1"),
+        (["--samples", "0"], "'--samples'"),
         (["--weights", "int4"], "--weights int4: not supported"),
         (["--prompt-file", "x"], "--prompt: cannot be combined with --prompt-file"),
         (["-i"], "--prompt: cannot be combined with --interactive"),

@@ -172,6 +172,30 @@ def test_contradictions_are_reported_beside_malformed_settings():
     assert line.startswith("model.n_head")
 
 
+def test_attention_has_a_short_form(tmp_path: Path):
+    file = tmp_path / "a.yaml"
+    for short, variant, n_kv_head, window in (
+        ("mqa", "mqa", 1, None),
+        ("gqa:2", "gqa", 2, None),
+        ("window:64", "mha", 4, 64),
+    ):
+        file.write_text(f"model:\n  attention: {short}\n")
+        key = ("model", "attention", "qk_norm")
+        in_file = load_config(file, [("--set model.attention.qk_norm", key, False)]).model.attention
+        assert (in_file.variant, in_file.window, in_file.qk_norm) == (variant, window, False)
+        model = load_config(None, [("--set model.attention", key[:2], short)]).model
+        assert (model.attention.variant, model.n_kv_head) == (variant, n_kv_head)
+    file.write_text("model:\n  n_layer: 2\n  attention: gqa\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [])
+    assert str(error.value).startswith(f"{file}:3: model.attention: ")
+
+
+def test_compile_may_be_a_bool():
+    assert validate({"train": {"compile": False}}, {}).train.compile == "off"
+    assert validate({"train": {"compile": True}}, {}).train.compile == "on"
+
+
 def test_a_section_set_as_a_whole_is_named_with_the_key(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text("train:\n  lr: 1e-3\n")

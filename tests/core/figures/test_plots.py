@@ -1,7 +1,6 @@
 """Pictures of attention weights and masks."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,57 +56,6 @@ def test_many_tokens_leave_no_room_for_numbers():
     pytest.importorskip("matplotlib")
     weights = torch.ones(1, 1, 13, 13).tril().numpy()
     assert not plots.draw_attention(weights, ["a"] * 13, 1, [0]).axes[0].texts
-
-
-def test_known_chinese_fonts_come_before_others_that_have_a_character():
-    pytest.importorskip("matplotlib")
-    from matplotlib import font_manager
-
-    entries = font_manager.fontManager.ttflist
-    other = next(entry for entry in entries if entry.name == "STIXGeneral")
-    known = replace(other, name="Noto Sans CJK JP")
-    fonts: list[str] = []
-    assert plots._choose_fonts({65}, [other, known], fonts) == {65}
-    assert fonts == ["Noto Sans CJK JP"]
-
-
-@pytest.mark.filterwarnings("error")
-def test_characters_come_from_another_font_or_are_escaped_with_one_warning(capfd, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib import font_manager
-
-    own = [font for font in font_manager.fontManager.ttflist if "matplotlib" in font.fname]
-    monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
-    monkeypatch.setattr(font_manager, "findSystemFonts", list)
-    texts, fonts = plots._make_drawable(["a", "\u23de"])  # a bracket that only STIX draws
-    assert texts == ["a", "\u23de"]
-    assert fonts[0] == plots.MONOSPACE_FONT
-    assert fonts[1:]
-    assert capfd.readouterr().err == ""
-    weights = torch.ones(1, 1, 3, 3).tril().numpy()
-    figure = plots.draw_attention(weights, ["a", "示", "示例"], 1, [0])
-    figure.canvas.draw()
-    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    assert labels == ["a", "\\u793a", "\\u793a\\u4f8b"]
-    err = capfd.readouterr().err
-    assert err.startswith("warning: no installed font has 例示;")
-    assert err.count("\n") == 1
-
-
-def test_a_font_installed_since_matplotlib_listed_them_is_found(capfd, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib import font_manager
-
-    listed = font_manager.fontManager.ttflist
-    own = [font for font in listed if "matplotlib" in font.fname]
-    others = [font for font in own if "STIX" not in font.name]
-    monkeypatch.setattr(font_manager.fontManager, "ttflist", others)
-    installed = [font.fname for font in own if "STIX" in font.name]
-    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [*installed, "/not a font.ttf"])
-    texts, fonts = plots._make_drawable(["\u23de"])  # a bracket that only STIX draws
-    assert texts == ["\u23de"]
-    assert fonts[1].startswith("STIX")
-    assert capfd.readouterr().err == ""
 
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch, tmp_path: Path):

@@ -9,6 +9,8 @@ import pytest
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_token_file
+from gptmini.extras.compare import measure
+from gptmini.extras.compare.variants import list_warnings, to_json
 from gptmini.runs.directory import RunDirectory
 from tests.support import new_cache, tiny, train
 
