@@ -30,7 +30,7 @@ ROOMS = [  # generate/native is a wing of generate: they import each other
     "analysis",
     "cli",
 ]
-GUESTS = ["extras.interop", "extras.serve"]
+GUESTS = ["extras.interop", "extras.page", "extras.serve"]
 DOORS = {  # the only modules that import a library
     "pydantic": {"config.section", "config.settings", "config.load"},
     "pydantic_core": {"config.section"},

@@ -1,0 +1,8 @@
+"""A run as one HTML file in which its model runs: to try, to look inside, to mail to a friend.
+
+For learners, and for those who want to show a model to somebody without Python. Without this folder
+a run is tried in the terminal or through the server, and nobody can switch off a head by a click.
+
+Read model.js first: it is model/ and generate/ once more, in plain JavaScript. export.py writes the
+file; page.html, page.css and page.js are what it shows.
+"""
