@@ -1,9 +1,9 @@
 // The model once more, in plain JavaScript: text -> tokens -> logits -> the next token -> text.
 //
-// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, attention.py, cache.py
+// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, cache.py, attention.py
 // and gpt.py, then generate/filters.py, sampler.py and texts.py. Names are the same, written as
 // JavaScript writes them (project_qkv is projectQkv); settings keep the names of config.yaml. There
-// is no batch: a pass reads T tokens of one text. It knows nothing of pages.
+// is no batch: a pass reads T tokens of one text.
 //
 // Numbers are stored in float32 and summed in float64, so results are those of PyTorch in float32
 // up to rounding. A tensor is a flat Float32Array, its shape stands in the comment behind it.
@@ -589,7 +589,7 @@ function isHeadOff(off, layer, head) {
 }
 
 function isMlpOff(off, layer) {
-  return (off?.mlps ?? []).includes(layer);
+  return isLayerOff(off, layer) || (off?.mlps ?? []).includes(layer);
 }
 
 function isLayerOff(off, layer) {
@@ -625,7 +625,7 @@ class Block {
     const middle = add(x, attn); // (T, D)
     const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
     let mlp = this.mlp.forward(mlpNormed, T, record); // (T, D)
-    if (isLayerOff(off, this.layer) || isMlpOff(off, this.layer)) mlp = new Float32Array(mlp.length);
+    if (isMlpOff(off, this.layer)) mlp = new Float32Array(mlp.length);
     keep(record, "attnNormed", attnNormed);
     keep(record, "attn", attn);
     keep(record, "middle", middle);
@@ -997,11 +997,13 @@ function sampleToken(scores, sample, random) {
  */
 function explainFilters(scores, sample) {
   const isGreedy = sample.temperature === 0;
-  const none = { temperature: isGreedy ? 1 : sample.temperature, top_k: null, top_p: null, min_p: null };
+  const temperature = isGreedy ? 1 : sample.temperature;
+  const none = { temperature, top_k: null, top_p: null, min_p: null };
   const stages = [["ban", none]];
   for (const name of ["top_k", "top_p", "min_p"]) {
     const before = stages.at(-1)[1];
-    if (!isGreedy && sample[name] !== null) stages.push([name, { ...before, [name]: sample[name] }]);
+    if (isGreedy || sample[name] === null) continue;
+    stages.push([name, { ...before, [name]: sample[name] }]);
   }
   const removedBy = new Map();
   let chances;
@@ -1016,7 +1018,7 @@ function explainFilters(scores, sample) {
       if (!chances.has(token) && !removedBy.has(token)) removedBy.set(token, name);
     }
   }
-  const probabilities = softmax(scores.map((score) => score / none.temperature));
+  const probabilities = softmax(scores.map((score) => score / temperature));
   const order = Array.from(scores.keys()).sort((a, b) => scores[b] - scores[a]);
   return order.map((token, rank) => {
     if (!isGreedy) {
@@ -1125,16 +1127,21 @@ class Continuation {
     const total = this.promptTokens.length + tokens.length;
     this.finishReason = null;
     if (tokens.length >= sample.max_new_tokens) this.finishReason = "length";
-    else if (sample.overflow === "stop" && total > this.contextLength) this.finishReason = "context";
+    else if (sample.overflow === "stop" && total > this.contextLength) {
+      this.finishReason = "context";
+    }
     const hasEnded = tokens.length > 0 && tokenizer.endTokens.includes(tokens.at(-1));
     if (hasEnded) this.finishReason = "document";
     const spoken = hasEnded ? tokens.slice(0, -1) : tokens;
     let text = tokenizer.decode(spoken, this.finishReason === null);
     if (this.dropSpace) text = text.replace(/^ /, "");
     const stops = sample.stop.map((stop) => text.indexOf(stop)).filter((place) => place >= 0);
-    if (stops.length) this.finishReason = "stop";
-    if (stops.length) text = text.slice(0, Math.min(...stops));
-    else if (this.finishReason === null) text = text.slice(0, text.length - this.countHeldBack(text));
+    if (stops.length) {
+      this.finishReason = "stop";
+      text = text.slice(0, Math.min(...stops));
+    } else if (this.finishReason === null) {
+      text = text.slice(0, text.length - this.countHeldBack(text));
+    }
     this.text = text;
   }
 
@@ -1142,7 +1149,7 @@ class Continuation {
   countHeldBack(text) {
     let most = 0;
     for (const stop of this.sample.stop) {
-      for (let n = 1; n < stop.length; n++) if (text.endsWith(stop.slice(0, n))) most = Math.max(most, n);
+      for (let n = most + 1; n < stop.length; n++) if (text.endsWith(stop.slice(0, n))) most = n;
     }
     return most;
   }
@@ -1176,7 +1183,8 @@ function decodeWeights(tensors, bytes) {
       const scales = new Float32Array(take(shape[0], 4)); // (rows,)
       const columns = count / shape[0];
       const integers = new Int8Array(take(count, 1));
-      weights[name] = Float32Array.from(integers, (integer, i) => integer * scales[Math.floor(i / columns)]);
+      const scale = (integer, i) => integer * scales[Math.floor(i / columns)];
+      weights[name] = Float32Array.from(integers, scale);
     }
   }
   return weights;
