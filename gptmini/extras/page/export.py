@@ -27,6 +27,7 @@ from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 FOLDER = Path(__file__).parent
+PAGE_SCRIPTS = ("words.js", "draw.js", "views.js", "sections.js", "page.js")  # in this order
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
 MAX_CHECKPOINT_BYTES = 3_000_000  # of all earlier checkpoints together
 PRECISIONS = ("bfloat16", "int8")  # of matrices, the better first; everything else is float32
@@ -117,7 +118,7 @@ def render_page(data: dict[str, Any], blobs: Mapping[str, str]) -> bytes:
     parts = {
         "STYLE": (FOLDER / "page.css").read_text(encoding="utf-8"),
         "MODEL": (FOLDER / "model.js").read_text(encoding="utf-8"),
-        "PAGE": (FOLDER / "page.js").read_text(encoding="utf-8"),
+        "PAGE": "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in PAGE_SCRIPTS),
         "DATA": escape_json(data),
         "WEIGHTS": "\n".join(
             f'<script type="text/plain" id="{name}">{text}</script>' for name, text in blobs.items()
