@@ -25,7 +25,7 @@ function makeExpectation() {
   const isApart = came && !rows.includes(came);
   const cells = rows.map(makeExpectedRow);
   const last = isApart ? makeExpectedRow(came) : make("div.expected.empty", {}, "\u00a0");
-  return make("div.expectation", {}, cells, last);
+  return make(`div.expectation${now.before === null ? "" : ".changed"}`, {}, cells, last);
 }
 
 function makeExpectedRow({ token, probability, chance, removedBy }) {
@@ -34,7 +34,7 @@ function makeExpectedRow({ token, probability, chance, removedBy }) {
   if (before !== undefined) parts.push(["before", before]);
   const classes = [token === now.next ? ".came" : "", removedBy === null ? "" : ".gone"].join("");
   let number = formatPercent(probability);
-  if (before !== undefined) number = `${formatPercent(before)} → ${number}`;
+  if (before !== undefined) number = `${formatPercent(before).replace(" %", "")} → ${number}`;
   return make(
     `div.expected${classes}`,
     { "data-token": token },
@@ -119,6 +119,7 @@ const PATH_WIDTH = 360;
 const STREAM = 34; // where the residual stream runs down
 
 function showPath() {
+  const bands = []; // of layers, behind everything
   const drawing = [];
   let y = 4;
   const station = (id, x, width, height, ...children) => {
@@ -152,7 +153,7 @@ function showPath() {
     );
   };
   const text = (x, dy, content, name = "") => make(`text${name}`, { x, y: y + dy }, content);
-  const line = (d, name = "flow") => drawing.push(make(`path.${name}`, { d }));
+  const line = (d) => drawing.push(make("path.flow", { d }));
   const guess = (stream, dy) => {
     const probabilities = readEarly(stream);
     const best = findLargest(probabilities);
@@ -170,13 +171,10 @@ function showPath() {
       text(STREAM + 20, 19, sayText(splitStation(id).name)),
       make("text.info", { x: PATH_WIDTH - 18, y: y + 19, "text-anchor": "end" }, info),
     );
-    y += 28;
-    line(`M${STREAM} ${y}v10`, "stream");
-    y += 10;
+    y += 38;
   };
   const branch = (layer, kind, length) => {
     // From the stream to the right, through the norm and the part, and back to the sum.
-    line(`M${STREAM} ${y - 2}V${y + 62}`, "stream");
     line(`M${STREAM} ${y + 13}h32`);
     station(`${kind}Norm:${layer}`, 66, 62, 26, text(97, 17, sayText("norm"), ".middle"));
     line(`M128 ${y + 13}h18`);
@@ -200,14 +198,14 @@ function showPath() {
   wide("text", `${countText().characters}`);
   wide("tokens", formatCount(now.T));
   wide("embed", `${now.T} × ${now.config.d_model}`);
+  const start = y - 10;
   guess(now.entry.layers[0].x, 4);
   y += 12;
   for (const layer of range(now.config.n_layer)) {
     const { attn, mlp } = now.entry.layers[layer];
     const isOff = isLayerOff(state.off, layer);
     const box = { x: 4, y: y - 2, width: PATH_WIDTH - 8, height: 140, rx: 10 };
-    drawing.push(make(`rect.layer${isOff ? ".off" : ""}`, box));
-    line(`M${STREAM} ${y - 14}v18`, "stream");
+    bands.push(make(`rect.layer${isOff ? ".off" : ""}`, box));
     drawing.push(text(PATH_WIDTH - 14, 12, sayText("layerName", { layer }), ".end.caption"));
     y += 18;
     branch(layer, "attn", measureLength(attn));
@@ -215,22 +213,25 @@ function showPath() {
     guess(streamAfter(layer), -13);
     y += 8;
   }
-  line(`M${STREAM} ${y - 14}v18`, "stream");
   y += 4;
+  const end = y;
   wide("finalNorm", "");
   wide("head", `${formatCount(now.entry.logits.length)} logits`);
   const top = findLargest(now.entry.logits);
   const chance = formatPercent(softmax(now.entry.logits)[top]);
   wide("softmax", `${shorten(spellText(top), 12)} ${chance}`);
   wide("draw", state.sample.temperature === 0 ? "" : `seed ${state.sample.seed}`);
-  drawing.pop(); // nothing follows the draw
-  y -= 6;
+  const links = [32, 70, ...[0, 1, 2].map((n) => end + 28 + 38 * n)].map((top) => `M${STREAM} ${top}v10`);
+  const stream = [
+    make("path.flow", { d: links.join("") }),
+    make("path.stream", { d: `M${STREAM} ${start}V${end}` }),
+  ];
   const options = {
     viewBox: `0 0 ${PATH_WIDTH} ${y}`,
     role: "group",
     "aria-label": sayText("pathHeading"),
   };
-  const svg = make("svg.drawing", options, drawing);
+  const svg = make("svg.drawing", options, bands, stream, drawing);
   fill(
     places.path,
     svg,
@@ -365,6 +366,7 @@ function showKinds() {
       makeSwitch(isHeadOff(state.off, ...best), "heads", best, "induction-switch"),
       makeChange(),
     ),
+    showHalves(),
     make("h4", {}, say("mapsHeading")),
     make("p.note", {}, say("mapsHelp"), " ", say("mapHelp")),
     means.map((row, layer) =>
@@ -382,6 +384,28 @@ function showKinds() {
       ),
     ),
   );
+}
+
+/** How well the model expects each half of the text: the second repeats the first, if it does. */
+function showHalves() {
+  const half = Math.floor(now.T / 2);
+  const rate = (entries, from, to) => {
+    let sum = 0;
+    for (let t = from; t < to; t++) sum += softmax(entries[t - 1].logits)[now.tokens[t]];
+    return sum / (to - from);
+  };
+  if (half < 2) return null;
+  const rows = [
+    ["firstHalf", 1, half],
+    ["secondHalf", half + 1, now.T],
+  ].map(([name, from, to]) => {
+    const after = rate(now.entries, from, to);
+    if (now.before === null) return [say(name), makeBar(["solid", after]), formatPercent(after)];
+    const before = rate(readers.whole.record, from, to);
+    const change = `${formatPercent(before)} → ${formatPercent(after)}`;
+    return [say(name), makeBar(["solid", after], ["before", before]), change];
+  });
+  return make("div.halves", {}, make("p", {}, say("halvesHelp")), makeBars(rows));
 }
 
 // -- what is switched off ------------------------------------------------------------------------

@@ -789,6 +789,8 @@ function showMlp(layer) {
   const order = findTop(inner.map((x, n) => Math.abs(x) * sizes[n]), MAX_TABLE_ROWS);
   const neuron = order.includes(state.neuron) ? state.neuron : order[0];
   const scale = findScale(order.map((n) => inner[n]));
+  const isSigned = inner.some((x) => x < 0);
+  const makeFiring = (x) => (isSigned ? makeSignedBar(x, scale) : makeBar(["solid", x / scale]));
   const rows = order.map((n) => {
     const over = now.entries.map((entry) => entry.layers[layer].inner[n]);
     const place = findLargest(over);
@@ -797,7 +799,7 @@ function showMlp(layer) {
       n === neuron ? "tr.at" : "tr",
       { onclick: () => chooseNeuron(n) },
       make("th", { scope: "row" }, make("button.plain", { "data-focus": `neuron-${n}` }, n)),
-      make("td.weight", {}, makeSignedBar(inner[n], scale), formatReal(inner[n], 2)),
+      make("td.weight", {}, makeFiring(inner[n]), formatReal(inner[n], 2)),
       make("td.left", {}, labelAt(place), make("small", {}, ` ${formatReal(over[place], 2)}`)),
       make("td.left", {}, label(pushed)),
     );

@@ -264,7 +264,7 @@ const WORDS = {
   neuronsFiring: ["{count} of {all} neurons are above 0.01 here.", "{all} 个神经元中有 {count} 个在此大于 0.01。"],
   neuron: ["neuron", "神经元"],
   fires: ["fires", "激活"],
-  firesMost: ["most, in this text, on", "在文中最强处"],
+  firesMost: ["most on", "在文中最强处"],
   pushes: ["raises", "升高"],
   neuronHeading: ["Neuron {neuron} over the text", "神经元 {neuron} 在全文中"],
   neuronHelp: ["The deeper the color, the more it fires; full color is {most}.", "颜色越深，激活越强；满色为 {most}。"],
@@ -290,10 +290,16 @@ const WORDS = {
   ],
   tryHeading: ["Try it", "试一试"],
   tryInduction: [
-    "Repeat your text, and the second time the model knows what comes. Then switch off {head}, the head with the highest induction score, and see what it expects now.",
-    "重复你的文本，第二遍时模型就知道接下来是什么。然后关闭归纳得分最高的 {head}，看它现在预期什么。",
+    "Repeat your text: an induction head makes the second time easier than the first. Switch off {head}, which has the highest induction score, and see what changes.",
+    "重复你的文本：归纳头使第二遍比第一遍容易。关闭归纳得分最高的 {head}，看有什么变化。",
   ],
   repeat: ["Repeat my text", "重复我的文本"],
+  halvesHelp: [
+    "The chance that the model gives to what really comes, on average over",
+    "模型给实际出现的词元的平均概率：",
+  ],
+  firstHalf: ["the first half", "前一半"],
+  secondHalf: ["the second half", "后一半"],
   mapsHeading: ["All heads", "所有的头"],
   mapsHelp: ["Maps of who looks at whom; a row for each layer.", "谁看谁的图；每层一行。"],
 
