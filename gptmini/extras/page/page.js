@@ -444,9 +444,8 @@ function buildPage() {
         place("tokensHeading", "h3"),
         place("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
         place("tokensHelp", "p.note"),
-        makeCheckpointSlider() ?? "",
       ),
-      make("section.card", {}, place("expect", "div"), settings),
+      make("section.card", {}, place("expect", "div"), settings, makeCheckpointSlider() ?? ""),
     ),
     make(
       "section.card",

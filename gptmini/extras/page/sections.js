@@ -195,7 +195,7 @@ function showPath() {
     y += 28;
   };
 
-  wide("text", `${countText().characters}`);
+  wide("text", sayText("characters", { count: countText().characters }));
   wide("tokens", formatCount(now.T));
   wide("embed", `${now.T} × ${now.config.d_model}`);
   const start = y - 10;

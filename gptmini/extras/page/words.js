@@ -5,10 +5,7 @@ const LANGUAGES = { en: "English", zh: "中文" };
 
 const WORDS = {
   // The first screen.
-  lead: [
-    "A GPT of {weights} weights after {step} steps of training. It runs in this page: type, and everything below follows. Nothing leaves your device.",
-    "一个有 {weights} 个权重、训练了 {step} 步的 GPT。它就在本页中运行：输入文字，下面的一切随之变化。任何内容都不会离开你的设备。",
-  ],
+  lead: ["A GPT of {weights} weights after {step} training steps. It runs inside this page: type, and everything below follows.", "一个 {weights} 个权重、训练了 {step} 步的 GPT，就在本页中运行：输入文字，下面的一切随之变化。"],
   yourText: ["Your text", "你的文本"],
   generate: ["Generate", "生成"],
   pause: ["Pause", "暂停"],
@@ -104,6 +101,7 @@ const WORDS = {
     "模型看不到字母。你的文本是一串字符，以字节（UTF-8）存储；分词器把它切成它认识的词元。",
   ],
   textFacts: ["{characters} characters = {bytes} bytes → {tokens} tokens.", "{characters} 个字符 = {bytes} 个字节 → {tokens} 个词元。"],
+  characters: ["{count} characters", "{count} 个字符"],
   tokens: ["tokens", "词元"],
   tokensPlain: [
     "Each token has a number. The model reads only these numbers; there are {vocabulary} of them.",
@@ -233,9 +231,9 @@ const WORDS = {
   weight: ["weight", "权重"],
   allKeys: ["Show all {count} keys", "显示全部 {count} 个键"],
   fewKeys: ["Show the strongest keys only", "只显示最强的键"],
-  otherKeys: ["{count} more keys have {share} together.", "另外 {count} 个键合计 {share}。"],
-  laterKeys: ["{count} later tokens are masked.", "后面 {count} 个词元被掩蔽。"],
-  windowKeys: ["{count} are outside the window.", "{count} 个在窗口之外。"],
+  otherKeys: ["Not shown: {count}, with {share} together.", "未显示：{count} 个，合计 {share}。"],
+  laterKeys: ["Masked because they come later: {count}.", "因在后面而被掩蔽：{count} 个。"],
+  windowKeys: ["Outside the window: {count}.", "在窗口之外：{count} 个。"],
   itself: ["itself", "自己"],
   cutHere: ["cut {query} → {key} in this head", "在此头中切断 {query} → {key}"],
   cutAll: ["cut it in all heads", "在所有头中切断"],
