@@ -1124,7 +1124,7 @@ class Continuation {
   /** Set `finishReason` and `text`, from the tokens. */
   update() {
     const { tokenizer, sample, tokens } = this;
-    const total = this.promptTokens.length + tokens.length;
+    const total = Math.min(this.promptTokens.length, this.contextLength) + tokens.length;
     this.finishReason = null;
     if (tokens.length >= sample.max_new_tokens) this.finishReason = "length";
     else if (sample.overflow === "stop" && total > this.contextLength) {

@@ -25,7 +25,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[[bytes], Any]]:
-    """Opens a page; `opened` is then what model.js found in it. Fails if anything went wrong."""
+    """Opens a page; `opened` is then what model.js found in it. Fails if anything is `wrong`."""
     wrong: list[str] = []
     context = browser.new_context(offline=True)
 
@@ -43,6 +43,7 @@ def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[[bytes], Any]]:
         assert requests == [file.as_uri()]
         return tab
 
+    visit.wrong = wrong
     yield visit
     context.close()
     assert wrong == []
