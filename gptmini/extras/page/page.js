@@ -4,8 +4,7 @@
 // Whatever comes from a run or a reader becomes text, never markup.
 "use strict";
 
-const opened = openPage(document);
-const { data, tokenizer } = opened;
+const { data, gpt: newest, tokenizer } = openPage(document);
 
 // What the reader chose. Places count from 0 through the tokens that the model reads.
 const state = {
@@ -27,7 +26,7 @@ const state = {
   hasTyped: false,
 };
 
-const models = new Map([[data.step, opened.gpt]]); // by step
+const models = new Map([[data.step, newest]]); // by step
 let readers; // of the model as it is, and with parts switched off
 let continuation; // the text
 let now; // what the model computes, see `compute`
@@ -499,7 +498,7 @@ function start() {
   textBox.value = data.prompt;
   readText();
   if (data.prompt === "") {
-    const isSmall = opened.gpt.embed.length * data.config.n_layer < 4e6;
+    const isSmall = newest.embed.length * data.config.n_layer < 4e6;
     for (let n = 0; n < (isSmall ? 40 : 16) && continuation.finishReason === null; n++) continuation.next();
     textBox.value = continuation.text.trim();
     readText();

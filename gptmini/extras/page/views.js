@@ -726,8 +726,12 @@ function showCuts(layer, head, key) {
   const everywhere = [null, null, query, key];
   const button = (item, name, focus) => {
     const isCut = isListed("attentions", item);
+    const press = () => {
+      state.key = key; // cut, it is the strongest no more, and should stay in view
+      toggleOff("attentions", item);
+    };
     const options = {
-      onclick: () => toggleOff("attentions", item),
+      onclick: press,
       "aria-pressed": String(isCut),
       "data-focus": focus,
     };

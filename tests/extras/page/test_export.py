@@ -37,14 +37,6 @@ def test_a_run_becomes_one_file(gptmini, tmp_path):
     assert "--weights f16" in err
 
 
-def test_the_skeleton_generates(visit):
-    run = random_run(sample={"max_new_tokens": 12})
-    tab = visit(build_page(run, prompt="The cat"))
-    tab.get_by_role("button", name="Generate").click()
-    (text,) = rounded(run, "bfloat16").start(["The cat"], use_cache=False).finish()
-    tab.wait_for_function("text => document.body.innerText.includes(text)", arg=text.text.strip())
-
-
 def test_nothing_of_a_run_becomes_markup_or_script(visit):
     tokenizer = CharTokenizer("</script>\u2028\u00e9<")
     name = HOSTILE.replace("/", "\u2215")
@@ -63,7 +55,7 @@ def test_the_policy_allows_only_the_page_itself(visit):
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
     assert policy.startswith("default-src 'none'; script-src 'nonce-")
     assert "unsafe" not in policy
-    assert "http" not in re.sub(r'http-equiv="', "", page)
+    assert "http" not in re.sub(r'http-equiv="|http://www.w3.org/2000/svg', "", page)
     (nonce, *others) = set(re.findall(r"nonce-([^']+)'", policy))
     assert others == []
     other = build_page(random_run("gpt2")).decode()
@@ -80,7 +72,8 @@ def test_the_better_precision_that_fits_is_chosen(monkeypatch, tmp_path):
     run = random_run()
     size = export.estimate_size(run, "bfloat16")
     assert export.choose_precision(run) == "bfloat16"
-    assert size == pytest.approx(len(build_page(run)), abs=100_000)
+    scripts = sum(path.stat().st_size for path in export.FOLDER.glob("*.[jch]*"))
+    assert size == pytest.approx(len(build_page(run)) - scripts, abs=20_000)
     monkeypatch.setattr(export, "MAX_PAGE_BYTES", size - 1)
     assert export.choose_precision(run) == "int8"
     with pytest.raises(ConfigError, match="gptmini serve"):
