@@ -314,7 +314,7 @@ function makeFilterSlider(name, listed) {
   if (listed.at(-1) === null) numbers.push(null);
   const change = (chosen) => {
     state.sample[name] = chosen;
-    update();
+    updateDraw();
   };
   const format = (each) => (each === null ? sayText("isOff") : String(each));
   const { input, output, id } = makeSlider(name, numbers, value, change, format);
@@ -489,6 +489,16 @@ function update() {
   if (focused && document.activeElement?.dataset?.focus !== focused) {
     document.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   }
+}
+
+/** Show what the filters do to the next token: all that a moving slider changes. */
+function updateDraw() {
+  compute();
+  showControls();
+  showExpectation();
+  if (state.station === "draw") showStation();
+  showCause();
+  showOffBar();
 }
 
 /** Open on a prompt, or on a text that the model writes. */

@@ -220,7 +220,7 @@ function showPath() {
   const top = findLargest(now.entry.logits);
   const chance = formatPercent(softmax(now.entry.logits)[top]);
   wide("softmax", `${shorten(spellText(top), 12)} ${chance}`);
-  wide("draw", state.sample.temperature === 0 ? "" : `seed ${state.sample.seed}`);
+  wide("draw", `seed ${state.sample.seed}`);
   const links = [32, 70, ...[0, 1, 2].map((n) => end + 28 + 38 * n)].map((top) => `M${STREAM} ${top}v10`);
   const stream = [
     make("path.flow", { d: links.join("") }),
