@@ -1,4 +1,4 @@
-"""`gptmini export`: write a trained model for other programs."""
+"""`gptmini export`: write a trained model for other programs, or as a page."""
 
 from pathlib import Path
 
@@ -9,22 +9,35 @@ from gptmini.files import DEFAULT_CACHE_DIR
 
 def export(
     run: RunName = None,
-    to: str = option("hf", "FORMAT", "hf, a folder for transformers, or gguf, for llama.cpp."),
+    to: str = option(
+        "hf",
+        "FORMAT",
+        "hf, a folder for transformers; gguf, for llama.cpp; html, a page in which the model runs.",
+    ),
     weights: str | None = option(
-        None, "TYPE", "Matrices in gguf: f32, f16, bf16 or q8_0.", show_default="f16"
+        None,
+        "TYPE",
+        "Matrices in gguf: f32, f16, bf16 or q8_0; in html: bfloat16 or int8.",
+        show_default="f16; by size",
     ),
     out: Path | None = option(
-        None, "PATH", "The folder or file to write.", show_default="RUN-hf or RUN-f16.gguf"
+        None,
+        "PATH",
+        "The folder or file to write.",
+        show_default="RUN-hf, RUN-f16.gguf or RUN.html",
     ),
     cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
     """Write a trained model for other programs, and prove that it computes the same."""
-    if to not in ("hf", "gguf"):
-        raise ConfigError(f"--to {to}: unknown format; use hf or gguf")
+    if to not in ("hf", "gguf", "html"):
+        raise ConfigError(f"--to {to}: unknown format; use hf, gguf or html")
     if weights is not None and to == "hf":
-        raise ConfigError("--weights: applies to --to gguf; leave it out")
+        raise ConfigError("--weights: applies to --to gguf and --to html; leave it out")
     path = resolve_run(run)
     path = path.resolve() if path.name == "" else path  # "." has no name
+    if to == "html":
+        _export_page(path, out or path.with_name(f"{path.name}.html"), weights)
+        return
     kind = weights or "f16"
     if out is None:
         out = path.with_name(f"{path.name}-hf" if to == "hf" else f"{path.name}-{kind}.gguf")
@@ -54,3 +67,20 @@ def export(
         f"Ollama:     echo 'FROM ./{out.name}' > {modelfile} && "
         f"ollama create {name} -f {modelfile} && ollama run {name}"
     )
+
+
+def _export_page(path: Path, out: Path, weights: str | None) -> None:
+    """Write a run as one HTML file."""
+    from gptmini.console import say, show_elapsed
+    from gptmini.extras.page.export import PRECISIONS, export_page
+
+    if weights not in (None, *PRECISIONS):
+        raise ConfigError(f"--weights {weights}: unknown in a page; use {' or '.join(PRECISIONS)}")
+    with show_elapsed("writing the page"):
+        page = export_page(path, out, weights)
+    earlier = ", ".join(map(str, page.steps))
+    say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
+    if earlier:
+        say(f"with earlier checkpoints, in int8: step {earlier}")
+    print(out)
+    say("open it in a browser; it needs no network and no other file")

@@ -1,0 +1,227 @@
+// What the page draws with: elements, bars, rows of numbers, maps. It knows nothing of models.
+"use strict";
+
+const SVG_TAGS = new Set(["svg", "path", "line", "circle", "rect", "text", "tspan", "g"]);
+
+/** make("p.note", {title: "x", onclick: f, style: {width: "1px"}}, "text", child) is an element.
+ *
+ * Strings become text, never markup. `null` and `false` among the children are left out.
+ */
+function make(tag, properties = {}, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const element = SVG_TAGS.has(name)
+    ? document.createElementNS("http://www.w3.org/2000/svg", name)
+    : document.createElement(name);
+  if (classes.length) element.setAttribute("class", classes.join(" "));
+  for (const [key, value] of Object.entries(properties)) {
+    if (value === null || value === false) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (key === "style") {
+      for (const [part, text] of Object.entries(value)) element.style.setProperty(part, text);
+    } else element.setAttribute(key, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== false));
+  return element;
+}
+
+function range(length) {
+  return Array.from({ length }, (_, n) => n);
+}
+
+// -- numbers as text -----------------------------------------------------------------------------
+
+function formatCount(count) {
+  return count.toLocaleString("en-US");
+}
+
+function formatPercent(share) {
+  if (share === 0) return "0 %";
+  if (share < 0.0001) return "<0.01 %";
+  if (share < 0.001) return `${(100 * share).toFixed(2)} %`;
+  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+}
+
+function formatReal(number, digits = 3) {
+  if (number === -Infinity) return "−∞";
+  return number.toFixed(Math.abs(number) < 1000 ? digits : 0).replace("-", "−");
+}
+
+/** The index of the largest number. */
+function findLargest(numbers) {
+  return numbers.reduce((best, number, i) => (number > numbers[best] ? i : best), 0);
+}
+
+/** The indices of the `count` largest numbers, the largest first. */
+function findTop(numbers, count) {
+  const order = Array.from(numbers.keys()).sort((a, b) => numbers[b] - numbers[a] || a - b);
+  return order.slice(0, count);
+}
+
+function measureLength(vector) {
+  return Math.sqrt(dot(vector, 0, vector, 0, vector.length));
+}
+
+function findScale(...vectors) {
+  let scale = 0;
+  for (const vector of vectors) {
+    for (const x of vector) if (Number.isFinite(x)) scale = Math.max(scale, Math.abs(x));
+  }
+  return scale || 1;
+}
+
+// -- bars ----------------------------------------------------------------------------------------
+
+/** Shares of a bar's width, drawn over each other; each has a class. */
+function makeBar(...parts) {
+  return make(
+    "span.bar",
+    {},
+    parts.map(([name, share]) => make(`i.${name}`, { style: { width: `${100 * share}%` } })),
+  );
+}
+
+/** A bar that begins at zero, in the middle. */
+function makeSignedBar(number, scale) {
+  const share = Number.isFinite(number) ? (50 * number) / scale : 0;
+  const style = { left: `${50 + Math.min(0, share)}%`, width: `${Math.abs(share)}%` };
+  const sign = number < 0 ? "down" : "up";
+  return make("span.bar.signed", {}, make(`i.${sign}`, { style }));
+}
+
+/** The numbers of a vector as bars around zero; a bar of full height is `scale`. */
+function drawVector(vector, scale) {
+  const bars = Array.from(vector, (x, i) => {
+    const height = Number.isFinite(x) ? (-48 * x) / scale : 0;
+    return `M${i + 0.1} 50h.8v${height.toFixed(2)}h-.8z`;
+  });
+  return make(
+    "svg.vector",
+    { viewBox: `0 0 ${vector.length} 100`, preserveAspectRatio: "none", "aria-hidden": "true" },
+    make("path", { d: `M0 49.5h${vector.length}v1H0z${bars.join("")}` }),
+  );
+}
+
+/** A named vector: bars, what they stand for and, on demand, each number. */
+function makeVector(name, vector, scale) {
+  const facts = say("vectorFacts", {
+    count: vector.length,
+    length: formatReal(measureLength(vector)),
+    scale: formatReal(scale, 2),
+  });
+  return make(
+    "figure.numbers",
+    {},
+    make("figcaption", {}, make("b", {}, name), " ", make("small", {}, facts)),
+    drawVector(vector, scale),
+    // The numbers of a long vector are written when somebody asks for them.
+    makeFold(say("eachNumber"), () =>
+      make(
+        "div.list",
+        {},
+        Array.from(vector, (x, i) => make("span", {}, make("small", {}, `${i} `), formatReal(x))),
+      ),
+    ),
+  );
+}
+
+/** Vectors of one kind, on one scale, which the reader is told. */
+function makeVectors(entries) {
+  const scale = findScale(...Object.values(entries));
+  return make(
+    "div.vectors",
+    {},
+    Object.entries(entries).map(([name, vector]) => makeVector(name, vector, scale)),
+  );
+}
+
+/** What opens when its title is pressed; `fill` makes the content then. */
+function makeFold(title, fill) {
+  const details = make("details", {}, make("summary", {}, title));
+  details.addEventListener("toggle", () => {
+    if (details.open && details.children.length === 1) details.append(fill());
+  });
+  return details;
+}
+
+// -- colors and maps -----------------------------------------------------------------------------
+
+const darkMode = matchMedia("(prefers-color-scheme: dark)");
+
+/** The color (r, g, b) of a weight: the square root of it makes small weights visible. */
+function colorOf(weight) {
+  const stops = darkMode.matches
+    ? [[26, 29, 33], [44, 108, 168], [236, 246, 255]]
+    : [[255, 255, 255], [96, 165, 214], [6, 38, 92]];
+  const at = 2 * Math.sqrt(Math.min(1, Math.max(0, weight)));
+  const half = at > 1 ? 1 : 0;
+  return stops[half].map((c, i) => Math.round(c + (stops[half + 1][i] - c) * (at - half)));
+}
+
+/** Fill an element with the color of a weight, its text in one that can be read on it. */
+function tint(element, weight) {
+  const isDeep = Math.sqrt(weight) > 0.6;
+  element.style.backgroundColor = `rgb(${colorOf(weight)})`;
+  element.style.color = isDeep ? (darkMode.matches ? "#000" : "#fff") : "";
+}
+
+/** Draw the weights of T queries (rows) on T keys on a canvas; `weigh` is null where it is blind.
+ *
+ * Of cells that share a pixel, the largest counts.
+ */
+function paintMap(canvas, T, weigh, maxSize = 512) {
+  const size = Math.min(T, maxSize);
+  canvas.width = size;
+  canvas.height = size;
+  const largest = new Float32Array(size * size).fill(-1);
+  for (let q = 0; q < T; q++) {
+    const row = Math.floor((q * size) / T) * size;
+    for (let k = 0; k <= q; k++) {
+      const weight = weigh(q, k);
+      const at = row + Math.floor((k * size) / T);
+      if (weight !== null && weight > largest[at]) largest[at] = weight;
+    }
+  }
+  const colors = range(256).map((n) => colorOf((n / 255) ** 2));
+  const image = new ImageData(size, size);
+  for (let at = 0; at < largest.length; at++) {
+    if (largest[at] < 0) continue; // transparent
+    const [r, g, b] = colors[Math.round(255 * Math.sqrt(largest[at]))];
+    image.data.set([r, g, b, 255], 4 * at);
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** Draw a pair of numbers as a point in the plane, before and after RoPE turns it by an angle. */
+function drawPlane(before, after, angle, radius) {
+  const place = ([x, y], share = 1) =>
+    `${((100 * share * x) / radius).toFixed(1)} ${((-100 * share * y) / radius).toFixed(1)}`;
+  const rest = angle % (2 * Math.PI);
+  const turn = (by) => [
+    before[0] * Math.cos(by) - before[1] * Math.sin(by),
+    before[0] * Math.sin(by) + before[1] * Math.cos(by),
+  ];
+  const arc = range(33).map((n) => place(turn((rest * n) / 32), 0.5));
+  const mark = (point, name) => {
+    const [cx, cy] = place(point).split(" ");
+    return make(`circle.${name}`, { cx, cy, r: 7 });
+  };
+  return make(
+    "svg.plane",
+    { viewBox: "-112 -112 224 224", "aria-hidden": "true" },
+    make("path.axis", { d: "M-110 0h220M0-110v220" }),
+    make("circle.ring", { r: 100 }),
+    make("path.before", { d: `M0 0L${place(before)}` }),
+    mark(before, "before"),
+    make("path.after", { d: `M0 0L${place(after)}` }),
+    mark(after, "after"),
+    make("path.turn", { d: `M${arc.join("L")}` }),
+  );
+}
+
+/** Move a choice by keys: `steps` has the step of each key, `go` takes one. */
+function handleKeys(event, steps, go) {
+  if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
+  event.preventDefault();
+  go(steps[event.key]);
+}

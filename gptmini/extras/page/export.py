@@ -1,0 +1,203 @@
+"""Writes a run as one HTML file: weights, tokenizer, settings, model.js and what page.js shows.
+
+Nothing that comes from a run can become markup or script: it is JSON in ASCII without `<`, `>` and
+`&`, or base64; page.js only ever sets texts; and the page's Content-Security-Policy allows no
+script but its own, no network and no other file.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmini import files
+from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.generate.native.precision import quantize
+from gptmini.generate.run import Run, load_run
+from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
+from gptmini.tokenizer.tokenizers import Tokenizer
+
+FOLDER = Path(__file__).parent
+PAGE_SCRIPTS = ("words.js", "draw.js", "views.js", "sections.js", "page.js")  # in this order
+MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
+MAX_CHECKPOINT_BYTES = 3_000_000  # of all earlier checkpoints together
+PRECISIONS = ("bfloat16", "int8")  # of matrices, the better first; everything else is float32
+
+
+class EncodedWeights(NamedTuple):
+    """Weights as model.js decodes them; `tensors` lists name, shape and type in their order."""
+
+    tensors: list[dict[str, Any]]
+    text: str  # base64
+
+
+class ExportedPage(NamedTuple):
+    """What `export_page` wrote."""
+
+    size: int  # bytes
+    precision: str
+    steps: list[int]  # of the earlier checkpoints
+
+
+def export_page(path: Path, out: Path, precision: str | None = None) -> ExportedPage:
+    """Write the run at `path` as a page; `precision` is chosen by size if not given.
+
+    Raises ConfigError for a model that is too large, DataError for a tokenizer that the page
+    cannot run, and what `load_run` raises.
+    """
+    run = load_run(path, "cpu", "float32")
+    precision = precision or choose_precision(run)
+    checkpoints = read_checkpoints(run)
+    page = build_page(run, precision, checkpoints)
+    files.atomic_write_bytes(out, page)
+    return ExportedPage(len(page), precision, list(checkpoints))
+
+
+def choose_precision(run: Run) -> str:
+    """Choose bfloat16, or int8 where a page in bfloat16 would be too large."""
+    fits = estimate_size(run, PRECISIONS[0]) <= MAX_PAGE_BYTES
+    return PRECISIONS[0] if fits else PRECISIONS[1]
+
+
+def estimate_size(run: Run, precision: str) -> int:
+    """Estimate the bytes of a page without earlier checkpoints."""
+    weights = 0
+    for name, tensor in run.model.state_dict().items():
+        is_rounded = is_matrix(name)
+        weights += tensor.numel() * (({"bfloat16": 2, "int8": 1}[precision]) if is_rounded else 4)
+    return weights * 4 // 3 + len(run.tokenizer.to_json())
+
+
+def build_page(
+    run: Run,
+    precision: str = "bfloat16",
+    checkpoints: Mapping[int, EncodedWeights] | None = None,
+    prompt: str = "",
+) -> bytes:
+    """Build the page of a run whose weights are in float32; it opens on a prompt.
+
+    `checkpoints` are earlier ones of the same run, by step.
+    """
+    check_tokenizer(run.tokenizer)
+    if estimate_size(run, precision) > MAX_PAGE_BYTES:
+        raise ConfigError(
+            f"{run.path}: in {precision} its page would be larger than {MAX_PAGE_BYTES:,} bytes; "
+            f"use gptmini serve"
+        )
+    encoded = encode_weights(run.model.state_dict(), precision)
+    checkpoints = checkpoints or {}
+    blobs = {"weights": encoded.text}
+    blobs |= {f"weights-{step}": each.text for step, each in checkpoints.items()}
+    data = {
+        "name": run.path.name,
+        "step": run.step,
+        "prompt": prompt,
+        "config": run.config.model.model_dump(mode="json"),
+        "sample": run.config.sample.model_dump(mode="json"),
+        "tokenizer": json.loads(run.tokenizer.to_json()),
+        "precision": precision,
+        "tensors": encoded.tensors,
+        "checkpoints": [
+            {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
+        ],
+    }
+    return render_page(data, blobs)
+
+
+def render_page(data: dict[str, Any], blobs: Mapping[str, str]) -> bytes:
+    """Fill the template with JSON data and with base64 texts by the id of their element."""
+    parts = {
+        "STYLE": (FOLDER / "page.css").read_text(encoding="utf-8"),
+        "MODEL": (FOLDER / "model.js").read_text(encoding="utf-8"),
+        "PAGE": "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in PAGE_SCRIPTS),
+        "DATA": escape_json(data),
+        "WEIGHTS": "\n".join(
+            f'<script type="text/plain" id="{name}">{text}</script>' for name, text in blobs.items()
+        ),
+    }
+    # A nonce that nobody can know before the page is written, and the same for the same page.
+    digest = hashlib.sha256("\0".join(parts.values()).encode()).digest()
+    parts["NONCE"] = nonce = base64.b64encode(digest[:18]).decode()
+    parts["POLICY"] = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
+        f"base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+    )
+    template = (FOLDER / "page.html").read_text(encoding="utf-8")
+    # In one pass, so that no part is searched for the names of others.
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], template).encode()
+
+
+def escape_json(data: Any) -> str:
+    """Write JSON data in ASCII that cannot end the element which it stands in."""
+    text = json.dumps(data, allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Raise DataError for a tokenizer whose word pattern model.js does not know."""
+    if isinstance(tokenizer, BpeTokenizer) and tokenizer.encoding._pat_str not in KNOWN_PATTERNS:
+        raise DataError(
+            f"tokenizer {tokenizer.kind}: a page cannot split words as it does; use gptmini serve"
+        )
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def is_matrix(name: str) -> bool:
+    """Check whether a tensor is rounded, as `precision.round_weights` does."""
+    return name.endswith(("proj.weight", "embed.weight", "head.weight"))
+
+
+def encode_weights(tensors: Mapping[str, Tensor], precision: str) -> EncodedWeights:
+    """Encode the tensors of a model; matrices as `precision.round_weights` rounds them."""
+    listed = []
+    pieces = []
+    for name, tensor in tensors.items():
+        kind = precision if is_matrix(name) else "float32"
+        listed.append({"name": name, "shape": list(tensor.shape), "type": kind})
+        if kind == "int8":
+            integers, scales = quantize(tensor)
+            pieces += [to_little_endian(scales), to_little_endian(integers)]
+        elif kind == "bfloat16":
+            # Their bits, since NumPy has no such numbers.
+            pieces.append(to_little_endian(tensor.to(torch.bfloat16).view(torch.int16)))
+        else:
+            pieces.append(to_little_endian(tensor.float()))
+    return EncodedWeights(listed, base64.b64encode(b"".join(pieces)).decode())
+
+
+def to_little_endian(tensor: Tensor) -> bytes:
+    """Return the numbers of a tensor, row by row."""
+    array = tensor.contiguous().numpy()
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def read_checkpoints(run: Run) -> dict[int, EncodedWeights]:
+    """Read earlier checkpoints of a run, by step, in int8: as many as fit, evenly spread."""
+    directory = RunDirectory(run.path)
+    steps = sorted(step for step in directory.list_steps() if step != run.step)
+    count = MAX_CHECKPOINT_BYTES // estimate_size(run, "int8")
+    found = {}
+    for step in spread(steps, count):
+        with suppress(CheckpointError):  # a damaged one
+            found[step] = encode_weights(directory.load_checkpoint(step).model, "int8")
+    return found
+
+
+def spread(steps: list[int], count: int) -> list[int]:
+    """Choose up to `count` of some steps, evenly spread, the first among them."""
+    if count >= len(steps):
+        return steps
+    return [steps[n * len(steps) // count] for n in range(count)]

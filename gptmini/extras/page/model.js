@@ -1,0 +1,1212 @@
+// The model once more, in plain JavaScript: text -> tokens -> logits -> the next token -> text.
+//
+// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, cache.py, attention.py
+// and gpt.py, then generate/filters.py, sampler.py and texts.py. Names are the same, written as
+// JavaScript writes them (project_qkv is projectQkv); settings keep the names of config.yaml. There
+// is no batch: a pass reads T tokens of one text.
+//
+// Numbers are stored in float32 and summed in float64, so results are those of PyTorch in float32
+// up to rounding. A tensor is a flat Float32Array, its shape stands in the comment behind it.
+//
+// Letters: T positions of a pass, S keys, H query heads, G KV heads, D width, K head size, V
+// vocabulary, L layers.
+"use strict";
+
+// -- tokenizer: text to tokens and back ----------------------------------------------------------
+
+const END_OF_TEXT = "<|endoftext|>";
+
+/** Create the tokenizer that a run's tokenizer.json describes. */
+function createTokenizer(data) {
+  if (data.kind === "byte") return new ByteTokenizer();
+  if (data.kind === "char") return new CharTokenizer(data.characters);
+  return new BpeTokenizer(data);
+}
+
+/** What all tokenizers share; each kind adds `encode`, `decodeToken` and its special tokens. */
+class Tokenizer {
+  addsBos = false; // whether the end-of-text token stands before prompts, too
+
+  /** The tokens that no text encodes to, by name. */
+  get specialTokens() {
+    return { [END_OF_TEXT]: this.eosToken };
+  }
+
+  /** The tokens that end a text. */
+  get endTokens() {
+    return [this.eosToken];
+  }
+
+  /** Encode a text in which the name of a special token is that token. */
+  encodeSpecial(text) {
+    const special = this.specialTokens;
+    const names = Object.keys(special).sort((a, b) => b.length - a.length); // one may begin another
+    const escaped = names.map((name) => name.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
+    const parts = text.split(new RegExp(`(${escaped.join("|")})`, "u"));
+    return parts.flatMap((part) =>
+      Object.hasOwn(special, part) ? [special[part]] : this.encode(part),
+    );
+  }
+
+  /** Put the end-of-text token before those of a prompt, if that is done and it is not there. */
+  addBos(tokens) {
+    return !this.addsBos || tokens[0] === this.eosToken ? tokens : [this.eosToken, ...tokens];
+  }
+
+  /** Decode tokens into text; invalid UTF-8 becomes U+FFFD. `unfinished` holds back such an end. */
+  decode(tokens, unfinished = false) {
+    const bytes = tokens.flatMap((token) => [...this.decodeToken(token)]);
+    const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    return decoder.decode(new Uint8Array(bytes), { stream: unfinished });
+  }
+}
+
+/** The 256 bytes: encodes any text, learns nothing. */
+class ByteTokenizer extends Tokenizer {
+  kind = "byte";
+  eosToken = 256;
+  vocabSize = 257;
+
+  encode(text) {
+    return [...new TextEncoder().encode(text)];
+  }
+
+  /** Return the bytes that a token stands for; none for the end-of-text token. */
+  decodeToken(token) {
+    return token < 256 ? Uint8Array.of(token) : new Uint8Array();
+  }
+}
+
+/** Bytes, plus one token per non-ASCII character of a corpus; others are split into bytes. */
+class CharTokenizer extends Tokenizer {
+  kind = "char";
+
+  constructor(characters) {
+    super();
+    this.characters = [...characters]; // by code point
+    this.eosToken = 256 + this.characters.length;
+    this.vocabSize = this.eosToken + 1;
+    this.tokens = new Map(this.characters.map((character, index) => [character, 256 + index]));
+  }
+
+  encode(text) {
+    return [...text].flatMap((character) => {
+      const token = this.tokens.get(character);
+      return token === undefined ? [...new TextEncoder().encode(character)] : [token];
+    });
+  }
+
+  decodeToken(token) {
+    if (token < 256) return Uint8Array.of(token);
+    return new TextEncoder().encode(this.characters[token - 256] ?? "");
+  }
+}
+
+/** A byte-pair encoding: words by a pattern, then merges within a word, lowest rank first. */
+class BpeTokenizer extends Tokenizer {
+  constructor(data) {
+    super();
+    this.kind = data.kind;
+    this.pattern = translatePattern(data.pattern);
+    this.special = data.special_tokens;
+    this.eosToken = this.special[data.document ?? END_OF_TEXT];
+    this.ends = [...new Set([...(data.ends ?? []), data.document ?? END_OF_TEXT])];
+    this.addsBos = data.adds_bos ?? false;
+    // A string of characters below 256 stands for bytes: it can be a key, and a part of another.
+    this.ranks = new Map(Object.entries(data.ranks).map(([token, rank]) => [atob(token), rank]));
+    this.pieces = new Map([...this.ranks].map(([bytes, rank]) => [rank, toBytes(bytes)]));
+    for (const [name, token] of Object.entries(this.special)) {
+      this.pieces.set(token, new TextEncoder().encode(name));
+    }
+    this.pieces.set(this.eosToken, new Uint8Array());
+    this.vocabSize = 1 + Math.max(...this.pieces.keys());
+    this.missing = new Set(); // bytes without a token, which `encode` leaves out
+    for (let byte = 0; byte < 256; byte++) {
+      if (!this.ranks.has(String.fromCharCode(byte))) this.missing.add(byte);
+    }
+  }
+
+  get specialTokens() {
+    return this.special;
+  }
+
+  get endTokens() {
+    return this.ends.map((name) => this.special[name]);
+  }
+
+  encode(text) {
+    const tokens = [];
+    for (const [word] of text.matchAll(this.pattern)) {
+      const bytes = [...new TextEncoder().encode(word)].filter((byte) => !this.missing.has(byte));
+      if (bytes.length) tokens.push(...this.mergePairs(String.fromCharCode(...bytes)));
+    }
+    return tokens;
+  }
+
+  /** Encode a word, given as bytes: merge the pair of lowest rank until no pair has one. */
+  mergePairs(word) {
+    if (this.ranks.has(word)) return [this.ranks.get(word)];
+    const parts = [...word]; // bytes
+    for (;;) {
+      let lowest = Infinity;
+      let place = -1;
+      for (let i = 0; i + 1 < parts.length; i++) {
+        const rank = this.ranks.get(parts[i] + parts[i + 1]) ?? Infinity;
+        if (rank < lowest) [lowest, place] = [rank, i];
+      }
+      if (place < 0) return parts.map((part) => this.ranks.get(part));
+      parts.splice(place, 2, parts[place] + parts[place + 1]);
+    }
+  }
+
+  decodeToken(token) {
+    return this.pieces.get(token) ?? new Uint8Array(); // a gap in the ranks has no bytes
+  }
+}
+
+/** The bytes that a string of characters below 256 stands for. */
+function toBytes(string) {
+  return Uint8Array.from(string, (character) => character.charCodeAt(0));
+}
+
+/** Write a word pattern of tiktoken as a regular expression of JavaScript with the same matches.
+ *
+ * Possessive quantifiers (?+ ++ *+) only spare backtracking in the patterns that export.py lets
+ * pass. \s is any white space of Unicode there; JavaScript has another one, and it has no
+ * case-insensitive groups in all browsers.
+ */
+function translatePattern(pattern) {
+  const other = { s: "ſ", k: "\u212a" }; // what else has that letter as its small letter
+  const anyCase = pattern.replace(/\(\?i:((?:[^()]|\((?:[^()])*\))*)\)/g, (_, group) => {
+    const letters = group.replace(/\[([^\]]*)\]|[a-z]/g, (part, inside) => {
+      const each = (letter) => letter + letter.toUpperCase() + (other[letter] ?? "");
+      return `[${(inside ?? part).replace(/[a-z]/g, each)}]`;
+    });
+    return `(?:${letters})`;
+  });
+  const greedy = anyCase.replace(/([?*+}])\+/g, "$1");
+  const spaces = greedy.replaceAll("\\s", "\\p{White_Space}").replaceAll("\\S", "\\P{White_Space}");
+  return new RegExp(spaces, "gu");
+}
+
+// -- layers: linear, norms, feed-forward, positions ----------------------------------------------
+
+/** x (T, D) times weight (N, D), transposed, plus bias (N): (T, N). */
+class Linear {
+  constructor(weights, name) {
+    this.weight = weights[`${name}.weight`]; // (N, D)
+    this.bias = weights[`${name}.bias`] ?? null; // (N,)
+  }
+
+  forward(x, T) {
+    return multiply(x, this.weight, this.bias, T);
+  }
+}
+
+function multiply(x, weight, bias, T) {
+  const D = x.length / T;
+  const N = weight.length / D;
+  const out = new Float32Array(T * N);
+  let t = 0;
+  for (; t + 4 <= T; t += 4) {
+    // Four positions at a time, so that each weight is read once for all of them.
+    const x0 = t * D;
+    const x1 = x0 + D;
+    const x2 = x1 + D;
+    const x3 = x2 + D;
+    for (let n = 0; n < N; n++) {
+      const row = n * D;
+      const start = bias === null ? 0 : bias[n];
+      let sum0 = start;
+      let sum1 = start;
+      let sum2 = start;
+      let sum3 = start;
+      for (let d = 0; d < D; d++) {
+        const w = weight[row + d];
+        sum0 += w * x[x0 + d];
+        sum1 += w * x[x1 + d];
+        sum2 += w * x[x2 + d];
+        sum3 += w * x[x3 + d];
+      }
+      const at = t * N + n;
+      out[at] = sum0;
+      out[at + N] = sum1;
+      out[at + 2 * N] = sum2;
+      out[at + 3 * N] = sum3;
+    }
+  }
+  for (; t < T; t++) {
+    for (let n = 0; n < N; n++) {
+      out[t * N + n] = dot(x, t * D, weight, n * D, D) + (bias === null ? 0 : bias[n]);
+    }
+  }
+  return out;
+}
+
+/** The dot product of `length` numbers of a, from i on, and of b, from j on. */
+function dot(a, i, b, j, length) {
+  let sum0 = 0;
+  let sum1 = 0;
+  let sum2 = 0;
+  let sum3 = 0;
+  let k = 0;
+  for (; k + 4 <= length; k += 4) {
+    sum0 += a[i + k] * b[j + k];
+    sum1 += a[i + k + 1] * b[j + k + 1];
+    sum2 += a[i + k + 2] * b[j + k + 2];
+    sum3 += a[i + k + 3] * b[j + k + 3];
+  }
+  for (; k < length; k++) sum0 += a[i + k] * b[j + k];
+  return sum0 + sum1 + (sum2 + sum3);
+}
+
+/** a + b, of one shape. */
+function add(a, b) {
+  return a.map((value, i) => value + b[i]);
+}
+
+/** Create a LayerNorm or RMSNorm of width D. */
+function createNorm(config, weights, name) {
+  const Norm = config.norm === "rmsnorm" ? RMSNorm : LayerNorm;
+  return new Norm(weights, name, config.norm_eps);
+}
+
+/** (x - mean) / √(variance + eps) · weight + bias, row by row. */
+class LayerNorm {
+  constructor(weights, name, eps) {
+    this.weight = weights[`${name}.weight`]; // (D,)
+    this.bias = weights[`${name}.bias`] ?? null; // (D,)
+    this.eps = eps;
+  }
+
+  /** Mean and scale, 1 / √(variance + eps), of the D numbers of x from `start` on. */
+  measure(x, start) {
+    const D = this.weight.length;
+    let sum = 0;
+    for (let d = 0; d < D; d++) sum += x[start + d];
+    const mean = sum / D;
+    let squares = 0;
+    for (let d = 0; d < D; d++) squares += (x[start + d] - mean) ** 2;
+    return { mean, scale: 1 / Math.sqrt(squares / D + this.eps) };
+  }
+
+  forward(x) {
+    const D = this.weight.length;
+    const out = new Float32Array(x.length); // (T, D)
+    for (let start = 0; start < x.length; start += D) {
+      const { mean, scale } = this.measure(x, start);
+      for (let d = 0; d < D; d++) {
+        const bias = this.bias === null ? 0 : this.bias[d];
+        out[start + d] = (x[start + d] - mean) * scale * this.weight[d] + bias;
+      }
+    }
+    return out;
+  }
+}
+
+/** x / √(mean square + eps) · weight: a LayerNorm that takes no mean and has no bias. */
+class RMSNorm extends LayerNorm {
+  measure(x, start) {
+    const D = this.weight.length;
+    return { mean: 0, scale: 1 / Math.sqrt(dot(x, start, x, start, D) / D + this.eps) };
+  }
+}
+
+/** Feed-forward network (T, D) -> (T, D), applied to each position by itself. */
+class MLP {
+  constructor(config, weights, name) {
+    this.activation = config.activation;
+    this.gateProj = this.activation === "swiglu" ? new Linear(weights, `${name}.gate_proj`) : null;
+    this.upProj = new Linear(weights, `${name}.up_proj`);
+    this.downProj = new Linear(weights, `${name}.down_proj`);
+  }
+
+  forward(x, T, record = null) {
+    const up = this.upProj.forward(x, T); // (T, d_ff)
+    const gate = this.gateProj?.forward(x, T); // (T, d_ff)
+    const inner = up.map((value, i) => {
+      if (this.activation === "swiglu") return silu(gate[i]) * value;
+      if (this.activation === "relu2") return Math.max(value, 0) ** 2;
+      return gelu(value);
+    });
+    keep(record, "up", up);
+    if (gate) keep(record, "gate", gate);
+    keep(record, "inner", inner);
+    return this.downProj.forward(inner, T); // (T, D)
+  }
+}
+
+function silu(x) {
+  return x / (1 + Math.exp(-x));
+}
+
+/** GELU in GPT-2's tanh form. */
+function gelu(x) {
+  return 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
+}
+
+/** Compute the angles (K/2,), in radians per position, by which RoPE turns the pairs. */
+function computeFrequencies(config) {
+  const K = config.head_dim;
+  const frequencies = Array.from({ length: K / 2 }, (_, i) => config.rope_theta ** ((-2 * i) / K));
+  return config.rope_scaling ? scaleFrequencies(frequencies, config.rope_scaling) : frequencies;
+}
+
+/** Scale RoPE frequencies (K/2,) for a longer context, as Llama 3.1 does. */
+function scaleFrequencies(frequencies, [factor, low, high, context]) {
+  return frequencies.map((frequency) => {
+    const periods = (context * frequency) / (2 * Math.PI);
+    const kept = Math.min(Math.max((periods - low) / (high - low), 0), 1); // 0: divide, 1: keep
+    return frequency * (kept + (1 - kept) / factor);
+  });
+}
+
+/** Rotate each pair (i, i + K/2) of x (T, heads, K) by angle i of its position. */
+function applyRotary(x, frequencies, start, T) {
+  const half = frequencies.length; // K/2
+  const width = x.length / T; // heads · K
+  const out = new Float32Array(x.length);
+  for (let t = 0; t < T; t++) {
+    for (let i = 0; i < half; i++) {
+      const cosine = Math.fround(Math.cos((start + t) * frequencies[i]));
+      const sine = Math.fround(Math.sin((start + t) * frequencies[i]));
+      for (let at = t * width + i; at < (t + 1) * width; at += 2 * half) {
+        const first = x[at];
+        const second = x[at + half];
+        out[at] = first * cosine - second * sine;
+        out[at + half] = second * cosine + first * sine;
+      }
+    }
+  }
+  return out;
+}
+
+/** Compute the slopes (H,) of ALiBi: how much each head minds distance. */
+function computeAlibiSlopes(H) {
+  const P = 2 ** Math.floor(Math.log2(H));
+  const exponents = [];
+  for (let n = 1; n <= P; n++) exponents.push((8 * n) / P);
+  for (let n = 1; n < 2 * (H - P); n += 2) exponents.push((4 * n) / P);
+  return Float32Array.from(exponents, (exponent) => 2 ** -exponent);
+}
+
+/** Scores (S,) -> weights (S,) that sum to 1; a query that sees no key gets zeros. */
+function softmax(scores) {
+  let highest = -Infinity;
+  for (const score of scores) if (score > highest) highest = score;
+  const weights = new Float32Array(scores.length);
+  if (highest === -Infinity) return weights;
+  let sum = 0;
+  for (let s = 0; s < scores.length; s++) sum += Math.exp(scores[s] - highest);
+  for (let s = 0; s < scores.length; s++) weights[s] = Math.exp(scores[s] - highest) / sum;
+  return weights;
+}
+
+// -- cache: keys and values of earlier tokens ----------------------------------------------------
+
+/** Keys and values of one layer, (S, G·K) each. A window hides keys, it does not drop them. */
+class LayerCache {
+  keys = new Float32Array(); // (capacity, G·K)
+  values = new Float32Array();
+
+  /** Add k and v (T, G, K) behind `length` positions. */
+  update(k, v, length, T) {
+    const width = k.length / T;
+    const needed = (length + T) * width;
+    if (needed > this.keys.length) {
+      const { keys, values } = this;
+      this.keys = new Float32Array(2 * needed);
+      this.values = new Float32Array(2 * needed);
+      this.keys.set(keys);
+      this.values.set(values);
+    }
+    this.keys.set(k, length * width);
+    this.values.set(v, length * width);
+  }
+}
+
+/** The caches of all layers, which grow together. */
+class KVCache {
+  constructor(config) {
+    this.length = 0; // positions read so far
+    this.layers = Array.from({ length: config.n_layer }, () => new LayerCache());
+  }
+
+  /** Step back: keep the first `length` positions. */
+  truncate(length) {
+    this.length = Math.min(this.length, length);
+  }
+}
+
+// -- attention -----------------------------------------------------------------------------------
+
+/** Causal self-attention of one layer: (T, D) -> (T, D).
+ *
+ * Query head h reads KV head h // (H / G): G = H is multi-head, G = 1 multi-query attention.
+ */
+class Attention {
+  constructor(config, weights, layer) {
+    const name = `blocks.${layer}.attn`;
+    this.layer = layer;
+    this.H = config.n_head;
+    this.G = countKvHeads(config);
+    this.K = config.head_dim;
+    this.qProj = new Linear(weights, `${name}.q_proj`); // D -> H·K
+    this.kProj = new Linear(weights, `${name}.k_proj`); // D -> G·K
+    this.vProj = new Linear(weights, `${name}.v_proj`); // D -> G·K
+    this.oProj = new Linear(weights, `${name}.o_proj`); // H·K -> D
+    this.window = getWindow(config, layer);
+    this.qNorm = null;
+    this.kNorm = null;
+    if (config.attention.qk_norm) {
+      this.qNorm = new RMSNorm(weights, `${name}.q_norm`, config.norm_eps);
+      this.kNorm = new RMSNorm(weights, `${name}.k_norm`, config.norm_eps);
+    }
+    this.frequencies = config.position === "rope" ? computeFrequencies(config) : null;
+    this.alibiSlopes = config.position === "alibi" ? computeAlibiSlopes(this.H) : null;
+  }
+
+  /** x (T, D) continues the `start` positions that the cache holds. */
+  forward(x, start, T, cache, off, record) {
+    const { q, k, v } = this.projectQkv(x, start, T, record);
+    cache.update(k, v, start, T);
+    const mixed = this.mix(q, start, T, cache, off, record); // (T, H, K)
+    return this.oProj.forward(mixed, T); // (T, H·K) -> (T, D)
+  }
+
+  /** Project x (T, D) to queries (T, H, K), keys and values (T, G, K).
+   *
+   * Queries and keys are normalized and rotated; values are not.
+   */
+  projectQkv(x, start, T, record) {
+    let q = this.qProj.forward(x, T);
+    let k = this.kProj.forward(x, T);
+    const v = this.vProj.forward(x, T);
+    keep(record, "qProjected", q);
+    keep(record, "kProjected", k);
+    if (this.qNorm !== null) {
+      q = this.qNorm.forward(q);
+      k = this.kNorm.forward(k);
+    }
+    keep(record, "qNormed", q);
+    keep(record, "kNormed", k);
+    if (this.frequencies !== null) {
+      q = applyRotary(q, this.frequencies, start, T);
+      k = applyRotary(k, this.frequencies, start, T);
+    }
+    keep(record, "q", q);
+    keep(record, "k", k);
+    keep(record, "v", v);
+    return { q, k, v };
+  }
+
+  /** Average, for each query, the values that it sees: q (T, H, K) -> (T, H, K). */
+  mix(q, start, T, cache, off, record) {
+    const { H, G, K } = this;
+    const mixed = new Float32Array(T * H * K);
+    for (let t = 0; t < T; t++) {
+      const S = start + t + 1;
+      const scores = new Float32Array(H * S);
+      const weights = new Float32Array(H * S);
+      for (let h = 0; h < H; h++) {
+        const g = Math.floor(h / (H / G));
+        const at = (t * H + h) * K;
+        const row = scores.subarray(h * S, (h + 1) * S);
+        this.computeScores(row, q.subarray(at, at + K), h, g, start + t, cache.keys);
+        hideAttentions(row, off, this.layer, h, start + t);
+        weights.set(softmax(row), h * S);
+        if (isHeadOff(off, this.layer, h)) continue; // it adds nothing
+        this.sumValues(mixed, at, weights.subarray(h * S, (h + 1) * S), g, cache.values);
+      }
+      if (record !== null) Object.assign(record[t], { scores, weights });
+    }
+    keep(record, "mixed", mixed);
+    return mixed;
+  }
+
+  /** Fill the scores (S,) of a query (K,) on all keys so far: q·k / √K, and -∞ where it is blind. */
+  computeScores(scores, query, h, g, position, keys) {
+    const { G, K } = this;
+    for (let s = 0; s <= position; s++) {
+      const distance = position - s;
+      if (this.window !== null && distance >= this.window) {
+        scores[s] = -Infinity;
+        continue;
+      }
+      const bias = this.alibiSlopes === null ? 0 : -this.alibiSlopes[h] * distance;
+      scores[s] = dot(query, 0, keys, (s * G + g) * K, K) / Math.sqrt(K) + bias;
+    }
+  }
+
+  /** Write the mean of the values (S, K) by their weights (S,) to `mixed`, from `at` on. */
+  sumValues(mixed, at, weights, g, values) {
+    const { G, K } = this;
+    const sums = new Float64Array(K);
+    for (let s = 0; s < weights.length; s++) {
+      const weight = weights[s];
+      if (weight === 0) continue;
+      const start = (s * G + g) * K;
+      for (let i = 0; i < K; i++) sums[i] += weight * values[start + i];
+    }
+    mixed.set(sums, at);
+  }
+
+  /** What head h adds to the residual stream (D,), given `mixed` (H, K) of one position.
+   *
+   * The bias of o_proj belongs to no head.
+   */
+  addedByHead(mixed, h) {
+    const width = this.H * this.K;
+    const D = this.oProj.weight.length / width;
+    return Float32Array.from({ length: D }, (_, d) =>
+      dot(mixed, h * this.K, this.oProj.weight, d * width + h * this.K, this.K),
+    );
+  }
+}
+
+/** G, the number of key/value heads. */
+function countKvHeads(config) {
+  if (config.attention.variant === "mqa") return 1;
+  return config.attention.variant === "gqa" ? config.attention.n_kv_head : config.n_head;
+}
+
+/** Get the positions that a query of a layer sees, its own included; null: all. */
+function getWindow(config, layer) {
+  const every = config.attention.full_every;
+  if (every && (layer + 1) % every === 0) return null;
+  return config.attention.window ?? null;
+}
+
+// -- what is switched off ------------------------------------------------------------------------
+//
+// `off` is null or {heads: [[layer, head]], mlps: [layer], layers: [layer], attentions: [[layer,
+// head, query, key]]}, with any of them left out. A head, MLP or layer that is off adds nothing to
+// the residual stream (a head leaves the bias of o_proj); an attention gets a score of -∞. There,
+// null stands for every layer or head.
+
+function isHeadOff(off, layer, head) {
+  return (off?.heads ?? []).some(([l, h]) => l === layer && h === head);
+}
+
+function isMlpOff(off, layer) {
+  return isLayerOff(off, layer) || (off?.mlps ?? []).includes(layer);
+}
+
+function isLayerOff(off, layer) {
+  return (off?.layers ?? []).includes(layer);
+}
+
+function hideAttentions(scores, off, layer, head, query) {
+  for (const [l, h, q, key] of off?.attentions ?? []) {
+    const here = (l ?? layer) === layer && (h ?? head) === head && q === query;
+    if (here && key < scores.length) scores[key] = -Infinity;
+  }
+}
+
+// -- the model -----------------------------------------------------------------------------------
+
+/** Attention, then feed-forward, each normed first and added to the residual stream x. */
+class Block {
+  constructor(config, weights, layer) {
+    const name = `blocks.${layer}`;
+    this.layer = layer;
+    this.attnNorm = createNorm(config, weights, `${name}.attn_norm`);
+    this.attn = new Attention(config, weights, layer);
+    this.mlpNorm = createNorm(config, weights, `${name}.mlp_norm`);
+    this.mlp = new MLP(config, weights, `${name}.mlp`);
+  }
+
+  /** (T, D) -> (T, D) */
+  forward(x, start, T, cache, off, record) {
+    keep(record, "x", x);
+    const attnNormed = this.attnNorm.forward(x); // (T, D)
+    let attn = this.attn.forward(attnNormed, start, T, cache, off, record); // (T, D)
+    if (isLayerOff(off, this.layer)) attn = new Float32Array(attn.length);
+    const middle = add(x, attn); // (T, D)
+    const mlpNormed = this.mlpNorm.forward(middle); // (T, D)
+    let mlp = this.mlp.forward(mlpNormed, T, record); // (T, D)
+    if (isMlpOff(off, this.layer)) mlp = new Float32Array(mlp.length);
+    keep(record, "attnNormed", attnNormed);
+    keep(record, "attn", attn);
+    keep(record, "middle", middle);
+    keep(record, "mlpNormed", mlpNormed);
+    keep(record, "mlp", mlp);
+    return add(middle, mlp);
+  }
+}
+
+/** A pre-norm decoder-only transformer.
+ *
+ * `config` is the section `model` of config.yaml with every default filled in; `weights` maps the
+ * names of PyTorch ("blocks.0.attn.q_proj.weight") to Float32Arrays.
+ */
+class GPT {
+  constructor(config, weights) {
+    this.config = config;
+    this.embed = weights["embed.weight"]; // (V, D)
+    this.positions = weights["positions.weight"] ?? null; // (context, D), learned positions
+    this.blocks = Array.from({ length: config.n_layer }, (_, l) => new Block(config, weights, l));
+    this.finalNorm = createNorm(config, weights, "final_norm");
+    this.head = weights["head.weight"] ?? this.embed; // (V, D), tied unless it has its own
+  }
+
+  /** Tokens (T,) -> logits (nLogits, V) of the last nLogits of them, by default of all.
+   *
+   * They continue those in the cache; without one, they are the whole text. A cache is filled
+   * under one `off`: truncate it to 0 before another. An array given as `record` gets an entry for
+   * each token, see `Reader`.
+   */
+  forward(tokens, cache = new KVCache(this.config), options = {}) {
+    const { off = null, record = null, nLogits = tokens.length } = options;
+    const T = tokens.length;
+    const { d_model: D, context_length } = this.config;
+    const start = cache.length;
+    if (start + T > context_length) {
+      throw new RangeError(`${start + T} positions in a context of ${context_length}`);
+    }
+    const entries = record && tokens.map((token, t) => this.createEntry(token, start + t));
+    let x = this.embedTokens(tokens, start); // (T, D)
+    for (const [layer, block] of this.blocks.entries()) {
+      const entriesOfLayer = entries && entries.map((entry) => entry.layers[layer]);
+      x = block.forward(x, start, T, cache.layers[layer], off, entriesOfLayer);
+    }
+    const hidden = this.finalNorm.forward(x); // (T, D)
+    const logits = this.computeLogits(hidden.subarray((T - nLogits) * D), nLogits); // (nLogits, V)
+    cache.length += T;
+    if (entries) {
+      keep(entries, "x", x);
+      keep(entries, "hidden", hidden);
+      keep(entries.slice(T - nLogits), "logits", logits);
+      record.push(...entries);
+    }
+    return logits;
+  }
+
+  /** Tokens (T,) from position `start` on -> (T, D). */
+  embedTokens(tokens, start) {
+    const D = this.config.d_model;
+    const x = new Float32Array(tokens.length * D);
+    for (const [t, token] of tokens.entries()) {
+      const embedding = this.embed.subarray(token * D, (token + 1) * D);
+      const position = this.getPosition(start + t);
+      x.set(position ? add(embedding, position) : embedding, t * D);
+    }
+    return x;
+  }
+
+  /** The learned embedding (D,) of a position, or null. */
+  getPosition(position) {
+    const D = this.config.d_model;
+    return this.positions && this.positions.subarray(position * D, (position + 1) * D);
+  }
+
+  /** Hidden (T, D) -> logits (T, V), by the head or, if tied, the embedding table. */
+  computeLogits(hidden, T) {
+    return multiply(hidden, this.head, null, T);
+  }
+
+  createEntry(token, position) {
+    const D = this.config.d_model;
+    return {
+      token,
+      position,
+      embedding: this.embed.subarray(token * D, (token + 1) * D),
+      positionEmbedding: this.getPosition(position),
+      layers: this.blocks.map(() => ({})),
+    };
+  }
+}
+
+/** Note rows (T, ...) under a name, one in each of T entries. */
+function keep(entries, name, rows) {
+  if (entries === null) return;
+  const width = rows.length / entries.length;
+  for (const [t, entry] of entries.entries()) {
+    entry[name] = rows.subarray(t * width, (t + 1) * width);
+  }
+}
+
+// -- looking inside ------------------------------------------------------------------------------
+
+/** Reads a text that changes: what is still the same at its beginning is not computed again.
+ *
+ * `record` has an entry for each token: token, position, embedding (D,), positionEmbedding (D,) or
+ * null, layers, then x (D,), the residual stream after the last layer, hidden (D,), the same after
+ * the final norm, and logits (V,). Each of `layers` has, in the order of computation:
+ *
+ *   x (D,) the residual stream before · attnNormed (D,) · qProjected (H, K), kProjected (G, K) ·
+ *   qNormed, kNormed: after QK-norm, if there is one · q (H, K), k (G, K): after RoPE, if there is
+ *   one · v (G, K) · scores (H, S), S = position + 1: with ALiBi, -∞ where hidden · weights (H, S) ·
+ *   mixed (H, K), zeros where a head is off · attn (D,): what attention adds · middle (D,): the
+ *   residual stream then · mlpNormed (D,) · up (d_ff,) · gate (d_ff,), of swiglu · inner (d_ff,):
+ *   after the activation · mlp (D,): what the MLP adds
+ */
+class Reader {
+  record = [];
+
+  constructor(gpt) {
+    this.gpt = gpt;
+    this.cache = new KVCache(gpt.config);
+    this.off = null;
+  }
+
+  /** Read tokens (T,), T > 0, as the whole text; return the logits (V,) after the last. */
+  read(tokens, off = null) {
+    if (JSON.stringify(off) !== JSON.stringify(this.off)) this.record.length = 0;
+    this.off = structuredClone(off);
+    let same = 0;
+    while (same < tokens.length && this.record[same]?.token === tokens[same]) same++;
+    this.record.length = same;
+    this.cache.truncate(same);
+    if (same < tokens.length) {
+      this.gpt.forward(tokens.slice(same), this.cache, { off, record: this.record });
+    }
+    return this.record.at(-1).logits;
+  }
+}
+
+/** Attribute a token's logit to what was added to the residual stream ("direct logit attribution").
+ *
+ * `entry` is one of a `Reader`. The final norm's mean and scale are held as they were, so that the
+ * parts sum to the logit: embedding, position, heads [L][H], attnBiases [L] (of o_proj), mlps [L]
+ * and normBias. A part is 0 where the model has none.
+ */
+function attribute(gpt, entry, token) {
+  const { d_model: D } = gpt.config;
+  const norm = gpt.finalNorm;
+  const { scale } = norm.measure(entry.x, 0);
+  const head = gpt.head.subarray(token * D, (token + 1) * D); // (D,)
+  // The direction of the residual stream that the logit grows in. A LayerNorm takes the mean of
+  // what it reads; that is the same as taking the mean of the direction.
+  const direction = new Float64Array(D);
+  for (let d = 0; d < D; d++) direction[d] = scale * norm.weight[d] * head[d];
+  if (!(norm instanceof RMSNorm)) {
+    const mean = direction.reduce((sum, value) => sum + value, 0) / D;
+    direction.forEach((value, d) => (direction[d] = value - mean));
+  }
+  const along = (added) => (added === null ? 0 : dot(added, 0, direction, 0, D));
+  const parts = {
+    embedding: along(entry.embedding),
+    position: along(entry.positionEmbedding),
+    heads: [],
+    attnBiases: [],
+    mlps: entry.layers.map((layer) => along(layer.mlp)),
+    normBias: norm.bias === null ? 0 : dot(norm.bias, 0, head, 0, D),
+  };
+  for (const [layer, { attn }] of gpt.blocks.entries()) {
+    const { mixed, attn: added } = entry.layers[layer];
+    const isOff = added.every((value) => value === 0);
+    const heads = Array.from({ length: attn.H }, (_, h) =>
+      isOff ? 0 : along(attn.addedByHead(mixed, h)),
+    );
+    parts.heads.push(heads);
+    parts.attnBiases.push(isOff ? 0 : along(attn.oProj.bias));
+  }
+  return parts;
+}
+
+/** How each head looks, [L][H]: the mean weight on the previous token, on the first and on itself,
+ * and the mean entropy in nats, as `gptmini inspect` lists them.
+ *
+ * `record` is that of a `Reader`. The first query, which sees only itself, does not count.
+ */
+function summarizeHeads(gpt, record) {
+  const queries = record.length > 1 ? record.slice(1) : record;
+  return gpt.blocks.map(({ attn, layer }) =>
+    Array.from({ length: attn.H }, (_, h) => {
+      const sums = { previous: 0, first: 0, itself: 0, entropy: 0 };
+      for (const { position, layers } of queries) {
+        const S = position + 1;
+        const weights = layers[layer].weights.subarray(h * S, (h + 1) * S);
+        sums.previous += weights[Math.max(position - 1, 0)];
+        sums.first += weights[0];
+        sums.itself += weights[position];
+        for (const weight of weights) if (weight > 0) sums.entropy -= weight * Math.log(weight);
+      }
+      for (const name of Object.keys(sums)) sums[name] /= queries.length;
+      return sums;
+    }),
+  );
+}
+
+/** The induction score of each head, [L][H]: random tokens are read twice, and at each of the
+ * second time it is the weight on what followed the same token the first time. */
+function measureInduction(gpt, tokenizer, count = 32) {
+  const n = Math.min(count, Math.floor(gpt.config.context_length / 2));
+  const special = new Set(Object.values(tokenizer.specialTokens));
+  const tokens = [];
+  for (let draw = 0; tokens.length < n; draw++) {
+    const token = Math.floor(drawUniform(0, 0, draw) * tokenizer.vocabSize);
+    if (!special.has(token) && !tokens.includes(token)) tokens.push(token);
+  }
+  const reader = new Reader(gpt);
+  reader.read([...tokens, ...tokens]);
+  return gpt.blocks.map(({ attn, layer }) =>
+    Array.from({ length: attn.H }, (_, h) => {
+      let sum = 0;
+      for (const entry of reader.record.slice(n)) {
+        const key = entry.position - n + 1;
+        sum += entry.layers[layer].weights[h * (entry.position + 1) + key];
+      }
+      return sum / n;
+    }),
+  );
+}
+
+// -- filters: from logits to one token -----------------------------------------------------------
+//
+// `sample` is the section of that name in config.yaml, with its names.
+
+/** Make a random number in [0, 1) for a draw, the same as Python's for these three integers. */
+function drawUniform(seed, textNumber, position) {
+  const digest = hashBlake2b(`${seed} ${textNumber} ${position}`);
+  const number = digest.reduce((sum, byte) => (sum << 8n) | BigInt(byte), 0n);
+  return Number(number >> 11n) * 2 ** -53; // 53 bits fill a float64
+}
+
+/** BLAKE2b of at most 128 ASCII characters, 8 bytes of it (RFC 7693). */
+function hashBlake2b(message) {
+  const mask = (1n << 64n) - 1n;
+  const initial = [
+    0x6a09e667f3bcc908n, 0xbb67ae8584caa73bn, 0x3c6ef372fe94f82bn, 0xa54ff53a5f1d36f1n,
+    0x510e527fade682d1n, 0x9b05688c2b3e6c1fn, 0x1f83d9abfb41bd6bn, 0x5be0cd19137e2179n,
+  ];
+  // The order of the words in each round, in hexadecimal digits.
+  const orders = [
+    "0123456789abcdef", "ea489fd61c02b753", "b8c052fdae367194", "7931dcbe265a40f8",
+    "905724afe1bc683d", "2c6a0b834d75fe19", "c51fed4a0763928b", "db7ec13950f4862a",
+    "6fe9b308c2d714a5", "a2847615fb9e3cd0",
+  ];
+  const bytes = new Uint8Array(128);
+  bytes.set(new TextEncoder().encode(message));
+  const words = Array.from(new BigUint64Array(bytes.buffer)); // of a little-endian machine
+  const state = [...initial];
+  state[0] ^= 0x01010008n; // no key, 8 bytes of digest
+  const v = [...state, ...initial];
+  v[12] ^= BigInt(message.length);
+  v[14] ^= mask; // the last block
+  const turn = (word, bits) => ((word >> bits) | (word << (64n - bits))) & mask;
+  const stir = (a, b, c, d, first, second) => {
+    v[a] = (v[a] + v[b] + first) & mask;
+    v[d] = turn(v[d] ^ v[a], 32n);
+    v[c] = (v[c] + v[d]) & mask;
+    v[b] = turn(v[b] ^ v[c], 24n);
+    v[a] = (v[a] + v[b] + second) & mask;
+    v[d] = turn(v[d] ^ v[a], 16n);
+    v[c] = (v[c] + v[d]) & mask;
+    v[b] = turn(v[b] ^ v[c], 63n);
+  };
+  for (let round = 0; round < 12; round++) {
+    const order = Array.from(orders[round % 10], (digit) => words[parseInt(digit, 16)]);
+    for (let i = 0; i < 4; i++) stir(i, i + 4, i + 8, i + 12, order[2 * i], order[2 * i + 1]);
+    for (let i = 0; i < 4; i++) {
+      const [b, c, d] = [1, 2, 3].map((shift) => 4 * shift + ((i + shift) % 4));
+      stir(i, b, c, d, order[8 + 2 * i], order[9 + 2 * i]);
+    }
+  }
+  const first = state[0] ^ v[0] ^ v[8];
+  return Array.from({ length: 8 }, (_, i) => Number((first >> BigInt(8 * i)) & 0xffn));
+}
+
+/** Combine `bias` and `ban` of a sample into one array (V,), or null without any. */
+function buildTokenBias(tokenizer, sample) {
+  const entries = Object.entries(sample.bias).concat(sample.ban.map((text) => [text, -Infinity]));
+  if (!entries.length) return null;
+  const bias = new Float32Array(tokenizer.vocabSize);
+  for (const [text, value] of entries) {
+    const tokens = tokenizer.encode(text);
+    if (tokens.length !== 1) throw new RangeError(`${JSON.stringify(text)} is not one token`);
+    bias[tokens[0]] += value;
+  }
+  return bias;
+}
+
+/** Adjust logits (V,) by a bias (V,) and the penalties; `prompt` and `generated` are tokens. */
+function processLogits(logits, sample, bias, prompt, generated) {
+  const scores = bias === null ? logits.slice() : add(logits, bias); // (V,)
+  const penalty = sample.repetition_penalty;
+  if (penalty !== 1) {
+    for (const token of new Set([...prompt, ...generated])) {
+      scores[token] = scores[token] > 0 ? scores[token] / penalty : scores[token] * penalty;
+    }
+  }
+  const counts = new Map();
+  for (const token of generated) counts.set(token, (counts.get(token) ?? 0) + 1);
+  for (const [token, times] of counts) {
+    scores[token] -= sample.presence_penalty + sample.frequency_penalty * times;
+  }
+  return scores;
+}
+
+/** Choose the tokens (N,) that may be drawn from scores (V,); return them and their weights (N,).
+ *
+ * Weights are unnormalized probabilities. After top-k or top-p the tokens run from most to least
+ * likely, of equal ones the first first. Throws if no token is left.
+ */
+function filterProbabilities(scores, sample) {
+  let tokens = Array.from(scores.keys());
+  if (sample.top_k !== null && sample.top_k < tokens.length) {
+    tokens.sort((a, b) => scores[b] - scores[a]); // a stable sort
+    tokens.length = sample.top_k;
+  }
+  const highest = scores.reduce((a, b) => Math.max(a, b), -Infinity) / sample.temperature;
+  if (highest === -Infinity) throw new RangeError("no token is left to draw");
+  const weigh = (token) => Math.exp(scores[token] / sample.temperature - highest);
+  let weights = tokens.map(weigh); // the most likely token weighs 1
+  if (sample.top_p !== null && sample.top_p < 1) {
+    const enough = sample.top_p * weights.reduce((sum, weight) => sum + weight, 0);
+    tokens.sort((a, b) => scores[b] - scores[a]);
+    let before = 0; // the weight of all tokens more likely than each
+    weights = tokens.map((token) => {
+      const kept = before < enough ? weigh(token) : 0;
+      before += weigh(token);
+      return kept;
+    });
+  }
+  if (sample.min_p !== null) {
+    tokens = tokens.filter((_, i) => weights[i] >= sample.min_p);
+    weights = weights.filter((weight) => weight >= sample.min_p);
+  }
+  return { tokens, weights };
+}
+
+/** Draw a token from scores (V,) with a random number in [0, 1); temperature 0 is greedy. */
+function sampleToken(scores, sample, random) {
+  if (sample.temperature === 0) {
+    const token = scores.indexOf(scores.reduce((a, b) => Math.max(a, b), -Infinity));
+    if (scores[token] === -Infinity) throw new RangeError("no token is left to draw");
+    return token;
+  }
+  const { tokens, weights } = filterProbabilities(scores, sample);
+  const target = random * weights.reduce((sum, weight) => sum + weight, 0);
+  let sum = 0;
+  let last = -1; // that has any weight: rounding must not lead past it
+  for (const [i, weight] of weights.entries()) {
+    sum += weight;
+    if (weight > 0) last = i;
+    if (sum > target) break;
+  }
+  return tokens[last];
+}
+
+/** Say what each filter did: (V,) objects {token, probability, chance, removedBy}, likeliest first.
+ *
+ * `probability` is at the temperature, before the filters, `chance` that of the draw. `removedBy`
+ * is null, or the first of top_k, top_p, min_p that removes the token; temperature removes all but
+ * the most likely at 0, a ban is "ban". `scores` (V,) come from `processLogits`.
+ */
+function explainFilters(scores, sample) {
+  const isGreedy = sample.temperature === 0;
+  const temperature = isGreedy ? 1 : sample.temperature;
+  const none = { temperature, top_k: null, top_p: null, min_p: null };
+  const stages = [["ban", none]];
+  for (const name of ["top_k", "top_p", "min_p"]) {
+    const before = stages.at(-1)[1];
+    if (isGreedy || sample[name] === null) continue;
+    stages.push([name, { ...before, [name]: sample[name] }]);
+  }
+  const removedBy = new Map();
+  let chances;
+  for (const [name, settings] of stages) {
+    const { tokens, weights } = filterProbabilities(scores, settings);
+    const total = weights.reduce((sum, weight) => sum + weight, 0);
+    chances = new Map();
+    for (const [i, token] of tokens.entries()) {
+      if (weights[i] > 0) chances.set(token, weights[i] / total);
+    }
+    for (const token of scores.keys()) {
+      if (!chances.has(token) && !removedBy.has(token)) removedBy.set(token, name);
+    }
+  }
+  const probabilities = softmax(scores.map((score) => score / temperature));
+  const order = Array.from(scores.keys()).sort((a, b) => scores[b] - scores[a]);
+  return order.map((token, rank) => {
+    if (!isGreedy) {
+      const chance = chances.get(token) ?? 0;
+      const removed = removedBy.get(token) ?? null;
+      return { token, probability: probabilities[token], chance, removedBy: removed };
+    }
+    const removed = rank ? (removedBy.get(token) ?? "temperature") : null;
+    return { token, probability: probabilities[token], chance: rank ? 0 : 1, removedBy: removed };
+  });
+}
+
+// -- generation: a text from its prompt to its last character ------------------------------------
+
+/** A text that continues a prompt, token by token: the same as Python's `generate`.
+ *
+ * `finishReason` is null while the text grows, then "length", "stop", "document" or "context";
+ * `tokens` are the new ones and `text` their characters. `promptTokens` are those of the prompt.
+ */
+class Continuation {
+  /** `reader` may be shared by all texts of a model; `number` selects the random numbers. */
+  constructor(reader, tokenizer, sample, prompt, { number = 0, special = false } = {}) {
+    this.reader = reader;
+    this.tokenizer = tokenizer;
+    this.sample = sample; // may be changed between two tokens
+    this.number = number;
+    this.off = null; // what is switched off; may be changed as well
+    this.contextLength = reader.gpt.config.context_length;
+    this.encodePrompt(prompt, special);
+    const needed = this.promptTokens.length + sample.max_new_tokens - 1; // the last is never read
+    if (sample.overflow === "error" && needed > this.contextLength) {
+      throw new RangeError(`${needed} tokens do not fit the context of ${this.contextLength}`);
+    }
+    this.tokens = [];
+    this.update();
+  }
+
+  /** Encode a prompt; find which tokens may come first. */
+  encodePrompt(prompt, special) {
+    const { tokenizer, sample } = this;
+    const all = Array.from({ length: tokenizer.vocabSize }, (_, token) => token);
+    const withSpace = all.filter((token) => tokenizer.decodeToken(token)[0] === 32);
+    this.allowedFirst = null; // a set of tokens, or null for all
+    this.dropSpace = false; // the prompt already shows the space that the first token brings along
+    if (prompt.endsWith(" ") && withSpace.length > 1) {
+      // Where words are tokens, a space belongs to the word behind it (" the"), and the model has
+      // hardly seen one alone. So drop it, and let the first token bring it back.
+      prompt = prompt.slice(0, -1);
+      this.allowedFirst = new Set(withSpace);
+      this.dropSpace = true;
+    }
+    if (prompt === "") {
+      const ends = tokenizer.endTokens;
+      this.allowedFirst ??= new Set(all.filter((token) => !ends.includes(token)));
+      const start = sample.start === null ? null : tokenizer.addBos(tokenizer.encode(sample.start));
+      this.promptTokens = start ?? [tokenizer.eosToken];
+    } else {
+      const tokens = special ? tokenizer.encodeSpecial(prompt) : tokenizer.encode(prompt);
+      this.promptTokens = tokenizer.addBos(tokens);
+    }
+  }
+
+  /** What the model sees, from position 0 on. Where the context is full, its older half goes. */
+  get context() {
+    let context = this.promptTokens.slice(-this.contextLength);
+    for (const token of this.tokens) {
+      context.push(token);
+      const kept = Math.max(1, Math.floor(this.contextLength / 2));
+      if (context.length > this.contextLength) context = context.slice(-kept);
+    }
+    return context;
+  }
+
+  /** The scores (V,) that the next token is drawn from, after bias, penalties and bans. */
+  computeScores() {
+    const logits = this.reader.read(this.context, this.off);
+    const bias = buildTokenBias(this.tokenizer, this.sample);
+    const scores = processLogits(logits, this.sample, bias, this.promptTokens, this.tokens);
+    if (this.allowedFirst !== null && this.tokens.length === 0) {
+      for (const token of scores.keys()) {
+        if (!this.allowedFirst.has(token)) scores[token] = -Infinity;
+      }
+    }
+    return scores;
+  }
+
+  /** Draw the next token and return it; null if the text has ended. */
+  next() {
+    if (this.finishReason !== null) return null;
+    const random = drawUniform(this.sample.seed, this.number, this.tokens.length);
+    const token = sampleToken(this.computeScores(), this.sample, random);
+    this.tokens.push(token);
+    this.update();
+    return token;
+  }
+
+  /** Take the last token back. */
+  back() {
+    this.tokens.pop();
+    this.update();
+  }
+
+  /** Set `finishReason` and `text`, from the tokens. */
+  update() {
+    const { tokenizer, sample, tokens } = this;
+    const total = Math.min(this.promptTokens.length, this.contextLength) + tokens.length;
+    this.finishReason = null;
+    if (tokens.length >= sample.max_new_tokens) this.finishReason = "length";
+    else if (sample.overflow === "stop" && total > this.contextLength) {
+      this.finishReason = "context";
+    }
+    const hasEnded = tokens.length > 0 && tokenizer.endTokens.includes(tokens.at(-1));
+    if (hasEnded) this.finishReason = "document";
+    const spoken = hasEnded ? tokens.slice(0, -1) : tokens;
+    let text = tokenizer.decode(spoken, this.finishReason === null);
+    if (this.dropSpace) text = text.replace(/^ /, "");
+    const stops = sample.stop.map((stop) => text.indexOf(stop)).filter((place) => place >= 0);
+    if (stops.length) {
+      this.finishReason = "stop";
+      text = text.slice(0, Math.min(...stops));
+    } else if (this.finishReason === null) {
+      text = text.slice(0, text.length - this.countHeldBack(text));
+    }
+    this.text = text;
+  }
+
+  /** Count the characters at the end of a text that may be the beginning of a stop text. */
+  countHeldBack(text) {
+    let most = 0;
+    for (const stop of this.sample.stop) {
+      for (let n = most + 1; n < stop.length; n++) if (text.endsWith(stop.slice(0, n))) most = n;
+    }
+    return most;
+  }
+}
+
+// -- what export.py wrote ------------------------------------------------------------------------
+
+/** Decode base64 into bytes. */
+function decodeBase64(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text); // in browsers since 2025
+  return toBytes(atob(text));
+}
+
+/** Decode weights by name: `tensors` lists {name, shape, type}, whose bytes follow each other.
+ *
+ * float32 and bfloat16 are numbers. int8 is preceded by a float32 scale for each row.
+ */
+function decodeWeights(tensors, bytes) {
+  const weights = {};
+  let at = 0;
+  const take = (count, size) => bytes.slice(at, (at += count * size)).buffer;
+  for (const { name, shape, type } of tensors) {
+    const count = shape.reduce((product, size) => product * size, 1);
+    if (type === "float32") weights[name] = new Float32Array(take(count, 4));
+    if (type === "bfloat16") {
+      // The upper half of a float32.
+      const bits = Uint32Array.from(new Uint16Array(take(count, 2)), (half) => half << 16);
+      weights[name] = new Float32Array(bits.buffer);
+    }
+    if (type === "int8") {
+      const scales = new Float32Array(take(shape[0], 4)); // (rows,)
+      const columns = count / shape[0];
+      const integers = new Int8Array(take(count, 1));
+      const scale = (integer, i) => integer * scales[Math.floor(i / columns)];
+      weights[name] = Float32Array.from(integers, scale);
+    }
+  }
+  return weights;
+}
+
+/** Open the model in a page that export.py wrote: {data, gpt, tokenizer}.
+ *
+ * `data` has name, step and prompt, the sections `model` (as `config`) and `sample` of config.yaml,
+ * `tokenizer`, and `checkpoints`: [{step, tensors}], earlier ones of the same run.
+ */
+function openPage(document) {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const gpt = openWeights(document, data, "weights", data.tensors);
+  return { data, gpt, tokenizer: createTokenizer(data.tokenizer) };
+}
+
+/** Open an earlier checkpoint of the run, one of `data.checkpoints`. */
+function openCheckpoint(document, data, { step, tensors }) {
+  return openWeights(document, data, `weights-${step}`, tensors);
+}
+
+function openWeights(document, data, id, tensors) {
+  const bytes = decodeBase64(document.getElementById(id).textContent);
+  return new GPT(data.config, decodeWeights(tensors, bytes));
+}

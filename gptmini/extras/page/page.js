@@ -1,0 +1,523 @@
+// The page: a text box, and all that the model makes of it. This file has what the reader chose, what
+// the model computes on it, and the first screen; sections.js and views.js show the rest.
+//
+// Whatever comes from a run or a reader becomes text, never markup.
+"use strict";
+
+const { data, gpt: newest, tokenizer } = openPage(document);
+
+// What the reader chose. Places count from 0 through the tokens that the model reads.
+const state = {
+  sample: {
+    ...data.sample,
+    max_new_tokens: Infinity, // the reader stops it
+    overflow: data.sample.overflow === "error" ? "stop" : data.sample.overflow,
+  },
+  place: null, // the selected token; null: the last, also of a text that grows
+  station: "tokens",
+  head: 0, // shown in the stations of attention,
+  headLayer: null, // of this layer, if one was chosen
+  key: null, // null: the strongest
+  pair: null, // null: that which counts most
+  neuron: null, // null: the strongest
+  allKeys: false,
+  off: { heads: [], mlps: [], layers: [], attentions: [] },
+  step: data.step,
+  hasTyped: false,
+};
+
+const models = new Map([[data.step, newest]]); // by step
+let readers; // of the model as it is, and with parts switched off
+let continuation; // the text
+let now; // what the model computes, see `compute`
+let timer = null; // of a text that is being generated
+const places = {}; // the elements that are filled again and again
+let textBox;
+
+// -- what the model computes ---------------------------------------------------------------------
+
+function useModel(step) {
+  if (!models.has(step)) {
+    const checkpoint = data.checkpoints.find((each) => each.step === step);
+    models.set(step, openCheckpoint(document, data, checkpoint));
+  }
+  state.step = step;
+  const gpt = models.get(step);
+  readers = { whole: new Reader(gpt), changed: new Reader(gpt) };
+  if (continuation) continuation.reader = readers.whole;
+}
+
+/** Read the text in the box anew. */
+function readText() {
+  const options = [readers.whole, tokenizer, state.sample];
+  continuation = new Continuation(...options, textBox.value);
+  // A text of bytes that the tokenizer does not know has no tokens.
+  if (!continuation.promptTokens.length) continuation = new Continuation(...options, "");
+  continuation.prompt = textBox.value;
+  state.place = null;
+  state.key = null;
+}
+
+/** Compute what all views show.
+ *
+ * `tokens` (T,) are what the model reads, `entries` those of a Reader, `entry` the one of the
+ * selected place `at`, `next` the token behind it or null, `rows` those of `explainFilters` for what
+ * comes next, null where no token is left, `before` a map from tokens to their probability with
+ * nothing switched off, if something is, and `target` the token that attributions are for.
+ */
+function compute() {
+  const off = listOff().length ? state.off : null;
+  const tokens = continuation.context;
+  const reader = off ? readers.changed : readers.whole;
+  readers.whole.read(tokens);
+  if (off) reader.read(tokens, off);
+  continuation.reader = reader;
+  continuation.off = off;
+  const T = tokens.length;
+  const at = Math.min(state.place ?? T - 1, T - 1);
+  const entry = reader.record[at];
+  const rows = explainNext(entry, T - 1 - at);
+  const rowsBefore = off && explainNext(readers.whole.record[at], T - 1 - at);
+  const next = tokens[at + 1] ?? null;
+  let heads = null;
+  now = {
+    gpt: reader.gpt,
+    config: reader.gpt.config,
+    tokens,
+    T,
+    entries: reader.record,
+    at,
+    entry,
+    next,
+    rows,
+    before: rowsBefore && new Map(rowsBefore.map((row) => [row.token, row.probability])),
+    target: next ?? (rowsBefore ?? rows)?.[0].token ?? findLargest(entry.logits),
+    heads: () => (heads ??= summarizeHeads(reader.gpt, reader.record)),
+  };
+}
+
+/** Explain what comes after an entry that has `behind` tokens behind it; null if nothing can. */
+function explainNext(entry, behind) {
+  const { promptTokens, tokens, allowedFirst } = continuation;
+  const drawn = tokens.length - behind; // before this place; negative inside the prompt
+  const prompt = drawn < 0 ? promptTokens.slice(0, drawn) : promptTokens;
+  const generated = tokens.slice(0, Math.max(0, drawn));
+  const bias = buildTokenBias(tokenizer, state.sample);
+  const scores = processLogits(entry.logits, state.sample, bias, prompt, generated);
+  if (allowedFirst !== null && drawn === 0) {
+    for (const token of scores.keys()) if (!allowedFirst.has(token)) scores[token] = -Infinity;
+  }
+  return scores.some((score) => score > -Infinity) ? explainFilters(scores, state.sample) : null;
+}
+
+// -- what the reader does ------------------------------------------------------------------------
+
+function choosePlace(place) {
+  state.place = place;
+  state.key = null;
+  update();
+}
+
+function chooseCell(query, key) {
+  state.place = query;
+  state.key = key;
+  update();
+}
+
+function choosePair(pair) {
+  state.pair = pair;
+  update();
+}
+
+function chooseNeuron(neuron) {
+  state.neuron = neuron;
+  update();
+}
+
+function openHead(layer, head, moves = false) {
+  state.head = head;
+  state.headLayer = layer;
+  state.key = null;
+  openStation(`attn:${layer}`, moves);
+}
+
+/** Open a station; `moves` the window to it, where it does not stand beside the drawing. */
+function openStation(id, moves = true) {
+  state.station = id;
+  state.pair = null;
+  state.neuron = null;
+  update();
+  const { top, bottom } = places.station.getBoundingClientRect();
+  const isSeen = top >= 0 && top < innerHeight * 0.6 && bottom > 0;
+  if (moves && !isSeen) places.station.scrollIntoView({ block: "start" });
+}
+
+function listOff() {
+  return Object.entries(state.off).flatMap(([list, items]) => items.map((item) => [list, item]));
+}
+
+function isListed(list, item) {
+  return state.off[list].some((each) => String(each) === String(item));
+}
+
+function toggleOff(list, item) {
+  const items = state.off[list];
+  const others = items.filter((each) => String(each) !== String(item));
+  state.off[list] = others.length < items.length ? others : [...items, item];
+  update();
+}
+
+function switchAllOn() {
+  for (const list of Object.keys(state.off)) state.off[list] = [];
+  update();
+}
+
+/** Write the text a second time, so that the model can continue a repetition. */
+function repeatText() {
+  pause();
+  const text = textBox.value.trim();
+  const space = /\s/.test(text) ? "\n" : "";
+  textBox.value = `${text}${space}${text}`;
+  state.hasTyped = true;
+  readText();
+  state.place = Math.max(0, continuation.context.length - 2);
+  update();
+}
+
+function drawNext() {
+  const token = continuation.next();
+  state.place = null;
+  state.key = null;
+  textBox.value = continuation.prompt + continuation.text;
+  state.hasTyped = true;
+  update();
+  return token;
+}
+
+function takeBack() {
+  pause();
+  continuation.back();
+  state.place = null;
+  textBox.value = continuation.prompt + continuation.text;
+  update();
+}
+
+const DELAY = 60; // milliseconds between two tokens, slow enough to watch
+
+function generate() {
+  let left = data.sample.max_new_tokens;
+  const step = () => {
+    timer = null;
+    if (now.rows === null || drawNext() === null || continuation.finishReason !== null) return pause();
+    left -= 1;
+    if (left > 0) timer = setTimeout(step, DELAY);
+    return showControls();
+  };
+  timer = setTimeout(step);
+  showControls();
+}
+
+function pause() {
+  clearTimeout(timer);
+  timer = null;
+  showControls();
+}
+
+// -- the first screen ----------------------------------------------------------------------------
+
+/** Replace what stands in a place. */
+function fill(place, ...children) {
+  place.replaceChildren(...children.flat(Infinity).filter((child) => child !== null));
+}
+
+function showControls() {
+  const hasEnded = continuation.finishReason !== null || now.rows === null;
+  fill(places.generate, timer === null ? say("generate") : say("pause"));
+  places.generate.setAttribute("aria-pressed", String(timer !== null));
+  places.generate.disabled = timer === null && hasEnded;
+  places.oneStep.disabled = hasEnded;
+  places.stepBack.disabled = continuation.tokens.length === 0;
+}
+
+function showTokens() {
+  const nPrompt = now.T - continuation.tokens.length; // tokens before the first drawn one
+  const chips = now.tokens.map((token, place) => {
+    const isDrawn = place >= nPrompt;
+    return make(
+      `button.chip${place === now.at ? ".at" : ""}${isDrawn ? ".drawn" : ""}`,
+      {
+        "aria-pressed": String(place === now.at),
+        tabindex: place === now.at ? 0 : -1,
+        title: sayText("inText", { place }),
+        "data-focus": `chip-${place}`,
+        onclick: () => choosePlace(place),
+        onkeydown: moveBetweenTokens,
+      },
+      spellNodes(token),
+    );
+  });
+  const special = Object.entries(tokenizer.specialTokens).filter(([, token]) =>
+    now.tokens.includes(token),
+  );
+  const hasBytes = now.tokens.some((token) => spellText(token).startsWith("‹"));
+  const total = continuation.promptTokens.length + continuation.tokens.length;
+  const notes = [
+    say("tokensHelp"),
+    continuation.tokens.length ? say("writtenHelp") : null,
+    hasBytes ? say("bytesHelp") : null,
+    ...special.map(([, token]) => say("specialHelp", { token: label(token) })),
+    total > now.T ? say("contextHelp", { count: now.config.context_length }) : null,
+    continuation.dropSpace && !continuation.tokens.length ? say("spaceHelp") : null,
+    state.hasTyped || data.prompt !== "" ? null : say("openedHelp"),
+  ];
+  fill(places.tokensHeading, say("tokensHeading", { count: formatCount(now.T) }));
+  fill(places.tokens, chips);
+  fill(places.tokensHelp, notes.filter(Boolean).flatMap((note) => [...note, " "]));
+}
+
+function moveBetweenTokens(event) {
+  const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -now.at, End: now.T };
+  handleKeys(event, steps, (step) => {
+    choosePlace(Math.min(now.T - 1, Math.max(0, now.at + step)));
+    places.tokens.children[now.at].focus();
+  });
+}
+
+/** A slider over a list of values, with its value and a sentence on what it does. */
+function makeSlider(name, values, value, onchange, format) {
+  const output = make("output", {}, format(value));
+  const id = `slider-${name}`;
+  const input = make("input", {
+    type: "range",
+    id,
+    min: 0,
+    max: values.length - 1,
+    value: values.indexOf(value),
+    "aria-valuetext": format(value),
+  });
+  input.addEventListener("input", () => {
+    const chosen = values[Number(input.value)];
+    output.textContent = format(chosen);
+    input.setAttribute("aria-valuetext", format(chosen));
+    onchange(chosen);
+  });
+  return { input, output, id };
+}
+
+function makeFilterSlider(name, listed) {
+  const value = state.sample[name];
+  // The value of the run may stand between the others; null, without a filter, comes first or last.
+  const numbers = listed.filter((each) => each !== null);
+  if (value !== null && !numbers.includes(value)) numbers.push(value);
+  numbers.sort((a, b) => a - b);
+  if (listed[0] === null) numbers.unshift(null);
+  if (listed.at(-1) === null) numbers.push(null);
+  const change = (chosen) => {
+    state.sample[name] = chosen;
+    updateDraw();
+  };
+  const format = (each) => (each === null ? sayText("isOff") : String(each));
+  const { input, output, id } = makeSlider(name, numbers, value, change, format);
+  return make(
+    "div.slider",
+    {},
+    make("label", { for: id }, say(name), " ", make("small", {}, say(`${name}Help`))),
+    input,
+    output,
+  );
+}
+
+function makeFilterSliders() {
+  const hundredths = (from, to, step) =>
+    range(Math.round((to - from) / step) + 1).map((n) => Number((from + n * step).toFixed(3)));
+  const V = tokenizer.vocabSize;
+  const counts = [1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500, 1000, 5000, 20000];
+  return [
+    makeFilterSlider("temperature", hundredths(0, 2, 0.05)),
+    makeFilterSlider("top_k", [...counts.filter((count) => count < V), null]),
+    makeFilterSlider("top_p", [...hundredths(0.05, 0.95, 0.05), 0.99, null]),
+    makeFilterSlider("min_p", [null, 0.01, 0.02, 0.03, ...hundredths(0.05, 1, 0.05)]),
+  ];
+}
+
+/** The settings of the run that no slider moves, where they do something. */
+function listOtherSettings() {
+  const { repetition_penalty, presence_penalty, frequency_penalty, bias, ban, stop } = data.sample;
+  const others = { repetition_penalty, presence_penalty, frequency_penalty };
+  const set = Object.entries(others).filter(([name, value]) => value !== (name[0] === "r" ? 1 : 0));
+  const lists = Object.entries({ bias: Object.keys(bias), ban, stop }).filter(([, all]) => all.length);
+  return [...set.map(([name, value]) => `${name} ${value}`), ...lists.map(([name]) => name)];
+}
+
+function makeCheckpointSlider() {
+  if (!data.checkpoints.length) return null;
+  const steps = [...data.checkpoints.map(({ step }) => step), data.step].sort((a, b) => a - b);
+  const change = (step) => {
+    useModel(step);
+    update();
+  };
+  const format = (step) => sayText("checkpoint", { step: formatCount(step), last: formatCount(data.step) });
+  const { input, output, id } = makeSlider("checkpoint", steps, state.step, change, format);
+  return make(
+    "div.slider.checkpoint",
+    {},
+    make("label", { for: id }, output),
+    input,
+    make("small", {}, say("checkpointHelp")),
+  );
+}
+
+/** Build everything that stays while text and choices change. */
+function buildPage() {
+  document.documentElement.lang = language === "zh" ? "zh-Hans" : "en";
+  document.title = `gptmini: ${data.name}`;
+  const text = textBox?.value ?? "";
+  const open = { kinds: places.kinds?.parentElement.open, cause: places.cause?.parentElement.open };
+  const place = (name, tag, options = {}) => (places[name] = make(tag, options));
+  textBox = make("textarea", { id: "text", rows: 3, spellcheck: "false" });
+  textBox.value = text;
+  textBox.addEventListener("input", () => {
+    pause();
+    state.hasTyped = true;
+    readText();
+    update();
+  });
+  const weights = Object.values(data.tensors).reduce(
+    (total, { shape }) => total + shape.reduce((product, size) => product * size, 1),
+    0,
+  );
+  const others = listOtherSettings();
+  const fold = (name, heading) => {
+    const details = make("details.card", { id: name }, make("summary", {}, make("h2", {}, say(heading))), place(name, "div"));
+    details.open = open[name] ?? false;
+    details.addEventListener("toggle", () => update());
+    return details;
+  };
+  place("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
+  place("oneStep", "button", { onclick: () => (pause(), drawNext()) });
+  place("stepBack", "button", { onclick: takeBack });
+  fill(places.oneStep, say("oneStep"));
+  fill(places.stepBack, say("stepBack"));
+  const settings = make("details", { id: "settings" }, make("summary", {}, say("settingsHeading")));
+  settings.append(
+    make(
+      "div",
+      {},
+      makeFilterSliders(),
+      place("filters", "div.removed", { "aria-live": "polite" }),
+      others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
+    ),
+  );
+  fill(
+    document.querySelector("main"),
+    make(
+      "header",
+      {},
+      make("h1", {}, data.name),
+      make(
+        "div.languages",
+        { role: "group" },
+        Object.entries(LANGUAGES).map(([code, name]) =>
+          make(
+            "button",
+            {
+              "aria-pressed": String(code === language),
+              lang: code,
+              onclick: () => switchLanguage(code),
+            },
+            name,
+          ),
+        ),
+      ),
+      make("p", {}, say("lead", { weights: formatCount(weights), step: formatCount(data.step) })),
+    ),
+    make(
+      "div.first",
+      {},
+      make(
+        "section.card",
+        {},
+        make("label", { for: "text" }, make("h2", {}, say("yourText"))),
+        textBox,
+        make("div.row", {}, places.generate, places.oneStep, places.stepBack),
+        place("tokensHeading", "h3"),
+        place("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
+        place("tokensHelp", "p.note"),
+      ),
+      make("section.card", {}, place("expect", "div"), settings, makeCheckpointSlider() ?? ""),
+    ),
+    make(
+      "section.card",
+      { id: "path" },
+      make("h2", {}, say("pathHeading")),
+      place("pathHelp", "p"),
+      make("div.journey", {}, place("path", "div.path"), place("station", "div.station", { id: "station" })),
+    ),
+    fold("kinds", "kindsHeading"),
+    fold("cause", "causeHeading"),
+    make("footer", {}, say("foot")),
+    place("off", "div.off", { role: "status" }),
+  );
+}
+
+function switchLanguage(code) {
+  language = code;
+  buildPage();
+  update();
+}
+
+/** Compute and show everything, and leave the focus and what was scrolled where they were. */
+function update() {
+  const focused = document.activeElement?.dataset?.focus;
+  const scrolled = Array.from(document.querySelectorAll("[data-scroll]"), (box) => [
+    box.dataset.scroll,
+    box.scrollLeft,
+  ]);
+  compute();
+  showControls();
+  showTokens();
+  showExpectation();
+  showPath();
+  showStation();
+  showKinds();
+  showCause();
+  showOffBar();
+  for (const [name, left] of scrolled) {
+    const box = document.querySelector(`[data-scroll="${name}"]`);
+    if (box) box.scrollLeft = left;
+  }
+  if (focused && document.activeElement?.dataset?.focus !== focused) {
+    document.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+  }
+}
+
+/** Show what the filters do to the next token: all that a moving slider changes. */
+function updateDraw() {
+  compute();
+  showControls();
+  showExpectation();
+  if (state.station === "draw") showStation();
+  showCause();
+  showOffBar();
+}
+
+/** Open on a prompt, or on a text that the model writes. */
+function start() {
+  useModel(data.step);
+  buildPage();
+  textBox.value = data.prompt;
+  readText();
+  if (data.prompt === "") {
+    const isSmall = newest.embed.length * data.config.n_layer < 4e6;
+    for (let n = 0; n < (isSmall ? 40 : 16) && continuation.finishReason === null; n++) continuation.next();
+    textBox.value = continuation.text.trim();
+    readText();
+  }
+  // The last but one: there one sees what came.
+  const length = continuation.context.length;
+  state.place = length > 1 ? length - 2 : null;
+  update();
+  darkMode.addEventListener("change", update);
+}
+
+start();

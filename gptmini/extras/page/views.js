@@ -1,0 +1,848 @@
+// The stations of the path: what each shows when it is open. Each function returns elements, made
+// from `now` (what the model computes on the text) and `state` (what the reader chose): see page.js.
+//
+// Letters as in model.js; `layer` is a number from 0.
+"use strict";
+
+const MAX_TABLE_ROWS = 10; // keys and neurons; the table of keys can show all
+
+// -- tokens as elements --------------------------------------------------------------------------
+
+/** Spell a token: [text, isSymbol] pairs. Symbols stand for white space and bytes of no character. */
+function spell(token) {
+  const special = Object.entries(tokenizer.specialTokens).find(([, number]) => number === token);
+  if (special) return [[special[0], true]];
+  const bytes = tokenizer.decodeToken(token);
+  let text;
+  try {
+    text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
+  } catch {
+    return Array.from(bytes, (byte) => [`‹${byte.toString(16).toUpperCase().padStart(2, "0")}›`, true]);
+  }
+  if (text === "") return [["∅", true]];
+  const symbols = { " ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥" };
+  return text.split(/([ \n\r\t]|\p{Cc}|\p{Cf})/u).filter(Boolean).map((part) => {
+    if (part in symbols) return [symbols[part], true];
+    const isInvisible = /^[\p{Cc}\p{Cf}]$/u.test(part);
+    return isInvisible ? [`‹${part.codePointAt(0).toString(16).toUpperCase()}›`, true] : [part, false];
+  });
+}
+
+function spellNodes(token) {
+  return spell(token).map(([text, isSymbol]) => (isSymbol ? make("i.symbol", {}, text) : text));
+}
+
+function label(token) {
+  return make("span.label", {}, spellNodes(token));
+}
+
+function spellText(token) {
+  return spell(token).map(([text]) => text).join("");
+}
+
+/** A token of the text with its place: two of one spelling are told apart. */
+function labelAt(place) {
+  return make("span.place", {}, make("small", {}, `${place} `), label(now.tokens[place]));
+}
+
+/** The tokens of the text as boxes, filled by `shares` (T,) of 0 to 1, or null where blind. */
+function shadeTokens(shares, titles) {
+  return make(
+    "div.chips.shaded",
+    {},
+    now.tokens.map((token, place) => {
+      const chip = make(
+        "button.chip",
+        { title: titles(place), "data-focus": `shade-${place}`, onclick: () => choosePlace(place) },
+        spellNodes(token),
+      );
+      if (shares[place] === null) chip.classList.add("blind");
+      else tint(chip, shares[place]);
+      if (place === now.at) chip.classList.add("at");
+      return chip;
+    }),
+  );
+}
+
+// -- what several stations need ------------------------------------------------------------------
+
+/** Logits (V,) of a vector (D,) that is added to the stream, through a norm whose scale is held. */
+function readThroughHead(vector) {
+  const { finalNorm, head, config } = now.gpt;
+  const D = config.d_model;
+  const { scale } = finalNorm.measure(now.entry.x, 0);
+  const mean = finalNorm instanceof RMSNorm ? 0 : vector.reduce((sum, x) => sum + x, 0) / D;
+  const read = vector.map((x, d) => (x - mean) * scale * finalNorm.weight[d]);
+  return multiply(read, head, null, 1);
+}
+
+/** What the head would expect if the model ended with this stream (D,): probabilities (V,). */
+function readEarly(stream) {
+  return softmax(now.gpt.computeLogits(now.gpt.finalNorm.forward(stream), 1));
+}
+
+/** The tokens that a vector raises and lowers most. */
+function showPushes(vector) {
+  const logits = readThroughHead(vector);
+  const rows = [
+    ["raises", findTop(logits, 5)],
+    ["lowers", findTop(logits.map((x) => -x), 5)],
+  ];
+  return rows.map(([name, tokens]) =>
+    make(
+      "p.pushes",
+      {},
+      make("b", {}, say(name)),
+      tokens.map((token) => [" ", label(token), make("small", {}, ` ${formatReal(logits[token], 2)}`)]),
+    ),
+  );
+}
+
+/** Rows of label, bar and number. */
+function makeBars(rows) {
+  return make(
+    "div.bars",
+    {},
+    rows.map(([name, bar, number]) => [make("span", {}, name), bar, make("span.number", {}, number)]),
+  );
+}
+
+function showProbabilities(probabilities, count = 8) {
+  return makeBars(
+    findTop(probabilities, count).map((token) => [
+      label(token),
+      makeBar(["solid", probabilities[token]]),
+      formatPercent(probabilities[token]),
+    ]),
+  );
+}
+
+const MODEL = "gptmini/model/";
+const GENERATE = "gptmini/generate/";
+
+// Each station: name, plain sentence, shapes, formula, [file, line of Python], what it shows.
+const STATIONS = {
+  text: () => ({
+    plain: say("textPlain"),
+    body: [make("p", {}, say("textFacts", countText()))],
+    shape: "text → bytes",
+    formula: "UTF-8",
+    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str) -> Tokens:"],
+  }),
+
+  tokens: () => ({
+    plain: say("tokensPlain", { vocabulary: formatCount(tokenizer.vocabSize) }),
+    body: [
+      make("p", {}, say(TOKENIZER_WORDS[tokenizer.kind] ?? "tokenizerBpe")),
+      make(
+        "div.scroll.short",
+        { tabindex: 0 },
+        make(
+          "table",
+          {},
+          now.tokens.map((token, place) =>
+            make(
+              place === now.at ? "tr.at" : "tr",
+              {},
+              make("th", {}, labelAt(place)),
+              make("td", {}, formatCount(token)),
+            ),
+          ),
+        ),
+      ),
+    ],
+    shape: `text → (T,) = (${now.T},)`,
+    formula: "",
+    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str) -> Tokens:"],
+  }),
+
+  embed: () => {
+    const { embedding, positionEmbedding, token, position } = now.entry;
+    const D = now.config.d_model;
+    const vectors = { [sayText("embedVector", { token: label(token) })]: embedding };
+    if (positionEmbedding) {
+      vectors[sayText("positionVector", { place: position })] = positionEmbedding;
+    }
+    const hints = { learned: "embedLearned", rope: "embedRope", alibi: "embedAlibi", none: "embedNone" };
+    return {
+      plain: say("embedPlain", { width: D }),
+      body: [
+        make("p", {}, say(hints[now.config.position])),
+        makeVectors(vectors),
+        make("p", {}, say("neighbors")),
+        makeBars(
+          findNeighbors(token, 6).map(([other, cosine]) => [
+            label(other),
+            makeBar(["solid", Math.max(0, cosine)]),
+            formatReal(cosine, 2),
+          ]),
+        ),
+      ],
+      shape: `(T,) → (T, D) = (${now.T}, ${D})`,
+      formula: positionEmbedding ? "x = embed[token] + positions[position]" : "x = embed[token]",
+      code: [`${MODEL}gpt.py`, "x = self.embed(tokens)  # (B, T, D)"],
+    };
+  },
+
+  attnNorm: (layer) =>
+    showNorm(now.gpt.blocks[layer].attnNorm, now.entry.layers[layer].x, now.entry.layers[layer].attnNormed, [
+      `${MODEL}gpt.py`,
+      "x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))",
+    ]),
+
+  attn: (layer) => showAttention(layer),
+
+  attnAdd: (layer) => {
+    const { x, attn, middle } = now.entry.layers[layer];
+    return showAdd("addAttnPlain", x, attn, middle, "x = x + attention(norm(x))", [
+      `${MODEL}gpt.py`,
+      "x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))",
+    ]);
+  },
+
+  mlpNorm: (layer) =>
+    showNorm(
+      now.gpt.blocks[layer].mlpNorm,
+      now.entry.layers[layer].middle,
+      now.entry.layers[layer].mlpNormed,
+      [`${MODEL}gpt.py`, "return x + self.dropout(self.mlp(self.mlp_norm(x)))"],
+    ),
+
+  mlp: (layer) => showMlp(layer),
+
+  mlpAdd: (layer) => {
+    const { middle, mlp } = now.entry.layers[layer];
+    return showAdd("addMlpPlain", middle, mlp, streamAfter(layer), "x = x + mlp(norm(x))", [
+      `${MODEL}gpt.py`,
+      "return x + self.dropout(self.mlp(self.mlp_norm(x)))",
+    ]);
+  },
+
+  finalNorm: () =>
+    showNorm(now.gpt.finalNorm, now.entry.x, now.entry.hidden, [
+      `${MODEL}gpt.py`,
+      "return self.final_norm(x)",
+    ]),
+
+  head: () => {
+    const { logits } = now.entry;
+    const D = now.config.d_model;
+    const top = findTop(logits, 8);
+    const scale = findScale(top.map((token) => logits[token]));
+    return {
+      plain: [
+        ...say("headPlain", { vocabulary: formatCount(logits.length) }),
+        now.config.tie_embeddings ? [" ", ...say("headTied")] : "",
+      ],
+      body: [
+        make("p", {}, say("logitsOf")),
+        makeBars(
+          top.map((token) => [
+            label(token),
+            makeSignedBar(logits[token], scale),
+            formatReal(logits[token]),
+          ]),
+        ),
+      ],
+      shape: `(T, D) → (T, V) = (${now.T}, ${D}) → (${now.T}, ${logits.length})`,
+      formula: "logits = hidden · Wᵀ",
+      code: [`${MODEL}gpt.py`, "return F.linear(hidden, self.head_weight)"],
+    };
+  },
+
+  softmax: () => ({
+    plain: say("softmaxPlain"),
+    body: [showProbabilities(softmax(now.entry.logits))],
+    shape: `(V,) → (V,) = (${now.entry.logits.length},)`,
+    formula: "pᵢ = exp(logitᵢ) / Σⱼ exp(logitⱼ)",
+    code: [`${GENERATE}filters.py`, "weights: TokenWeights = np.exp(scaled - highest)"],
+  }),
+
+  draw: () => ({
+    plain: say("drawPlain"),
+    body: showDraw(),
+    shape: "(V,) → 1",
+    formula: "",
+    code: [`${GENERATE}filters.py`, "index = sample_index(weights, random)"],
+  }),
+};
+
+const TOKENIZER_WORDS = { byte: "tokenizerByte", char: "tokenizerChar" };
+
+/** The stream (D,) after a layer. */
+function streamAfter(layer) {
+  return now.entry.layers[layer + 1]?.x ?? now.entry.x;
+}
+
+function countText() {
+  const text = textBox.value;
+  return {
+    characters: formatCount([...text].length),
+    bytes: formatCount(new TextEncoder().encode(text).length),
+    tokens: formatCount(now.T),
+  };
+}
+
+/** The tokens whose rows of the table point most nearly the same way: [token, cosine]. */
+function findNeighbors(token, count) {
+  const { embed, config } = now.gpt;
+  const D = config.d_model;
+  const size = (other) => Math.sqrt(dot(embed, other * D, embed, other * D, D)) || 1;
+  const own = size(token);
+  const cosines = range(embed.length / D).map((other) =>
+    other === token ? -2 : dot(embed, token * D, embed, other * D, D) / (own * size(other)),
+  );
+  return findTop(cosines, count).map((other) => [other, cosines[other]]);
+}
+
+function showNorm(norm, before, after, code) {
+  const { mean, scale } = norm.measure(before, 0);
+  const isRms = norm instanceof RMSNorm;
+  const facts = [
+    ...(isRms ? [] : [...say("normMean", { mean: formatReal(mean) }), "; "]),
+    ...say("normScale", { root: formatReal(1 / scale) }),
+  ];
+  return {
+    plain: say("normPlain", { width: before.length }),
+    body: [
+      make("p", {}, facts),
+      makeVectors({ [sayText("beforeNorm")]: before }),
+      makeVectors({ [sayText("afterNorm")]: after }),
+    ],
+    shape: `(T, D) → (T, D) = (${now.T}, ${before.length})`,
+    formula: isRms
+      ? "x / √(mean(x²) + ε) · weight"
+      : `(x − mean) / √(variance + ε) · weight${norm.bias === null ? "" : " + bias"}`,
+    code,
+  };
+}
+
+function showAdd(plain, before, added, after, formula, code) {
+  const vectors = { streamBefore: before, added, streamAfter: after };
+  const named = Object.entries(vectors).map(([key, vector]) => [sayText(key), vector]);
+  return {
+    plain: say(plain),
+    body: [makeVectors(Object.fromEntries(named)), showProbabilities(readEarly(after), 5)],
+    shape: `(T, D) + (T, D) → (T, D) = (${now.T}, ${before.length})`,
+    formula,
+    code,
+  };
+}
+
+function showDraw() {
+  if (now.rows === null) return [make("p", {}, say("noToken"))];
+  const drawn = now.tokens.length - now.at - 1; // tokens that stand behind the selected one
+  const count = continuation.tokens.length - drawn;
+  if (count < 0) return [make("p", {}, say("drawTyped"))];
+  const { seed, temperature } = state.sample;
+  const kept = now.rows.filter(({ chance }) => chance > 0);
+  if (temperature === 0) return [make("p", {}, say("drawGreedy", { token: label(kept[0].token) }))];
+  const random = drawUniform(seed, 0, count);
+  // In the order in which the sampler sums: likeliest first after top-k or top-p, else by number.
+  const { top_k, top_p } = state.sample;
+  const isSorted = (top_k !== null && top_k < now.rows.length) || (top_p !== null && top_p < 1);
+  if (!isSorted) kept.sort((a, b) => a.token - b.token);
+  let sum = 0;
+  let chosen = kept.at(-1).token;
+  const segments = kept.map(({ token, chance }) => {
+    if (sum <= random && random < sum + chance) chosen = token;
+    sum += chance;
+    const text = chance > 0.06 ? spellNodes(token) : [];
+    return make("span", { title: spellText(token), style: { "flex-grow": chance } }, text);
+  });
+  const needle = make("b.needle", { style: { left: `${100 * random}%` } });
+  const values = { random: formatReal(random, 4), token: label(chosen), seed, count };
+  return [
+    make("div.segments", {}, segments, needle),
+    make("div.ends", {}, make("small", {}, "0"), make("small", {}, "1")),
+    make("p", {}, say("drawNumber", values)),
+  ];
+}
+
+// -- attention -----------------------------------------------------------------------------------
+
+/** The weights (S,) of the token at `place` in a head. */
+function weightsOf(place, layer, head) {
+  const S = place + 1;
+  return now.entries[place].layers[layer].weights.subarray(head * S, (head + 1) * S);
+}
+
+/** Whether a query sees a key: it is not later and inside the window. */
+function canSee(layer, query, key) {
+  const { window } = now.gpt.blocks[layer].attn;
+  return key <= query && (window === null || query - key < window);
+}
+
+function drawHead(canvas, layer, head, maxSize) {
+  return paintMap(
+    canvas,
+    now.T,
+    (q, k) => (canSee(layer, q, k) ? weightsOf(q, layer, head)[k] : null),
+    maxSize,
+  );
+}
+
+/** The key that the arithmetic shows: the chosen one, or the strongest that is not the query. */
+function findKey(layer, head) {
+  if (state.key !== null && canSee(layer, now.at, state.key)) return state.key;
+  const weights = weightsOf(now.at, layer, head).slice(0, now.at);
+  const visible = weights.map((weight, key) => (canSee(layer, now.at, key) ? weight : -1));
+  return visible.length && Math.max(...visible) >= 0 ? findLargest(visible) : now.at;
+}
+
+function nameHead(layer, head) {
+  return sayText("layerHead", { layer, head });
+}
+
+function showAttention(layer) {
+  const { attn } = now.gpt.blocks[layer];
+  const { H, G, K } = attn;
+  const D = now.config.d_model;
+  const head = Math.min(state.head, H - 1);
+  const key = findKey(layer, head);
+  const shared = range(H).filter((h) => Math.floor(h / (H / G)) === Math.floor(head / (H / G)));
+  const isOff = isHeadOff(state.off, layer, head) || isLayerOff(state.off, layer);
+  const plain = [
+    ...say("attentionPlain", { heads: H }),
+    attn.window === null ? "" : [" ", ...say("windowHelp", { count: attn.window })],
+    shared.length === 1 ? "" : [" ", ...say("sharedHelp", { heads: shared.join(", ") })],
+  ];
+  const weights = weightsOf(now.at, layer, head);
+  const shares = now.tokens.map((_, k) => (canSee(layer, now.at, k) ? weights[k] : null));
+  return {
+    plain,
+    body: [
+      make(
+        "div.tiles",
+        { role: "group" },
+        range(H).map((h) => makeHeadTile(layer, h, h === head)),
+      ),
+      make(
+        "div.row",
+        {},
+        make("b", {}, nameHead(layer, head)),
+        makeSwitch(isOff, "heads", [layer, head], `head-switch`),
+        isOff ? make("small", {}, say("headIsOff")) : null,
+      ),
+      make("h4", {}, say("mapHeading", { layer, head })),
+      makeLargeMap(layer, head, key),
+      make("p.note", {}, say("mapHelp")),
+      make("h4", {}, say("readsHeading", { token: labelAt(now.at) })),
+      shadeTokens(shares, (k) =>
+        shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`,
+      ),
+      showArithmetic(layer, head, key),
+    ],
+    shape: `q (T, H, K) = (${now.T}, ${H}, ${K}); k, v (T, G, K) = (${now.T}, ${G}, ${K}); out (T, D) = (${now.T}, ${D})`,
+    formula: `softmax(q kᵀ / √${K}${attn.alibiSlopes ? " − slope · distance" : ""} + mask) v, then o_proj`,
+    code: [`${MODEL}attention.py`, "mixed = self.mix(q, k, v, cache)  # (B, H, T, K)"],
+  };
+}
+
+function makeSwitch(isOff, list, item, focus) {
+  const press = () => toggleOff(list, item);
+  const options = { onclick: press, "aria-pressed": String(isOff), "data-focus": focus };
+  return make("button.switch", options, say(isOff ? "switchOn" : "switchOff"));
+}
+
+function makeHeadTile(layer, head, isChosen) {
+  const kind = describeHead(layer, head);
+  const isOff = isHeadOff(state.off, layer, head) || isLayerOff(state.off, layer);
+  return make(
+    `button.tile${isOff ? ".off" : ""}`,
+    {
+      "aria-pressed": String(isChosen),
+      "aria-label": nameHead(layer, head),
+      "data-focus": `tile-${layer}-${head}`,
+      onclick: () => openHead(layer, head),
+    },
+    make("b", {}, say("headName", { head })),
+    drawHead(make("canvas.hatched"), layer, head, 64),
+    make("small", {}, kind),
+  );
+}
+
+/** What a head mostly does on this text, in a few words; "" where nothing stands out. */
+function describeHead(layer, head) {
+  const means = now.heads()[layer][head];
+  const shares = { previous: means.previous, first: means.first, self: means.itself };
+  const [kind, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0];
+  return share > 0.35 ? sayText(kind) : "";
+}
+
+/** The large map: pointing says a weight, pressing chooses query and key; nothing moves. */
+function makeLargeMap(layer, head, key) {
+  const { T } = now;
+  const canvas = drawHead(make("canvas.hatched"), layer, head);
+  const readout = make("p.readout", { "aria-live": "polite" });
+  const mark = make("i.mark");
+  const row = make("i.rowmark");
+  const percent = (n) => `${(100 * n) / T}%`;
+  const show = (q, k) => {
+    mark.style.left = percent(k);
+    mark.style.top = percent(q);
+    const values = { query: labelAt(q), key: labelAt(k) };
+    let what = "mapCell";
+    if (k > q) what = "mapFuture";
+    else if (!canSee(layer, q, k)) what = "mapWindow";
+    else values.weight = make("b", {}, formatPercent(weightsOf(q, layer, head)[k]));
+    readout.replaceChildren(...say(what, values));
+  };
+  const find = (event) => {
+    const box = canvas.getBoundingClientRect();
+    const place = (n) => Math.min(T - 1, Math.max(0, Math.floor(n * T)));
+    return [
+      place((event.clientY - box.top) / box.height),
+      place((event.clientX - box.left) / box.width),
+    ];
+  };
+  mark.style.width = percent(1);
+  mark.style.height = percent(1);
+  row.style.top = percent(now.at);
+  row.style.height = percent(1);
+  show(now.at, key);
+  const frame = make(
+    "div.frame",
+    {
+      tabindex: 0,
+      role: "application",
+      "aria-label": sayText("mapHeading", { layer, head }),
+      "data-focus": "map",
+      onpointermove: (event) => show(...find(event)),
+      onpointerleave: () => show(now.at, key),
+      onclick: (event) => {
+        const [q, k] = find(event);
+        chooseCell(q, canSee(layer, q, k) ? k : null);
+      },
+      onkeydown: (event) => {
+        const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+        handleKeys(event, steps, ([down, right]) => {
+          const q = Math.min(T - 1, Math.max(0, now.at + down));
+          chooseCell(q, Math.min(q, Math.max(0, key + right)));
+        });
+      },
+    },
+    canvas,
+    row,
+    mark,
+  );
+  // As many labels as have room, each beside its row; none stand on their heads.
+  const every = Math.ceil(T / 22);
+  const names = range(T).map((place) =>
+    make(
+      "span",
+      {},
+      place % every ? null : [make("small", {}, `${place} `), spellNodes(now.tokens[place])],
+    ),
+  );
+  return make("div.map", {}, readout, make("div.names", {}, names), frame);
+}
+
+/** Everything that one head computes for one query and one key, step by step. */
+function showArithmetic(layer, head, key) {
+  const { attn } = now.gpt.blocks[layer];
+  const { H, G, K } = attn;
+  const g = Math.floor(head / (H / G));
+  const query = now.entry.layers[layer];
+  const looked = now.entries[key].layers[layer];
+  const part = (vector, n) => vector.subarray(n * K, (n + 1) * K);
+  const q = part(query.q, head);
+  const k = part(looked.k, g);
+  const products = q.map((x, i) => x * k[i]);
+  const sum = dot(q, 0, k, 0, K);
+  const keyVectors = {
+    [sayText("queryOf", { token: labelAt(now.at) })]: q,
+    [sayText("keyOf", { token: labelAt(key) })]: k,
+  };
+  const largest = findTop(products, 4);
+  return make(
+    "div.steps",
+    {},
+    make("h4", {}, say("stepsHeading", { query: labelAt(now.at), key: labelAt(key) })),
+    make("p.note", {}, say("strongest")),
+    make("h5", {}, say("qkvHeading")),
+    make("p", {}, say("qkvPlain"), attn.qNorm === null ? "" : [" ", ...say("qkNormHelp")]),
+    makeVectors(keyVectors),
+    makeVectors({ [sayText("valueOf", { token: labelAt(key) })]: part(looked.v, g) }),
+    make("h5", {}, say("positionHeading")),
+    showPosition(layer, head, key, part(query.qNormed, head), part(looked.kNormed, g), q, k),
+    make("h5", {}, say("scoreHeading")),
+    make("p", {}, say("scorePlain", { sum: make("b", {}, formatReal(sum)) })),
+    makeVectors({ [sayText("productVector")]: products }),
+    make("p", {}, say("productsLargest")),
+    make(
+      "ul.products",
+      {},
+      largest.map((i) =>
+        make("li", {}, make("small", {}, `${i}: `), `${formatReal(q[i])} × ${formatReal(k[i])} = ${formatReal(products[i])}`),
+      ),
+    ),
+    make("h5", {}, say("tableHeading")),
+    make("p", {}, say("tablePlain", { size: K, root: formatReal(Math.sqrt(K), 2) })),
+    showScores(layer, head, key),
+    showCuts(layer, head, key),
+    make("h5", {}, say("sumHeading")),
+    showSum(layer, head, g),
+    make("h5", {}, say("outHeading")),
+    showOutput(layer, head),
+  );
+}
+
+function showPosition(layer, head, key, qBefore, kBefore, q, k) {
+  const { attn } = now.gpt.blocks[layer];
+  if (attn.alibiSlopes !== null) {
+    return make("p", {}, say("alibiPlain", { slope: formatReal(attn.alibiSlopes[head], 4) }));
+  }
+  if (attn.frequencies === null) {
+    return make("p", {}, say(now.config.position === "learned" ? "learnedPlain" : "nonePlain"));
+  }
+  const half = attn.K / 2;
+  const pairOf = (vector, i) => [vector[i], vector[i + half]];
+  const product = (a, b, i) => a[i] * b[i] + a[i + half] * b[i + half];
+  const most = findLargest(range(half).map((i) => Math.abs(product(q, k, i))));
+  const pair = state.pair ?? most;
+  const name = (i) => sayText("ropePair", { pair: i, first: i, second: i + half });
+  const options = range(half).map((i) => {
+    const text = i === most ? sayText("ropePairMost", { pair: name(i) }) : name(i);
+    return make("option", { value: i, selected: i === pair ? "" : null }, text);
+  });
+  const select = make("select", { "data-focus": "pair", "aria-label": name(pair) }, options);
+  select.addEventListener("change", () => choosePair(Number(select.value)));
+  const frequency = attn.frequencies[pair];
+  const radius = Math.max(Math.hypot(...pairOf(q, pair)), Math.hypot(...pairOf(k, pair))) || 1;
+  const planes = [
+    ["queryOf", now.at, qBefore, q],
+    ["keyOf", key, kBefore, k],
+  ].map(([title, place, before, after]) => {
+    const angle = now.entries[place].position * frequency;
+    const facts = { place, frequency: formatReal(frequency, 4), angle: formatReal(angle) };
+    return make(
+      "figure",
+      {},
+      make("figcaption", {}, make("b", {}, say(title, { token: labelAt(place) }))),
+      drawPlane(pairOf(before, pair), pairOf(after, pair), angle, radius),
+      make("p.note", {}, say("ropeTurn", facts)),
+    );
+  });
+  const shares = {
+    after: formatReal(product(q, k, pair)),
+    before: formatReal(product(qBefore, kBefore, pair)),
+    radius: formatReal(radius, 2),
+  };
+  return make(
+    "div",
+    {},
+    make("p", {}, say("ropePlain")),
+    select,
+    make("div.planes", {}, planes),
+    make("p.note", {}, say("ropeShare", shares)),
+  );
+}
+
+/** The table of keys: q·k, scaled, distance, score, weight. */
+function showScores(layer, head, key) {
+  const { attn } = now.gpt.blocks[layer];
+  const { H, G, K } = attn;
+  const g = Math.floor(head / (H / G));
+  const at = now.at;
+  const weights = weightsOf(at, layer, head);
+  const scores = now.entry.layers[layer].scores.subarray(head * (at + 1), (head + 1) * (at + 1));
+  const seen = range(at + 1).filter((k) => canSee(layer, at, k));
+  const strongest = [...seen].sort((a, b) => weights[b] - weights[a] || a - b);
+  const isLong = seen.length > MAX_TABLE_ROWS;
+  const few = new Set([key, ...strongest.slice(0, MAX_TABLE_ROWS)]);
+  const shown = isLong && !state.allKeys ? seen.filter((k) => few.has(k)) : seen;
+  const q = now.entry.layers[layer].q;
+  const rows = shown.map((k) => {
+    const raw = dot(q, head * K, now.entries[k].layers[layer].k, g * K, K);
+    const distance = attn.alibiSlopes ? -attn.alibiSlopes[head] * (at - k) : null;
+    return make(
+      k === key ? "tr.at" : "tr",
+      { onclick: () => chooseCell(at, k) },
+      make(
+        "th",
+        { scope: "row" },
+        make(
+          "button.plain",
+          { "data-focus": `key-${k}` },
+          labelAt(k),
+          k === at ? make("small", {}, " ", say("itself")) : null,
+        ),
+      ),
+      make("td.weight", {}, makeBar(["solid", weights[k]]), formatReal(weights[k], 4)),
+      make("td", {}, formatReal(raw)),
+      make("td", {}, formatReal(raw / Math.sqrt(K))),
+      distance === null ? null : make("td", {}, formatReal(distance)),
+      make("td", {}, formatReal(scores[k])),
+    );
+  });
+  const columns = [say("key"), say("weight"), "q·k", `÷ √${K}`];
+  if (attn.alibiSlopes) columns.push(say("bias"));
+  columns.push(say("score"));
+  const rest = seen.filter((k) => !shown.includes(k));
+  const share = rest.reduce((total, k) => total + weights[k], 0);
+  const later = now.T - 1 - at;
+  const outside = at + 1 - seen.length;
+  const notes = [
+    rest.length ? say("otherKeys", { count: rest.length, share: formatPercent(share) }) : null,
+    later ? say("laterKeys", { count: later }) : null,
+    outside ? say("windowKeys", { count: outside }) : null,
+  ];
+  const head_ = make("thead", {}, make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name))));
+  const table = make("table.scores", {}, head_, make("tbody", {}, rows));
+  const toggle = () => {
+    state.allKeys = !state.allKeys;
+    update();
+  };
+  return make(
+    "div",
+    {},
+    makeScroll(table, "scores"),
+    make("p.note", {}, notes.filter(Boolean).flatMap((note) => [...note, " "])),
+    isLong
+      ? make(
+          "button",
+          { onclick: toggle, "data-focus": "all-keys" },
+          state.allKeys ? say("fewKeys") : say("allKeys", { count: seen.length }),
+        )
+      : null,
+  );
+}
+
+/** A box whose content scrolls sideways, and which says so where it does. */
+function makeScroll(content, focus) {
+  const hint = make("p.hint", {}, say("tableScroll"));
+  const box = make("div.scroll", { tabindex: 0, "data-focus": focus, "data-scroll": focus }, content);
+  new ResizeObserver(() => {
+    hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 1);
+  }).observe(box);
+  return make("div", {}, hint, box);
+}
+
+function showCuts(layer, head, key) {
+  const query = now.at;
+  const names = { query: labelAt(query), key: labelAt(key) };
+  const here = [layer, head, query, key];
+  const everywhere = [null, null, query, key];
+  const button = (item, name, focus) => {
+    const isCut = isListed("attentions", item);
+    const press = () => {
+      state.key = key; // cut, it is the strongest no more, and should stay in view
+      toggleOff("attentions", item);
+    };
+    const options = {
+      onclick: press,
+      "aria-pressed": String(isCut),
+      "data-focus": focus,
+    };
+    const copies = { query: labelAt(query), key: labelAt(key) };
+    return make("button.switch", options, isCut ? say("mend", copies) : say(name, names));
+  };
+  return make("div.row", {}, button(here, "cutHere", "cut"), button(everywhere, "cutAll", "cut-all"));
+}
+
+function showSum(layer, head, g) {
+  const { K } = now.gpt.blocks[layer].attn;
+  const weights = weightsOf(now.at, layer, head);
+  const vectors = {};
+  for (const k of findTop(weights, 3)) {
+    if (weights[k] === 0) continue;
+    const value = now.entries[k].layers[layer].v.subarray(g * K, (g + 1) * K);
+    const name = sayText("weightedValue", { weight: formatReal(weights[k]), token: labelAt(k) });
+    vectors[name] = value.map((x) => weights[k] * x);
+  }
+  vectors[sayText("mixedVector")] = now.entry.layers[layer].mixed.subarray(head * K, (head + 1) * K);
+  return make("div", {}, make("p", {}, say("sumPlain")), makeVectors(vectors));
+}
+
+function showOutput(layer, head) {
+  const { attn } = now.gpt.blocks[layer];
+  const isOff = isHeadOff(state.off, layer, head) || isLayerOff(state.off, layer);
+  if (isOff) return make("p", {}, say("headIsOff"));
+  const added = attn.addedByHead(now.entry.layers[layer].mixed, head);
+  return make(
+    "div",
+    {},
+    makeVectors({ [sayText("outVector")]: added }),
+    make("p", {}, say("outPlain", { width: added.length })),
+    showPushes(added),
+  );
+}
+
+// -- the MLP -------------------------------------------------------------------------------------
+
+const MLP_FORMULAS = {
+  gelu: "down_proj(gelu(up_proj(x)))",
+  relu2: "down_proj(max(up_proj(x), 0)²)",
+  swiglu: "down_proj(silu(gate_proj(x)) · up_proj(x))",
+};
+const MLP_CODE = {
+  gelu: 'hidden = F.gelu(hidden, approximate="tanh")',
+  relu2: "hidden = F.relu(hidden).square()",
+  swiglu: "hidden = F.silu(self.gate_proj(x)) * hidden",
+};
+
+function showMlp(layer) {
+  const { mlp } = now.gpt.blocks[layer];
+  const { inner, mlp: added } = now.entry.layers[layer];
+  const F = inner.length;
+  const D = now.config.d_model;
+  const down = mlp.downProj.weight; // (D, d_ff)
+  const columnOf = (n) => Float32Array.from({ length: D }, (_, d) => down[d * F + n]);
+  const sizes = measureColumns(down, D, F);
+  const order = findTop(inner.map((x, n) => Math.abs(x) * sizes[n]), MAX_TABLE_ROWS);
+  const neuron = order.includes(state.neuron) ? state.neuron : order[0];
+  const scale = findScale(order.map((n) => inner[n]));
+  const isSigned = inner.some((x) => x < 0);
+  const makeFiring = (x) => (isSigned ? makeSignedBar(x, scale) : makeBar(["solid", x / scale]));
+  const rows = order.map((n) => {
+    const over = now.entries.map((entry) => entry.layers[layer].inner[n]);
+    const place = findLargest(over);
+    const pushed = findLargest(readThroughHead(columnOf(n).map((x) => x * Math.sign(inner[n]))));
+    return make(
+      n === neuron ? "tr.at" : "tr",
+      { onclick: () => chooseNeuron(n) },
+      make("th", { scope: "row" }, make("button.plain", { "data-focus": `neuron-${n}` }, n)),
+      make("td.weight", {}, makeFiring(inner[n]), formatReal(inner[n], 2)),
+      make("td.left", {}, labelAt(place), make("small", {}, ` ${formatReal(over[place], 2)}`)),
+      make("td.left", {}, label(pushed)),
+    );
+  });
+  const columns = ["neuron", "fires", "firesMost", "pushes"];
+  const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, say(name))));
+  const over = now.entries.map((entry) => entry.layers[layer].inner[neuron]);
+  const most = Math.max(...over.map(Math.abs)) || 1;
+  const isOff = isMlpOff(state.off, layer);
+  const firing = inner.filter((x) => x > 0.01).length;
+  return {
+    plain: say("mlpPlain", { count: formatCount(F) }),
+    body: [
+      make(
+        "div.row",
+        {},
+        make("b", {}, say("layerName", { layer }), " MLP"),
+        makeSwitch(isOff, "mlps", layer, "mlp-switch"),
+        isOff ? make("small", {}, say("mlpIsOff")) : null,
+      ),
+      make("h4", {}, say("neuronsHeading", { token: labelAt(now.at) })),
+      make("p", {}, say("neuronsFiring", { count: formatCount(firing), all: formatCount(F) })),
+      makeScroll(make("table.neurons", {}, make("thead", {}, head), make("tbody", {}, rows)), "neurons"),
+      make("h4", {}, say("neuronHeading", { neuron })),
+      shadeTokens(over.map((x) => Math.abs(x) / most), (place) => `${place}: ${formatReal(over[place])}`),
+      make("p.note", {}, say("neuronHelp", { most: formatReal(most, 2) })),
+      make("h4", {}, say("mlpAdds")),
+      makeVectors({ [sayText("added")]: added }),
+      isOff ? null : showPushes(added),
+    ],
+    shape: `(T, D) → (T, d_ff) → (T, D) = (${now.T}, ${D}) → (${now.T}, ${F}) → (${now.T}, ${D})`,
+    formula: MLP_FORMULAS[mlp.activation],
+    code: [`${MODEL}layers.py`, MLP_CODE[mlp.activation]],
+  };
+}
+
+/** The lengths (d_ff,) of the columns of down_proj (D, d_ff). */
+function measureColumns(down, D, F) {
+  const squares = new Float64Array(F);
+  for (let d = 0; d < D; d++) for (let n = 0; n < F; n++) squares[n] += down[d * F + n] ** 2;
+  return squares.map(Math.sqrt);
+}

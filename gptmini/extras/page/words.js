@@ -1,0 +1,334 @@
+// All that the page says, in English and Chinese. {name} is filled in; a value may be an element.
+"use strict";
+
+const LANGUAGES = { en: "English", zh: "中文" };
+
+const WORDS = {
+  // The first screen.
+  lead: ["A GPT of {weights} weights after {step} training steps. It runs inside this page: type, and everything below follows.", "一个 {weights} 个权重、训练了 {step} 步的 GPT，就在本页中运行：输入文字，下面的一切随之变化。"],
+  yourText: ["Your text", "你的文本"],
+  generate: ["Generate", "生成"],
+  pause: ["Pause", "暂停"],
+  oneStep: ["One token", "一个词元"],
+  stepBack: ["Take back", "退一步"],
+  tokensHeading: ["What the model reads: {count} tokens", "模型读到的：{count} 个词元"],
+  tokensHelp: [
+    "Each box is a token; press one to select it. ␣ is a space, ↵ a line break, ⇥ a tab.",
+    "每个方框是一个词元，点按即可选中。␣ 是空格，↵ 是换行，⇥ 是制表符。",
+  ],
+  writtenHelp: ["The underlined ones were drawn by the model.", "带下划线的由模型抽取。"],
+  bytesHelp: [
+    "A box like ‹E4› is one byte of a character that takes several tokens.",
+    "‹E4› 这样的方框是一个字符的一个字节，这个字符由几个词元组成。",
+  ],
+  specialHelp: [
+    "{token} is no text: it marks where a text begins and ends.",
+    "{token} 不是文字：它标记一篇文本的开头和结尾。",
+  ],
+  contextHelp: [
+    "The model reads {count} tokens at most; earlier ones are left out.",
+    "模型最多读 {count} 个词元，更早的被略去。",
+  ],
+  spaceHelp: [
+    "The space at the end is left to the next token, which brings its own.",
+    "末尾的空格留给下一个词元，它自带空格。",
+  ],
+  openedHelp: ["The model wrote this text itself. Replace it by yours.", "这段文本由模型自己写成。换成你的吧。"],
+  finished: {
+    document: ["The model ended the text here.", "模型在此结束了文本。"],
+    stop: ["The text ends here: a stop text of this run came.", "文本到此结束：出现了停止文本。"],
+    context: ["The context is full: no token fits any more.", "上下文已满，放不下更多词元。"],
+  },
+  expectHeading: ["What comes after {token}?", "{token} 之后是什么？"],
+  expectCame: ["In the text came {token}: {chance}, rank {rank}.", "文本中是 {token}：{chance}，排名第 {rank}。"],
+  expectOpen: ["Not written yet. “One token” draws one of these.", "尚未写出。按“一个词元”从中抽取一个。"],
+  barsHelp: [
+    "Pale: what the model expects, at temperature {temperature}. Solid: the chance to be drawn after the filters.",
+    "浅色：温度 {temperature} 下模型的预期。深色：过滤之后被抽中的机会。",
+  ],
+  barsHelpBefore: ["Outlined: with nothing switched off.", "边框：未关闭任何部分时。"],
+  noToken: ["No token is left to draw.", "没有可抽取的词元。"],
+  settingsHeading: ["How the next token is drawn", "下一个词元如何抽取"],
+  temperature: ["temperature", "温度"],
+  top_k: ["top-k", "top-k"],
+  top_p: ["top-p", "top-p"],
+  min_p: ["min-p", "min-p"],
+  ban: ["ban", "禁用"],
+  isOff: ["off", "关"],
+  temperatureHelp: ["Divides the logits. 0 always takes the likeliest token.", "除 logits。0 总取最可能的词元。"],
+  top_kHelp: ["Keeps the k likeliest tokens.", "保留最可能的 k 个词元。"],
+  top_pHelp: ["Keeps the likeliest tokens that together reach p.", "保留概率之和达到 p 的最可能的词元。"],
+  min_pHelp: ["Keeps tokens at least this share as likely as the likeliest.", "保留概率至少为最大者这一比例的词元。"],
+  removed: ["{name} removes {count} tokens, {share} of the probability.", "{name} 去掉 {count} 个词元，占概率的 {share}。"],
+  keptAll: ["No filter removes a token.", "没有过滤器去掉词元。"],
+  alsoSet: ["This run also sets {settings}.", "本模型还设置了 {settings}。"],
+  checkpoint: ["Training step {step} of {last}", "训练第 {step} 步，共 {last} 步"],
+  checkpointHelp: [
+    "Move it to see the same text through the eyes of a younger model (its weights are rounded to 8 bits).",
+    "移动滑块，看更早的模型如何看同一文本（其权重舍入到 8 位）。",
+  ],
+
+  // The path.
+  pathHeading: ["The whole path", "完整路径"],
+  pathHelp: [
+    "From the text at the top to the drawn token at the bottom. Press a station to open it. The numbers are those of {token}, the selected token.",
+    "从顶部的文本到底部抽出的词元。点按一站即可打开。数字属于选中的词元 {token}。",
+  ],
+  previousStation: ["◂ before", "◂ 上一站"],
+  nextStation: ["next ▸", "下一站 ▸"],
+  backToPath: ["▴ path", "▴ 路径"],
+  layerName: ["layer {layer}", "第 {layer} 层"],
+  wouldSay: ["would say {token} {chance}", "会说 {token} {chance}"],
+  adds: ["adds {length}", "加上 {length}"],
+  streamHelp: [
+    "The vertical line is the residual stream: {width} numbers for each token, to which every part adds. “would say” is what the head would expect if the model ended there.",
+    "竖线是残差流：每个词元 {width} 个数，各部分都往上加。“会说”是模型若到此为止时的预期。",
+  ],
+  tiedHelp: [
+    "At the embedding a token mostly predicts itself: head and embedding are the same table here (tied).",
+    "在嵌入处，词元多半预测它自己：这里的输出头和嵌入是同一张表（权重共享）。",
+  ],
+  shape: ["Shapes", "形状"],
+  formula: ["Formula", "公式"],
+  code: ["In Python", "Python 代码"],
+  eachNumber: ["each number", "每个数"],
+  vectorFacts: ["{count} numbers, length {length}; a full bar is ±{scale}", "{count} 个数，长度 {length}；满格为 ±{scale}"],
+  inText: ["token {place}", "第 {place} 个词元"],
+
+  text: ["text", "文本"],
+  textPlain: [
+    "The model sees no letters. Your text is a row of characters, stored as bytes (UTF-8); the tokenizer cuts it into tokens that it knows.",
+    "模型看不到字母。你的文本是一串字符，以字节（UTF-8）存储；分词器把它切成它认识的词元。",
+  ],
+  textFacts: ["{characters} characters = {bytes} bytes → {tokens} tokens.", "{characters} 个字符 = {bytes} 个字节 → {tokens} 个词元。"],
+  characters: ["{count} characters", "{count} 个字符"],
+  tokens: ["tokens", "词元"],
+  tokensPlain: [
+    "Each token has a number. The model reads only these numbers; there are {vocabulary} of them.",
+    "每个词元有一个编号。模型只读这些编号，一共有 {vocabulary} 个。",
+  ],
+  tokenizerBpe: [
+    "The tokens were learned from a text: the commonest pairs of neighbors were merged, again and again (byte-pair encoding).",
+    "词元学自文本：一再合并最常见的相邻对（字节对编码）。",
+  ],
+  tokenizerByte: ["Here each byte is a token.", "这里每个字节是一个词元。"],
+  tokenizerChar: ["Here each character is a token.", "这里每个字符是一个词元。"],
+  embed: ["embedding", "嵌入"],
+  embedPlain: [
+    "The number of a token picks a row of a table: {width} learned numbers, which mean this token wherever it stands.",
+    "词元的编号选出表中的一行：{width} 个学得的数，无论它在何处都代表这个词元。",
+  ],
+  embedLearned: ["A second table has a row for each position; it is added.", "另一张表中每个位置有一行，加上去。"],
+  embedRope: ["Positions come later, in attention (RoPE).", "位置在后面的注意力中加入（RoPE）。"],
+  embedAlibi: ["Positions come later, in attention (ALiBi).", "位置在后面的注意力中加入（ALiBi）。"],
+  embedNone: ["This model is told no positions.", "这个模型不知道位置。"],
+  embedVector: ["row of {token}", "{token} 的行"],
+  positionVector: ["row of position {place}", "位置 {place} 的行"],
+  neighbors: ["Tokens whose rows point most nearly the same way (1 is the same direction):", "行的方向最接近的词元（1 为同向）："],
+  norm: ["norm", "归一化"],
+  normPlain: [
+    "Before a part reads the stream, its {width} numbers are brought to a common size: whatever the stream has grown to, the part reads numbers of about 1.",
+    "在某部分读取残差流之前，{width} 个数被调到统一的大小：无论残差流变得多大，读到的数都在 1 左右。",
+  ],
+  normMean: ["mean {mean}", "均值 {mean}"],
+  normScale: ["divided by {root}, then times the learned weights.", "除以 {root}，再乘学得的权重。"],
+  beforeNorm: ["before", "之前"],
+  afterNorm: ["after", "之后"],
+  add: ["add", "相加"],
+  addAttnPlain: [
+    "What attention found is added to the residual stream. Nothing is replaced: later parts still read what was there.",
+    "注意力找到的东西加到残差流上。没有东西被替换：后面的部分仍能读到原有内容。",
+  ],
+  addMlpPlain: ["What the MLP computed is added to the residual stream.", "MLP 算出的东西加到残差流上。"],
+  streamBefore: ["stream before", "之前的残差流"],
+  added: ["added", "加上的"],
+  streamAfter: ["stream after", "之后的残差流"],
+  finalNorm: ["last norm", "最后的归一化"],
+  head: ["head", "输出头"],
+  headPlain: [
+    "The stream is compared with a row of numbers for each of the {vocabulary} tokens. The product is the token's logit: the larger, the likelier.",
+    "残差流与 {vocabulary} 个词元各自的一行数相乘。乘积是该词元的 logit：越大越可能。",
+  ],
+  headTied: ["The rows are those of the embedding (tied).", "这些行就是嵌入的行（权重共享）。"],
+  logitsOf: ["The largest logits:", "最大的 logits："],
+  softmax: ["softmax", "softmax"],
+  softmaxPlain: [
+    "Logits become probabilities: e to the power of each, divided by their sum. Here at temperature 1.",
+    "Logits 变成概率：各取 e 的幂，再除以总和。此处温度为 1。",
+  ],
+  draw: ["draw", "抽取"],
+  drawPlain: [
+    "A random number between 0 and 1 chooses the token: the chances that the filters left stand side by side, and the number falls into one of them.",
+    "0 到 1 之间的随机数选出词元：过滤后剩下的机会并排而立，随机数落入其中之一。",
+  ],
+  drawNumber: ["The number is {random}: {token}. It depends on seed {seed} and on how many tokens were drawn before ({count}).", "随机数为 {random}：{token}。它取决于种子 {seed} 和此前已抽取的个数（{count}）。"],
+  drawGreedy: ["Temperature 0 takes the likeliest: {token}.", "温度 0 取最可能的：{token}。"],
+  drawTyped: ["The next token was in your text, so nothing is drawn here. Select the last token.", "下一个词元在你的文本中，这里不抽取。请选最后一个词元。"],
+
+  // Attention.
+  attention: ["attention", "注意力"],
+  attentionPlain: [
+    "The only place where tokens see each other. Each of {heads} heads looks back from the selected token, weighs the earlier ones, and brings a mix of what they offer.",
+    "词元彼此看见的唯一地方。{heads} 个头各自从选中的词元回看，给前面的词元加权，带回它们所提供内容的混合。",
+  ],
+  windowHelp: ["It sees {count} tokens at most, itself included.", "最多看见 {count} 个词元，包括它自己。"],
+  sharedHelp: ["Heads {heads} share their keys and values.", "头 {heads} 共用键和值。"],
+  headName: ["head {head}", "头 {head}"],
+  layerHead: ["layer {layer}, head {head}", "第 {layer} 层，头 {head}"],
+  switchOff: ["switch off", "关闭"],
+  switchOn: ["switch on", "打开"],
+  mapHeading: ["Layer {layer}, head {head}: who looks at whom", "第 {layer} 层，头 {head}：谁看谁"],
+  mapHelp: [
+    "A row looks, a column is looked at; the darker (in dark mode: the lighter), the more. Colors follow the square root of the weight. Press a cell, or use the arrow keys.",
+    "行是看者，列是被看者；颜色越深（深色模式下越浅）权重越大，颜色按权重的平方根。点按一格，或用方向键。",
+  ],
+  mapCell: ["{query} looks at {key}: {weight}", "{query} 看 {key}：{weight}"],
+  mapFuture: ["{query} cannot see {key}, which comes later", "{query} 看不到后来的 {key}"],
+  mapWindow: ["{query} cannot see {key}: outside the window", "{query} 看不到 {key}：在窗口之外"],
+  readsHeading: ["What {token} reads in this head", "{token} 在这个头中读什么"],
+  stepsHeading: ["The arithmetic, from {query} to {key}", "从 {query} 到 {key} 的算术"],
+  strongest: ["The strongest other token is chosen. Press a row of the table below for another.", "已选最强的另一个词元。点按下表中的一行可换。"],
+  qkvHeading: ["1. Query, key, value", "1. 查询、键、值"],
+  qkvPlain: [
+    "Three products with learned matrices. The query says what the token looks for, the key what a token can be found by, the value what it then passes on.",
+    "与学得的矩阵相乘三次。查询说明词元在找什么，键说明凭什么能找到一个词元，值是它随后传出的内容。",
+  ],
+  qkNormHelp: ["Query and key are normed to a mean square of 1, times learned weights (QK-norm).", "查询和键归一化到均方为 1，再乘学得的权重（QK-norm）。"],
+  queryOf: ["q of {token}", "{token} 的 q"],
+  keyOf: ["k of {token}", "{token} 的 k"],
+  valueOf: ["v of {token}", "{token} 的 v"],
+  positionHeading: ["2. Position", "2. 位置"],
+  ropePlain: [
+    "RoPE turns pairs of numbers by an angle that grows with the position, so that a product depends on the distance.",
+    "RoPE 把成对的数旋转一个随位置增长的角度，于是乘积取决于距离。",
+  ],
+  ropePair: ["pair {pair}: numbers {first} and {second}", "第 {pair} 对：数 {first} 和 {second}"],
+  ropePairMost: ["{pair}, which counts most here", "{pair}，此处影响最大"],
+  ropeTurn: ["at position {place}, turned by {place} × {frequency} = {angle} rad", "位置 {place}，旋转 {place} × {frequency} = {angle} 弧度"],
+  ropeShare: [
+    "This pair's share of q·k is {after}; without turning it would be {before}. Hollow: before turning, filled: after. The circle has radius {radius} in both.",
+    "这一对在 q·k 中占 {after}；若不旋转则为 {before}。空心：旋转前，实心：旋转后。两圆半径均为 {radius}。",
+  ],
+  alibiPlain: [
+    "ALiBi takes from each score the distance times the slope of this head, {slope}: the farther, the less.",
+    "ALiBi 从每个分数中减去距离乘以这个头的斜率 {slope}：越远越小。",
+  ],
+  learnedPlain: ["Positions were added to the embeddings already.", "位置已加到嵌入中。"],
+  nonePlain: ["This model is told no positions; only the mask tells before from after.", "这个模型不知道位置，只有掩码区分先后。"],
+  scoreHeading: ["3. The score: q·k, number by number", "3. 分数：逐个数相乘的 q·k"],
+  scorePlain: ["Query and key are multiplied number by number, and the products summed: {sum}.", "查询与键逐个数相乘再求和：{sum}。"],
+  productVector: ["q·k, product by product", "q·k 的各个乘积"],
+  productsLargest: ["The largest products:", "最大的乘积："],
+  tableHeading: ["4. From scores to weights", "4. 从分数到权重"],
+  tablePlain: [
+    "The sum is divided by √{size} = {root}, keys that must not be seen get −∞, and softmax makes weights that sum to 1.",
+    "总和除以 √{size} = {root}，不可见的键得 −∞，softmax 使权重之和为 1。",
+  ],
+  tableScroll: ["The table scrolls sideways ⟷", "表格可左右滚动 ⟷"],
+  key: ["key", "键"],
+  bias: ["distance", "距离"],
+  score: ["score", "分数"],
+  weight: ["weight", "权重"],
+  allKeys: ["Show all {count} keys", "显示全部 {count} 个键"],
+  fewKeys: ["Show the strongest keys only", "只显示最强的键"],
+  otherKeys: ["Not shown: {count}, with {share} together.", "未显示：{count} 个，合计 {share}。"],
+  laterKeys: ["Masked because they come later: {count}.", "因在后面而被掩蔽：{count} 个。"],
+  windowKeys: ["Outside the window: {count}.", "在窗口之外：{count} 个。"],
+  itself: ["itself", "自己"],
+  cutHere: ["cut {query} → {key} in this head", "在此头中切断 {query} → {key}"],
+  cutAll: ["cut it in all heads", "在所有头中切断"],
+  mend: ["mend {query} → {key}", "恢复 {query} → {key}"],
+  sumHeading: ["5. The weighted sum of the values", "5. 值的加权和"],
+  sumPlain: ["Each value times its weight, summed over all keys:", "每个值乘以其权重，对所有键求和："],
+  weightedValue: ["{weight} × v of {token}", "{weight} × {token} 的 v"],
+  mixedVector: ["the sum", "总和"],
+  outHeading: ["6. What it adds", "6. 它加上什么"],
+  outPlain: [
+    "o_proj turns the sum into {width} numbers for the residual stream. Added straight to the logits, they would raise and lower these tokens most:",
+    "o_proj 把总和变成残差流的 {width} 个数。若直接加到 logits，以下词元升降最多：",
+  ],
+  outVector: ["added by this head", "这个头加上的"],
+  headIsOff: ["This head is switched off: it adds nothing.", "这个头已关闭：什么也不加。"],
+  raises: ["raises", "升高"],
+  lowers: ["lowers", "降低"],
+
+  // The MLP.
+  mlp: ["MLP", "MLP"],
+  mlpPlain: [
+    "It looks at one token alone. {count} inner neurons each test for something in the stream; those that fire add their vector to it.",
+    "它只看一个词元。{count} 个内部神经元各自检测残差流中的某种东西；激活的神经元把自己的向量加上去。",
+  ],
+  neuronsHeading: ["Neurons that add most for {token}", "对 {token} 贡献最大的神经元"],
+  neuronsFiring: ["{count} of {all} neurons are above 0.01 here.", "{all} 个神经元中有 {count} 个在此大于 0.01。"],
+  neuron: ["neuron", "神经元"],
+  fires: ["fires", "激活"],
+  firesMost: ["most on", "在文中最强处"],
+  pushes: ["raises", "升高"],
+  neuronHeading: ["Neuron {neuron} over the text", "神经元 {neuron} 在全文中"],
+  neuronHelp: ["The deeper the color, the more it fires; full color is {most}.", "颜色越深，激活越强；满色为 {most}。"],
+  mlpAdds: ["What the MLP adds", "MLP 加上什么"],
+  mlpIsOff: ["This MLP is switched off: it adds nothing.", "这个 MLP 已关闭：什么也不加。"],
+
+  // Heads by what they do.
+  kindsHeading: ["Heads by what they do", "各个头做什么"],
+  kindsHelp: [
+    "Found on your text: the mean weight that a head gives to these places. Press a head to open it.",
+    "根据你的文本：头给这些位置的平均权重。点按一个头即可打开。",
+  ],
+  previous: ["previous token", "前一个词元"],
+  previousHelp: ["looks one token back", "看前一个词元"],
+  first: ["first token", "第一个词元"],
+  firstHelp: ["looks at the beginning, often because it has nothing else to look at", "看开头，常常因为没有别的可看"],
+  self: ["itself", "自己"],
+  selfHelp: ["looks at the token itself", "看词元自己"],
+  induction: ["induction", "归纳"],
+  inductionHelp: [
+    "finds the last place where the current token occurred, looks at what followed it, and so continues repetitions. Its score is measured on {count} random tokens that are read twice",
+    "找到当前词元上次出现之处，看其后是什么，从而延续重复。其得分在读两遍的 {count} 个随机词元上测得",
+  ],
+  tryHeading: ["Try it", "试一试"],
+  tryInduction: [
+    "Repeat your text: an induction head makes the second time easier than the first. Switch off {head}, which has the highest induction score, and see what changes.",
+    "重复你的文本：归纳头使第二遍比第一遍容易。关闭归纳得分最高的 {head}，看有什么变化。",
+  ],
+  repeat: ["Repeat my text", "重复我的文本"],
+  halvesHelp: [
+    "The chance that the model gives to what really comes, on average over",
+    "模型给实际出现的词元的平均概率：",
+  ],
+  firstHalf: ["the first half", "前一半"],
+  secondHalf: ["the second half", "后一半"],
+  mapsHeading: ["All heads", "所有的头"],
+  mapsHelp: ["Maps of who looks at whom; a row for each layer.", "谁看谁的图；每层一行。"],
+
+  // Cause.
+  causeHeading: ["Switch parts off", "关闭部分"],
+  causeHelp: [
+    "Press a part to switch it off, and the expectation shows what it was good for. The number is what the part adds directly to the logit of {token} (blue raises, orange lowers).",
+    "点按一个部分将其关闭，预期的变化显示它有何用处。数字是该部分直接加到 {token} 的 logit 上的量（蓝色升高，橙色降低）。",
+  ],
+  causeSum: ["embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit}", "嵌入 {embedding} + 位置 {position} + 头 {heads} + MLP {mlps} + 偏置 {biases} = logit {logit}"],
+  wholeLayer: ["whole layer", "整层"],
+  offNow: ["Off:", "已关闭："],
+  allOn: ["all on", "全部打开"],
+  cutName: ["layer {layer}, head {head}: {query} → {key}", "第 {layer} 层，头 {head}：{query} → {key}"],
+  cutNameAll: ["all heads: {query} → {key}", "所有头：{query} → {key}"],
+  changed: ["{token} {before} → {after}", "{token} {before} → {after}"],
+  beforeAfter: ["The expectation, with all on (outlined) and now (filled)", "预期：全部打开时（边框）与现在（填充）"],
+  foot: ["Made by gptmini. Everything is in this file; it loads nothing and sends nothing.", "由 gptmini 制作。一切都在这个文件中；不加载也不发送任何东西。"],
+};
+
+let language = navigator.language.startsWith("zh") ? "zh" : "en";
+
+/** What the page says under a key, as a list of strings and of the elements among `values`. */
+function say(key, values = {}) {
+  const entry = key.split(".").reduce((words, part) => words[part], WORDS);
+  const sentence = entry[Object.keys(LANGUAGES).indexOf(language)];
+  return sentence.split(/\{(\w+)\}/).map((part, i) => (i % 2 ? values[part] : part));
+}
+
+/** The same as one string, for attributes; elements give their text. */
+function sayText(key, values) {
+  const parts = say(key, values).flat(Infinity);
+  return parts.map((part) => part?.textContent ?? part).join("");
+}

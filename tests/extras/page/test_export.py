@@ -1,0 +1,118 @@
+"""`gptmini export --to html`: what it writes, refuses, and lets nobody run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptmini.errors import ConfigError, DataError
+from gptmini.extras.page import export
+from gptmini.extras.page.export import build_page, encode_weights
+from gptmini.generate.run import load_run
+from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.tokenizers import CharTokenizer
+from tests.core.analysis.samples import HOSTILE
+from tests.extras.page.samples import random_run, random_texts, rounded
+from tests.samples import run_of
+from tests.support import bpe_file, tiny, train
+
+
+def test_a_run_becomes_one_file(gptmini, tmp_path):
+    run_of(tmp_path / "runs" / "my")
+    code, out, _ = gptmini("export", "--to", "html")
+    assert (code, out) == (0, "runs/my.html\n")
+    first = Path("runs/my.html").read_bytes()
+    assert b"{{" not in first
+    assert b"bfloat16" in first
+    assert gptmini("export", "runs/my", "--to", "html", "--out", "page.html")[0] == 0
+    assert Path("page.html").read_bytes() == first
+    words = ("export", "runs/my", "--to", "html", "--weights", "int8")
+    assert gptmini(*words)[0] == 0
+    assert len(Path("runs/my.html").read_bytes()) < len(first)
+    code, _, err = gptmini("export", "runs/my", "--to", "html", "--weights", "f16")
+    assert code == 2
+    assert "--weights f16" in err
+
+
+def test_nothing_of_a_run_becomes_markup_or_script(visit):
+    tokenizer = CharTokenizer("</script>\u2028\u00e9<")
+    name = HOSTILE.replace("/", "\u2215")
+    run = random_run("gpt2", tokenizer, {"stop": ["</script><script>alert(2)</script>"]}, name)
+    page = build_page(run, prompt=HOSTILE).decode()
+    assert page.count("<script") == page.count("</script") == 4
+    tab = visit(page.encode())
+    assert tab.evaluate("opened.data.prompt.length") == len(HOSTILE)
+    assert tab.evaluate("opened.data.sample.stop") == run.config.sample.stop
+    assert tab.evaluate("document.querySelectorAll('script').length") == 4
+    assert tab.evaluate("document.images.length") == 0
+
+
+def test_the_policy_allows_only_the_page_itself(visit):
+    page = build_page(random_run()).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    assert policy.startswith("default-src 'none'; script-src 'nonce-")
+    assert "unsafe" not in policy
+    assert "http" not in re.sub(r'http-equiv="|http://www.w3.org/2000/svg', "", page)
+    (nonce, *others) = set(re.findall(r"nonce-([^']+)'", policy))
+    assert others == []
+    other = build_page(random_run("gpt2")).decode()
+    assert nonce not in other
+    planted = page.replace("<main>", "<main><script>document.title = 'planted'</script>")
+    planted = planted.replace("<main>", "<main><svg onload=\"document.title = 'planted'\"></svg>")
+    tab = visit(planted.encode())
+    assert tab.title() != "planted"
+    assert len(visit.wrong) >= 2  # the console names what it refused
+    visit.wrong.clear()
+
+
+def test_the_better_precision_that_fits_is_chosen(monkeypatch, tmp_path):
+    run = random_run()
+    size = export.estimate_size(run, "bfloat16")
+    assert export.choose_precision(run) == "bfloat16"
+    scripts = sum(path.stat().st_size for path in export.FOLDER.glob("*.[jch]*"))
+    assert size == pytest.approx(len(build_page(run)) - scripts, abs=20_000)
+    monkeypatch.setattr(export, "MAX_PAGE_BYTES", size - 1)
+    assert export.choose_precision(run) == "int8"
+    with pytest.raises(ConfigError, match="gptmini serve"):
+        build_page(run, "bfloat16")
+    monkeypatch.setattr(export, "MAX_PAGE_BYTES", 1000)
+    with pytest.raises(ConfigError, match=str(run.path)):
+        build_page(run, export.choose_precision(run))
+
+
+def test_a_tokenizer_that_the_page_cannot_run_is_refused_by_name():
+    tokenizer = BpeTokenizer.from_dict(json.loads(bpe_file(kind="strange")))
+    with pytest.raises(DataError, match="strange"):
+        build_page(random_run(tokenizer=tokenizer))
+
+
+def test_earlier_checkpoints_come_along(visit, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 200)
+    config = tiny(
+        data={"path": [str(text)]}, train={"steps": 8, "save_every": 2, "eval_every": 8, "keep": 9}
+    )
+    train(config, tmp_path / "run", tmp_path / "cache")
+    exported = export.export_page(tmp_path / "run", tmp_path / "page.html")
+    assert exported.steps == [2, 4, 6]
+    assert exported.precision == "bfloat16"
+    tab = visit((tmp_path / "page.html").read_bytes())
+    (tokens,) = random_texts(1)
+    tokens = tokens[:9]
+    for index, step in enumerate(exported.steps):
+        shown = tab.evaluate(
+            """([index, tokens]) => Array.from(openCheckpoint(
+              document, opened.data, opened.data.checkpoints[index]).forward(tokens))""",
+            [index, tokens],
+        )
+        model = rounded(load_run(tmp_path / "run", "cpu", "float32", step=step), "int8").model
+        with torch.no_grad():
+            expected = model(torch.tensor([tokens])).flatten().tolist()
+        assert shown == pytest.approx(expected, abs=1e-4)
+    run = load_run(tmp_path / "run", "cpu", "float32")
+    each = len(encode_weights(RunDirectory(run.path).load_checkpoint(2).model, "int8").text)
+    monkeypatch.setattr(export, "MAX_CHECKPOINT_BYTES", int(2.5 * each))
+    assert list(export.read_checkpoints(run)) == [2, 4]

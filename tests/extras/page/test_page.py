@@ -1,0 +1,387 @@
+"""What the page shows, in Chromium: the numbers of model.js, and what a reader does to them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptmini.extras.page import export
+from gptmini.extras.page.export import build_page
+from gptmini.tokenizer.tokenizers import CharTokenizer
+from tests.core.analysis.samples import HOSTILE
+from tests.extras.page.samples import SHAPES, random_run, rounded
+
+FOLDER = Path(export.__file__).parent
+PROMPT = "the cat sat on the mat"
+MINUS = "\N{MINUS SIGN}"
+
+# A model of its own in the page, so that the page's caches are not asked about themselves.
+FRESH = """
+globalThis.fresh = (text, at, off = null) => {
+  const reader = new Reader(opened.gpt);
+  const tokens = opened.tokenizer.encode(text);
+  reader.read(tokens, off);
+  return reader.record[at ?? tokens.length - 1];
+}
+globalThis.chances = (logits, temperature) =>
+  Array.from(softmax(logits.map((logit) => logit / temperature)));
+0;
+"""
+
+
+def opened(visit: Any, run: Any, prompt: str = PROMPT) -> Any:
+    tab = visit(build_page(run, prompt=prompt))
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.evaluate(FRESH)
+    return tab
+
+
+def percent(text: str) -> float:
+    return float(re.search(r"([\d.]+) %", text)[1]) / 100
+
+
+def bars(tab: Any) -> dict[int, float]:
+    """The probabilities that the first screen shows, by token; below 0.01 % as 0.01 %."""
+    rows = tab.locator(".first .expected:not(.empty)").all()
+    return {
+        int(row.get_attribute("data-token")): percent(row.locator(".number").inner_text())
+        for row in rows
+    }
+
+
+def check_bars(tab: Any, expected: list[float]) -> None:
+    shown = bars(tab)
+    assert len(shown) >= 10
+    assert max(expected) == pytest.approx(max(shown.values()), abs=0.006)
+    for token, chance in shown.items():
+        assert chance == pytest.approx(expected[token], abs=0.006)
+
+
+def select(tab: Any, place: int) -> None:
+    tab.locator(".first .chip").nth(place).click()
+
+
+def test_it_opens_where_one_sees_what_came(visit):
+    tab = opened(visit, random_run())
+    assert tab.locator(".chip.at").first.get_attribute("data-focus") == f"chip-{len(PROMPT) - 2}"
+    chance = tab.evaluate("([text, at]) => chances(fresh(text, at).logits, 0.8)", [PROMPT, 20])
+    assert percent(tab.locator(".outcome").inner_text()) == pytest.approx(
+        chance[ord("t")], abs=0.006
+    )
+    rank = 1 + sum(other > chance[ord("t")] for other in chance)
+    assert tab.locator(".outcome").inner_text().endswith(f"{rank}.")
+
+
+def test_an_exported_page_opens_on_a_text_of_its_own(visit):
+    tab = opened(visit, random_run(), "")
+    assert tab.locator(".first .chip").count() > 10
+    assert tab.locator("textarea").input_value() != ""
+
+
+def test_typing_changes_the_bars(visit):
+    tab = opened(visit, random_run())
+    before = bars(tab)
+    tab.locator("textarea").press_sequentially(" so")
+    typed = tab.locator("textarea").input_value()
+    assert tab.locator(".first .chip").count() == len(typed)
+    assert bars(tab) != before
+    check_bars(tab, tab.evaluate("text => chances(fresh(text).logits, 0.8)", typed))
+    tab.locator("textarea").fill("")
+    assert "<|endoftext|>" in tab.locator(".first .chips").inner_text()
+
+
+def test_sliders_redraw_the_bars_and_say_what_they_remove(visit):
+    tab = opened(visit, random_run(sample={"top_k": None, "temperature": 1.0}))
+    tab.locator("#settings summary").click()
+    select(tab, 9)
+    text = PROMPT[:10]
+    tab.get_by_label("temperature").press("End")
+    chances = tab.evaluate("text => chances(fresh(text).logits, 2)", text)
+    check_bars(tab, chances)
+    assert tab.locator(".first .gone").count() == 0
+    tab.get_by_label("top-k").press("Home")
+    tab.get_by_label("top-k").press("ArrowRight")
+    assert tab.locator(".first .expected.gone").count() >= 8
+    assert tab.locator(".first .expected:not(.gone):not(.empty)").count() == 2
+    removed = tab.locator(".removed").inner_text()
+    assert removed.startswith("top-k removes 255 tokens")
+    assert percent(removed) == pytest.approx(1 - sum(sorted(chances)[-2:]), abs=0.006)
+    tab.get_by_label("min-p").press("End")  # nothing but the likeliest
+    assert tab.locator(".first .expected:not(.gone):not(.empty)").count() == 1
+    tab.get_by_label("temperature").press("Home")
+    assert "temperature removes 256" in tab.locator(".removed").inner_text()
+
+
+def test_it_generates_what_generate_does_and_takes_it_back(visit):
+    run = random_run(sample={"max_new_tokens": 6})
+    tab = opened(visit, run, "The cat")
+    (text,) = rounded(run, "bfloat16").start(["The cat"], use_cache=False).finish()
+    drawn = "Array.from(continuation.tokens)"
+    for count in range(1, 4):
+        tab.get_by_role("button", name="One token").click()
+        assert tab.evaluate(drawn) == text.tokens[:count]
+    assert tab.locator(".first .chip.drawn").count() == 3
+    tab.get_by_role("button", name="Take back").click()
+    assert tab.evaluate(drawn) == text.tokens[:2]
+    for _ in range(2):
+        tab.get_by_role("button", name="Take back").click()
+    assert tab.locator("textarea").input_value() == "The cat"
+    assert tab.get_by_role("button", name="Take back").is_disabled()
+    tab.get_by_role("button", name="Generate").click()
+    tab.wait_for_function("() => continuation.tokens.length === 6 && timer === null")
+    assert tab.evaluate(drawn) == text.tokens
+    tab.get_by_role("button", name="Generate").click()  # goes on from there
+    tab.get_by_role("button", name="Pause").click()
+    assert tab.evaluate("timer") is None
+
+
+def open_station(tab: Any, station: str) -> None:
+    tab.locator(f"[data-station='{station}']").click()
+
+
+def real(text: str) -> float:
+    text = text.replace(MINUS, "-")
+    return float("-inf") if text == "-∞" else float(text)
+
+
+@pytest.mark.parametrize("shape", ["default", "bloom", "window"])
+def test_the_table_of_scores_is_that_of_the_model(visit, shape):
+    tab = opened(visit, random_run(shape))
+    select(tab, 13)
+    open_station(tab, "attn:1")
+    tab.locator("#station .tile").nth(2).click()
+    if tab.locator("[data-focus=all-keys]").count():
+        tab.locator("[data-focus=all-keys]").click()
+    rows = tab.locator(".scores tbody tr").all()
+    found = {int(row.locator("small").first.inner_text()): row for row in rows}
+    head = """([text, at]) => {
+      const { scores, weights } = fresh(text, at).layers[1];
+      const S = at + 1;
+      return [scores, weights].map((all) => Array.from(all.subarray(2 * S, 3 * S), String));
+    }"""
+    scores, weights = (
+        [float(x.replace("Infinity", "inf")) for x in row]
+        for row in tab.evaluate(head, [PROMPT, 13])
+    )
+    assert sorted(found) == [k for k, score in enumerate(scores) if score > float("-inf")]
+    for key, row in found.items():
+        cells = row.locator("td").all_inner_texts()
+        assert real(cells[0]) == pytest.approx(weights[key], abs=6e-5)
+        assert real(cells[-1]) == pytest.approx(scores[key], abs=6e-4)
+        bias = real(cells[3]) if shape == "bloom" else 0
+        assert real(cells[2]) + bias == pytest.approx(scores[key], abs=2e-3)
+    # The key that the steps show is not the query itself, and the strongest of the others.
+    key = int(tab.locator(".scores tr.at small").first.inner_text())
+    assert weights[key] == max(weights[:13])
+
+
+def test_pointing_at_the_map_says_the_weight_and_moves_nothing(visit):
+    tab = opened(visit, random_run())
+    open_station(tab, "attn:1")
+    frame = tab.locator(".frame")
+    frame.scroll_into_view_if_needed()
+    before = frame.bounding_box()
+    side = before["width"] / len(PROMPT)
+    for query, key in ((3, 1), (12, 12), (21, 4)):
+        tab.mouse.move(before["x"] + (key + 0.5) * side, before["y"] + (query + 0.5) * side)
+        assert frame.bounding_box() == before
+        weight = tab.evaluate(
+            """([text, q, k]) => fresh(text, q).layers[1].weights[k]""", [PROMPT, query, key]
+        )
+        assert percent(tab.locator(".readout").inner_text()) == pytest.approx(weight, abs=0.006)
+    tab.mouse.click(before["x"] + 2.5 * side, before["y"] + 8.5 * side)
+    assert tab.evaluate("[now.at, state.key]") == [8, 2]
+    assert frame.bounding_box() == before
+    tab.mouse.move(0, 0)
+    weight = tab.evaluate("([text]) => fresh(text, 8).layers[1].weights[2]", [PROMPT])
+    assert percent(tab.locator(".readout").inner_text()) == pytest.approx(weight, abs=0.006)
+
+
+SWITCHES = [
+    ("head", "[data-focus='cell-heads-1,2']", {"heads": [[1, 2]]}),
+    ("mlp", "[data-focus='cell-mlps-0']", {"mlps": [0]}),
+    ("layer", "[data-focus='cell-layers-1']", {"layers": [1]}),
+]
+
+
+def test_switching_off_changes_the_expectation_as_the_model_says(visit):
+    tab = opened(visit, random_run())
+    tab.locator("#cause > summary").click()
+    whole = tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT)
+    check_bars(tab, whole)
+    for _, button, off in SWITCHES:
+        tab.locator(button).click()
+        without = "([text, off]) => chances(fresh(text, 20, off).logits, 0.8)"
+        check_bars(tab, tab.evaluate(without, [PROMPT, off]))
+        row = tab.locator(".first .expected").first
+        before = float(re.match(r"<?([\d.]+)", row.locator(".number").inner_text())[1])
+        token = int(row.get_attribute("data-token"))
+        assert before / 100 == pytest.approx(whole[token], abs=0.006)
+        tab.get_by_role("button", name="all on").click()
+        check_bars(tab, whole)
+    open_station(tab, "attn:1")
+    tab.locator("[data-focus=cut]").click()
+    key = tab.evaluate("findKey(1, 0)")
+    off = {"attentions": [[1, 0, 20, key]]}
+    without = "([text, off]) => chances(fresh(text, 20, off).logits, 0.8)"
+    check_bars(tab, tab.evaluate(without, [PROMPT, off]))
+    assert tab.locator(".off button").count() == 2
+    tab.locator(".off button").first.click()
+    check_bars(tab, whole)
+
+
+def test_attributions_are_those_of_the_model(visit):
+    tab = opened(visit, random_run("gpt2"))
+    tab.locator("#cause > summary").click()
+    parts = tab.evaluate("text => attribute(opened.gpt, fresh(text, 20), 116)", PROMPT)
+    cells = tab.locator("[data-focus^='cell-heads'] b").all_inner_texts()
+    heads = [share for row in parts["heads"] for share in row]
+    assert [real(cell) for cell in cells] == pytest.approx(heads, abs=0.006)
+    sums = re.findall(rf"[\d.{MINUS}]+", tab.locator("#cause .note").first.inner_text())
+    *terms, logit = map(real, sums)
+    assert len(terms) == 5
+    assert sum(terms) == pytest.approx(logit, abs=0.03)
+
+
+def test_the_induction_head_is_named_by_its_score(visit):
+    tab = opened(visit, random_run())
+    tab.locator("#kinds > summary").click()
+    scores = tab.evaluate("measureInduction(opened.gpt, opened.tokenizer).flat()")
+    shown = tab.locator("[data-focus^='induction-']").first
+    best = scores.index(max(scores))
+    assert shown.inner_text() == f"layer {best // 4}, head {best % 4}"
+    tab.get_by_role("button", name="Repeat my text").click()
+    assert tab.locator("textarea").input_value() == f"{PROMPT}\n{PROMPT}"
+    tab.locator("[data-focus=induction-switch]").click()
+    assert tab.evaluate("state.off.heads") == [[best // 4, best % 4]]
+    halves = tab.locator(".halves .number").all_inner_texts()
+    assert len(halves) == 2
+    shown.click()
+    assert tab.evaluate("state.station") == f"attn:{best // 4}"
+    assert tab.locator("#station .tile[aria-pressed=true]").get_attribute("aria-label") == (
+        f"layer {best // 4}, head {best % 4}"
+    )
+
+
+def test_an_earlier_checkpoint_sees_the_same_text(visit):
+    run = random_run()
+    earlier = export.encode_weights(random_run().model.state_dict(), "int8")
+    tab = visit(build_page(run, prompt=PROMPT, checkpoints={3: earlier}))
+    tab.evaluate(FRESH)
+    tab.locator("#slider-checkpoint").press("Home")
+    expected = """text => {
+      const gpt = openCheckpoint(document, opened.data, opened.data.checkpoints[0]);
+      const reader = new Reader(gpt);
+      reader.read(opened.tokenizer.encode(text));
+      return chances(reader.record[20].logits, 0.8);
+    }"""
+    check_bars(tab, tab.evaluate(expected, PROMPT))
+    assert tab.evaluate("state.step") == 3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_station_opens_and_nothing_overflows(visit, shape):
+    tab = opened(visit, random_run(shape, sample={"top_p": 0.9, "min_p": 0.01}))
+    for section in ("#kinds", "#cause", "#settings"):
+        tab.locator(f"{section} > summary").click()
+    overflowing = """() => {
+      const wide = document.documentElement.scrollWidth > innerWidth;
+      const parts = ".card, .chip, .tile, .cell, .expected, .bars > span, .row, figure, .note";
+      const isOver = (node) => node.scrollWidth > node.clientWidth + 1;
+      return [wide, Array.from(document.querySelectorAll(parts)).filter(isOver).map(
+        (node) => node.className)];
+    }"""
+    for station in tab.evaluate("listStations()"):
+        open_station(tab, station)
+        assert tab.locator("#station h3").inner_text() != ""
+        assert tab.evaluate("document.body.innerText.match(/NaN|undefined|Infinity|null/)") is None
+        assert tab.evaluate(overflowing) == [False, []], station
+    tab.locator("textarea").fill("x" * 300 + " \u4e2d\u6587\t\r\x07\U0001f468")
+    assert tab.evaluate(overflowing) == [False, []]
+
+
+def test_hostile_texts_run_nothing(visit):
+    run = random_run("gpt2", CharTokenizer("<\u202e\u2028\u00e9"), name=HOSTILE.replace("/", "_"))
+    tab = opened(visit, run, HOSTILE)
+    for section in ("#kinds", "#cause"):
+        tab.locator(f"{section} > summary").click()
+    for station in ("text", "tokens", "attn:1", "mlp:0", "draw"):
+        open_station(tab, station)
+    assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
+    assert tab.evaluate("document.scripts.length") == 4
+    assert "<img src=x onerror=alert(1)>" in tab.locator("h1").inner_text()
+    tab.locator("textarea").fill("<script>alert(2)</script><svg onload=alert(3)>")
+    assert tab.locator(".first .chip", has_text="<").count() >= 3
+
+
+def test_it_speaks_chinese(visit, browser):
+    tab = opened(visit, random_run())
+    assert tab.get_by_role("button", name="Generate").count() == 1
+    tab.get_by_role("button", name="中文").click()
+    assert tab.get_by_role("button", name="生成").count() == 1
+    assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
+    assert tab.locator("textarea").input_value() == PROMPT
+    english = re.findall(r"[A-Za-z]{4,}", tab.locator(".first").inner_text())
+    assert set(english) <= {"temperature"}
+    context = browser.new_context(offline=True, locale="zh-CN")
+    other = context.new_page()
+    other.goto(tab.url)
+    assert other.get_by_role("button", name="生成").count() == 1
+    context.close()
+
+
+def test_keys_move_through_tokens_stations_and_the_map(visit):
+    tab = opened(visit, random_run())
+    focused = "document.activeElement.dataset.focus"
+    tab.locator("[data-focus=chip-20]").focus()
+    for key, place in (("ArrowLeft", 19), ("Home", 0), ("ArrowLeft", 0), ("End", 21)):
+        tab.keyboard.press(key)
+        assert tab.evaluate(focused) == f"chip-{place}"
+        assert tab.evaluate("now.at") == place
+    tab.locator("[data-station=tokens]").focus()
+    tab.keyboard.press("ArrowDown")
+    tab.keyboard.press("ArrowDown")
+    assert tab.evaluate(focused) == "station-attnNorm:0"
+    tab.keyboard.press("ArrowDown")
+    tab.locator(".frame").focus()
+    tab.keyboard.press("ArrowUp")
+    tab.keyboard.press("ArrowLeft")
+    assert tab.evaluate(focused) == "map"
+    assert tab.evaluate("now.at") == 20
+    tab.locator("[data-focus=head-switch]").press("Enter")
+    assert tab.evaluate("state.off.heads") == [[0, 0]]
+    assert tab.evaluate(focused) == "head-switch"
+
+
+def test_the_lines_of_python_are_there():
+    views = read("views.js")
+    sources = {
+        path.name: path.read_text()
+        for room in ("model", "generate", "tokenizer")
+        for path in (FOLDER.parents[1] / room).glob("*.py")
+    }
+    quotes = re.findall(
+        r"(\w+\.py)[`\"],\s*(\"(?:[^\"\\]|\\.)*\"|'[^']*'|MLP_CODE\[)", views, re.DOTALL
+    )
+    assert len(quotes) >= 10
+    for name, quote in quotes:
+        if quote != "MLP_CODE[":
+            assert quote[1:-1] in sources[name]
+    codes = re.search(r"MLP_CODE = \{(.*?)\};", views, re.DOTALL)[1]
+    for quote in re.findall(r"[\"'](hidden .*)[\"'],", codes):
+        assert quote in sources["layers.py"]
+
+
+def test_all_is_said_in_both_languages():
+    entries = re.findall(
+        r'\[\s*"((?:[^"\\]|\\.)*)",\s*"((?:[^"\\]|\\.)*)",?\s*\]', read("words.js")
+    )
+    assert len(entries) > 100
+    for english, chinese in entries:
+        names = [sorted(re.findall(r"\{\w+\}", words)) for words in (english, chinese)]
+        assert names[0] == names[1], english
+
+
+def read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")

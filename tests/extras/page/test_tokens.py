@@ -1,0 +1,97 @@
+"""The tokenizers of model.js give the tokens of Python's, on odd texts too."""
+
+import random
+import unicodedata
+from functools import cache
+from typing import Any
+
+import pytest
+
+from gptmini.extras.page.export import build_page
+from gptmini.tokenizer.bpe import learn_bpe
+from gptmini.tokenizer.bpe_tokenizer import IMPORTED_KIND, create_bpe_tokenizer
+from gptmini.tokenizer.load import create_tokenizer
+from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
+from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
+from tests.extras.page.samples import random_run
+from tests.support import prose
+
+# What patterns treat differently, in ways that differ between engines of regular expressions.
+ODD = [
+    *("'s", "'S", "'\u017f", "'ll", "'LL", "'Re", "'t", "\u212a", "\u2019s", "don't"),
+    *(" ", "  ", "\t", "\n", "\r\n", "\r", "\u0085", "\u00a0", "\ufeff", "\u3000", "\u2028"),
+    *("\u180e", "\u200b", "\x1c", "\x00", "\x7f", "\x0b", "\x0c"),
+    *("1", "23", "4567", "\u0663", "\u00bd", "\u2167", "\u4e00", "\U0001d7d8"),
+    *("e\u0301", "\u0301", "\u200d", "\U0001f468\u200d\U0001f469", "\U0001f1e9", "\ufe0f"),
+    *("\u01c5", "\u02b0", "\u05d0", "\u0e01\u0e33", "\u4e2d\u6587", "\U00020000", "\uac00"),
+    *("!?", "...", "_", "<|endoftext|>", "<doc>", "</script>", "the", " the", "Dursley", "\ufffd"),
+]
+
+
+@cache
+def assigned() -> list[str]:
+    """All characters but surrogates and those that no version of Unicode may know."""
+    characters = map(chr, range(0x30000))
+    return [c for c in characters if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
+
+
+def odd_texts(count: int) -> list[str]:
+    draw = random.Random(0)
+    pools = [ODD, ODD, list("abc XYZ09.,\n"), assigned(), prose(200).split(" ")]
+    texts = ["".join(ODD)]
+    while len(texts) < count:
+        text = [draw.choice(draw.choice(pools)) for _ in range(draw.randrange(12))]
+        texts.append("".join(text))
+    return texts
+
+
+@cache
+def ranks() -> dict[bytes, int]:
+    return learn_bpe([prose(), "".join(ODD) * 3], 400)
+
+
+def make(kind: str) -> Tokenizer:
+    if kind in ("byte", "char", "bpe"):
+        return create_tokenizer(kind, 420, [prose(), "".join(ODD) * 3])
+    if kind == "missing bytes":
+        few = [token for token in ranks() if b"\xe4" not in token and b"q" not in token]
+        numbers = {token: number for number, token in enumerate(few)}
+        special = {END_OF_TEXT: 500, "<|im_end|>": 501, "<|im_end|>x": 502}
+        pattern = next(iter(KNOWN_PATTERNS))
+        return create_bpe_tokenizer(IMPORTED_KIND, pattern, numbers, special, adds_bos=True)
+    pattern = list(KNOWN_PATTERNS)[int(kind.removeprefix("pattern "))]
+    return create_bpe_tokenizer("bpe", pattern, ranks(), {END_OF_TEXT: len(ranks())})
+
+
+KINDS = ["byte", "char", "missing bytes", *(f"pattern {n}" for n in range(len(KNOWN_PATTERNS)))]
+
+
+def check_tokens(visit: Any, kind: str, count: int) -> None:
+    tokenizer = make(kind)
+    tab = visit(build_page(random_run({"n_layer": 1}, tokenizer)))
+    texts = odd_texts(count)
+    shown = tab.evaluate("texts => texts.map(text => opened.tokenizer.encode(text))", texts)
+    for text, tokens in zip(texts, shown, strict=True):
+        assert tokens == tokenizer.encode(text).tolist(), repr(text)
+    encode_special = "texts => texts.map(text => opened.tokenizer.encodeSpecial(text))"
+    for text, tokens in zip(texts, tab.evaluate(encode_special, texts), strict=True):
+        assert tokens == tokenizer.encode_special(text).tolist(), repr(text)
+    draw = random.Random(1)
+    rows = [draw.choices(range(tokenizer.vocab_size), k=9) for _ in range(count)]
+    decoded = tab.evaluate("rows => rows.map(tokens => opened.tokenizer.decode(tokens))", rows)
+    assert decoded == [tokenizer.decode(row) for row in rows]
+    with_bos = tab.evaluate("rows => rows.map(tokens => opened.tokenizer.addBos(tokens))", rows)
+    assert with_bos == [tokenizer.add_bos(row) for row in rows]
+    described = "[opened.tokenizer.vocabSize, opened.tokenizer.endTokens]"
+    assert tab.evaluate(described) == [tokenizer.vocab_size, tokenizer.end_tokens]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_python(visit, kind):
+    check_tokens(visit, kind, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_many_texts_are_those_of_python(visit, kind):
+    check_tokens(visit, kind, 10_000)
