@@ -234,6 +234,7 @@ def steps(check: Check) -> Facts:
     one_pass: Settings = {"batch_size": rows, "micro_batch_size": rows}
     models: dict[str, tuple[Settings, Settings]] = {
         "gpt2-124m": ({}, {}),
+        "not compiled": ({}, {}),
         "default architecture, Muon": (default, {"optimizer": "muon"}),
         "eager attention": ({"attention": {"backend": "eager"}}, {}),
         "dropout 0.1": ({"dropout": 0.1}, {}),
@@ -243,7 +244,7 @@ def steps(check: Check) -> Facts:
     }
     for name, (model, train_settings) in models.items():
         config = check.build_config(model, **one_pass, **train_settings)
-        found = time_settings(check, config, compiled)
+        found = time_settings(check, config, compiled and name != "not compiled")
         try:
             found["estimated_memory"] = estimate_memory(config, pick_compute_of(config)).peak
         except Exception as error:
