@@ -145,9 +145,9 @@ def _pick_dtype(device: torch.device) -> torch.dtype:
 def _pick_deterministic(setting: str, device: torch.device) -> bool:
     """Pick whether to forbid kernels whose sums vary.
 
-    `auto` does on NVIDIA's GPUs, where it should cost a few percent of a step: flash attention's
-    backward pass loses 10 to 20 %. That is an estimate, not measured. Other accelerators may lack
-    such kernels, so there it must be asked for. Raises MachineError if it is too late for cuBLAS.
+    `auto` does on NVIDIA's GPUs, where it costs 7 % of a step of GPT-2 (scripts/LOG.md,
+    2026-11-26). Other accelerators may lack such kernels, so there it must be asked for. Raises
+    MachineError if it is too late for cuBLAS.
     """
     if device.type == "cpu" or setting == "off":
         return False

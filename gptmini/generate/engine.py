@@ -10,10 +10,12 @@ these numbers, so they may depend on what else is in the pass.
 Letters: R rows, B rows of a pass, T tokens, N positions that need logits, D width, V vocabulary.
 """
 
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptmini.generate.gpu.graphs import StepGraphs
 from gptmini.generate.texts import Text
@@ -33,6 +35,9 @@ PASS_TOKENS = 32 * PREFILL_CHUNK
 # has a graph of its own.
 KEYS_MULTIPLE_ON_CPU = 64
 MIN_KEYS = 256
+# Not cuDNN's attention, which plans for every new length of a prompt: 60 ms or more, where the
+# prefill takes 7 (scripts/LOG.md, 2026-11-26).
+PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Engine(Protocol):
@@ -152,7 +157,8 @@ class TorchEngine:
             text.n_cached = end
         inputs = self._upload([tokens, positions, is_token])  # (3, B, T)
         cache = self._cache.select(rows, inputs[1], inputs[2] > 0, self._count_keys(max(ends)))
-        hidden = self._model.forward_hidden(inputs[0], cache)  # (B, T, D)
+        with nullcontext() if self._on_cpu else sdpa_kernel(PREFILL_KERNELS):
+            hidden = self._model.forward_hidden(inputs[0], cache)  # (B, T, D)
         if not needs_logits:
             empty = hidden.new_empty(0, self._model.embed.num_embeddings, dtype=torch.float32)
             return [empty for _ in texts]

@@ -51,8 +51,9 @@ from gptmini.runs.tensors import check_shapes
 from gptmini.tokenizer.chat_template import ChatTemplate, Message
 from gptmini.tokenizer.tokenizers import Tokenizer
 
-# An estimate, not measured: launching the kernels of a token takes two to three milliseconds. The
-# compiled engine needs five on two cores for a token of GPT-2's 124 million parameters.
+# A token of GPT-2's 124 million parameters takes a millisecond on an H100, and one of a small model
+# hardly less, as that is the time of 230 kernels (scripts/LOG.md, 2026-11-26). The compiled engine
+# needs five on two cores for GPT-2.
 MIN_PARAMETERS_FOR_GPU = 50_000_000
 
 

@@ -202,7 +202,7 @@ def attend(
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == H:  # and so do those of its mask
         mask = mask.reshape(*mask.shape[:-3], products, H // products, -1)
     mixed = _attend(packed, k, v, mask, False, dropout, backend)  # (B, products, H / products, V)
-    return mixed.view(B, H, 1, -1)  # (B, H, 1, V)
+    return mixed.reshape(B, H, 1, -1)  # (B, H, 1, V); kernels lay their results out as they like
 
 
 def _attend(

@@ -1,6 +1,7 @@
 """Figures by which a run is planned, for each kind of device.
 
-Those of a CPU were measured on one or two cores; those of an accelerator are estimates.
+Those of a CPU were measured on one or two cores. Those of an accelerator are estimates, except for
+those of torch.compile.
 """
 
 from dataclasses import dataclass
@@ -99,16 +100,16 @@ ACCELERATOR_LADDER: Ladder = (
     Rung(24, 1024, 128, 1.8),
 )
 
-# Not measured. An accelerator computes smaller passes than these in the time of launching their
-# kernels, which says nothing of larger ones.
+# Mostly not measured. An accelerator computes smaller passes than these in the time of launching
+# their kernels, which says nothing of larger ones.
 ACCELERATOR = Estimates(
     max_tokens_per_pass=None,
     proxy_tokens=65_536,
     probe_rows=16,
     probe_length=1024,
-    compile_speedup=1.5,
-    compile_seconds=40,
-    min_seconds_to_compile=160,
+    compile_speedup=1.35,  # scripts/LOG.md, 2026-11-26
+    compile_seconds=20,
+    min_seconds_to_compile=80,  # compiling takes a quarter of that
     startup_seconds=10,
     few_epochs=ACCELERATOR_LADDER,
     many_epochs=ACCELERATOR_LADDER,

@@ -21,6 +21,10 @@ from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters_by_part
 
+# There torch keeps freed blocks, and a recording (recorded.py) gradients of its own: 12.8 GB for a
+# step of GPT-2 whose tensors take 11.6 (scripts/LOG.md, 2026-11-26). Compiled steps need less.
+KEPT_ON_ACCELERATORS = 1.12
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -136,5 +140,7 @@ def estimate_memory(config: Config, compute: Compute) -> Memory:
             nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
             optimizer.step(train.lr)
         state = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
-    lasting = 2 * weights + state
-    return Memory(weights, weights, state, storages.peak - lasting)
+    activations = storages.peak - 2 * weights - state
+    if compute.device.type != "cpu":
+        activations = int(KEPT_ON_ACCELERATORS * activations)
+    return Memory(weights, weights, state, activations)

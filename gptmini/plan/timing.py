@@ -22,6 +22,7 @@ from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters
 from gptmini.plan.estimates import get_estimates
 from gptmini.plan.memory import estimate_memory
+from gptmini.plan.recorded import create_loss
 
 # Layers of the model that is timed in place of a deeper one.
 PROXY_LAYERS = 3
@@ -140,12 +141,13 @@ def _time_step(
     model.gradient_checkpointing = train.gradient_checkpointing
     if compiled:
         compile_blocks(model)
+    compute_loss = create_loss(model, compute.device)
     tokens = torch.zeros(size, config.seq_len, dtype=torch.long, device=compute.device)
     passes = []
     for _ in range(repeats):
         started = time.perf_counter()
         with compute.autocast():
-            mean = model(tokens, tokens)
+            mean = compute_loss(tokens, tokens)
         mean.backward()
         compute.synchronize()
         passes.append(time.perf_counter() - started)

@@ -10,6 +10,7 @@ from gptmini.errors import ConfigError
 from gptmini.generate.texts import build_token_bias
 from gptmini.model.optim import Optimizer
 from gptmini.plan.decision import Decision
+from gptmini.plan.recorded import Loss, create_loss
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
@@ -43,6 +44,10 @@ def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None =
     model.gradient_checkpointing = train.gradient_checkpointing
     if train.compile == "on":
         compile_blocks(model)
+    compute_loss: Loss = model
+    # A model of one's own may do something else in each pass.
+    if own.model is None and group.world_size == 1:
+        compute_loss = create_loss(model, compute.device)
 
     rank_rows = train.batch_size // group.world_size
     micro_batch_size = train.micro_batch_size or rank_rows
@@ -73,6 +78,7 @@ def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None =
         run=run,
         corpus=corpus,
         model=model,
+        compute_loss=compute_loss,
         optimizer=optimizer,
         batches=batches,
         micro_batches=micro_batches,

@@ -22,6 +22,7 @@ from gptmini.distributed.placement import Placement
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer, get_learning_rate
+from gptmini.plan.recorded import Loss
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches
@@ -54,6 +55,7 @@ class Training:
     run: RunDirectory
     corpus: Corpus
     model: GPT
+    compute_loss: Loss
     optimizer: Optimizer
     batches: Batches
     micro_batches: list[int]

@@ -81,7 +81,7 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
         torch.manual_seed(seed_from(settings.seed, step, micro))  # for dropout
         with training.compute.autocast():
             inputs = training.compute.copy(x)
-            mean_loss = training.model(inputs, training.compute.copy(y))
+            mean_loss = training.compute_loss(inputs, training.compute.copy(y))
             # Weighted by its rows, so that the gradients add up to those of the whole batch.
             loss = mean_loss * len(x) / n_rows
         scaled_loss = loss if loss_scale == 1 else loss * loss_scale

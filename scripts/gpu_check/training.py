@@ -24,6 +24,7 @@ from gptmini import machine
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
 from gptmini.errors import Stopped
+from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.kernels import overwrite_by_softmax_
 from gptmini.plan.memory import estimate_memory
@@ -117,8 +118,11 @@ def nanogpt(check: Check) -> Facts:
         return
     rows = 1 if check.small else 16
     config = check.build_config(batch_size=rows, micro_batch_size=rows)
-    step = time_step(config, check.compute, 3 if check.small else 20, compiled=not check.small)
-    yield "gptmini", compute_speed(config, step.passes + step.update)
+    for setting in ("auto", "off"):  # nanoGPT's bits vary as well
+        changed = config.with_train(deterministic=setting)
+        compute = pick_compute_of(changed)
+        step = time_step(changed, compute, 3 if check.small else 20, compiled=not check.small)
+        yield f"gptmini, deterministic {setting}", compute_speed(config, step.passes + step.update)
     options = [f"--batch_size={rows}", "--real_data=False", "--bias=True"]
     if check.small:
         options += ["--device=cpu", "--dtype=float32", "--compile=False", "--block_size=8"]
@@ -138,7 +142,7 @@ def nanogpt(check: Check) -> Facts:
 
 def profile_steps(check: Check) -> Facts:
     """Which kernels take the time of a step, how long the GPU is idle, how often the host waits."""
-    compiled = "off" if check.small else "auto"
+    compiled = "off" if check.small else "on"
     first = 2 if check.small else 12
     config = check.build_config(compile=compiled, steps=first + PROFILED_STEPS + 2)
     activities = [ProfilerActivity.CPU]
@@ -195,10 +199,7 @@ def count_waits(training: Any) -> int | None:
 
 def time_settings(check: Check, config: Config, compiled: bool) -> Settings:
     """Time a step; compare its peak memory with the estimate."""
-    train_settings = config.train
-    compute = machine.pick_compute(
-        train_settings.device, train_settings.dtype, train_settings.deterministic
-    )
+    compute = pick_compute_of(config)
     free_memory(check.device)
     try:
         took = time_step(config, compute, 3 if check.small else 10, compiled)
@@ -208,6 +209,13 @@ def time_settings(check: Check, config: Config, compiled: bool) -> Settings:
     found |= compute_speed(config, took.passes + took.update)
     found["peak_memory"] = machine.get_peak_memory(compute.device)
     return found
+
+
+def pick_compute_of(config: Config) -> Compute:
+    train_settings = config.train
+    return machine.pick_compute(
+        train_settings.device, train_settings.dtype, train_settings.deterministic
+    )
 
 
 def steps(check: Check) -> Facts:
@@ -226,6 +234,7 @@ def steps(check: Check) -> Facts:
     one_pass: Settings = {"batch_size": rows, "micro_batch_size": rows}
     models: dict[str, tuple[Settings, Settings]] = {
         "gpt2-124m": ({}, {}),
+        "not compiled": ({}, {}),
         "default architecture, Muon": (default, {"optimizer": "muon"}),
         "eager attention": ({"attention": {"backend": "eager"}}, {}),
         "dropout 0.1": ({"dropout": 0.1}, {}),
@@ -235,9 +244,9 @@ def steps(check: Check) -> Facts:
     }
     for name, (model, train_settings) in models.items():
         config = check.build_config(model, **one_pass, **train_settings)
-        found = time_settings(check, config, compiled)
+        found = time_settings(check, config, compiled and name != "not compiled")
         try:
-            found["estimated_memory"] = estimate_memory(config, check.compute).peak
+            found["estimated_memory"] = estimate_memory(config, pick_compute_of(config)).peak
         except Exception as error:
             found |= describe_error(error)
         yield name, found
@@ -332,6 +341,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "large chunks of logits": ("gptmini.model.kernels.LOGITS_PER_CHUNK", 2**22),
     "a compiled loss": ("gptmini.plan.timing.compile_blocks", compile_all_but_the_loss),
     "q, k and v in one product": ("gptmini.model.attention.joins_projections", lambda _: False),
+    "recorded passes": ("gptmini.plan.timing.create_loss", lambda model, _: model),
 }
 
 

@@ -150,6 +150,7 @@ class Stage:
     def __init__(self, model: GPT, config: Any, device: torch.device) -> None:
         self.config = config
         self.model = model
+        self.compute_loss = model
         self.step = 0
         self.batches = ZeroBatches()
         self.corpus = SimpleNamespace(has_ignored=False)

@@ -17,8 +17,10 @@ from torch import Tensor
 from gptmini.config.settings import AttentionConfig, ModelConfig
 from gptmini.errors import Stopped
 from gptmini.generate.run import load_run
+from gptmini.machine import pick_compute
 from gptmini.model.attention import attend, make_mask
 from gptmini.model.gpt import GPT
+from gptmini.plan.recorded import create_loss
 from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import read_metrics
@@ -121,6 +123,54 @@ def test_compiled_blocks_equal_those_that_are_not(style):
     assert_equal_gradients(compiled, model)
 
 
+def followed(model: GPT, compute_loss: Any, steps: int = 6) -> list[Tensor]:
+    """The losses of some updates with dropout, and then the weights, on the CPU."""
+    losses = []
+    for step in range(steps):
+        tokens = torch.randint(101, (3, 41), generator=torch.Generator().manual_seed(step))
+        tokens = tokens.to(model.device)
+        torch.manual_seed(step)
+        for _ in range(2):  # micro-batches
+            value = compute_loss(tokens[:, :-1], tokens[:, 1:])
+            (value / 3).backward()
+            losses.append(value.detach().cpu())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+    return losses + [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA graphs")
+@pytest.mark.parametrize(
+    ("style", "compiled", "waits"),
+    [
+        ("gpt-2", True, False),
+        ("llama", False, False),
+        ("bloom", False, False),
+        ("default", True, False),
+        ("default", False, True),  # for the device, which no graph can repeat
+    ],
+)
+def test_recorded_passes_have_the_bits_of_plain_ones(style, compiled, waits, capsys):
+    compute = pick_compute(DEVICE, "float32", "on")
+    results = []
+    for is_recorded in (False, True):
+        model = made(dropout=0.1, **STYLES[style]).to(DEVICE).train()
+        if compiled:
+            compile_blocks(model)
+        compute_loss = create_loss(model, model.device) if is_recorded else model
+        if waits:
+            whole = model.compute_loss
+            model.compute_loss = lambda x, y, whole=whole: (x.sum().item(), whole(x, y))[1]
+        with compute.enter_training():
+            results.append(followed(model, compute_loss))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+    assert ("CUDA graph" in capsys.readouterr().err) == waits
+
+
 # -- whole runs ------------------------------------------------------------------------------------
 
 
@@ -152,7 +202,15 @@ def test_training_follows_that_of_the_cpu(dtype, tolerance, optimizer, tmp_path)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("attention", [{}, {"variant": "gqa", "n_kv_head": 2, "window": 8}])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {},
+        {"variant": "gqa", "n_kv_head": 2},
+        {"variant": "mqa", "backend": "eager"},
+        {"variant": "gqa", "n_kv_head": 2, "window": 8},
+    ],
+)
 def test_greedy_texts_are_those_of_the_cpu_alone_and_in_company(attention, tmp_path):
     asked = settings(tmp_path, "cpu", {"attention": attention}, steps=60, eval_every=60)
     fit(asked, tmp_path / "run", tmp_path / "cache")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from gptmini.generate.engine import PREFILL_CHUNK, TorchEngine, round_up_rows
 from gptmini.generate.gpu import graphs
@@ -109,6 +110,27 @@ def test_a_recorded_step_reads_new_tokens_and_a_grown_cache(monkeypatch):
         check(engine, model, texts)
     shapes = engine._graphs._graphs.keys()
     assert shapes == {(2, 256), (4, 256), (8, 256), (8, 512)}  # (1, 256) went with its cache
+
+
+def test_cudnn_plans_for_steps_but_not_for_each_length_of_a_prompt(monkeypatch):
+    model = model_of(length=LONG)
+    engine = TorchEngine(model, 1)
+    engine._on_cpu = False
+    allowed: list[bool] = []
+    attend = functional.scaled_dot_product_attention
+
+    def noted(q, *inputs, **options):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(q, *inputs, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    texts = make_texts(1, 9)
+    engine(texts)
+    assert set(allowed) == {False}
+    allowed.clear()
+    texts[0].context.append(3)
+    engine(texts)
+    assert set(allowed) == {True}
 
 
 def test_where_no_graph_is_recorded_there_is_one_warning_and_the_same_logits(capsys):

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,36 @@ def test_attend_is_the_definition(H, G, T, S, K, V, causal, backend):
     mask = mask if causal else torch.ones_like(mask)
     found = attend(q, k, v, mask, backend=backend)
     torch.testing.assert_close(found.double(), by_the_book(q, k, v, causal), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_kernel_may_lay_its_result_out_as_it_likes(T, variant, monkeypatch):
+    """On a GPU some kernels return a transposed (B, T, H, V)."""
+    settings: dict[str, Any] = {"variant": variant, "backend": "sdpa"}
+    if variant == "gqa":
+        settings["n_kv_head"] = 2
+    config = ModelConfig(vocab_size=50, n_head=4, d_model=32, attention=settings)
+    torch.manual_seed(0)
+    attention = Attention(config)
+    x = torch.randn(2, 9, 32)
+    with torch.no_grad():
+        cos_sin = Rotary(config)(torch.arange(9))
+        expected = attention(x, cos_sin)
+    kernel = F.scaled_dot_product_attention
+
+    def transposed(*inputs, **options):
+        return kernel(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", transposed)
+    cache = KVCache(config, 2, torch.device("cpu"), torch.float32).layers[0]
+    found = []
+    with torch.no_grad():
+        for start in range(0, 9, T):
+            part = slice(start, start + T)
+            angles = tuple(each[part] for each in cos_sin)
+            found.append(attention(x[:, part], angles, cache))
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
 
 class OnGpu(Tensor):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.core.analysis.samples import HOSTILE
 
 from gptmini.errors import ConfigError, DataError
 from gptmini.extras.page import export
@@ -14,7 +15,6 @@ from gptmini.generate.run import load_run
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer
-from tests.core.analysis.samples import HOSTILE
 from tests.extras.page.samples import random_run, random_texts, rounded
 from tests.samples import run_of
 from tests.support import bpe_file, tiny, train

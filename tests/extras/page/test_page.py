@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.core.analysis.samples import HOSTILE
 
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
 from gptmini.tokenizer.tokenizers import CharTokenizer
-from tests.core.analysis.samples import HOSTILE
 from tests.extras.page.samples import SHAPES, random_run, rounded
 
 FOLDER = Path(export.__file__).parent
