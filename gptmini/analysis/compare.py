@@ -37,11 +37,11 @@ from gptmini.analysis.variants import (
     list_warnings,
     to_json,
 )
-from gptmini.config import load, yamlfile
+from gptmini.config import yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import format_count, say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
-from gptmini.plan.decide import reuse_choices
+from gptmini.plan.reconcile import reuse_choices
 from gptmini.runs.directory import RunDirectory
 
 
@@ -97,7 +97,7 @@ def plan_runs(variants: dict[str, Config], seeds: int, out: Path) -> list[Traini
             settings: dict[str, Any] = {"seed": base.train.seed + number, "patience": None}
             if base.train.minutes is not None:
                 # The plan may choose other sizes, but must keep n_head, which n_kv_head divides.
-                config = load.fill_open_settings(base, {"model": {"n_head": base.model.n_head}})
+                config = base.fill_open({"model": {"n_head": base.model.n_head}})
             elif _count_tokens(config) != n_tokens:
                 tokens_per_step = config.train.batch_size * config.seq_len
                 settings["steps"] = max(1, round(n_tokens / tokens_per_step))
