@@ -282,19 +282,6 @@ def estimate_training_bytes(
     return 16 * parameters * processes_on_device // shards
 
 
-def check_memory(
-    parameters: int, device: torch.device, world_size: int = 1, sharded: bool = False
-) -> None:
-    """MachineError if what training holds at least, besides activations, cannot fit."""
-    needed = estimate_training_bytes(parameters, device, world_size, sharded)
-    total = get_total_memory(device)
-    if total < needed:
-        raise MachineError(
-            f"model: training {parameters:,} parameters needs {needed:,} bytes, {device.type} has "
-            f"{total:,}; lower model.d_model, model.n_layer or the vocabulary"
-        )
-
-
 def keep_freed_memory() -> None:
     """Make glibc reuse large blocks instead of returning them to the system at every step.
 

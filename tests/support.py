@@ -14,7 +14,7 @@ import pytest
 from gptmini.cli import app
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.plan.decide import decide
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
@@ -92,12 +92,12 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
         config = config.with_train(micro_batch_size=config.train.batch_size)
     if config.train.compile == "auto":
         config = config.with_train(compile="off")
-    trainer.train(decide(config, RunDirectory(out), cache, started), out)
+    trainer.train(make_plan(config, RunDirectory(out), cache, started), out)
 
 
 def prepared(config: Config, out: Path, cache: Path) -> Training:
     """A training at step 0."""
-    return build_training(decide(config, None, cache), RunDirectory(out))
+    return build_training(make_plan(config, None, cache), RunDirectory(out))
 
 
 def new_cache(folder: Path) -> Path:

@@ -79,35 +79,28 @@ def train(
     from gptmini import console
     from gptmini.distributed.group import join_group
     from gptmini.generate.run import load_run
-    from gptmini.plan.broadcast import decide_on_all_ranks
-    from gptmini.plan.decide import check_base, reuse_choices
+    from gptmini.plan.broadcast import plan_on_all_ranks
     from gptmini.plan.minutes import FINAL_SAMPLE_SECONDS
     from gptmini.runs import log
     from gptmini.runs.directory import RunDirectory
-    from gptmini.train import checkpoint, trainer
+    from gptmini.train import trainer
 
     log.check_installed(settings.train.log_to)
-    directory = RunDirectory(out)
-    if directory.exists:  # before the text is prepared
-        existing = directory.load_config()
-        check_base(settings, existing, directory)
-        kept = reuse_choices(settings, existing)
-        checkpoint.check_same_settings(kept, existing, directory, undecided=(None, "auto"))
     with join_group() as group:
-        decision = decide_on_all_ranks(settings, directory, cache, started, group)
-        trained = trainer.train(decision, out)
+        plan = plan_on_all_ranks(settings, RunDirectory(out), cache, started, group)
+        trained = trainer.train(plan, out)
     if not trained or no_sample or group.rank:
         return
     run = load_run(out, settings.train.device, cache=cache)
     console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
     end = math.inf
-    if decision.paced and settings.train.minutes is not None:
+    if plan.requested.steps_follow_minutes and settings.train.minutes is not None:
         end = started + 60 * settings.train.minutes
         end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
     console.stream_to_stdout(chain(_take_until(end, run.stream("")), ["\n"]))
     ask = "continue your own prompt with"
     chat = ""
-    if decision.corpus.has_ignored:  # it learned to answer
+    if plan.corpus.has_ignored:  # it learned to answer
         ask = "ask it with"
         chat = "--chat "
     console.say(f"\n{ask}: gptmini generate {console.quote(out)} {chat}--prompt TEXT")

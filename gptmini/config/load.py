@@ -121,15 +121,9 @@ def validate(data: dict[str, Any], origins: Origins) -> Config:
         raise ConfigError(*dict.fromkeys(lines)) from None
 
 
-def fill_open_settings(config: Config, defaults: dict[str, dict[str, Any]]) -> Config:
-    """Fill the settings that are not set, or null, from `defaults`, by section."""
-    data = config.model_dump(exclude_unset=True)
-    for section, values in defaults.items():
-        settings = data.setdefault(section, {})
-        for key, value in values.items():
-            if settings.get(key) is None:
-                settings[key] = value
-    return validate(data, {})
+def revalidate(config: Config) -> Config:
+    """Check a configuration that was filled or changed; ConfigError as for plain data."""
+    return validate(config.model_dump(exclude_unset=True), {})
 
 
 def _find_contradictions_beside(error: ValidationError, data: dict[str, Any]) -> list[Any]:

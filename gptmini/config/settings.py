@@ -367,6 +367,22 @@ class Config(Section):
         """Return the same run with some settings of `train` changed."""
         return self.model_copy(update={"train": self.train.model_copy(update=settings)})
 
+    def fill_open(self, defaults: dict[str, dict[str, Any]]) -> "Config":
+        """Return the same run with settings filled in that are not set, or null, by section.
+
+        Whatever follows from them by default is computed again. Nothing is checked: `revalidate`
+        does that once all settings are filled.
+        """
+        sections = {}
+        for name, values in defaults.items():
+            section = getattr(self, name)
+            settings = {key: getattr(section, key) for key in section.model_fields_set}
+            for key, value in values.items():
+                if settings.get(key) is None:
+                    settings[key] = value
+            sections[name] = type(section).model_construct(**settings)
+        return self.model_copy(update=sections)
+
     def with_tokenizer(self, kind: str, vocab_size: int) -> "Config":
         """Return the same run with this tokenizer; ConfigError if vocab_size is set to another."""
         if self.model.vocab_size not in (None, vocab_size):

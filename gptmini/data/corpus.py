@@ -39,15 +39,19 @@ TextSource = Source | SourceSide
 
 
 def prepare_corpus(
-    config: Config, cache: Path = files.DEFAULT_CACHE_DIR, with_test: bool = False
+    config: Config,
+    cache: Path = files.DEFAULT_CACHE_DIR,
+    with_test: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Corpus:
     """Prepare the tokens of a configuration's text, or take them from the cache.
 
-    The test part is prepared only on request, so nothing can be chosen on it by accident.
+    The test part is prepared only on request, so nothing can be chosen on it by accident. A
+    `tokenizer` that is given is used in place of the one which the configuration names.
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
     with _open_cache(config.data, cache) as paths:
-        return _prepare(config, paths, cache, with_test)
+        return _prepare(config, paths, cache, with_test, tokenizer)
 
 
 def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> TokenFile:
@@ -139,26 +143,6 @@ def _find_token_files_at(path: str) -> list[Path]:
     return [match for match in matches if token_file.is_prepared(match)]
 
 
-def pin_datasets(config: Config, existing: Config | None) -> Config:
-    """Name the commit of every dataset on the Hub, so that it stays the same text.
-
-    A run that exists keeps its own. Raises DataError for a dataset that does not exist,
-    MachineError for trouble with the network.
-    """
-    pinned: list[str] = []
-    if existing is not None:
-        pinned = [*existing.data.path, *(existing.data.validation_path or [])]
-    changed = {}
-    for key in ("path", "validation_path"):
-        paths = getattr(config.data, key) or []
-        with_commits = [hub_dataset.pin_revision(path, pinned) for path in paths]
-        if with_commits != paths:
-            changed[key] = with_commits
-    if not changed:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update=changed)})
-
-
 @contextmanager
 def _open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
     """Open a cache to prepare a text in; yields the text's paths."""
@@ -185,12 +169,14 @@ def _delete_stale_files(cache: Path) -> None:
             path.unlink()
 
 
-def _prepare(config: Config, paths: list[str], cache: Path, with_test: bool) -> Corpus:
+def _prepare(
+    config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
+) -> Corpus:
     token_files = find_token_files(paths)
     if token_files is None:
-        corpus = _prepare_sources(config, paths, cache, with_test)
+        corpus = _prepare_sources(config, paths, cache, with_test, tokenizer)
     else:
-        tokenizer = _load_prepared_tokenizer(token_files[0], config)
+        tokenizer = tokenizer or _load_prepared_tokenizer(token_files[0], config)
         corpus = _open_prepared(config, paths, tokenizer, cache, with_test)
     _check_length(corpus, config)
     _warn_of_small_weights(config.data)
@@ -203,7 +189,9 @@ def _name_corpus(settings: DataConfig) -> str:
     return ", ".join(names).encode("utf-8", "backslashreplace").decode()
 
 
-def _prepare_sources(config: Config, paths: list[str], cache: Path, with_test: bool) -> Corpus:
+def _prepare_sources(
+    config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
+) -> Corpus:
     """Split texts, learn or create their tokenizer, and encode them."""
     settings = config.data
     splits = _split_sources(settings, paths)
@@ -213,7 +201,7 @@ def _prepare_sources(config: Config, paths: list[str], cache: Path, with_test: b
     if settings.validation_path is not None:
         separate = sources.find_source(settings.validation_path, settings)
         validation = [separate]
-    tokenizer = _get_tokenizer(config, training, cache)
+    tokenizer = tokenizer or _get_tokenizer(config, training, cache)
     digests = "".join(text.digest for text in training + validation)
 
     sides: list[Side] = ["training"]

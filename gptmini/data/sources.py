@@ -5,6 +5,7 @@ validation and test. Both are read block by block, so they may be larger than me
 again gives the same text, or an error that names the file that changed.
 """
 
+import codecs
 import glob
 import hashlib
 import json
@@ -63,15 +64,27 @@ class Source:
         """Size on disk, compressed where the files are."""
         return sum(file.bytes for file in self.files)
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 (hex) of everything that determines the text: bytes, formats and options."""
+        return self._digest_and_size[0]
+
+    @cached_property
+    def _digest_and_size(self) -> tuple[str, int | None]:
+        """Hash the files, and measure their text where that takes no decoding, in one pass.
+
+        That is so where every byte is one of the text; else the size is None.
+        """
         options = [self.settings.text_key, _normalize_newlines(self.settings.separator)]
         hashed = hashlib.sha256(json.dumps(options).encode())
         converted = []
+        size = 0
+        is_verbatim = self.settings.separator is None
+        is_blank = True
         with show_byte_progress("hashing the text", self.bytes) as advance:
             for file in self.files:
                 has_returns = False
+                has_mark = False
                 hashed.update(
                     json.dumps([file.kind, file.compression, file.errors, file.bytes]).encode()
                 )
@@ -79,19 +92,27 @@ class Source:
                     while block := raw.read(TEXT_BLOCK_SIZE):
                         hashed.update(block)
                         advance(len(block))
+                        size += len(block)
                         has_returns = has_returns or b"\r" in block
+                        has_mark = has_mark or block.startswith(codecs.BOM_UTF8)
+                        is_blank = is_blank and not block.decode(errors="ignore").strip()
                 if file.kind == "text" and (has_returns or file.compression):
                     # The same bytes gave other tokens when CR was kept.
                     hashed.update(b"line feeds")
                     if not file.compression:
                         converted.append(file.path)
+                is_plain = file.kind == "text" and file.errors == "strict" and not file.compression
+                is_verbatim = is_verbatim and is_plain and not (has_returns or has_mark)
         if converted:
             say_once(f"{_abbreviate(converted)}: Windows line ends (CR LF) are read as LF")
-        return hashed.hexdigest()
+        return hashed.hexdigest(), size if is_verbatim and not is_blank else None
 
     @cached_property
     def text_bytes(self) -> int:
         """Size of the text in UTF-8; DataError if it is all white space."""
+        _, size = self._digest_and_size
+        if size is not None:
+            return size
         size = 0
         with show_byte_progress("reading the text", self.bytes) as advance:
             for chunk in self.iter_checked_chunks():

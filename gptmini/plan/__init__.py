@@ -1,9 +1,10 @@
 """Plan a training run before step 0: what it costs, what fits the machine, what the run chooses.
 
-Read decide.py first, where a run's configuration is made, stage by stage; then what its stages ask:
-cost.py (arithmetic), memory.py (a dry run), timing.py (steps on this machine), minutes.py (sizes
-for a given time, by the figures of estimates.py), recipe.py (learning rates, weight decay, dropout
-and tying, by the risk that overfitting.py computes) and finetune.py (what a run takes from its
-base). broadcast.py does it once for several processes; cluster.py and report.py are for `gptmini
-size`. Next comes train/, which takes the decision as it is.
+Read settle.py first, where a plan is made from top to bottom: reconcile.py reads the run that is
+resumed or the base, then the text is opened, then five steps settle what is open. These ask
+minutes.py (sizes and steps for a given time, by the figures of estimates.py), recipe.py (learning
+rates, weight decay, dropout and tying, by the risk of overfitting) and fit.py (the machine: rows
+per pass, torch.compile), and these cost.py (arithmetic) and memory.py (a dry run). broadcast.py
+does it once for several processes; cluster.py and report.py are for `gptmini size`. Next comes
+train/, which takes the plan as it is.
 """

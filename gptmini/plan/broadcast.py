@@ -1,4 +1,4 @@
-"""Make one decision for all ranks: rank 0 decides and broadcasts the result.
+"""Make one plan for all ranks: rank 0 makes it and broadcasts the result.
 
 The tokenizer travels along: a machine without the cache of rank 0 would have to learn it again.
 """
@@ -12,51 +12,56 @@ import torch
 
 from gptmini import files, machine
 from gptmini.config.load import iter_settings, validate
-from gptmini.config.settings import Config, TokenizerConfig
+from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
-from gptmini.data.token_file import Corpus
 from gptmini.distributed.group import Group
 from gptmini.errors import ConfigError
 from gptmini.machine import Compute
-from gptmini.plan.decide import decide
-from gptmini.plan.decision import Decision
+from gptmini.plan.fit import Machine
+from gptmini.plan.plan import Plan, Requested
+from gptmini.plan.recipe import measure_corpus
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
+from gptmini.tokenizer.load import parse_tokenizer
 
 SAME_START_REMEDY = "start all ranks with the same command, code and files"
 
 
-def decide_on_all_ranks(
+def plan_on_all_ranks(
     requested: Config, run: RunDirectory, cache: Path, started: float, group: Group
-) -> Decision:
-    """Decide on rank 0, and return the same decision on every rank.
+) -> Plan:
+    """Make a plan on rank 0, and return the same on every rank.
 
-    One rank of each machine prepares the text before the others read it. Raises as `decide`, and
+    One rank of each machine prepares the text before the others read it. Raises as `make_plan`, and
     RankError naming a rank that was started with other settings or that has other code, another
     torch or another text.
     """
     compute = machine.pick_compute(requested.train.device, requested.train.dtype)
     if group.world_size == 1:
-        return replace(decide(requested, run, cache, started), group=group)
+        return replace(make_plan(requested, run, cache, started), group=group)
     if "-" in requested.data.path:
         raise ConfigError("--data -: only one process can read it; save the text to a file")
     group.on_all_ranks(lambda: group.select_accelerator(compute.device))
     settings = dict(iter_settings(requested.model_dump()))
     group.check_same(_describe_environment(compute) | settings, SAME_START_REMEDY)
 
-    def decide_as_json() -> dict[str, Any]:
-        decision = decide(requested, run, cache, started, world_size=group.world_size)
+    def plan_as_json() -> dict[str, Any]:
+        plan = make_plan(requested, run, cache, started, world_size=group.world_size)
+        existing = plan.requested.existing
         return {
-            "config": decision.config.model_dump(),
-            "tokenizer": decision.corpus.tokenizer.to_json(),
-            "paced": decision.paced,
-            "seconds_per_step": decision.seconds_per_step,
-            "compile_outcome": decision.compile_outcome,
+            "config": plan.config.model_dump(),
+            "existing": None if existing is None else existing.model_dump(),
+            "tokenizer": plan.corpus.tokenizer.to_json(),
+            "seconds_per_step": plan.seconds_per_step,
+            "compile_outcome": plan.compile_outcome,
         }
 
-    decided = group.on_rank_zero(decide_as_json)
-    config = validate(decided["config"], {})
+    planned = group.on_rank_zero(plan_as_json)
+    config = validate(planned["config"], {})
+    existing = None if planned["existing"] is None else validate(planned["existing"], {})
+    tokenizer = parse_tokenizer(planned["tokenizer"])
     corpus = group.on_local_rank_zero_first(
-        lambda: _prepare_with_tokenizer(config, decided["tokenizer"], cache)
+        lambda: prepare_corpus(config, cache, tokenizer=tokenizer)
     )
     group.check_same({"the text": corpus.content[:12]}, SAME_START_REMEDY)
     machine.keep_freed_memory()
@@ -65,27 +70,16 @@ def decide_on_all_ranks(
         lambda: machine.pick_compute(train.device, train.dtype, train.deterministic)
     )
     group.check_same({"deterministic": compute.deterministic}, SAME_START_REMEDY)
-    return Decision(
+    return Plan(
+        requested=Requested(requested, config, run.path, existing, tokenizer),
         config=config,
         corpus=corpus,
-        compute=compute,
-        started=started,
-        paced=decided["paced"],
-        seconds_per_step=decided["seconds_per_step"],
-        compile_outcome=decided["compile_outcome"],
+        text=measure_corpus(config, corpus),
+        machine=Machine(compute, group.world_size, started),
+        seconds_per_step=planned["seconds_per_step"],
+        compile_outcome=planned["compile_outcome"],
         group=group,
     )
-
-
-def _prepare_with_tokenizer(config: Config, tokenizer: str, cache: Path) -> Corpus:
-    """Prepare the text in the tokens of rank 0's tokenizer, which is not learned again."""
-    digest = hashlib.sha256(tokenizer.encode()).hexdigest()
-    path = cache / f"{digest[:20]}-tokenizer.json"
-    if not path.exists():  # else another rank, preparing the text, might remove a half-written one
-        cache.mkdir(parents=True, exist_ok=True)
-        files.atomic_write_bytes(path, tokenizer.encode())
-    with_tokenizer = config.model_copy(update={"tokenizer": TokenizerConfig(kind=str(path))})
-    return prepare_corpus(with_tokenizer, cache)
 
 
 def _describe_environment(compute: Compute) -> dict[str, Any]:

@@ -26,9 +26,8 @@ from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan import cost
-from gptmini.plan.decide import split_batch
+from gptmini.plan.fit import list_equivalent_world_sizes, split_batch
 from gptmini.plan.memory import Memory, StorageCounter, estimate_memory
-from gptmini.plan.timing import list_equivalent_world_sizes
 
 
 class Accelerator(NamedTuple):

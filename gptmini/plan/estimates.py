@@ -10,19 +10,16 @@ from typing import NamedTuple
 import torch
 
 
-class Rung(NamedTuple):
+class CandidateModel(NamedTuple):
     """A model to choose.
 
-    min_tokens_per_weight: what it must see for each weight of its blocks to beat the rung below.
+    min_tokens_per_weight: what it must see for each weight of its blocks to beat the next smaller.
     """
 
     n_layer: int
     width: int
     batch_size: int
     min_tokens_per_weight: float
-
-
-Ladder = tuple[Rung, ...]  # small to large
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class Estimates:
     compile_seconds: what compiling takes.
     min_seconds_to_compile: of training, below which compiling is not tried.
     startup_seconds: a command's time before its steps: imports, text, timing, the first kernels.
-    few_epochs, many_epochs: the models that `train.minutes` chooses from, by how often they read
-    the text.
+    few_epochs, many_epochs: the models that `train.minutes` chooses from, small to large, by
+    how often they read the text.
     """
 
     max_tokens_per_pass: int | None
@@ -48,32 +45,32 @@ class Estimates:
     compile_seconds: float
     min_seconds_to_compile: float
     startup_seconds: float
-    few_epochs: Ladder
-    many_epochs: Ladder
+    few_epochs: tuple[CandidateModel, ...]
+    many_epochs: tuple[CandidateModel, ...]
 
 
 # Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md, 2026-11-25).
-CPU_FEW_EPOCHS: Ladder = (
-    Rung(2, 128, 8, 2.0),
-    Rung(2, 192, 16, 2.0),
-    Rung(2, 256, 16, 2.0),
-    Rung(2, 384, 16, 2.0),
-    Rung(4, 384, 16, 2.0),  # from here on not measured
-    Rung(6, 384, 16, 2.0),
-    Rung(8, 512, 32, 2.0),
-    Rung(12, 768, 64, 2.0),
+CPU_FEW_EPOCHS = (
+    CandidateModel(2, 128, 8, 2.0),
+    CandidateModel(2, 192, 16, 2.0),
+    CandidateModel(2, 256, 16, 2.0),
+    CandidateModel(2, 384, 16, 2.0),
+    CandidateModel(4, 384, 16, 2.0),  # from here on not measured
+    CandidateModel(6, 384, 16, 2.0),
+    CandidateModel(8, 512, 32, 2.0),
+    CandidateModel(12, 768, 64, 2.0),
 )
 
 # Text read often: more weights are better than more epochs (scripts/LOG.md, 2026-11-25).
-CPU_MANY_EPOCHS: Ladder = (
-    Rung(2, 128, 8, 0.7),
-    Rung(2, 192, 16, 1.0),
-    Rung(4, 192, 16, 0.7),
-    Rung(4, 256, 16, 0.7),
-    Rung(6, 256, 16, 0.7),
-    Rung(6, 384, 16, 0.7),
-    Rung(8, 512, 32, 0.7),
-    Rung(12, 768, 64, 0.7),
+CPU_MANY_EPOCHS = (
+    CandidateModel(2, 128, 8, 0.7),
+    CandidateModel(2, 192, 16, 1.0),
+    CandidateModel(4, 192, 16, 0.7),
+    CandidateModel(4, 256, 16, 0.7),
+    CandidateModel(6, 256, 16, 0.7),
+    CandidateModel(6, 384, 16, 0.7),
+    CandidateModel(8, 512, 32, 0.7),
+    CandidateModel(12, 768, 64, 0.7),
 )
 
 CPU = Estimates(
@@ -89,15 +86,15 @@ CPU = Estimates(
     many_epochs=CPU_MANY_EPOCHS,
 )
 
-ACCELERATOR_LADDER: Ladder = (
-    Rung(2, 128, 16, 1.8),
-    Rung(4, 192, 16, 1.8),
-    Rung(4, 256, 32, 1.8),
-    Rung(6, 384, 32, 1.8),
-    Rung(8, 512, 64, 1.8),
-    Rung(12, 768, 64, 1.8),
-    Rung(16, 1024, 128, 1.8),
-    Rung(24, 1024, 128, 1.8),
+ACCELERATOR_MODELS = (
+    CandidateModel(2, 128, 16, 1.8),
+    CandidateModel(4, 192, 16, 1.8),
+    CandidateModel(4, 256, 32, 1.8),
+    CandidateModel(6, 384, 32, 1.8),
+    CandidateModel(8, 512, 64, 1.8),
+    CandidateModel(12, 768, 64, 1.8),
+    CandidateModel(16, 1024, 128, 1.8),
+    CandidateModel(24, 1024, 128, 1.8),
 )
 
 # Mostly not measured. An accelerator computes smaller passes than these in the time of launching
@@ -111,8 +108,8 @@ ACCELERATOR = Estimates(
     compile_seconds=20,
     min_seconds_to_compile=80,  # compiling takes a quarter of that
     startup_seconds=10,
-    few_epochs=ACCELERATOR_LADDER,
-    many_epochs=ACCELERATOR_LADDER,
+    few_epochs=ACCELERATOR_MODELS,
+    many_epochs=ACCELERATOR_MODELS,
 )
 
 

@@ -1,26 +1,23 @@
-"""Choose sizes and steps for a given number of minutes, and pace a run to keep to them."""
+"""Choose sizes and steps for a given number of minutes, and new steps as the run goes on."""
 
 import math
 from typing import Any
 
-from gptmini import machine
-from gptmini.config.load import fill_open_settings
-from gptmini.config.settings import Config, ModelConfig
+from gptmini.config.settings import Config, ModelConfig, TrainConfig
 from gptmini.console import format_count, format_duration, say, say_header, warn
-from gptmini.machine import Compute
+from gptmini.machine import estimate_training_bytes
 from gptmini.model.optim import get_cooldown_steps
 from gptmini.plan.cost import count_parameters, count_parameters_by_part, count_training_flops
-from gptmini.plan.estimates import Ladder, Rung, get_estimates
-from gptmini.plan.overfitting import TextSize, compute_useful_steps, reads_often
-from gptmini.plan.timing import (
+from gptmini.plan.estimates import CandidateModel
+from gptmini.plan.fit import (
     SECONDS_AFTER_EVALUATION,
+    Machine,
     StepTime,
     estimate_evaluation_seconds,
-    has_compiler,
-    time_step,
 )
+from gptmini.plan.recipe import TextSize, compute_useful_steps, reads_often
 
-Pace = tuple[int, float]  # a step, and the seconds of all updates so far
+StepAndSeconds = tuple[int, float]  # a step, and the seconds of all updates so far
 
 # Seconds kept for the sample from the best checkpoint, besides those of reading it.
 FINAL_SAMPLE_SECONDS = 2
@@ -59,55 +56,54 @@ def states_all_sizes(config: Config) -> bool:
 
 
 def choose_sizes(
-    config: Config, seconds: float, compute: Compute, world_size: int, text: TextSize
+    config: Config, seconds: float, machine: Machine, text: TextSize
 ) -> tuple[Config, int]:
-    """Choose the sizes of the best model for the seconds left on `world_size` processes.
+    """Choose the sizes of the best model for the seconds left.
 
     Whatever the configuration states is kept. Also returns about how many steps it makes.
     """
     stated_time = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing models for the {stated_time} given ...")
-    estimates = get_estimates(compute.device)
-    chosen, steps = _climb(estimates.few_epochs, config, seconds, compute, world_size, text)
+    estimates = machine.estimates
+    chosen, steps = _choose_largest(estimates.few_epochs, config, seconds, machine, text)
     has_others = estimates.many_epochs != estimates.few_epochs
     if has_others and reads_often(chosen.with_train(steps=steps), text):
-        return _climb(estimates.many_epochs, config, seconds, compute, world_size, text)
+        return _choose_largest(estimates.many_epochs, config, seconds, machine, text)
     return chosen, steps
 
 
-def _climb(
-    ladder: Ladder,
+def _choose_largest(
+    models: tuple[CandidateModel, ...],
     config: Config,
     seconds: float,
-    compute: Compute,
-    world_size: int,
+    machine: Machine,
     text: TextSize,
 ) -> tuple[Config, int]:
     """Time models from small to large, up to the first that would see too few tokens.
 
     Returns the one before, and its steps. A model whose layers and width are stated takes the batch
-    of the nearest rung.
+    of the nearest in size.
     """
     if _states_layers_and_width(config.model):
-        ladder = (_find_nearest_rung(ladder, config.model),)
+        models = (_find_nearest(models, config.model),)
     chosen = config
     steps = 0  # none yet
-    unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    for rung in ladder:
-        model = {"n_layer": rung.n_layer, **_choose_width_and_heads(config.model, rung.width)}
-        train = {"batch_size": math.ceil(rung.batch_size / unit) * unit}
-        candidate = fill_open_settings(config, {"model": model, "train": train})
-        if steps and candidate == chosen:  # the sizes in which the two rungs differ are stated
+    unit = machine.world_size * (config.train.micro_batch_size or 1)  # a batch is a multiple of it
+    for model in models:
+        sizes = {"n_layer": model.n_layer, **_choose_width_and_heads(config.model, model.width)}
+        batch = {"batch_size": math.ceil(model.batch_size / unit) * unit}
+        candidate = config.fill_open({"model": sizes, "train": batch})
+        if steps and candidate == chosen:  # the sizes in which the two differ are stated
             continue
-        if steps and _is_too_large(candidate, compute, world_size):
+        if steps and _is_too_large(candidate, machine):
             break
-        per_step = _measure_seconds_per_step(candidate, seconds, compute, world_size)
+        per_step = _measure_seconds_per_step(candidate, seconds, machine)
         updating = _estimate_updating_seconds(candidate, seconds)
         useful = compute_useful_steps(candidate, text)
         possible = _get_stated_steps(config) or max(1, int(min(updating / per_step, useful)))
         tokens = possible * candidate.train.batch_size * candidate.seq_len
         parts = count_parameters_by_part(candidate.model)
-        enough = rung.min_tokens_per_weight * (parts["attention"] + parts["mlp"])
+        enough = model.min_tokens_per_weight * (parts["attention"] + parts["mlp"])
         fits = tokens >= enough and possible * per_step <= updating
         if fits or not steps:
             chosen = candidate
@@ -118,20 +114,19 @@ def _climb(
 
 
 def _states_layers_and_width(model: ModelConfig) -> bool:
-    """Return whether every rung would have the same model; heads and their size make a width."""
+    """Return whether layers and width are stated; heads and their size make a width."""
     stated = model.model_fields_set
     return "n_layer" in stated and ("d_model" in stated or {"n_head", "head_dim"} <= stated)
 
 
-def _find_nearest_rung(ladder: Ladder, model: ModelConfig) -> Rung:
-    """Find the rung whose model is nearest in size to one that is stated, for its batch."""
+def _find_nearest(models: tuple[CandidateModel, ...], stated: ModelConfig) -> CandidateModel:
+    """Find the model that is nearest in size to one that is stated, for its batch."""
 
-    def compute_distance(rung: Rung) -> float:
-        width = _choose_width_and_heads(model, rung.width)["d_model"]
-        stated = model.n_layer * width**2
-        return abs(math.log(rung.n_layer * rung.width**2 / stated))
+    def compute_distance(model: CandidateModel) -> float:
+        width = _choose_width_and_heads(stated, model.width)["d_model"]
+        return abs(math.log(model.n_layer * model.width**2 / (stated.n_layer * width**2)))
 
-    return min(ladder, key=compute_distance)
+    return min(models, key=compute_distance)
 
 
 def _estimate_updating_seconds(config: Config, seconds: float) -> float:
@@ -142,30 +137,25 @@ def _estimate_updating_seconds(config: Config, seconds: float) -> float:
 
 
 def choose_batch(
-    config: Config,
-    requested: Config,
-    seconds: float,
-    compute: Compute,
-    world_size: int,
-    longest_row: int,
+    config: Config, stated: TrainConfig, seconds: float, machine: Machine, longest_row: int
 ) -> tuple[Config, StepTime]:
     """Choose rows and their length for fine-tuning a model in the seconds left.
 
-    What `requested` states is kept. No row that it leaves open is longer than `longest_row`. Also
-    returns the time of a step, in which one process makes all passes.
+    What was `stated` is kept. No row that it leaves open is longer than `longest_row`. Also returns
+    the time of a step, in which one process makes all passes.
     """
     stated_time = format_count(config.train.minutes or seconds / 60, "minute")
     say(f"  timing the base for the {stated_time} given ...")
-    estimates = get_estimates(compute.device)
+    estimates = machine.estimates
     probe_rows = estimates.probe_rows
     probe_length = min(estimates.probe_length, longest_row, config.seq_len)
     probe = config.with_train(batch_size=probe_rows, micro_batch_size=None, seq_len=probe_length)
-    timed = time_step(probe, compute, limit=MAX_TIMING_SHARE * seconds)
+    timed = machine.time_step(probe, limit=MAX_TIMING_SHARE * seconds)
     seconds_per_token = timed.passes / (probe_rows * probe_length)
     probe_flops = count_training_flops(config.model, probe_length)
-    unit = world_size * (config.train.micro_batch_size or 1)  # of which a batch is a multiple
-    is_batch_size_open = "batch_size" not in requested.train.model_fields_set
-    is_seq_len_open = "seq_len" not in requested.train.model_fields_set
+    unit = machine.world_size * (config.train.micro_batch_size or 1)  # a batch is a multiple of it
+    is_batch_size_open = "batch_size" not in stated.model_fields_set
+    is_seq_len_open = "seq_len" not in stated.model_fields_set
     if is_seq_len_open:
         config = config.with_train(seq_len=min(config.seq_len, longest_row))
     while True:
@@ -173,9 +163,9 @@ def choose_batch(
         rows = config.train.batch_size
         growth = count_training_flops(config.model, length) / probe_flops
         step_time = StepTime(seconds_per_token * growth * length * rows, timed.update)
-        per_step = _combine_step_time(step_time, config, seconds, compute, world_size)
+        per_step = _combine_step_time(step_time, config, seconds, machine)
         makes_enough_updates = TARGET_UPDATES * per_step <= seconds
-        if makes_enough_updates or step_time.passes / world_size <= step_time.update:
+        if makes_enough_updates or step_time.passes / machine.world_size <= step_time.update:
             return config, step_time
         if is_seq_len_open and length >= 2 * MIN_ROW_LENGTH:
             config = config.with_train(seq_len=length // 2)
@@ -189,8 +179,7 @@ def choose_batch(
 def choose_steps(
     config: Config,
     seconds: float,
-    compute: Compute,
-    world_size: int,
+    machine: Machine,
     held_out: int,
     step_time: StepTime | None = None,
     useful_steps: float = math.inf,
@@ -201,9 +190,9 @@ def choose_steps(
     or a part of them if all take too long. A step is timed unless its time is known.
     """
     if step_time is None:
-        per_step = _measure_seconds_per_step(config, seconds, compute, world_size)
+        per_step = _measure_seconds_per_step(config, seconds, machine)
     else:
-        per_step = _combine_step_time(step_time, config, seconds, compute, world_size)
+        per_step = _combine_step_time(step_time, config, seconds, machine)
     config = _limit_eval_tokens(config, seconds, per_step, held_out)
     evaluation = estimate_evaluation_seconds(config, per_step, held_out)
     evaluations = min(MAX_EVALUATIONS, max(1, int(MAX_EVALUATION_SHARE * seconds / evaluation)))
@@ -238,7 +227,7 @@ def choose_steps(
         "save_every": save_every,  # the most that a kill may cost
         "log_every": max(1, steps // 100),
     }
-    return fill_open_settings(config, {"train": chosen})
+    return config.fill_open({"train": chosen})
 
 
 def _estimate_saving_seconds(config: Config) -> float:
@@ -267,20 +256,18 @@ def _limit_eval_tokens(config: Config, seconds: float, per_step: float, held_out
     eval_tokens = max(MIN_EVAL_TOKENS, config.seq_len, affordable)
     if eval_tokens >= held_out:
         return config
-    return fill_open_settings(config, {"train": {"eval_tokens": eval_tokens}})
+    return config.fill_open({"train": {"eval_tokens": eval_tokens}})
 
 
 def _get_stated_steps(config: Config) -> int | None:
     return config.train.steps if "steps" in config.train.model_fields_set else None
 
 
-def _measure_seconds_per_step(
-    config: Config, seconds: float, compute: Compute, world_size: int
-) -> float:
+def _measure_seconds_per_step(config: Config, seconds: float, machine: Machine) -> float:
     """Time a step, and count in the gain of compiling where the seconds left are worth that."""
     sized = _assume_vocabulary(config)
-    step_time = time_step(sized, compute, limit=MAX_TIMING_SHARE * seconds)
-    return _combine_step_time(step_time, config, seconds, compute, world_size)
+    step_time = machine.time_step(sized, limit=MAX_TIMING_SHARE * seconds)
+    return _combine_step_time(step_time, config, seconds, machine)
 
 
 def _assume_vocabulary(config: Config) -> Config:
@@ -290,23 +277,24 @@ def _assume_vocabulary(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def _is_too_large(config: Config, compute: Compute, world_size: int) -> bool:
+def _is_too_large(config: Config, machine: Machine) -> bool:
     """Return whether the weights and the optimizer of a model would not even fit."""
     count = count_parameters(_assume_vocabulary(config).model)
+    world_size = machine.world_size
     sharded = config.train.shard or world_size > 1  # a model that does not fit whole is sharded
-    needed = machine.estimate_training_bytes(count, compute.device, world_size, sharded)
-    return needed > machine.get_total_memory(compute.device)
+    needed = estimate_training_bytes(count, machine.compute.device, world_size, sharded)
+    return needed > machine.get_total_memory()
 
 
 def _combine_step_time(
-    step_time: StepTime, config: Config, seconds: float, compute: Compute, world_size: int
+    step_time: StepTime, config: Config, seconds: float, machine: Machine
 ) -> float:
     """Compute the seconds of a step on all processes, with the gain of compiling if it is tried."""
-    estimates = get_estimates(compute.device)
+    estimates = machine.estimates
     enough_seconds = 2 * estimates.min_seconds_to_compile
     tries_compile = config.train.compile != "off" and seconds > enough_seconds
-    speedup = estimates.compile_speedup if tries_compile and has_compiler() else 1
-    return step_time.passes / world_size / speedup + step_time.update
+    speedup = estimates.compile_speedup if tries_compile and machine.has_compiler() else 1
+    return step_time.passes / machine.world_size / speedup + step_time.update
 
 
 def say_time_left(minutes: float, left: float) -> None:
@@ -345,10 +333,10 @@ def _choose_width_and_heads(model: ModelConfig, width: int) -> dict[str, Any]:
     return {"n_head": n_head, "d_model": max(1, round(width / multiple)) * multiple}
 
 
-def compute_paced_steps(
+def compute_steps_for_minutes(
     config: Config,
-    since: Pace,
-    now: Pace,
+    since: StepAndSeconds,
+    now: StepAndSeconds,
     elapsed: float,
     held_out: int,
     evaluating: float = 0.0,

@@ -83,7 +83,9 @@ class _Recording:
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.parameters = list(named.values())
         # In the same memory, but new to autograd, which synchronizes the others with their stream.
-        twins = {name: nn.Parameter(each.detach()) for name, each in named.items()}
+        twins: dict[str, Tensor] = {
+            name: nn.Parameter(each.detach()) for name, each in named.items()
+        }
         self.tokens = tokens.clone()  # (B, T)
         self.targets = targets.clone()  # (B, T)
         self._factor = torch.ones((), device=tokens.device)  # the gradient of the loss itself

@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptmini import machine
-from gptmini.config.load import fill_open_settings
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.console import format_count, format_table
 from gptmini.data.token_file import Corpus
-from gptmini.machine import Compute
 from gptmini.plan import cost
-from gptmini.plan.decide import decide
-from gptmini.plan.estimates import get_estimates
-from gptmini.plan.memory import Memory, estimate_memory
-from gptmini.plan.overfitting import count_epochs, measure_corpus
-from gptmini.plan.timing import (
+from gptmini.plan.fit import (
+    Machine,
     estimate_evaluation_seconds,
     is_worth_compiling,
     make_proxy,
     predict_step_time,
 )
+from gptmini.plan.memory import Memory, estimate_memory
+from gptmini.plan.plan import Plan
+from gptmini.plan.recipe import count_epochs
+from gptmini.plan.settle import make_plan
 
 if TYPE_CHECKING:  # importing it takes a second, which only accelerators need
     from gptmini.plan.cluster import Accelerator
@@ -48,16 +47,15 @@ def estimate_training(
     With an accelerator and `model.vocab_size`, the text is needed only for a tokenizer that is
     named; without it there are no epochs to count. `train.shard` has the effect of `shard`.
     """
-    corpus: Corpus | None
+    plan: Plan | None
     if accelerator is None:
-        decision = decide(requested, None, cache, dry_run=True)
-        config = decision.config
-        corpus = decision.corpus
-        estimates = _estimate_on_this_machine(config, corpus, decision.compute)
+        plan = make_plan(requested, None, cache, dry_run=True)
+        config = plan.config
+        estimates = _estimate_on_this_machine(plan)
     else:
         shard = shard or (requested.train.shard and world_size > 1)
         asked = requested.with_train(shard=shard)
-        config, corpus = _decide_for_accelerators(asked, cache, world_size)
+        config, plan = _plan_for_accelerators(asked, cache, world_size)
         is_micro_batch_open = requested.train.micro_batch_size is None
         estimates = _estimate_on_accelerators(
             config, accelerator, world_size, shard, is_micro_batch_open
@@ -71,8 +69,8 @@ def estimate_training(
         "seen": train.steps * train.batch_size * config.seq_len,
         "compute_optimal": cost.CHINCHILLA_TOKENS_PER_PARAMETER * count,
     }
-    if corpus is not None:
-        tokens |= _describe_text(config, corpus)
+    if plan is not None:
+        tokens |= _describe_text(plan)
     return {
         "parameters": {"all": count} | cost.count_parameters_by_part(model),
         "flops_per_token": {
@@ -88,27 +86,27 @@ def estimate_training(
     }
 
 
-def _decide_for_accelerators(
+def _plan_for_accelerators(
     requested: Config, cache: Path, world_size: int
-) -> tuple[Config, Corpus | None]:
-    """Decide what the accelerators leave open; without a corpus where none is needed."""
+) -> tuple[Config, Plan | None]:
+    """Settle what the accelerators leave open; without a plan where no text is needed."""
     if requested.model.vocab_size is not None and requested.tokenizer.kind == "auto":
         model = {"dropout": requested.model.dropout or 0.0}
-        return fill_open_settings(requested, {"model": model}), None
+        return requested.fill_open({"model": model}), None
     # The device is not this machine's, and an open micro-batch is left to `plan_rank`.
     elsewhere = requested.with_train(
         device="cpu", dtype="bfloat16", micro_batch_size=requested.train.micro_batch_size or 1
     )
-    decision = decide(elsewhere, None, cache, dry_run=True, world_size=world_size)
-    return decision.config, decision.corpus
+    plan = make_plan(elsewhere, None, cache, dry_run=True, world_size=world_size)
+    return plan.config, plan
 
 
-def _describe_text(config: Config, corpus: Corpus) -> dict[str, Any]:
+def _describe_text(plan: Plan) -> dict[str, Any]:
     """Count the tokens of a text, and how often training reads them."""
     return {
-        "an_epoch": sum(map(len, corpus.training)),
-        "held_out": corpus.held_out,
-        "epochs": count_epochs(config, measure_corpus(config, corpus)),
+        "an_epoch": plan.text.total,
+        "held_out": plan.corpus.held_out,
+        "epochs": count_epochs(plan.config, plan.text),
     }
 
 
@@ -182,18 +180,20 @@ def _describe_cache(model: ModelConfig, n_kv_head: int) -> dict[str, Any]:
     return {"variant": name, "bytes_per_token": token, "bytes": sizes}
 
 
-def _estimate_on_this_machine(config: Config, corpus: Corpus, compute: Compute) -> dict[str, Any]:
+def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
     """Estimate the memory and the time that this machine takes."""
+    config = plan.config
+    compute = plan.machine.compute
     train = config.train
     memory = estimate_memory(config, compute)
     otherwise = config.with_train(gradient_checkpointing=not train.gradient_checkpointing)
     memory_otherwise = estimate_memory(otherwise, compute)
-    if memory.peak > machine.get_total_memory(compute.device):
+    if memory.peak > plan.machine.get_total_memory():
         program = 0
         overhead = 1.0
         time = {"memory": f"the memory of this machine, {compute.device.type}", "fits": False}
     else:
-        program, overhead, time = _measure_steps(config, corpus, compute)
+        program, overhead, time = _measure_steps(config, plan.corpus, plan.machine)
     return {
         "memory": _describe_memory(memory, program, overhead),
         "memory_otherwise": _describe_memory(memory_otherwise, program, overhead)["peak"],
@@ -203,7 +203,7 @@ def _estimate_on_this_machine(config: Config, corpus: Corpus, compute: Compute) 
 
 
 def _measure_steps(
-    config: Config, corpus: Corpus, compute: Compute
+    config: Config, corpus: Corpus, here: Machine
 ) -> tuple[int, float, dict[str, Any]]:
     """Measure steps of this shape on this machine.
 
@@ -211,8 +211,9 @@ def _measure_steps(
     heap keeps what is freed and gets up to twice as large as its content), and the times.
     """
     train = config.train
+    compute = here.compute
     small = make_proxy(config, compute.device)
-    estimates = get_estimates(compute.device)
+    estimates = here.estimates
     # The smallest step first: what it leaves resident is torch itself and its kernels.
     predict_step_time(small.with_train(batch_size=1, micro_batch_size=1), compute)
     program = machine.get_resident_memory(compute.device)
@@ -221,7 +222,7 @@ def _measure_steps(
     added = machine.get_resident_memory(compute.device) - program
     grown = added - memory.weights - memory.gradients
     overhead = max(1.0, grown / memory.activations)
-    compiled = is_worth_compiling(config, step_time.passes * train.steps, compute.device)
+    compiled = is_worth_compiling(config, step_time.passes * train.steps, here)
     speedup = estimates.compile_speedup if compiled else 1
     per_step = step_time.passes / speedup + step_time.update
     per_evaluation = estimate_evaluation_seconds(config, step_time.passes, corpus.held_out)

@@ -330,7 +330,16 @@ class RunDirectory:
 
     def load_best(self, spec: ShardSpec = UNSHARDED) -> Checkpoint:
         """Load the best checkpoint, else the newest intact one, without the optimizer's state."""
-        load = partial(self.load_checkpoint, spec=spec)
+        return self._choose_best(partial(self.load_checkpoint, spec=spec))
+
+    def find_best(self) -> Checkpoint:
+        """Find the checkpoint that `load_best` loads, without its tensors.
+
+        Their files are not read, so of damage to them only a wrong size is noticed.
+        """
+        return self._choose_best(self._find_checkpoint)
+
+    def _choose_best(self, load: Callable[[int], Checkpoint]) -> Checkpoint:
         try:
             checkpoint = self._load_first_intact(self._list_best_first(), load)
         except CheckpointError:  # a running training may have deleted it while it was read
@@ -385,14 +394,7 @@ class RunDirectory:
     ) -> Checkpoint:
         """Load the checkpoint of a step, or the rows of `spec`; CheckpointError if damaged."""
         folder = self._get_folder(step)
-        manifest = read_checkpoint_json(folder / "manifest.json")
-        read_verified(folder / "state.json", manifest)
-        state = read_checkpoint_json(folder / "state.json")
-        if state.get("format") != CHECKPOINT_FORMAT_VERSION or state.get("step") != step:
-            raise CheckpointError(
-                f"{folder}: state.json has format {state.get('format')} and step "
-                f"{state.get('step')} instead of format {CHECKPOINT_FORMAT_VERSION} and step {step}"
-            )
+        state, manifest = self._read_state(step)
         model = tensors.read_tensors(folder, "model", manifest, spec)
         if spoiled := tensors.find_infinite(model):
             raise CheckpointError(
@@ -403,6 +405,27 @@ class RunDirectory:
             optimizer = tensors.read_tensors(folder, "optimizer", manifest, spec)
         digest = tensors.compute_digest("model", folder, manifest)
         return Checkpoint(state, model, optimizer, digest)
+
+    def _find_checkpoint(self, step: int) -> Checkpoint:
+        """Find the checkpoint of a step, without its tensors; CheckpointError if damaged."""
+        folder = self._get_folder(step)
+        state, manifest = self._read_state(step)
+        for name in list_files("model", folder, manifest):
+            tensors.check_size(folder / name, manifest)
+        return Checkpoint(state, {}, {}, tensors.compute_digest("model", folder, manifest))
+
+    def _read_state(self, step: int) -> tuple[dict[str, Any], Manifest]:
+        """Read what a checkpoint says of itself: the state, and the sizes and hashes of files."""
+        folder = self._get_folder(step)
+        manifest = read_checkpoint_json(folder / "manifest.json")
+        read_verified(folder / "state.json", manifest)
+        state = read_checkpoint_json(folder / "state.json")
+        if state.get("format") != CHECKPOINT_FORMAT_VERSION or state.get("step") != step:
+            raise CheckpointError(
+                f"{folder}: state.json has format {state.get('format')} and step "
+                f"{state.get('step')} instead of format {CHECKPOINT_FORMAT_VERSION} and step {step}"
+            )
+        return state, manifest
 
     def _get_folder(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"

@@ -42,6 +42,14 @@ class Progress:
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
 
 
+def describe_changed_text(paths: list[str], run: Path) -> str:
+    """Return the message for a run whose text, or whose tokenizer, is another now."""
+    return (
+        f"{', '.join(paths)}: not the text that {run} began with; restore it, or choose another "
+        f"--out"
+    )
+
+
 def describe_own_model(run: Path) -> str:
     """Return the message for a run that gptmini's own model would compute otherwise."""
     return (

@@ -255,14 +255,23 @@ def read_checkpoint_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
 
 
+def check_size(path: Path, manifest: Manifest) -> None:
+    """CheckpointError if a file is missing or has another size than the manifest says."""
+    try:
+        expected = manifest[path.name]["bytes"]
+        found = path.stat().st_size
+        if found != expected:
+            raise ValueError(f"{found} bytes instead of {expected}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
+
+
 def read_verified(path: Path, manifest: Manifest) -> bytes:
     """Read the bytes of a file; CheckpointError if they do not match the manifest."""
+    check_size(path, manifest)
     try:
-        expected = manifest[path.name]
-        if path.stat().st_size != expected["bytes"]:
-            raise ValueError(f"{path.stat().st_size} bytes instead of {expected['bytes']}")
         data = files.read_regular(path)
-        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        if hashlib.sha256(data).hexdigest() != manifest[path.name]["sha256"]:
             raise ValueError("its contents do not match the manifest")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None

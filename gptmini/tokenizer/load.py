@@ -1,5 +1,6 @@
 """Make a tokenizer from its name or a text, or load a saved one."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"{path}: not a complete gptmini tokenizer ({error}); restore it, or make one with "
             f"gptmini tokenizer train"
         ) from None
+
+
+def parse_tokenizer(text: str) -> Tokenizer:
+    """Make the tokenizer that `Tokenizer.to_json` described."""
+    return from_dict(json.loads(text))
 
 
 def from_dict(data: dict[str, Any]) -> Tokenizer:

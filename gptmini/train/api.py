@@ -18,7 +18,7 @@ from gptmini.distributed.group import join_group
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
-from gptmini.plan.broadcast import decide_on_all_ranks
+from gptmini.plan.broadcast import plan_on_all_ranks
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from gptmini.train.state import OwnParts
@@ -63,6 +63,6 @@ def fit(
     directory = RunDirectory(Path(out))
     own = OwnParts(model, optimizer, schedule, batches, on_step)
     with join_group() as group:
-        decision = decide_on_all_ranks(requested, directory, cache, started, group)
-        trainer.train(decision, directory.path, own)
+        plan = plan_on_all_ranks(requested, directory, cache, started, group)
+        trainer.train(plan, directory.path, own)
     return load_run(out, requested.train.device, "float32", cache, model=model)

@@ -9,9 +9,9 @@ from gptmini.distributed.placement import Placement, Replicated
 from gptmini.errors import ConfigError
 from gptmini.generate.texts import build_token_bias
 from gptmini.model.optim import Optimizer
-from gptmini.plan.decision import Decision
+from gptmini.plan.fit import compile_blocks
+from gptmini.plan.plan import Plan
 from gptmini.plan.recorded import Loss, create_loss
-from gptmini.plan.timing import compile_blocks
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, GivenBatches, seed_from
@@ -19,19 +19,19 @@ from gptmini.train.state import FIRST_LOSS_SCALE, OwnParts, Training
 
 
 @show_elapsed("building the model")
-def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None = None) -> Training:
+def build_training(plan: Plan, run: RunDirectory, own: OwnParts | None = None) -> Training:
     """Build the training state of a run at step 0; writes nothing.
 
     ConfigError for a text of sample.bias or sample.ban that is not one token, and for a module or
     optimizer of one's own in a model that is sharded.
     """
     own = own or OwnParts()
-    config = decision.config
-    corpus = decision.corpus
-    compute = decision.compute
-    group = decision.group
+    config = plan.config
+    corpus = plan.corpus
+    compute = plan.machine.compute
+    group = plan.group
     train = config.train
-    placement, checkpoints = _choose_placement(decision, run)
+    placement, checkpoints = _choose_placement(plan, run)
     if placement.is_sharded and (own.model is not None or own.optimizer is not None):
         raise ConfigError("train.shard: not with a model or optimizer of your own; set it to off")
 
@@ -65,7 +65,7 @@ def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None =
         train.seed,
         rows=rows,
     )
-    progress = _start_progress(decision)
+    progress = _start_progress(plan)
     progress.own_model = own.model is not None
     if own.batches is not None:
         batches = GivenBatches(own.batches, config.seq_len, train.batch_size, rows)
@@ -89,30 +89,31 @@ def build_training(decision: Decision, run: RunDirectory, own: OwnParts | None =
         compute=compute,
         progress=progress,
         bias=build_token_bias(corpus.tokenizer, config.sample),
-        paced=decision.paced,
+        text=plan.text,
+        steps_follow_minutes=plan.requested.steps_follow_minutes,
         own=own,
-        started=decision.started,
+        started=plan.machine.started,
     )
 
 
-def _choose_placement(decision: Decision, run: RunDirectory) -> tuple[Placement, CheckpointStore]:
+def _choose_placement(plan: Plan, run: RunDirectory) -> tuple[Placement, CheckpointStore]:
     """Return how the ranks hold the model and its checkpoints: the one place that asks."""
-    group = decision.group
-    train = decision.config.train
+    group = plan.group
+    train = plan.config.train
     if train.shard and group.world_size > 1:
         # Imported for several ranks alone, as it needs what some builds of PyTorch lack: those made
         # without torch.distributed, on Macs and small boards, train on a single process.
         from gptmini.distributed.sharding import Sharded  # noqa: PLC0415
 
-        sharded = Sharded(group, decision.compute)
+        sharded = Sharded(group, plan.machine.compute)
         return sharded, ShardedCheckpoints(run, group, sharded)
-    return Replicated(group, decision.compute, train.reduce), WholeCheckpoints(run, group)
+    return Replicated(group, plan.machine.compute, train.reduce), WholeCheckpoints(run, group)
 
 
-def _start_progress(decision: Decision) -> Progress:
+def _start_progress(plan: Plan) -> Progress:
     """Return the progress at step 0, with all that the last bit of a result depends on."""
-    corpus = decision.corpus
-    compute = decision.compute
+    corpus = plan.corpus
+    compute = plan.machine.compute
     return Progress(
         corpus=corpus.content,
         tokenizer=corpus.tokenizer.fingerprint,
@@ -120,7 +121,7 @@ def _start_progress(decision: Decision) -> Progress:
         threads=torch.get_num_threads(),
         device=machine.describe_device(compute.device),
         dtype=str(compute.dtype).removeprefix("torch."),
-        compile=decision.config.train.compile,
+        compile=plan.config.train.compile,
         loss_scale=FIRST_LOSS_SCALE if compute.dtype == torch.float16 else 1.0,
         deterministic=compute.deterministic,
     )

@@ -8,53 +8,33 @@ How ranks share the work is the business of `training.checkpoints` (distributed/
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
-from gptmini.config.load import iter_differences
 from gptmini.config.settings import Config
 from gptmini.console import show_elapsed, warn
 from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedError
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.runs.progress import Progress, describe_own_model
+from gptmini.runs.progress import Progress, describe_changed_text, describe_own_model
 from gptmini.runs.tensors import check_shapes
-from gptmini.train.messages import (
-    describe_changed_text,
-    describe_difference,
-    describe_divergence,
-    say_if_rate_rises,
-    warn_of_other_bits,
-)
+from gptmini.train.messages import describe_divergence, say_if_rate_rises, warn_of_other_bits
 from gptmini.train.state import Training
 
 # What the last bit of a result depends on, besides the configuration.
 BITS_DEPEND_ON = ("torch", "threads", "device", "dtype", "compile", "deterministic")
-# Settings that may change when a run is resumed; any other change would make it another run.
-CHANGEABLE_SETTINGS = {
-    "data.path",  # the content is compared instead
-    "data.validation_path",
-    "train.steps",
-    "train.warmup_steps",
-    "train.patience",
-    "train.on_divergence",
-    "train.eval_every",
-    "train.save_every",
-    "train.keep",
-    "train.log_every",
-    "train.log_to",
-    "train.device",
-    "train.deterministic",
-    "train.compile",
-    "train.micro_batch_size",
-    "train.gradient_checkpointing",
-    "train.shard",
-}
 
 
-def create_or_resume(training: Training) -> None:
-    """Make the run directory, or resume the same run from its newest checkpoint."""
+def create_or_resume(training: Training, existing: Config | None) -> None:
+    """Make the run directory, or resume the `existing` run from its newest checkpoint.
+
+    ConfigError if another process has made the run, or removed it, since it was planned.
+    """
     run_exists = training.group.on_rank_zero(lambda: training.run.exists)
-    if run_exists:
-        _resume(training)
+    if run_exists != (existing is not None):
+        raise ConfigError(
+            f"{training.run.path}: made or removed by another process meanwhile; run the same "
+            f"command again"
+        )
+    if existing is not None:
+        _resume(training, existing)
     elif training.config.base.run is not None:
         _load_base_weights(training, RunDirectory(Path(training.config.base.run)))
         create_run_with_weights(training)
@@ -62,13 +42,12 @@ def create_or_resume(training: Training) -> None:
         create_run(training)
 
 
-def _resume(training: Training) -> None:
+def _resume(training: Training, existing: Config) -> None:
     """Restore the newest checkpoint of a run that is there, if it has any."""
     config = training.config
     run = training.run
     group = training.group
     group.on_rank_zero(lambda: run.checkpoints.mkdir(exist_ok=True))
-    existing = group.on_all_ranks(lambda: _check_same_run(training))
     with show_elapsed("loading the newest checkpoint"):
         checkpoint = training.checkpoints.load_newest()
     if checkpoint is not None:
@@ -89,52 +68,20 @@ def _resume(training: Training) -> None:
         group.on_rank_zero(lambda: run.write_config(config))
 
 
-def _check_same_run(training: Training) -> Config:
-    """Return the configuration of the run on the disk, which must be that of this training."""
-    config = training.config
-    run = training.run
-    existing = run.load_config()
-    check_same_settings(config, existing, run)
-    if run.load_tokenizer().fingerprint != training.corpus.tokenizer.fingerprint:
-        raise DataError(describe_changed_text(config, run))
-    return existing
-
-
 def _load_base_weights(training: Training, base: RunDirectory) -> None:
     """Load the weights that the configuration names; CheckpointError if they are gone."""
     with show_elapsed("loading the base"):
         checkpoint = training.checkpoints.load_best_of(base)
     if checkpoint.sha256 != training.config.base.sha256:
         raise CheckpointError(
-            f"{base.path}: changed while this run was prepared; run the same command again"
+            f"{base.path}: its best checkpoint is damaged, or changed while this run was "
+            f"prepared; run the same command again, or restore it"
         )
     if checkpoint.state.get("own_model") and training.own.model is None:
         raise ConfigError(describe_own_model(base.path))
     model = training.model
     model.load_state_dict(check_shapes(checkpoint.model, model.state_dict(), base.checkpoints))
     training.progress.source = checkpoint.state.get("source", "")
-
-
-def check_same_settings(
-    requested: Config, existing: Config, run: RunDirectory, undecided: tuple[Any, ...] = ()
-) -> None:
-    """Raise ConfigError listing the settings in which a run differs from the one requested.
-
-    Settings that still have one of the values `undecided` are not compared.
-    """
-    lines = []
-    for key, now, before in iter_differences(requested, existing):
-        if key in CHANGEABLE_SETTINGS or key.startswith("sample.") or now in undecided:
-            continue
-        if key == "train.reduce" and (requested.train.shard or existing.train.shard):
-            continue  # shards are always fast; those of version 0.2 may have been exact
-        if key == "train.minutes" and None not in (now, before):  # other minutes make it longer
-            continue
-        lines.append(describe_difference(key, before, now, run))
-    if lines:
-        raise ConfigError(
-            *lines, f"{run.path}: holds a run with other settings; choose another --out"
-        )
 
 
 def create_run(training: Training) -> None:
@@ -209,7 +156,7 @@ def _read_progress(training: Training, checkpoint: Checkpoint) -> Progress:
     if saved.own_model and training.own.model is None:
         raise ConfigError(describe_own_model(run.path))
     if saved.corpus != training.progress.corpus:
-        raise DataError(describe_changed_text(training.config, run))
+        raise DataError(describe_changed_text(training.config.data.path, run.path))
     return saved
 
 

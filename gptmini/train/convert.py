@@ -16,7 +16,7 @@ from gptmini.config.settings import Config, ModelConfig
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import atomic_output
 from gptmini.generate.run import Run
-from gptmini.plan.decide import decide
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.write import write_run
 from gptmini.train.build import build_training
@@ -48,7 +48,7 @@ def convert_run(
             source = run.state.get("source", "")
             write_run(RunDirectory(partial), config, weights.items(), run.tokenizer, source)
         return config
-    training = build_training(decide(config, None, cache, dry_run=True), directory)
+    training = build_training(make_plan(config, None, cache, dry_run=True), directory)
     corpus = training.corpus
     same_tokenizer = corpus.tokenizer.fingerprint == run.tokenizer.fingerprint
     if corpus.content != run.corpus or not same_tokenizer:

@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from gptmini.config.settings import TokenizerConfig
 from gptmini.console import iter_with_progress
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.token_file import TokenFile
@@ -63,9 +62,7 @@ def load_held_out(run: Run, cache: Path, split: Split = "validation") -> list[To
     if split == "test" and run.config.data.test is None:
         raise DataError(f"{run.path}: has no test part; train a new run with --set data.test=0.05")
     # The run's own tokenizer cuts the text, however the run came by it.
-    tokenizer = TokenizerConfig(kind=str(run.path / "tokenizer.json"))
-    config = run.config.model_copy(update={"tokenizer": tokenizer})
-    corpus = prepare_corpus(config, cache, with_test=split == "test")
+    corpus = prepare_corpus(run.config, cache, split == "test", run.tokenizer)
     if corpus.content != run.corpus:
         raise DataError(
             f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "

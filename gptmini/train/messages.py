@@ -7,16 +7,15 @@ from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
 from gptmini.model.optim import get_cooldown_steps, get_learning_rate
 from gptmini.plan import cost
-from gptmini.plan.decision import Decision
 from gptmini.plan.memory import Memory, approximate_memory
-from gptmini.plan.overfitting import (
+from gptmini.plan.plan import Plan
+from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
     compute_useful_steps,
     count_epochs,
-    measure_corpus,
+    get_risk_level,
 )
-from gptmini.plan.recipe import get_risk_level
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.state import Training
 
@@ -28,15 +27,14 @@ SHOWN_WINDOWS = 4
 MIN_SHOWN_BYTES = 10**9  # of memory, unless a run begins from another
 
 
-def say_header_lines(training: Training, decision: Decision) -> None:
+def say_header_lines(training: Training, plan: Plan) -> None:
     """Show the model, the machine and the length of the run."""
     say_header(_describe_model(training))
     say_header(_describe_recipe(training))
-    say_header(_describe_machine(training, decision))
+    say_header(_describe_machine(training, plan))
     train = training.config.train
-    text = measure_corpus(training.config, training.corpus)
-    epochs = count_epochs(training.config, text)
-    say_header(_describe_length(training, decision, epochs))
+    epochs = count_epochs(training.config, training.text)
+    say_header(_describe_length(training, plan, epochs))
     memory = approximate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
     if is_worth_saying and not training.placement.is_sharded:
@@ -47,8 +45,8 @@ def say_header_lines(training: Training, decision: Decision) -> None:
             f"  evaluates on {train.eval_tokens:,} of the {held_out:,} tokens held out, always "
             f"the same"
         )
-    if not training.paced:  # else the minutes decide, and how long the text is
-        _warn_of_many_epochs(training.config, text)
+    if not training.steps_follow_minutes:  # else the minutes decide, and how long the text is
+        _warn_of_many_epochs(training.config, training.text)
 
 
 def _warn_of_many_epochs(config: Config, text: TextSize) -> None:
@@ -80,8 +78,7 @@ def _describe_model(training: Training) -> str:
 def _describe_recipe(training: Training) -> str:
     model = training.config.model
     train = training.config.train
-    text = measure_corpus(training.config, training.corpus)
-    risk = compute_overfitting_risk(training.config, text)
+    risk = compute_overfitting_risk(training.config, training.text)
     parts = []
     if training.own.optimizer is not None:
         parts.append(type(training.optimizer.optimizers[0]).__name__)
@@ -105,7 +102,7 @@ def _describe_optimizer(train: TrainConfig) -> list[str]:
     return parts
 
 
-def _describe_machine(training: Training, decision: Decision) -> str:
+def _describe_machine(training: Training, plan: Plan) -> str:
     train = training.config.train
     progress = training.progress
     parts = [
@@ -117,12 +114,12 @@ def _describe_machine(training: Training, decision: Decision) -> str:
         parts.append("deterministic")
     if training.placement.is_sharded:
         parts.append(f"sharded over {training.group.world_size} processes")
-    if train.compile == "on" and decision.compile_outcome:
-        parts.append(f"compile on: {decision.compile_outcome}")
+    if train.compile == "on" and plan.compile_outcome:
+        parts.append(f"compile on: {plan.compile_outcome}")
     elif train.compile == "on":
         parts.append("compile on")
-    elif decision.compile_outcome:
-        parts.append(decision.compile_outcome)
+    elif plan.compile_outcome:
+        parts.append(plan.compile_outcome)
     return "; ".join(parts)
 
 
@@ -134,7 +131,7 @@ def _describe_memory(memory: Memory) -> str:
     )
 
 
-def _describe_length(training: Training, decision: Decision, epochs: float) -> str:
+def _describe_length(training: Training, plan: Plan, epochs: float) -> str:
     train = training.config.train
     step_tokens = train.batch_size * training.config.seq_len
     line = (
@@ -143,8 +140,8 @@ def _describe_length(training: Training, decision: Decision, epochs: float) -> s
     )
     if training.step:
         line += f"; resuming after step {training.step:,}"
-    if decision.seconds_per_step is not None and training.step < train.steps:
-        seconds_left = (train.steps - training.step) * decision.seconds_per_step
+    if plan.seconds_per_step is not None and training.step < train.steps:
+        seconds_left = (train.steps - training.step) * plan.seconds_per_step
         if seconds_left >= 1:
             line += f"; about {format_duration(seconds_left)} left"
         else:
@@ -155,7 +152,7 @@ def _describe_length(training: Training, decision: Decision, epochs: float) -> s
 def describe_finished(training: Training) -> str:
     """Return what to say of a run that has nothing left to do."""
     steps = training.config.train.steps
-    if training.step > steps and not training.paced:
+    if training.step > steps and not training.steps_follow_minutes:
         return f"already has {training.step:,} steps, more than --steps {steps:,}"
     return f"already finished at step {training.step:,}"
 
@@ -165,10 +162,11 @@ def describe_how_to_continue(training: Training) -> str:
     settings = training.config.train
     best = training.progress.best
     if training.step >= settings.steps or best is None:
-        text = measure_corpus(training.config, training.corpus)
-        if training.paced and settings.steps + 1 > compute_useful_steps(training.config, text):
+        useful = compute_useful_steps(training.config, training.text)
+        if training.steps_follow_minutes and settings.steps + 1 > useful:
             return "more epochs of so short a text would make the model worse"
-        return f"pass a larger {'--minutes' if training.paced else '--steps'} to train longer"
+        option = "--minutes" if training.steps_follow_minutes else "--steps"
+        return f"pass a larger {option} to train longer"
     return (
         f"the validation loss was best at step {best['step']}, {settings.patience} evaluations "
         f"ago; pass --set train.patience=null to train on"
@@ -213,23 +211,6 @@ def describe_windows(training: Training, step: int) -> str:
     if len(starts) > SHOWN_WINDOWS:
         starts = [*starts[:SHOWN_WINDOWS], "..."]
     return f"the windows at tokens {', '.join(starts)}"
-
-
-def describe_changed_text(config: Config, run: RunDirectory) -> str:
-    """Return the message for a run whose text, or whose tokenizer, is another now."""
-    return (
-        f"{', '.join(config.data.path)}: not the text that {run.path} began with; restore it, or "
-        f"choose another --out"
-    )
-
-
-def describe_difference(key: str, before: object, now: object, run: RunDirectory) -> str:
-    """Return the line for a setting in which a run differs from what was requested."""
-    return f"{key}: {_format_value(before)} in {run.path}, now {_format_value(now)}"
-
-
-def _format_value(value: object) -> str:
-    return "not set" if value is None else str(value)
 
 
 def warn_of_other_bits(existing: Config, config: Config, run: RunDirectory) -> None:

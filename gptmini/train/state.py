@@ -22,6 +22,7 @@ from gptmini.distributed.placement import Placement
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer, get_learning_rate
+from gptmini.plan.recipe import TextSize
 from gptmini.plan.recorded import Loss
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
@@ -66,7 +67,8 @@ class Training:
     compute: Compute
     progress: Progress
     bias: Tensor | None  # (V,), of the samples
-    paced: bool  # the number of steps follows train.minutes
+    text: TextSize
+    steps_follow_minutes: bool
     own: OwnParts
     started: float  # when the run would have begun, had it never stopped
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LOSSES))

@@ -18,9 +18,9 @@ from gptmini.generate.engine import TorchEngine
 from gptmini.generate.sampler import sample_tokens
 from gptmini.generate.texts import Text, allow_any_but_end, encode_start
 from gptmini.model.optim import get_cooldown_steps
-from gptmini.plan.decision import Decision
-from gptmini.plan.minutes import compute_paced_steps
-from gptmini.plan.overfitting import compute_useful_steps, measure_corpus
+from gptmini.plan.minutes import compute_steps_for_minutes
+from gptmini.plan.plan import Plan
+from gptmini.plan.recipe import compute_useful_steps
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.log import NoLog, RunLog
 from gptmini.train.batches import iter_validation_batches
@@ -44,11 +44,11 @@ MIN_SAMPLE_TOKENS = 20
 # a quarter of the time of the updates before it at most, if it may be that short.
 TRAINED_TOKENS_PER_SAMPLE_TOKEN = 100
 MAX_SAMPLE_TIME = 0.01  # of train.minutes, for each sample
-PACED_STEPS = 5  # after which the number of steps is fitted to the minutes again
+STEPS_BETWEEN_FITS = 5  # after which the number of steps is fitted to the minutes again
 MIN_LR_SCALE = 1 / 32  # a run that still diverges at this share of its learning rate ends
 
 
-def train(decision: Decision, out: Path, own: OwnParts | None = None) -> bool:
+def train(plan: Plan, out: Path, own: OwnParts | None = None) -> bool:
     """Train a run to its last step, resuming it if it exists; False if it was finished already.
 
     Raises ConfigError if `out` holds a run with other settings, DataError if the text has changed,
@@ -56,14 +56,14 @@ def train(decision: Decision, out: Path, own: OwnParts | None = None) -> bool:
     Stopped after a signal, once everything is saved.
     """
     run = RunDirectory(out)
-    training = build_training(decision, run, own)
+    training = build_training(plan, run, own)
     group = training.group
-    with decision.compute.enter_training(), group.enter_on_rank_zero(run.lock()):
-        create_or_resume(training)
+    with training.compute.enter_training(), group.enter_on_rank_zero(run.lock()):
+        create_or_resume(training, plan.requested.existing)
         if _is_finished(training):
             say(f"{out}: {describe_finished(training)}; {describe_how_to_continue(training)}")
             return False
-        say_header_lines(training, decision)
+        say_header_lines(training, plan)
         weight_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
         # A checkpoint holds the weights and up to two moments of each in the optimizer.
         group.on_rank_zero(lambda: run.check_space(3 * weight_bytes))
@@ -96,8 +96,8 @@ def _run_loop(
         stop = None
         try:
             _advance(training, log, bar)
-            if training.paced:
-                _keep_pace(training, bar)
+            if training.steps_follow_minutes:
+                _keep_to_minutes(training, bar)
             # Once for each step: a signal that comes later waits for the end of the next one.
             stop, save_requested = training.group.agree_on_signals(received)
             if _is_save_due(training) or stop is not None or save_requested:
@@ -146,7 +146,7 @@ def _advance(training: Training, log: RunLog, bar: TrainingProgressBar) -> None:
 
 
 def _time_evaluation(training: Training) -> dict[str, Any]:
-    """Evaluate and sample, and note for the pace how long it takes."""
+    """Evaluate and sample, and note for the minutes how long it takes."""
     started = time.perf_counter()
     metrics = evaluate_and_sample(training)
     training.evaluation_seconds = time.perf_counter() - started
@@ -234,7 +234,7 @@ def _get_sample_seconds(training: Training) -> float:
     many tokens.
     """
     minutes = training.config.train.minutes
-    if minutes is None or not training.paced or training.group.world_size > 1:
+    if minutes is None or not training.steps_follow_minutes or training.group.world_size > 1:
         return math.inf
     return MAX_SAMPLE_TIME * 60 * minutes
 
@@ -257,7 +257,7 @@ def _has_stopped_improving(training: Training) -> bool:
     return training.step >= since + settings.patience * settings.eval_every
 
 
-def _keep_pace(training: Training, bar: TrainingProgressBar) -> None:
+def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
     """Before the cool-down, fit the number of steps to the minutes at the speed so far.
 
     Steps before the cool-down do not depend on the total, so the final configuration describes the
@@ -269,10 +269,10 @@ def _keep_pace(training: Training, bar: TrainingProgressBar) -> None:
     if first_update is None:
         training.first_update = now
         return
-    if training.step % PACED_STEPS:
+    if training.step % STEPS_BETWEEN_FITS:
         return
     steps = training.group.on_rank_zero(
-        lambda: compute_paced_steps(
+        lambda: compute_steps_for_minutes(
             config,
             first_update,
             now,
@@ -283,7 +283,7 @@ def _keep_pace(training: Training, bar: TrainingProgressBar) -> None:
         )
     )
     if steps > config.train.steps:
-        useful = compute_useful_steps(config, measure_corpus(config, training.corpus))
+        useful = compute_useful_steps(config, training.text)
         steps = max(config.train.steps, int(min(steps, useful)))
     if config.train.minutes and steps != config.train.steps:
         training.config = config.with_train(steps=steps)

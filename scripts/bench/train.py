@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptmini.config.load import fill_open_settings, find_config_file, load_config
+from gptmini.config.load import find_config_file, load_config
 from gptmini.machine import keep_freed_memory, pick_compute
 from gptmini.plan.cost import count_training_flops
-from gptmini.plan.timing import time_step
+from gptmini.plan.fit import time_step
 
 SMALL_TARGET = 1.8982  # about where the CPU recipe ends, over windows of 64
 LARGE_TARGET = 1.4697  # best published loss of the GPU recipe, over windows of 256
@@ -243,7 +243,7 @@ def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
         "6 x 6 x 384, 64 rows": ("default", {"model": large, "train": {"batch_size": 64}}),
     }
     for name, (config, settings) in list(shapes.items())[: 1 if quick else None]:
-        full = fill_open_settings(load_config(find_config_file(config), []), settings)
+        full = load_config(find_config_file(config), []).fill_open(settings)
         work = count_training_flops(full.model, full.seq_len) * full.train.batch_size * full.seq_len
         cells = []
         for compiled in (False, True):

@@ -27,8 +27,8 @@ from gptmini.errors import Stopped
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.model.kernels import overwrite_by_softmax_
+from gptmini.plan.fit import compile_blocks, time_step
 from gptmini.plan.memory import estimate_memory
-from gptmini.plan.timing import compile_blocks, time_step
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
 from gptmini.train.step import train_step
@@ -339,9 +339,9 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "padding of the vocabulary": ("gptmini.model.kernels.VOCABULARY_MULTIPLE", 1),
     "head and loss in one": ("gptmini.model.gpt.joins_head_and_loss", lambda _: False),
     "large chunks of logits": ("gptmini.model.kernels.LOGITS_PER_CHUNK", 2**22),
-    "a compiled loss": ("gptmini.plan.timing.compile_blocks", compile_all_but_the_loss),
+    "a compiled loss": ("gptmini.plan.fit.compile_blocks", compile_all_but_the_loss),
     "q, k and v in one product": ("gptmini.model.attention.joins_projections", lambda _: False),
-    "recorded passes": ("gptmini.plan.timing.create_loss", lambda model, _: model),
+    "recorded passes": ("gptmini.plan.fit.create_loss", lambda model, _: model),
 }
 
 

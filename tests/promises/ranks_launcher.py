@@ -130,10 +130,10 @@ def watched(rank: int) -> None:
 
 def misread(rank: int) -> None:
     """Rank 1 reads another text."""
-    opened = broadcast._prepare_with_tokenizer
+    opened = broadcast.prepare_corpus
     if rank == 1:
-        broadcast._prepare_with_tokenizer = lambda *inputs: replace(
-            opened(*inputs), content="another"
+        broadcast.prepare_corpus = lambda *inputs, **options: replace(
+            opened(*inputs, **options), content="another"
         )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmini import files, machine
-from gptmini.config import load, yamlfile
+from gptmini.config import yamlfile
 from gptmini.config.settings import Config
 from gptmini.console import format_count, say, warn
 from gptmini.errors import ConfigError, GptminiError, MachineError
@@ -42,7 +42,7 @@ from gptmini.extras.compare.variants import (
 )
 from gptmini.figures import page
 from gptmini.figures.plots import save_figure
-from gptmini.plan.decide import reuse_choices
+from gptmini.plan.reconcile import reuse_choices
 from gptmini.runs.directory import RunDirectory
 from gptmini.train.evaluate_run import Split
 
@@ -99,7 +99,7 @@ def plan_runs(variants: dict[str, Config], seeds: int, out: Path) -> list[Traini
             settings: dict[str, Any] = {"seed": base.train.seed + number, "patience": None}
             if base.train.minutes is not None:
                 # The plan may choose other sizes, but must keep n_head, which n_kv_head divides.
-                config = load.fill_open_settings(base, {"model": {"n_head": base.model.n_head}})
+                config = base.fill_open({"model": {"n_head": base.model.n_head}})
             elif _count_tokens(config) != n_tokens:
                 tokens_per_step = config.train.batch_size * config.seq_len
                 settings["steps"] = max(1, round(n_tokens / tokens_per_step))

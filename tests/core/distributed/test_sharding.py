@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.distributed.gradients import list_micro_batches
 from gptmini.distributed.group import Group
@@ -18,9 +17,10 @@ from gptmini.distributed.sharding import Sharded, ShardedInit
 from gptmini.errors import ConfigError, MachineError
 from gptmini.model.gpt import GPT
 from gptmini.plan.cost import count_parameters
-from gptmini.plan.decide import decide, reuse_choices
+from gptmini.plan.fit import Machine
+from gptmini.plan.reconcile import check_same_settings, reuse_choices
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import Checkpoint, RunDirectory
-from gptmini.train.checkpoint import check_same_settings
 from tests.support import POSITIONS, new_cache, tiny, train
 
 TRAIN = {
@@ -205,17 +205,17 @@ def test_ranks_hold_the_rows_of_torch_chunk(size: int):
 
 def test_a_model_is_sharded_by_itself_where_it_does_not_fit_whole(text_file, tmp_path, monkeypatch):
     config = tiny(data={"path": str(text_file)}, train={"micro_batch_size": 1})
-    decided = decide(config, None, tmp_path, world_size=2)
+    decided = make_plan(config, None, tmp_path, world_size=2)
     assert not decided.config.train.shard
     assert decided.config.train.reduce == "exact"
     whole = 16 * count_parameters(decided.config.model)
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 2 * whole - 1)  # of two processes
-    sharded = decide(config, None, tmp_path, world_size=2).config.train
+    monkeypatch.setattr(Machine, "get_total_memory", lambda _: 2 * whole - 1)  # of two processes
+    sharded = make_plan(config, None, tmp_path, world_size=2).config.train
     assert (sharded.shard, sharded.reduce) == (True, "fast")
-    assert not decide(config, None, tmp_path, world_size=1).config.train.shard
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: whole - 1)
+    assert not make_plan(config, None, tmp_path, world_size=1).config.train.shard
+    monkeypatch.setattr(Machine, "get_total_memory", lambda _: whole - 1)
     with pytest.raises(MachineError, match="bytes"):
-        decide(config, None, tmp_path, world_size=2)
+        make_plan(config, None, tmp_path, world_size=2)
 
 
 def test_exact_needs_whole_models(text_file, tmp_path, monkeypatch):
@@ -223,15 +223,17 @@ def test_exact_needs_whole_models(text_file, tmp_path, monkeypatch):
         train = {"micro_batch_size": 1, **settings}
         return tiny(data={"path": str(text_file)}, train=train)
 
-    assert decide(request(shard=True), None, tmp_path, world_size=2).config.train.reduce == "fast"
-    decided = decide(request(reduce="exact", shard=True), None, tmp_path, world_size=1)
+    assert (
+        make_plan(request(shard=True), None, tmp_path, world_size=2).config.train.reduce == "fast"
+    )
+    decided = make_plan(request(reduce="exact", shard=True), None, tmp_path, world_size=1)
     assert decided.config.train.reduce == "exact"
     with pytest.raises(ConfigError, match=r"train\.reduce: .*train\.shard"):
-        decide(request(reduce="exact", shard=True), None, tmp_path, world_size=2)
+        make_plan(request(reduce="exact", shard=True), None, tmp_path, world_size=2)
     whole = 16 * count_parameters(decided.config.model)
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 2 * whole - 1)
+    monkeypatch.setattr(Machine, "get_total_memory", lambda _: 2 * whole - 1)
     with pytest.raises(ConfigError, match=r"train\.reduce"):
-        decide(request(reduce="exact"), None, tmp_path, world_size=2)
+        make_plan(request(reduce="exact"), None, tmp_path, world_size=2)
 
 
 def test_a_run_that_was_exact_goes_on_in_shards(text_file, tmp_path):

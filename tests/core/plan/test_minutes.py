@@ -1,6 +1,7 @@
 """Sizes and steps for a number of minutes, and keeping to them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,74 +10,70 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini import machine
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.data.corpus import prepare_corpus
-from gptmini.machine import Compute
 from gptmini.model.optim import get_learning_rate
-from gptmini.plan import cost, estimates, minutes, overfitting
-from gptmini.plan.overfitting import (
+from gptmini.plan import cost, estimates, minutes, recipe
+from gptmini.plan.fit import Machine, StepTime
+from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
     compute_useful_steps,
     measure_corpus,
 )
-from gptmini.plan.timing import StepTime
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
+from tests.core.plan.machines import GPU, FakeMachine
 from tests.support import tiny, train
 
-CPU = Compute(torch.device("cpu"), torch.float32)
-GPU = Compute(torch.device("cuda"), torch.bfloat16)
 LONG_TEXT = TextSize(math.inf, math.inf)
 
 
-def planned(
-    config: Config,
-    seconds: float,
-    monkeypatch: pytest.MonkeyPatch,
-    held_out: int = 0,
-    compute: Compute = CPU,
-    flops: float = 1e11,
-) -> Config:
-    """A plan on a machine that makes so many operations in a second."""
+def computing(flops: float) -> Callable[[Config], StepTime]:
+    """Steps of a machine that makes so many operations in a second."""
 
-    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+    def compute(config: Config) -> StepTime:
         tokens = config.train.batch_size * config.seq_len
         return StepTime(6 * cost.count_parameters(config.model) * tokens / flops, 0.0)
 
-    monkeypatch.setattr(minutes, "time_step", computed)
-    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    return compute
+
+
+SLOW = FakeMachine(step=computing(1e11))
+FAST = FakeMachine(GPU, step=computing(2e14), memory=80 << 30)
+
+
+def planned(
+    config: Config, seconds: float, machine: FakeMachine = SLOW, held_out: int = 0
+) -> Config:
     config = config.with_tokenizer("byte", 257)
-    sizes, _ = minutes.choose_sizes(config, seconds, compute, 1, LONG_TEXT)
+    sizes, _ = minutes.choose_sizes(config, seconds, machine, LONG_TEXT)
     assert minutes.states_all_sizes(sizes)
-    return minutes.choose_steps(sizes, seconds, compute, 1, held_out)
+    return minutes.choose_steps(sizes, seconds, machine, held_out)
 
 
-def test_a_text_that_is_read_often_gets_a_deeper_model(monkeypatch):
-    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+def test_a_text_that_is_read_often_gets_a_deeper_model():
+    def compute(config: Config) -> StepTime:
         return StepTime(config.model.n_layer * config.train.batch_size / 2000, 0.0)
 
-    monkeypatch.setattr(minutes, "time_step", computed)
-    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    machine = FakeMachine(step=compute)
     config = Config().with_tokenizer("byte", 257)
 
     def choose(rows: int) -> tuple[int, int]:
         text = TextSize(math.inf, per_epoch=rows * config.seq_len)
-        model = minutes.choose_sizes(config, 14, CPU, 1, text)[0].model
+        model = minutes.choose_sizes(config, 14, machine, text)[0].model
         return model.n_layer, model.d_model
 
     assert choose(4000) == (2, 192)  # training reads about 11,200 rows
     assert choose(3600) == (4, 192)
 
 
-def test_more_minutes_than_a_short_text_is_good_for_are_not_used(monkeypatch, capsys):
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.09, 0.01))
-    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+def test_more_minutes_than_a_short_text_is_good_for_are_not_used(capsys):
+    machine = FakeMachine(step=StepTime(0.09, 0.01))
     config = Config().with_tokenizer("byte", 257)
     text = TextSize(150_000, per_epoch=140_000)
-    sizes, _ = minutes.choose_sizes(config, 100_000, CPU, 1, text)
+    sizes, _ = minutes.choose_sizes(config, 100_000, machine, text)
     # The text is read (55 * 150,000 / weights)² times, or 10. Of 3.1 M weights in 4 x 256 each
     # would see 0.45 tokens, and should see 0.7; of 1.8 M in 4 x 192 it is 1.7.
     assert (sizes.model.n_layer, sizes.model.d_model) == (4, 192)
@@ -89,7 +86,7 @@ def test_more_minutes_than_a_short_text_is_good_for_are_not_used(monkeypatch, ca
         55, rel=0.01
     )
 
-    plan = minutes.choose_steps(sizes, 100_000, CPU, 1, 1000, useful_steps=useful)
+    plan = minutes.choose_steps(sizes, 100_000, machine, 1000, useful_steps=useful)
     assert plan.train.steps == int(useful)
     assert plan.train.eval_every < plan.train.steps / 5
     assert (
@@ -97,7 +94,7 @@ def test_more_minutes_than_a_short_text_is_good_for_are_not_used(monkeypatch, ca
     )
 
     longer = minutes.choose_steps(
-        sizes.with_train(steps=1000), 10_000, CPU, 1, 1000, useful_steps=useful
+        sizes.with_train(steps=1000), 10_000, machine, 1000, useful_steps=useful
     )
     assert longer.train.steps == 1000  # as stated
 
@@ -110,27 +107,25 @@ def test_a_large_model_reads_a_short_text_ten_times():
     assert compute_useful_steps(config, TextSize(600, 600)) == pytest.approx(1e6 / (16 * 256))
 
 
-def test_a_fast_machine_gets_models_that_a_cpu_never_trains(monkeypatch):
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 80 << 30)
+def test_a_fast_machine_gets_models_that_a_cpu_never_trains():
     shapes = []
     for seconds in (10, 60, 600, 6000, 60_000):
-        model = planned(Config(), seconds, monkeypatch, compute=GPU, flops=2e14).model
+        model = planned(Config(), seconds, FAST).model
         shapes.append((model.n_layer, model.d_model))
     assert shapes == [(6, 384), (8, 512), (12, 768), (24, 1024), (24, 1024)]
 
 
-def test_no_model_is_timed_whose_weights_do_not_fit(monkeypatch):
+def test_no_model_is_timed_whose_weights_do_not_fit():
     config = Config().with_tokenizer("byte", 257)
     for gigabytes, width in ((80, 1024), (3, 768), (1, 512)):
-        monkeypatch.setattr(machine, "get_total_memory", lambda _, n=gigabytes: n << 30)
-        model = planned(config, 60_000, monkeypatch, compute=GPU, flops=2e14).model
+        model = planned(config, 60_000, replace(FAST, memory=gigabytes << 30)).model
         assert model.d_model == width
 
 
-def test_more_minutes_make_a_larger_model(monkeypatch):
+def test_more_minutes_make_a_larger_model():
     widths = []
     for seconds in (30, 300, 3000, 30_000, 300_000, 3_000_000):
-        plan = planned(Config(), seconds, monkeypatch)
+        plan = planned(Config(), seconds)
         widths.append(plan.model.d_model)
         tokens = plan.train.steps * plan.train.batch_size * plan.seq_len
         assert tokens * 6 * cost.count_parameters(plan.model) / 1e11 <= seconds
@@ -142,8 +137,8 @@ def test_more_minutes_make_a_larger_model(monkeypatch):
 
 @pytest.mark.parametrize("held_out", [10_000, 100_000, 1_000_000])
 @pytest.mark.parametrize("seconds", [30, 120, 900])
-def test_reading_held_out_text_takes_a_twentieth_of_the_time(monkeypatch, seconds, held_out):
-    plan = planned(Config(), seconds, monkeypatch, held_out)
+def test_reading_held_out_text_takes_a_twentieth_of_the_time(seconds, held_out):
+    plan = planned(Config(), seconds, held_out=held_out)
     forward = 2 * cost.count_parameters(plan.model) * 0.75 / 1e11  # a quarter of 6 per parameter
     count = math.ceil(plan.train.steps / plan.train.eval_every)
     read = plan.train.eval_tokens or held_out
@@ -159,138 +154,134 @@ def test_reading_held_out_text_takes_a_twentieth_of_the_time(monkeypatch, second
     assert 0.9 * seconds < updates + evaluations + minutes.FINAL_SAMPLE_SECONDS < seconds + 0.1
 
 
-def test_what_is_stated_wins_over_the_plan(monkeypatch):
+def test_what_is_stated_wins_over_the_plan():
     stated = {"model": {"d_model": 64, "n_head": 2}, "train": {"steps": 7, "batch_size": 3}}
-    plan = planned(validate(stated, {}), 300, monkeypatch)
+    plan = planned(validate(stated, {}), 300)
     assert (plan.model.d_model, plan.model.n_head, plan.model.head_dim) == (64, 2, 32)
     assert (plan.train.steps, plan.train.batch_size, plan.train.eval_every) == (7, 3, 1)
 
 
 @pytest.mark.parametrize("seconds", [10, 1000, 100_000])
-def test_the_batch_of_a_stated_model_does_not_grow_with_the_minutes(monkeypatch, seconds):
+def test_the_batch_of_a_stated_model_does_not_grow_with_the_minutes(seconds):
     for layers, width, rows in ((2, 64, 8), (2, 128, 8), (4, 192, 16), (6, 384, 16), (12, 768, 64)):
         for by_heads in ({"d_model": width}, {"n_head": width // 32, "head_dim": 32}):
             stated = validate({"model": {"n_layer": layers, **by_heads}}, {})
-            plan = planned(stated, seconds, monkeypatch)
+            plan = planned(stated, seconds)
             assert (plan.model.d_model, plan.train.batch_size) == (width, rows)
 
 
-def test_stated_evaluations_take_their_time_from_the_steps(monkeypatch):
+def test_stated_evaluations_take_their_time_from_the_steps():
     steps = [
-        planned(validate({"train": {"eval_every": every}}, {}), 60, monkeypatch, 10**5).train.steps
+        planned(validate({"train": {"eval_every": every}}, {}), 60, held_out=10**5).train.steps
         for every in (10, 10_000)
     ]
     assert steps[0] < 0.9 * steps[1]
 
 
-def tuned(
-    seconds: float, monkeypatch: pytest.MonkeyPatch, update: float = 0.5, **train: Any
-) -> Config:
+def tuned(seconds: float, update: float = 0.5, **train: Any) -> Config:
     """A fine-tuning of 135 M parameters where 10¹¹ operations take a second."""
-    probed: list[int] = []
 
-    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+    def compute(config: Config) -> StepTime:
         tokens = config.train.batch_size * config.seq_len
-        probed.append(tokens)
         flops = cost.count_training_flops(config.model, config.seq_len)
         return StepTime(flops * tokens / 1e11, update)
 
-    monkeypatch.setattr(minutes, "time_step", computed)
-    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+    machine = FakeMachine(step=compute)
     grouped = {"variant": "gqa", "n_kv_head": 3}
     model = {"n_layer": 30, "n_head": 9, "d_model": 576, "d_ff": 1536, "activation": "swiglu"}
     model |= {"context_length": 2048, "attention": grouped, "vocab_size": 49_152}
     requested = validate({"base": {"run": "base"}, "model": model, "train": train}, {})
-    config, step = minutes.choose_batch(requested, requested, seconds, CPU, 1, 10_000)
-    assert probed == [64]  # nothing larger is timed
+    config, step = minutes.choose_batch(requested, requested.train, seconds, machine, 10_000)
+    assert count_timed_tokens(machine) == [64]  # nothing larger is timed
     tokens = config.train.batch_size * config.seq_len
     flops = cost.count_training_flops(config.model, config.seq_len)
     assert step.passes == pytest.approx(flops * tokens / 1e11)
-    return minutes.choose_steps(config, seconds, CPU, 1, 100_000, step)
+    return minutes.choose_steps(config, seconds, machine, 100_000, step)
 
 
-def test_fine_tuning_makes_dozens_of_updates_where_the_time_allows(monkeypatch):
+def count_timed_tokens(machine: FakeMachine) -> list[int]:
+    return [config.train.batch_size * config.seq_len for config in machine.timed]
+
+
+def test_fine_tuning_makes_dozens_of_updates_where_the_time_allows():
     shapes = []
     for seconds in (300, 600, 6000, 60_000):
-        plan = tuned(seconds, monkeypatch)
+        plan = tuned(seconds)
         assert plan.train.steps > 0.7 * minutes.TARGET_UPDATES
         shapes.append((plan.train.batch_size, plan.seq_len))
     assert shapes == [(2, 256), (4, 256), (16, 512), (16, 2048)]
 
 
-def test_a_gpu_is_probed_by_a_pass_that_keeps_it_busy(monkeypatch):
+def test_a_gpu_is_probed_by_a_pass_that_keeps_it_busy():
     """On a device that takes a second for 16,384 tokens, and for fewer."""
-    probed: list[int] = []
 
-    def computed(config: Config, *_: Any, **__: Any) -> StepTime:
+    def compute(config: Config) -> StepTime:
         tokens = config.train.batch_size * config.seq_len
-        probed.append(tokens)
         return StepTime(max(1.0, tokens / 16_384), 0.001)
 
-    monkeypatch.setattr(minutes, "time_step", computed)
+    machine = FakeMachine(GPU, step=compute)
     requested = validate({"base": {"run": "base"}, "model": {"context_length": 1024}}, {})
-    config, step = minutes.choose_batch(requested, requested, 6000, GPU, 1, 10_000)
-    assert probed == [16_384]
+    config, step = minutes.choose_batch(requested, requested.train, 6000, machine, 10_000)
+    assert count_timed_tokens(machine) == [16_384]
     assert step.passes == pytest.approx(config.train.batch_size * config.seq_len / 16_384)
 
 
-def test_fine_tuning_keeps_what_is_stated_and_no_row_is_longer_than_the_text(monkeypatch):
-    stated = tuned(120, monkeypatch, batch_size=4, seq_len=512)
+def test_fine_tuning_keeps_what_is_stated_and_no_row_is_longer_than_the_text():
+    stated = tuned(120, batch_size=4, seq_len=512)
     assert (stated.train.batch_size, stated.seq_len) == (4, 512)
-    assert (tuned(120, monkeypatch, seq_len=512).train.batch_size) == 1
+    assert (tuned(120, seq_len=512).train.batch_size) == 1
     config = validate({"base": {"run": "base"}}, {}).with_tokenizer("byte", 257)
-    short, _ = minutes.choose_batch(config, config, 60, CPU, 1, 40)
+    short, _ = minutes.choose_batch(config, config.train, 60, SLOW, 40)
     assert short.seq_len == 40
 
 
-def test_a_batch_is_not_cut_where_the_update_takes_the_time(monkeypatch):
-    plan = tuned(120, monkeypatch, update=30.0)
+def test_a_batch_is_not_cut_where_the_update_takes_the_time():
+    plan = tuned(120, update=30.0)
     assert plan.train.batch_size * plan.seq_len >= 2048
 
 
-def test_a_fine_tuning_reads_so_little_that_two_evaluations_fit(monkeypatch):
-    plan = tuned(120, monkeypatch)
+def test_a_fine_tuning_reads_so_little_that_two_evaluations_fit():
+    plan = tuned(120)
     read = plan.train.eval_tokens or 100_000
     forward = cost.count_training_flops(plan.model, plan.seq_len) / 4 / 1e11
     assert 2 * 2 * read * forward <= 120 / 20 or read == minutes.MIN_EVAL_TOKENS
 
 
-def test_a_batch_divides_among_ranks_and_stated_micro_batches(monkeypatch):
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+def test_a_batch_divides_among_ranks_and_stated_micro_batches():
     config = validate({"train": {"micro_batch_size": 16}}, {})
     config = config.with_tokenizer("byte", 257)
-    sizes, _ = minutes.choose_sizes(config, 30, CPU, 2, LONG_TEXT)
+    machine = FakeMachine(world_size=2, step=StepTime(0.4, 0.1))
+    sizes, _ = minutes.choose_sizes(config, 30, machine, LONG_TEXT)
     assert sizes.train.batch_size == 32
 
 
-def test_processes_share_the_passes_but_not_the_update(monkeypatch):
-    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+def test_processes_share_the_passes_but_not_the_update():
     config = validate({"train": {"eval_every": 10_000}}, {}).with_tokenizer("byte", 257)
     step_time = StepTime(0.8, 0.2)
     for world_size, per_step in ((1, 1.0), (2, 0.6), (8, 0.3)):
-        plan = minutes.choose_steps(config, 602.5, CPU, world_size, 0, step_time)
+        machine = FakeMachine(world_size=world_size, step=step_time)
+        plan = minutes.choose_steps(config, 602.5, machine, 0, step_time)
+        assert not machine.timed
         # 2 s for the last sample and half a second for the evaluation before it.
         assert plan.train.steps == pytest.approx(600 / per_step, rel=0.01)
-        monkeypatch.setattr(minutes, "time_step", lambda *_, **__: step_time)
-        timed = minutes.choose_steps(config, 602.5, CPU, world_size, 0)
+        timed = minutes.choose_steps(config, 602.5, machine, 0)
         assert timed.train.steps == plan.train.steps
 
 
-def test_sizes_that_happen_to_be_the_defaults_are_timed(monkeypatch):
+def test_sizes_that_happen_to_be_the_defaults_are_timed():
     stated = {"model": {"n_layer": 4, "d_model": 256}, "train": {"batch_size": 16}}
     config = validate(stated, {}).with_tokenizer("byte", 257)
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    machine = FakeMachine(step=StepTime(0.4, 0.1))
     # 1.5 s are for evaluations, and 2.3 for the last checkpoint and the sample.
-    assert minutes.choose_sizes(config, 30, CPU, 1, LONG_TEXT)[1] == 52
+    assert minutes.choose_sizes(config, 30, machine, LONG_TEXT)[1] == 52
 
 
-def test_sizes_leave_time_to_evaluate_and_to_end(monkeypatch):
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.04, 0.01))
-    monkeypatch.setattr(minutes, "has_compiler", lambda: False)
+def test_sizes_leave_time_to_evaluate_and_to_end():
+    machine = FakeMachine(step=StepTime(0.04, 0.01))
     config = Config().with_tokenizer("byte", 257)
 
     def choose(seconds: float) -> int:
-        return minutes.choose_sizes(config, seconds, CPU, 1, LONG_TEXT)[0].model.d_model
+        return minutes.choose_sizes(config, seconds, machine, LONG_TEXT)[0].model.d_model
 
     # 2 layers of width 192 should see 2 tokens for each of 884,992 weights: 433 steps, 21.7 s.
     assert choose(22) == 128
@@ -298,38 +289,36 @@ def test_sizes_leave_time_to_evaluate_and_to_end(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 192, 256, 320, 768])
-def test_a_stated_width_gets_heads_that_fit_it(monkeypatch, width):
-    model = planned(validate({"model": {"d_model": width}}, {}), 3e5, monkeypatch).model
+def test_a_stated_width_gets_heads_that_fit_it(width):
+    model = planned(validate({"model": {"d_model": width}}, {}), 3e5).model
     assert model.d_model == width
     assert width % (2 * model.n_head) == 0
     assert 43 < model.head_dim < 100
 
 
 @pytest.mark.parametrize("head", [16, 32, 128])
-def test_heads_of_a_stated_size_fill_the_width(monkeypatch, head):
+def test_heads_of_a_stated_size_fill_the_width(head):
     for stated in ({}, {"d_model": 256}):
-        model = planned(
-            validate({"model": {"head_dim": head, **stated}}, {}), 300, monkeypatch
-        ).model
+        model = planned(validate({"model": {"head_dim": head, **stated}}, {}), 300).model
         assert model.n_head * head == model.d_model
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("seconds", [30, 300, 3000, 30_000, 300_000])
-def test_planned_heads_can_share_the_kv_heads(monkeypatch, kv_heads, seconds):
+def test_planned_heads_can_share_the_kv_heads(kv_heads, seconds):
     model = {"attention": {"variant": "gqa", "n_kv_head": kv_heads}}
-    plan = planned(validate({"model": model}, {}), seconds, monkeypatch).model
+    plan = planned(validate({"model": model}, {}), seconds).model
     assert plan.n_head % kv_heads == 0
     assert plan.d_model == plan.n_head * plan.head_dim
 
 
-def test_a_planned_width_fits_stated_heads(monkeypatch):
-    plan = planned(validate({"model": {"n_head": 6}}, {}), 30, monkeypatch).model
+def test_a_planned_width_fits_stated_heads():
+    plan = planned(validate({"model": {"n_head": 6}}, {}), 30).model
     assert (plan.n_head, plan.d_model) == (6, 132)
 
 
-def test_minutes_that_are_too_short_are_said_to_be(monkeypatch, capsys):
-    assert planned(Config().with_train(minutes=0.01), 0.6, monkeypatch).train.steps == 1
+def test_minutes_that_are_too_short_are_said_to_be(capsys):
+    assert planned(Config().with_train(minutes=0.01), 0.6).train.steps == 1
     assert capsys.readouterr().err.splitlines() == [
         "  timing models for the 0.01 minutes given ...",
         "warning: train.minutes: too short for this machine, so training makes a single step; "
@@ -351,7 +340,7 @@ def test_slow_evaluations_and_checkpoints_leave_fewer_steps():
     config = tiny(train=settings)  # whose checkpoints take no time
 
     def steps(**slow: float) -> int:
-        return minutes.compute_paced_steps(config, (1, 0.5), (11, 5.5), 6.0, 0, **slow)
+        return minutes.compute_steps_for_minutes(config, (1, 0.5), (11, 5.5), 6.0, 0, **slow)
 
     # 0.5 s a step and 0.5 s an evaluation: 11 + (60 - 2 - 6 - 0.5) / 0.55
     assert steps() == 104
@@ -377,11 +366,11 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     """
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    monkeypatch.setattr(Machine, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     update = trainer.train_step
     evaluation = trainer.evaluate_and_sample
-    first_rung = estimates.CPU.few_epochs[:1]
-    one_model = replace(estimates.CPU, few_epochs=first_rung, many_epochs=first_rung)
+    smallest = estimates.CPU.few_epochs[:1]
+    one_model = replace(estimates.CPU, few_epochs=smallest, many_epochs=smallest)
     monkeypatch.setattr(estimates, "CPU", one_model)
 
     def timed(training: Any) -> Any:
@@ -429,12 +418,12 @@ def test_a_run_ends_with_its_minutes(text_file, tmp_path, monkeypatch, speeds):
     train(config, run, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("log_every", [None, 10_000])  # a rare log does not turn off the pace
+@pytest.mark.parametrize("log_every", [None, 10_000])  # a rare log does not turn this off
 def test_a_run_that_is_faster_than_planned_ends_before_it_memorizes_its_text(
     text_file, tmp_path, monkeypatch, capsys, log_every
 ):
-    monkeypatch.setattr(overfitting, "MIN_USEFUL_TOKENS", 0)
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(4.9, 0.1))
+    monkeypatch.setattr(recipe, "MIN_USEFUL_TOKENS", 0)
+    monkeypatch.setattr(Machine, "time_step", lambda *_, **__: StepTime(4.9, 0.1))
     sections = tiny(model={"n_layer": 1, "d_model": 64}, data={"path": str(text_file)}).model_dump(
         exclude_unset=True
     )
@@ -469,7 +458,7 @@ def test_no_step_made_depends_on_the_new_number(
     given_ = {"minutes": given_minutes, "steps": steps, "warmup_steps": 5, "cooldown": cooldown}
     settings = TrainConfig.model_validate(given_)
     now = (step, step * per_step)
-    found = minutes.compute_paced_steps(Config(train=settings), (0, 0.0), now, 0.0, held_out)
+    found = minutes.compute_steps_for_minutes(Config(train=settings), (0, 0.0), now, 0.0, held_out)
     changed = settings.model_copy(update={"steps": found})
     for made in range(step):
         assert get_learning_rate(changed, made) == get_learning_rate(settings, made)

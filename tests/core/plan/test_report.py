@@ -6,7 +6,8 @@ import json
 import pytest
 
 from gptmini import machine
-from gptmini.plan import report, timing
+from gptmini.plan import fit, report
+from gptmini.plan.fit import Machine
 from gptmini.runs.directory import RunDirectory
 from tests.support import SMALL, tiny
 
@@ -109,7 +110,7 @@ def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text
 
 
 def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 10)
+    monkeypatch.setattr(Machine, "get_total_memory", lambda _: 1 << 10)
     monkeypatch.setattr(report, "_measure_steps", lambda *_: pytest.fail("tried"))
     code, out, _ = gptmini("size", *WORDS)
     assert code == 0
@@ -144,12 +145,12 @@ def test_deep_models_are_timed_by_a_few_layers(monkeypatch, text_file, tmp_path)
     def time_step(config, compute, repeats):
         layers = config.model.n_layer
         seen.append(layers)
-        return timing.StepTime(1 + 2 * layers, 0.3 + 0.1 * layers)
+        return fit.StepTime(1 + 2 * layers, 0.3 + 0.1 * layers)
 
-    monkeypatch.setattr(timing, "time_step", time_step)
+    monkeypatch.setattr(fit, "time_step", time_step)
     config = tiny(model={"n_layer": 10}, train={"batch_size": 8, "micro_batch_size": 4})
     cpu = machine.pick_compute("cpu", "float32")
-    step = timing.predict_step_time(config.with_tokenizer("byte", 257), cpu)
+    step = fit.predict_step_time(config.with_tokenizer("byte", 257), cpu)
     assert (step.passes, step.update) == pytest.approx((2 * 21, 1.3))
     assert seen == [3, 1]
 

@@ -1,6 +1,6 @@
 """What becomes of each setting in a new run, in one that is resumed, and in one from a base.
 
-The table is settings_table.txt, a line a setting. It is a decision about users: whoever changes a
+The table is settings_table.txt, a line a setting. It is a plan about users: whoever changes a
 line changes what a command does to somebody's run.
 
 | column         | the setting                                                        |
@@ -24,10 +24,9 @@ from gptmini.config.load import iter_settings, validate
 from gptmini.config.settings import Config
 from gptmini.errors import GptminiError
 from gptmini.model.gpt import GPT
-from gptmini.plan.decide import decide
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress
-from gptmini.train.checkpoint import check_same_settings
 from tests.support import TINY, new_cache
 
 TABLE = Path(__file__).with_name("settings_table.txt")
@@ -119,23 +118,18 @@ class Machine:
         self.text.write_text("".join(f"{n} is a number of its own.\n" for n in range(300)))
         self.plain = {**TINY, "data": {"path": str(self.text)}}
 
-    def decide(self, sections: dict[str, Any], run: RunDirectory | None) -> Config:
-        return decide(validate(sections, {}), run, self.cache, dry_run=True).config
+    def plan(self, sections: dict[str, Any], run: RunDirectory | None) -> Config:
+        return make_plan(validate(sections, {}), run, self.cache, dry_run=True).config
 
     def write_run(self, name: str, sections: dict[str, Any]) -> RunDirectory:
         """A run at step 0, with weights, as a base must have them."""
         run = RunDirectory(self.folder / name)
-        decision = decide(validate(sections, {}), None, self.cache, dry_run=True)
-        run.create(decision.config, decision.corpus.tokenizer)
-        progress = Progress(decision.corpus.content, decision.corpus.tokenizer.fingerprint)
-        weights = GPT(decision.config.model).state_dict()
+        plan = make_plan(validate(sections, {}), None, self.cache, dry_run=True)
+        run.create(plan.config, plan.corpus.tokenizer)
+        progress = Progress(plan.corpus.content, plan.corpus.tokenizer.fingerprint)
+        weights = GPT(plan.config.model).state_dict()
         run.save(Checkpoint(vars(progress), weights, {}))
         return run
-
-    def resume(self, sections: dict[str, Any], run: RunDirectory) -> Config:
-        config = self.decide(sections, run)
-        check_same_settings(config, run.load_config(), run)
-        return config
 
 
 def judge(key: str, config: Config, other: Any, found: str) -> str:
@@ -152,24 +146,24 @@ def describe(machine: Machine, key: str, column: str) -> str:
     try:
         if column == "resume stated":
             run = machine.write_run(name, machine.plain)
-            return judge(key, machine.resume(has_it, run), other, "taken")
+            return judge(key, machine.plan(has_it, run), other, "taken")
         if column == "resume open":
             run = machine.write_run(name, has_it)
-            return judge(key, machine.resume(lacks_it, run), other, "kept")
+            return judge(key, machine.plan(lacks_it, run), other, "kept")
         if column == "minutes open":
             run = machine.write_run(name, put(has_it, "train.minutes", None))
             config = run.load_config().with_train(minutes=1.0)
             run.write_config(config)
             by_minutes = put(put(lacks_it, "train.minutes", 2.0), "train.steps", None)
-            return judge(key, machine.resume(by_minutes, run), other, "kept")
+            return judge(key, machine.plan(by_minutes, run), other, "kept")
         data = {"data": machine.plain["data"]}
         if column == "from stated":
             base = machine.write_run(name, machine.plain)
             sections = put(put(data, "base.run", str(base.path)), key, other)
-            return judge(key, machine.decide(sections, None), other, "taken")
+            return judge(key, machine.plan(sections, None), other, "taken")
         base = machine.write_run(name, has_it)
         sections = put(data, "base.run", str(base.path))
-        return judge(key, machine.decide(sections, None), other, "kept")
+        return judge(key, machine.plan(sections, None), other, "kept")
     except GptminiError as error:
         named = any(part in str(error) for part in (key, key.rpartition(".")[2]))
         assert named, f"{key}, {column}: {error}"

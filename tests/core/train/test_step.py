@@ -129,7 +129,7 @@ def test_a_run_that_goes_on_in_another_type_has_its_scale(text_file, tmp_path, m
         pick = trainer.machine.pick_compute
         with monkeypatch.context() as patch:
             patch.setattr(
-                "gptmini.machine.pick_compute", lambda device, *_, d=dtype, p=pick: p(device, d)
+                "gptmini.plan.settle.pick_compute", lambda device, *_, d=dtype, p=pick: p(device, d)
             )
             finish(config.with_train(steps=steps), tmp_path / "run")
         newest = RunDirectory(tmp_path / "run").load_newest()

@@ -19,11 +19,12 @@ from gptmini.generate.run import Run
 from gptmini.machine import catch_signals, pick_device
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import get_learning_rate
-from gptmini.plan import overfitting
-from gptmini.plan.decide import decide
+from gptmini.plan import recipe
+from gptmini.plan.reconcile import check_same_settings
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import build, state, trainer
-from gptmini.train.checkpoint import check_same_settings, create_run, save_checkpoint
+from gptmini.train.checkpoint import create_run, save_checkpoint
 from gptmini.train.messages import say_header_lines
 from tests.support import prepared, tiny
 from tests.support import train as begin_training
@@ -444,11 +445,11 @@ def test_a_run_says_its_recipe(train, text_file, capsys):
 def test_more_epochs_than_are_useful_get_a_warning(
     text_file, tmp_path, monkeypatch, capsys, width, steps, warning
 ):
-    monkeypatch.setattr(overfitting, "MIN_USEFUL_TOKENS", 0)
+    monkeypatch.setattr(recipe, "MIN_USEFUL_TOKENS", 0)
     config = tiny(data={"path": str(text_file)}, model={"d_model": width}, train={"steps": steps})
-    decision = decide(config, None, tmp_path / "cache")
-    training = build.build_training(decision, RunDirectory(tmp_path / "run"))
-    say_header_lines(training, decision)
+    plan = make_plan(config, None, tmp_path / "cache")
+    training = build.build_training(plan, RunDirectory(tmp_path / "run"))
+    say_header_lines(training, plan)
     assert ("times;" in (said := capsys.readouterr().err)) == (warning is not None)
     assert warning is None or f"warning: {warning} use more text or fewer steps\n" in said
 

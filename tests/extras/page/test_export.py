@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.core.analysis.samples import HOSTILE
 
 from gptmini.errors import ConfigError, DataError
 from gptmini.extras.page import export
@@ -17,7 +16,7 @@ from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer
 from tests.extras.page.samples import random_run, random_texts, rounded
 from tests.samples import run_of
-from tests.support import bpe_file, tiny, train
+from tests.support import HOSTILE, bpe_file, tiny, train
 
 
 def test_a_run_becomes_one_file(gptmini, tmp_path):

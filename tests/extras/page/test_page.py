@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.core.analysis.samples import HOSTILE
 
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
 from gptmini.tokenizer.tokenizers import CharTokenizer
 from tests.extras.page.samples import SHAPES, random_run, rounded
+from tests.support import HOSTILE
 
 FOLDER = Path(export.__file__).parent
 PROMPT = "the cat sat on the mat"

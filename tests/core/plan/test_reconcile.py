@@ -26,9 +26,8 @@ from gptmini.errors import (
     Stopped,
 )
 from gptmini.generate.run import load_run
-from gptmini.plan import finetune as fine_tuning
-from gptmini.plan import minutes
-from gptmini.plan.decide import decide
+from gptmini.plan import minutes, reconcile, settle
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.train import convert, trainer
@@ -77,7 +76,7 @@ def on(trained: RunDirectory, text: Path, **sections: dict[str, Any]) -> Config:
 def tune(tmp_path: Path):
     def run(config: Config, name: str = "tuned") -> RunDirectory:
         out = RunDirectory(tmp_path / name)
-        trainer.train(decide(config, out, tmp_path / "cache"), out.path)
+        trainer.train(make_plan(config, out, tmp_path / "cache"), out.path)
         return out
 
     return run
@@ -150,8 +149,8 @@ def test_a_rewind_to_the_base_begins_again_and_remembers_its_loss(
     with monkeypatch.context() as patch:
         begin = trainer.create_or_resume
 
-        def slower(training: Any) -> None:
-            begin(training)
+        def slower(training: Any, existing: Config | None) -> None:
+            begin(training, existing)
             training.progress.lr_scale = 0.5
 
         patch.setattr(trainer, "create_or_resume", slower)
@@ -248,16 +247,16 @@ def test_without_a_checkpoint_it_never_begins_untrained(requested, tune):
 
 def test_what_is_not_stated_comes_from_the_base(base, other_text, tmp_path):
     def decided(**sections: dict[str, Any]) -> Config:
-        return decide(on(base, other_text, **sections), None, tmp_path / "cache").config
+        return make_plan(on(base, other_text, **sections), None, tmp_path / "cache").config
 
     config = decided()
     trained = base.load_config()
     theirs = trained.model.model_dump(exclude={"dropout"})
     assert config.model.model_dump(exclude={"dropout"}) == theirs
     assert config.tokenizer == trained.tokenizer
-    assert config.train.lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 4e-3)
-    assert config.train.embed_lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 8e-3)
-    assert config.train.muon_lr == pytest.approx(fine_tuning.LR_SHARE_OF_BASE * 0.01)
+    assert config.train.lr == pytest.approx(reconcile.LR_SHARE_OF_BASE * 4e-3)
+    assert config.train.embed_lr == pytest.approx(reconcile.LR_SHARE_OF_BASE * 8e-3)
+    assert config.train.muon_lr == pytest.approx(reconcile.LR_SHARE_OF_BASE * 0.01)
     assert (config.train.betas, config.train.batch_size) == ([0.8, 0.9], 4)
     assert config.train.optimizer == "muon"
     stated = decided(
@@ -281,14 +280,14 @@ def test_embeddings_have_no_rate_of_their_own_if_the_base_gave_them_none(
     base = RunDirectory(tmp_path / "untied")
     assert base.load_config().train.embed_lr is None
     requested = on(base, other_text, train={**STEPS, "optimizer": "muon"})
-    assert decide(requested, None, tmp_path / "cache").config.train.embed_lr is None
+    assert make_plan(requested, None, tmp_path / "cache").config.train.embed_lr is None
 
 
 def test_a_base_that_adamw_trained_is_tuned_with_adamw(base, other_text, text_file, tmp_path):
     adamw = tiny(data={"path": str(text_file)}, train={"optimizer": "adamw"})
     begin_training(adamw, tmp_path / "adamw", tmp_path / "cache")
     requested = on(RunDirectory(tmp_path / "adamw"), other_text)
-    assert decide(requested, None, tmp_path / "cache").config.train.optimizer == "adamw"
+    assert make_plan(requested, None, tmp_path / "cache").config.train.optimizer == "adamw"
 
 
 @pytest.mark.parametrize(
@@ -312,7 +311,7 @@ def test_what_contradicts_the_base_is_refused_by_its_key(
     base, other_text, tmp_path, sections, line
 ):
     with pytest.raises(ConfigError, match=line) as refused:
-        decide(on(base, other_text, **sections), None, tmp_path / "cache")
+        make_plan(on(base, other_text, **sections), None, tmp_path / "cache")
     assert len(refused.value.lines) == 1
 
 
@@ -328,7 +327,7 @@ def test_the_origin_is_recorded_and_can_be_repeated(base, requested, tune):
 def test_the_same_command_resumes_and_another_base_is_refused(base, requested, tune, tmp_path):
     run = tune(requested)
     first = run.load_config()
-    assert decide(requested, run, tmp_path / "cache").config == first
+    assert make_plan(requested, run, tmp_path / "cache").config == first
     assert tune(requested.with_train(steps=8)).list_steps()[0] == 8
     shutil.copytree(base.path, tmp_path / "copy")
     for other in (tmp_path / "copy", None):
@@ -359,13 +358,13 @@ def test_a_base_that_cannot_be_used_is_named_and_nothing_is_left(base, requested
 
 def test_a_base_that_changes_meanwhile_is_noticed(base, requested, tmp_path):
     out = RunDirectory(tmp_path / "tuned")
-    decision = decide(requested, out, tmp_path / "cache")
+    plan = make_plan(requested, out, tmp_path / "cache")
     (base.path / "best.json").unlink()
     longer = base.load_config().with_train(steps=8)
     begin_training(longer, base.path, tmp_path / "cache")
-    assert base.load_best().step != decision.config.base.step
+    assert base.load_best().step != plan.config.base.step
     with pytest.raises(CheckpointError, match="changed while this run was prepared"):
-        trainer.train(decision, out.path)
+        trainer.train(plan, out.path)
     assert not out.exists
 
 
@@ -408,7 +407,7 @@ def test_a_tokenizer_that_spells_the_text_out_is_noted(
     config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
     config = config.model_copy(update={"base": config.base.model_copy(update={"run": "base"})})
     corpus = prepare_corpus(config, tmp_path / "cache")
-    fine_tuning.say_base(config, corpus)
+    settle.say_base(config, corpus)
     said = capsys.readouterr().err
     if noted is None:
         assert "warning" not in said
@@ -426,22 +425,22 @@ def test_a_tokenizer_that_spells_the_text_out_is_noted(
 def test_a_long_text_in_a_language_that_is_new_to_the_base_is_noted(
     text, fewest, noted, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(fine_tuning, "MIN_CHARACTERS_FOR_NEW_MODEL", fewest)
+    monkeypatch.setattr(settle, "MIN_CHARACTERS_FOR_NEW_MODEL", fewest)
     made = create_tokenizer("bpe", 400, [ENGLISH * 20])
     (tmp_path / "tokenizer.json").write_text(made.to_json())
     (tmp_path / "new.txt").write_text(text * 100)
     tokenizer = {"kind": str(tmp_path / "tokenizer.json")}
     config = tiny(data={"path": str(tmp_path / "new.txt")}, tokenizer=tokenizer)
     corpus = prepare_corpus(config, tmp_path / "cache")
-    assert fine_tuning.count_tokens_per_character(corpus) < 1
-    fine_tuning.say_base(config, corpus)
+    assert settle.count_tokens_per_character(corpus) < 1
+    settle.say_base(config, corpus)
     assert ("training without --from may do better" in capsys.readouterr().err) == noted
 
 
 def test_end_of_text_tokens_spell_nothing(tmp_path):
     (tmp_path / "new.jsonl").write_text('{"text": "a"}\n' * 200)
     corpus = prepare_corpus(tiny(data={"path": str(tmp_path / "new.jsonl")}), tmp_path / "cache")
-    assert fine_tuning.count_tokens_per_character(corpus) == 1
+    assert settle.count_tokens_per_character(corpus) == 1
 
 
 def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monkeypatch):
@@ -460,13 +459,13 @@ def test_minutes_choose_the_steps_and_not_the_model(base, other_text, tune, monk
     )
     assert (config.train.batch_size, config.base.step) == (4, base.load_best().step)
     assert run.list_steps()[0] == config.train.steps
-    assert decide(requested, run, run.path.parent / "cache").config == config
+    assert make_plan(requested, run, run.path.parent / "cache").config == config
 
 
 def test_a_plan_needs_no_weights(base, requested, tmp_path):
     for file in base.checkpoints.glob("*/model.safetensors"):
         file.unlink()
-    config = decide(requested, None, tmp_path / "cache", dry_run=True).config
+    config = make_plan(requested, None, tmp_path / "cache", dry_run=True).config
     assert config.model.n_kv_head == 2
     assert config.base.sha256 is None
 

@@ -1,32 +1,40 @@
-"""The one place where a run's configuration is made."""
+"""The one place where the plan of a run is made."""
 
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gptmini.config.load import validate
 from gptmini.config.settings import Config
 from gptmini.data.corpus import prepare_corpus
+from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError, MachineError
-from gptmini.machine import Compute
-from gptmini.plan import decide as deciding
-from gptmini.plan import minutes
-from gptmini.plan.decide import decide, reuse_choices
-from gptmini.plan.overfitting import (
+from gptmini.plan import settle
+from gptmini.plan.fit import StepTime
+from gptmini.plan.plan import Plan
+from gptmini.plan.recipe import (
     TextSize,
     compute_overfitting_risk,
     compute_useful_steps,
     count_epochs,
     measure_corpus,
 )
-from gptmini.plan.timing import CompileTrial, StepTime
+from gptmini.plan.reconcile import reuse_choices
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
+from tests.core.plan.machines import FakeMachine, taking
 from tests.support import tiny
+
+HALF_A_SECOND = FakeMachine(step=StepTime(0.4, 0.1))  # for each step
+
+
+def plan_on(machine: FakeMachine, sections: dict[str, Any], folder: Path) -> Plan:
+    return make_plan(validate(sections, {}), None, folder / "cache", machine=machine)
 
 
 def test_dropout_follows_the_risk_of_overfitting_unless_it_is_stated(
@@ -34,7 +42,7 @@ def test_dropout_follows_the_risk_of_overfitting_unless_it_is_stated(
 ):
     def chosen(steps: int, **model: float | None) -> float | None:
         config = tiny(data={"path": str(text_file)}, train={"steps": steps}, model=model)
-        return decide(config, None, tmp_path / "cache").config.model.dropout
+        return make_plan(config, None, tmp_path / "cache").config.model.dropout
 
     epoch = 2684 // 64  # in steps: of 2,991 tokens 307 are held out
     assert chosen(10) == 0
@@ -86,7 +94,7 @@ def test_rates_and_tying_follow_the_risk_unless_they_are_stated(text_file: Path,
         train = {"steps": steps, "batch_size": 4, "optimizer": optimizer, "compile": "off"}
         sections = {"data": {"path": str(text_file)}, "tokenizer": {"kind": "byte"}}
         config = validate(sections | {"model": sizes | model, "train": train}, {})
-        config = decide(config, None, tmp_path / "cache").config
+        config = make_plan(config, None, tmp_path / "cache").config
         train_ = config.train
         return config.model.tie_embeddings, train_.lr, train_.embed_lr, train_.weight_decay
 
@@ -100,18 +108,16 @@ def test_rates_and_tying_follow_the_risk_unless_they_are_stated(text_file: Path,
     assert chosen(twice, optimizer="adamw") == (True, 2e-3, None, 0.3)
 
 
-def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkeypatch):
+def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path):
     """400 steps, the default, would read this text 45 times; a minute suffices for 0.7 epochs."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 105)  # 2520 tokens
-    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     for seconds, dropout in ((10.0, 0.0), (0.2, 0.2)):
-        step_time = StepTime(seconds, 0.0)
-        monkeypatch.setattr(minutes, "time_step", lambda *_, step_time=step_time, **__: step_time)
+        machine = FakeMachine(step=StepTime(seconds, 0.0))
         train = {"minutes": 1.0, "batch_size": 16, "compile": "off"}
         sections = {"data": {"path": str(tmp_path / "text.txt")}, "train": train}
         sections["model"] = {"n_layer": 1, "n_head": 2, "d_model": 64, "context_length": 16}
         sections["tokenizer"] = {"kind": "byte"}
-        config = decide(validate(sections, {}), None, tmp_path / "cache").config
+        config = plan_on(machine, sections, tmp_path).config
         epochs = config.train.steps * 16 * 16 / 2268  # 9 of 10 tokens are to train on
         assert (epochs > 6) == (dropout == 0.2)
         assert (epochs < 1) == (dropout == 0)
@@ -119,7 +125,7 @@ def test_dropout_follows_the_steps_that_the_minutes_allow(tmp_path: Path, monkey
 
 
 def test_nothing_is_left_open(text_file: Path, tmp_path: Path):
-    config = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache").config
+    config = make_plan(tiny(data={"path": str(text_file)}), None, tmp_path / "cache").config
     assert config.model.vocab_size == 257
     assert config.model.dropout is not None
     assert config.train.micro_batch_size is not None
@@ -144,22 +150,19 @@ def test_a_text_without_a_prompt_starts_at_a_token_that_training_reads(
     (tmp_path / "text.jsonl").write_text(each * documents)
     data = {"path": str(tmp_path / "text.jsonl")}
     config = tiny(data=data, train={"steps": steps, "compile": "off"})
-    assert decide(config, None, tmp_path / "cache").config.sample.start == start
+    assert make_plan(config, None, tmp_path / "cache").config.sample.start == start
     for stated in ("cat", None):
         config = tiny(data=data, sample={"start": stated})
-        assert decide(config, None, tmp_path / "cache").config.sample.start == stated
+        assert make_plan(config, None, tmp_path / "cache").config.sample.start == stated
 
 
-def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_resumed_run_keeps_what_it_chose_and_measures_nothing(text_file: Path, tmp_path: Path):
     requested = tiny(data={"path": str(text_file)})
     run = RunDirectory(tmp_path / "run")
-    decision = decide(requested, run, tmp_path / "cache")
-    run.create(decision.config, decision.corpus.tokenizer)
-    monkeypatch.setattr(deciding, "try_compile", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(deciding, "choose_micro_batch_size", lambda *_: pytest.fail("measured"))
-    assert decide(requested, run, tmp_path / "cache").config == decision.config
+    plan = make_plan(requested, run, tmp_path / "cache")
+    run.create(plan.config, plan.corpus.tokenizer)
+    unmeasured = FakeMachine(compiler=True)
+    assert make_plan(requested, run, tmp_path / "cache", machine=unmeasured).config == plan.config
 
 
 @pytest.mark.parametrize(
@@ -170,49 +173,29 @@ def test_a_resumed_run_adds_gradients_as_it_did(
 ):
     train = {"batch_size": 12, "micro_batch_size": 1, "compile": "off"}
     requested = tiny(data={"path": str(text_file)}, train=train)
-    decision = decide(requested, None, tmp_path / "cache", world_size=begun_on)
-    assert decision.config.train.reduce == reduce
+    plan = make_plan(requested, None, tmp_path / "cache", world_size=begun_on)
+    assert plan.config.train.reduce == reduce
     run = RunDirectory(tmp_path / "run")
-    run.create(decision.config, decision.corpus.tokenizer)
-    resumed = decide(requested, run, tmp_path / "cache", world_size=resumed_on)
+    run.create(plan.config, plan.corpus.tokenizer)
+    resumed = make_plan(requested, run, tmp_path / "cache", world_size=resumed_on)
     assert resumed.config.train.reduce == reduce
-    new = decide(requested, None, tmp_path / "cache", world_size=resumed_on)
+    new = make_plan(requested, None, tmp_path / "cache", world_size=resumed_on)
     assert new.config.train.reduce != reduce
 
 
-def test_what_compiling_brought_is_in_the_decision(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    trial = CompileTrial(True, StepTime(1.0, 0.5), "1.000 s/step instead of 2.000")
-    monkeypatch.setattr(deciding, "try_compile", lambda *_: trial)
-    decision = decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
-    assert decision.config.train.compile == "on"
-    assert decision.seconds_per_step == 1.5
-    assert decision.compile_outcome == "1.000 s/step instead of 2.000"
+def test_what_compiling_brought_is_in_the_plan(text_file: Path, tmp_path: Path):
+    machine = FakeMachine(step=taking(2.0, 1.0), compiler=True)
+    config = tiny(data={"path": str(text_file)}, train={"steps": 100})
+    plan = make_plan(config, None, tmp_path / "cache", machine=machine)
+    assert plan.config.train.compile == "on"
+    assert plan.seconds_per_step == 1.0
+    assert plan.compile_outcome == "1.000 s/step instead of 2.000"
 
 
-def test_compiling_is_tried_on_the_rows_of_one_process(monkeypatch: pytest.MonkeyPatch):
-    tried = []
-
-    def note(share: Config, _: object, step_time: StepTime | None) -> CompileTrial:
-        tried.append((share.train.batch_size, step_time))
-        return CompileTrial(compiled=False)
-
-    monkeypatch.setattr(deciding, "try_compile", note)
-    config = tiny(train={"batch_size": 12})
-    compute = Compute(torch.device("cpu"), torch.float32)
-    decided, _ = deciding.choose_compile(config, compute, 4, StepTime(8.0, 1.0))
-    assert tried == [(3, StepTime(2.0, 1.0))]
-    assert (decided.train.batch_size, decided.train.compile) == (12, "off")
-
-
-def test_a_model_that_cannot_fit_is_refused_before_it_is_made(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("gptmini.machine.get_total_memory", lambda _: 1 << 10)
-    monkeypatch.setattr(deciding, "try_compile", lambda *_: pytest.fail("measured"))
+def test_a_model_that_cannot_fit_is_refused_before_it_is_made(text_file: Path, tmp_path: Path):
+    machine = FakeMachine(memory=1 << 10, compiler=True)
     with pytest.raises(MachineError, match="parameters needs"):
-        decide(tiny(data={"path": str(text_file)}), None, tmp_path / "cache")
+        make_plan(tiny(data={"path": str(text_file)}), None, tmp_path / "cache", machine=machine)
 
 
 def test_compared_runs_share_how_they_compute_but_not_how_long():
@@ -264,16 +247,14 @@ def test_what_is_stated_stays_when_a_run_is_resumed():
 
 @pytest.mark.parametrize(("given", "vocabulary"), [(1, 512), (10, 2048)])
 def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
-    tmp_path: Path, monkeypatch, given: int, vocabulary: int
+    tmp_path: Path, given: int, vocabulary: int
 ):
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(20_000)]
     (tmp_path / "text.txt").write_text(" ".join(25 * words))  # 3 MB
-    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": given, "compile": "off", "device": "cpu", "dtype": "float32"}
-    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    config = plan_on(HALF_A_SECOND, sections, tmp_path).config
     assert config.model.vocab_size == vocabulary
     assert config.train.steps == pytest.approx(120 * given, rel=0.1)
     assert config.model.n_layer == (2 if given == 1 else 6)  # read 0.2 or 4 times
@@ -281,59 +262,51 @@ def test_minutes_choose_a_vocabulary_that_the_tokens_read_can_fill(
 
 @pytest.mark.parametrize(("size", "layers"), [(2_000_000, 2), (1_000_000, 6)])
 def test_minutes_choose_deeper_models_for_texts_that_are_read_often(
-    tmp_path: Path, monkeypatch, size: int, layers: int
+    tmp_path: Path, size: int, layers: int
 ):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * (size // 24))
-    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     sections = {"data": {"path": str(tmp_path / "text.txt")}, "tokenizer": {"kind": "byte"}}
     sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
-    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    config = plan_on(HALF_A_SECOND, sections, tmp_path).config
     assert (config.model.n_layer, config.model.d_model) == (layers, 256)
     assert config.model.tie_embeddings == (layers == 6)
 
 
-def test_training_by_minutes_ends_before_a_short_text_is_memorized(
-    tmp_path: Path, monkeypatch, capsys
-):
+def test_training_by_minutes_ends_before_a_short_text_is_memorized(tmp_path: Path, capsys):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 1000)
-    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     sections = {"data": {"path": str(tmp_path / "text.txt")}, "tokenizer": {"kind": "byte"}}
     sections["train"] = {"minutes": 100, "compile": "off", "device": "cpu", "dtype": "float32"}
-    decision = decide(validate(sections, {}), None, tmp_path / "cache")
-    text = measure_corpus(decision.config, decision.corpus)
+    plan = plan_on(HALF_A_SECOND, sections, tmp_path)
+    text = measure_corpus(plan.config, plan.corpus)
     # A million tokens of it, as it is so short; the minutes suffice for 12,000 steps.
-    assert count_epochs(decision.config, text) == pytest.approx(1e6 / text.per_epoch, rel=0.02)
+    assert count_epochs(plan.config, text) == pytest.approx(1e6 / text.per_epoch, rel=0.02)
     assert "  time      training takes about" in capsys.readouterr().err
 
 
-def test_minutes_for_an_empty_file_are_refused_as_steps_are(tmp_path: Path, monkeypatch):
+def test_minutes_for_an_empty_file_are_refused_as_steps_are(tmp_path: Path):
     (tmp_path / "text.txt").write_text("")
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
     for train in ({"minutes": 1}, {"steps": 10}):
         config = validate({"data": {"path": str(tmp_path / "text.txt")}, "train": train}, {})
         with pytest.raises(DataError, match=r"text\.txt"):
-            decide(config, None, tmp_path / "cache")
+            make_plan(config, None, tmp_path / "cache", machine=HALF_A_SECOND)
 
 
 def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(200_000)]
     (tmp_path / "text.txt").write_text(" ".join(words))
-    clock = [0.0]
-    prepare = deciding.prepare_corpus
+    gone = [0.0]
+    prepare = settle.prepare_corpus
 
-    def slow(*given):
-        clock[0] += 500
+    def slow(*given: Any) -> Corpus:
+        gone[0] += 500
         return prepare(*given)
 
-    monkeypatch.setattr(deciding, "prepare_corpus", slow)
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
+    monkeypatch.setattr(settle, "prepare_corpus", slow)
+    machine = replace(HALF_A_SECOND, seconds_gone=lambda: gone[0])
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": 10, "compile": "off", "device": "cpu", "dtype": "float32"}
-    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    config = plan_on(machine, sections, tmp_path).config
     assert config.model.d_model == 128  # for 100 seconds; for 600 it would be 256
 
 
@@ -347,11 +320,9 @@ def test_sizes_are_chosen_again_if_the_guess_how_often_a_text_is_read_was_wrong(
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(n_words)]
     (tmp_path / "text.txt").write_text(" ".join(words))
-    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    monkeypatch.setattr(minutes, "time_step", lambda *_, **__: StepTime(0.4, 0.1))
-    monkeypatch.setattr(deciding, "BYTES_PER_TOKEN", guess)
+    monkeypatch.setattr(settle, "BYTES_PER_TOKEN", guess)
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": 6, "compile": "off", "device": "cpu", "dtype": "float32"}
-    config = decide(validate(sections, {}), None, tmp_path / "cache").config
+    config = plan_on(HALF_A_SECOND, sections, tmp_path).config
     assert config.model.n_layer == layers
     assert config.model.tie_embeddings == (layers == 4)

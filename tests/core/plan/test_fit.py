@@ -5,80 +5,70 @@ import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gptmini import machine
 from gptmini.errors import MachineError
-from gptmini.machine import Compute
+from gptmini.machine import Compute, release_freed_memory
 from gptmini.model import gpt, kernels
 from gptmini.model.gpt import GPT
-from gptmini.plan import cost, estimates, timing
-from gptmini.plan.decide import decide
+from gptmini.plan import cost, estimates, fit
 from gptmini.plan.memory import estimate_memory
+from gptmini.plan.settle import make_plan
 from gptmini.runs.directory import RunDirectory
 from gptmini.train import trainer
+from tests.core.plan.machines import CPU, GPU, FakeMachine, taking
 from tests.support import tiny, train
 
-CPU = Compute(torch.device("cpu"), torch.float32)
-GPU = Compute(torch.device("cuda"), torch.bfloat16)
+STATIC = 16  # bytes of a parameter in training
 
 
-def test_the_micro_batch_divides_the_batch_and_fits(monkeypatch):
+def test_the_micro_batch_divides_the_batch_and_fits():
     config = tiny(train={"batch_size": 12}).with_tokenizer("byte", 257)
     row = estimate_memory(config.with_train(batch_size=1, micro_batch_size=1), CPU).activations
-    static = 16 * cost.count_parameters(config.model)
+    static = STATIC * cost.count_parameters(config.model)
     for rows, expected in ((1000, 12), (11, 6), (5, 4), (3, 3), (0, 1)):
-        memory = static + 2 * rows * row
-        monkeypatch.setattr(machine, "get_total_memory", lambda _, memory=memory: memory)
-        assert timing.choose_micro_batch_size(config, CPU) == expected
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 40)
-    monkeypatch.setattr(
-        timing, "estimate_memory", lambda *_: pytest.fail("weighed a row for nothing")
-    )
-    assert timing.choose_micro_batch_size(config, CPU) == 12
+        machine = FakeMachine(memory=static + 2 * rows * row, row=row)
+        assert fit.choose_micro_batch_size(config, machine) == expected
+    assert fit.choose_micro_batch_size(config, FakeMachine()) == 12
     small = replace(estimates.CPU, max_tokens_per_pass=4 * config.seq_len)
-    monkeypatch.setattr(estimates, "CPU", small)
-    assert timing.choose_micro_batch_size(config, CPU) == 4
-    assert timing.choose_micro_batch_size(config, GPU) == 12
+    assert fit.choose_micro_batch_size(config, FakeMachine(figures=small)) == 4
+    assert fit.choose_micro_batch_size(config, FakeMachine(GPU)) == 12
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(64, 8), (24, 3), (12, 3), (2, 1), (7, 7)])
-def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected, monkeypatch):
+def test_exact_has_the_same_micro_batch_on_1_to_8_processes(batch_size, expected):
     config = tiny(train={"batch_size": batch_size, "reduce": "exact"}).with_tokenizer("byte", 257)
     numbers = [n for n in (1, 2, 4, 8) if batch_size % n == 0]
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 1 << 40)
     for n in numbers:
-        assert timing.choose_micro_batch_size(config, CPU, n) == expected
+        assert fit.choose_micro_batch_size(config, FakeMachine(world_size=n)) == expected
     fast = config.with_train(reduce="fast")
     shares = [batch_size // n for n in numbers]
-    assert [timing.choose_micro_batch_size(fast, CPU, n) for n in numbers] == shares
-    static = 16 * cost.count_parameters(config.model)
+    found = [fit.choose_micro_batch_size(fast, FakeMachine(world_size=n)) for n in numbers]
+    assert found == shares
+    static = STATIC * cost.count_parameters(config.model)
     row = static // 8
-    monkeypatch.setattr(timing, "estimate_memory", lambda *_: SimpleNamespace(activations=row))
     for most in numbers:  # so many processes fit, each with two rows
         memory = most * static + 4 * row
-        monkeypatch.setattr(machine, "get_total_memory", lambda _, memory=memory: memory)
-        found = {timing.choose_micro_batch_size(config, CPU, n) for n in numbers}
-        assert found == {2 if expected % 2 == 0 else 1}
+        machines = [FakeMachine(world_size=n, memory=memory, row=row) for n in numbers]
+        sizes = {fit.choose_micro_batch_size(config, machine) for machine in machines}
+        assert sizes == {2 if expected % 2 == 0 else 1}
 
 
-def test_sharded_processes_hold_one_model_together_and_have_room_for_more_rows(monkeypatch):
+def test_sharded_processes_hold_one_model_together_and_have_room_for_more_rows():
     train = {"batch_size": 16, "reduce": "fast"}
     config = tiny(train=train).with_tokenizer("byte", 257)
-    static = 16 * cost.count_parameters(config.model)
-    row = static // 4
-    monkeypatch.setattr(timing, "estimate_memory", lambda *_: SimpleNamespace(activations=row))
-    # Twice the rows that fit into half of what 2 whole models, or one in two shards, leave free.
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 2 * static + 2 * row)
-    assert timing.choose_micro_batch_size(config, CPU, 2) == 1
     sharded = config.with_train(shard=True)
-    assert timing.choose_micro_batch_size(sharded, CPU, 2) == 2
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: static + 8 * row)
-    assert timing.choose_micro_batch_size(sharded, CPU, 2) == 4
+    static = STATIC * cost.count_parameters(config.model)
+    row = static // 4
+    # Twice the rows that fit into half of what 2 whole models, or one in two shards, leave free.
+    machine = FakeMachine(world_size=2, memory=2 * static + 2 * row, row=row)
+    assert fit.choose_micro_batch_size(config, machine) == 1
+    assert fit.choose_micro_batch_size(sharded, machine) == 2
+    roomy = replace(machine, memory=static + 8 * row)
+    assert fit.choose_micro_batch_size(sharded, roomy) == 4
 
 
 SMOLLM2 = {
@@ -96,12 +86,10 @@ SMOLLM2 = {
 }
 
 
-def test_a_few_rows_of_a_large_model_need_no_dry_run(monkeypatch):
+def test_a_few_rows_of_a_large_model_need_no_dry_run():
     """Four of SmolLM2-135M, with 16 GB."""
-    monkeypatch.setattr(machine, "get_total_memory", lambda _: 16_000_000_000)
-    monkeypatch.setattr(timing, "estimate_memory", lambda *_: pytest.fail("a dry run"))
     config = tiny(model=SMOLLM2, train={"batch_size": 4, "optimizer": "adamw"})
-    assert timing.choose_micro_batch_size(config, CPU) == 4
+    assert fit.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000)) == 4
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -117,7 +105,7 @@ def test_no_row_reaches_what_is_assumed_at_most(optimizer, kind, seq_len, width,
     config = tiny(model=model, train=train)
     for dtype in (torch.float32, torch.bfloat16):
         held = estimate_memory(config, Compute(torch.device("cpu"), dtype)).activations
-        assert held < timing._bound_row_bytes(config) < 50 * held
+        assert held < fit._bound_row_bytes(config) < 50 * held
 
 
 @pytest.mark.parametrize(("limit", "passes"), [(0.5, 1), (1.5, 2), (100.0, 3)])
@@ -136,7 +124,7 @@ def test_timing_repeats_nothing_after_its_limit(monkeypatch, limit, passes):
     monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     config = tiny().with_tokenizer("byte", 257)
-    assert timing.time_step(config, CPU, limit=limit).passes == 1
+    assert fit.time_step(config, CPU, limit=limit).passes == 1
     assert made == passes
 
 
@@ -160,11 +148,11 @@ def test_only_a_run_that_may_be_compiled_is_timed_for_long(
     loss = GPT.compute_loss
     monkeypatch.setattr(GPT, "compute_loss", slow)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
-    monkeypatch.setattr(timing, "compile_blocks", lambda _: made.append("compiled"))
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
+    monkeypatch.setattr(fit, "compile_blocks", lambda _: made.append("compiled"))
     config = tiny(train={"steps": steps, "compile": compile_setting, "micro_batch_size": 4})
-    trial = timing.try_compile(config.with_tokenizer("byte", 257), CPU)
-    assert trial.step_time == timing.StepTime(3.0, 0.0)
+    trial = fit.try_compile(config.with_tokenizer("byte", 257), fit.Machine(CPU))
+    assert trial.step_time == fit.StepTime(3.0, 0.0)
     eager = made[: made.index("compiled")] if "compiled" in made else made
     assert len(eager) == eager_passes
     assert ("compiled" in made) == (eager_passes == 3)
@@ -185,7 +173,7 @@ def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
     for size in (1, 2, 6):
         train = {"batch_size": 6, "micro_batch_size": size}
         config = tiny(train=train).with_tokenizer("byte", 257)
-        assert timing.time_step(config, CPU) == timing.StepTime(6.0, 0.0)
+        assert fit.time_step(config, CPU) == fit.StepTime(6.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +187,7 @@ def test_a_batch_takes_the_time_of_its_micro_batches(monkeypatch):
 )
 def test_a_proxy_has_every_kind_of_layer(layers, attention, windows):
     config = tiny(model={"n_layer": layers, "attention": attention})
-    proxy = timing.make_proxy(config, CPU.device)
+    proxy = fit.make_proxy(config, CPU.device)
     found = [proxy.model.get_window(layer) for layer in range(proxy.model.n_layer)]
     assert found == windows
 
@@ -212,16 +200,16 @@ def test_a_proxy_is_as_large_as_its_device_needs(micro_batch_size, tokens_on_cpu
     train = {"batch_size": 128, "micro_batch_size": micro_batch_size}
     config = tiny(model={"context_length": 1024}, train=train)
     for compute, tokens in ((CPU, tokens_on_cpu), (GPU, tokens_on_gpu)):
-        proxy = timing.make_proxy(config, compute.device)
+        proxy = fit.make_proxy(config, compute.device)
         assert proxy.train.batch_size * proxy.seq_len == tokens
 
 
 def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file, tmp_path):
     """When memory is given back, compiled models, which are in reference cycles, are gone."""
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     models: list[weakref.ref[GPT]] = []
-    made = timing.GPT
+    made = fit.GPT
 
     def make(*inputs: Any) -> GPT:
         model = made(*inputs)
@@ -235,26 +223,25 @@ def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file
         assert not any(model() for model in models)
         calls.append("empty")
 
-    monkeypatch.setattr(timing, "GPT", make)
+    monkeypatch.setattr(fit, "GPT", make)
     monkeypatch.setattr(torch.accelerator, "empty_cache", empty)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: calls.append("reset"))
-    release = machine.release_freed_memory
-    monkeypatch.setattr(machine, "release_freed_memory", lambda _: release(torch.device("cuda")))
+    monkeypatch.setattr(
+        fit.Machine, "release_memory", lambda _: release_freed_memory(torch.device("cuda"))
+    )
     settings = {"compile": "on", "micro_batch_size": 4}
     gc.disable()  # it might happen to run in time
     try:
-        decide(tiny(data={"path": str(text_file)}, train=settings), None, tmp_path)
+        make_plan(tiny(data={"path": str(text_file)}, train=settings), None, tmp_path)
     finally:
         gc.enable()
     assert calls == ["empty", "reset"]
 
 
-def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
-    monkeypatch.setattr(timing, "time_step", lambda *_, **__: pytest.fail("timed"))
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
-    known = timing.StepTime(0.1, 0.0)
+def test_a_step_that_was_timed_is_not_timed_again():
+    known = fit.StepTime(0.1, 0.0)
     config = tiny(train={"steps": 100})
-    assert timing.try_compile(config, CPU, known) == (False, known, "")
+    assert fit.try_compile(config, FakeMachine(compiler=True), known) == (False, known, "")
 
 
 @pytest.mark.parametrize(
@@ -267,13 +254,23 @@ def test_a_step_that_was_timed_is_not_timed_again(monkeypatch):
         ("off", [], False),
     ],
 )
-def test_blocks_are_compiled_if_it_pays(monkeypatch, requested, seconds, compiled):
-    times = iter(seconds)
-    monkeypatch.setattr(timing, "time_step", lambda *_, **__: timing.StepTime(next(times), 0.0))
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+def test_blocks_are_compiled_if_it_pays(requested, seconds, compiled):
+    machine = FakeMachine(step=taking(*seconds), compiler=True)
     config = tiny(train={"compile": requested, "steps": 100}).with_tokenizer("byte", 257)
-    assert timing.try_compile(config, CPU)[0] == compiled
-    assert next(times, None) is None
+    assert fit.try_compile(config, machine)[0] == compiled
+    assert len(machine.timed) == len(seconds)
+
+
+def test_compiling_is_tried_on_the_rows_of_one_process():
+    config = tiny(train={"batch_size": 12, "steps": 100})
+    slow = FakeMachine(world_size=4, step=taking(2.0, 1.0), compiler=True)
+    trial = fit.try_compile(config, slow)
+    assert [timed.train.batch_size for timed in slow.timed] == [3, 3]
+    assert trial.step_time == fit.StepTime(1.0, 0.0)
+    known = FakeMachine(world_size=4, step=taking(1.0), compiler=True)
+    trial = fit.try_compile(config, known, fit.StepTime(8.0, 1.0))  # of all passes
+    assert [timed.train.batch_size for timed in known.timed] == [3]
+    assert trial.outcome == "1.000 s/step instead of 2.000"
 
 
 def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkeypatch):
@@ -281,28 +278,28 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
         raise RuntimeError("no C++ compiler\nand a long story")
 
     config = tiny(train={"steps": 100}).with_tokenizer("byte", 257)
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
     monkeypatch.setattr(estimates, "CPU", replace(estimates.CPU, min_seconds_to_compile=0))
-    compiled, timed, outcome = timing.try_compile(config, CPU)
+    compiled, timed, outcome = fit.try_compile(config, fit.Machine(CPU))
     assert not compiled
     assert timed is not None
     assert outcome == "compile failed (no C++ compiler)"
     with pytest.raises(MachineError, match=r"train\.compile: no C\+\+ compiler; use auto or off"):
-        timing.try_compile(config.with_train(compile="on"), CPU)
+        fit.try_compile(config.with_train(compile="on"), fit.Machine(CPU))
 
 
 def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
-    monkeypatch.setattr(timing, "has_compiler", lambda: False)
+    monkeypatch.setattr(fit, "has_compiler", lambda: False)
     model = GPT(tiny().with_tokenizer("byte", 257).model)
     with pytest.raises(MachineError, match="no C\\+\\+ compiler found; use auto or off"):
-        timing.compile_blocks(model)
+        fit.compile_blocks(model)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch):
     compilers = {}
-    monkeypatch.setattr(timing, "has_compiler", lambda: True)
+    monkeypatch.setattr(fit, "has_compiler", lambda: True)
     monkeypatch.setattr(
         torch,
         "compile",
@@ -313,7 +310,7 @@ def test_an_accelerator_compiles_the_loss_with_the_blocks(compiled, monkeypatch)
     model = GPT(tiny().with_tokenizer("byte", 257).model)
     plain = kernels.overwrite_by_softmax_
     if compiled:
-        timing.compile_blocks(model)
+        fit.compile_blocks(model)
     fast = compilers.get(plain)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     assert model(tokens, tokens) is (fast if compiled else plain)

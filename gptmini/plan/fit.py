@@ -1,7 +1,7 @@
-"""Find what fits this machine: rows per forward pass, and torch.compile where it pays.
+"""Find what fits the machine: rows per forward pass, shards, and torch.compile where it pays.
 
-`estimate_memory` finds the memory of a step and `time_step` its time, each on a model that is
-thrown away, so measuring never touches the run.
+A `Machine` knows the memory of a step and its time. Each is found with a model that is thrown away,
+so measuring never touches the run.
 """
 
 import math
@@ -11,17 +11,22 @@ from typing import NamedTuple
 
 import torch
 
-from gptmini import machine
 from gptmini.config.settings import Config
-from gptmini.console import say, show_elapsed
+from gptmini.console import say, show_elapsed, warn
 from gptmini.distributed.gradients import MAX_EXACT_WORLD_SIZE
-from gptmini.errors import GptminiError, MachineError
-from gptmini.machine import Compute
+from gptmini.errors import ConfigError, GptminiError, MachineError
+from gptmini.machine import (
+    Compute,
+    estimate_training_bytes,
+    find_compiler,
+    get_total_memory,
+    release_freed_memory,
+)
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters
-from gptmini.plan.estimates import get_estimates
-from gptmini.plan.memory import estimate_memory
+from gptmini.plan.estimates import Estimates, get_estimates
+from gptmini.plan.memory import Memory, estimate_memory
 from gptmini.plan.recorded import create_loss
 
 # Layers of the model that is timed in place of a deeper one.
@@ -59,30 +64,129 @@ class CompileTrial(NamedTuple):
         return self.step_time.passes + self.step_time.update
 
 
-def choose_micro_batch_size(config: Config, compute: Compute, world_size: int = 1) -> int:
+@dataclass(frozen=True)
+class Machine:
+    """The machine to plan for: its clock and memory, and the time that a step takes on it.
+
+    Planning learns of the hardware from here alone. Each of `world_size` processes computes its
+    share of every batch, on a machine like this or on this one. `train.minutes` count from
+    `started`, a time of time.perf_counter().
+    """
+
+    compute: Compute
+    world_size: int = 1
+    started: float = 0.0
+
+    @property
+    def estimates(self) -> Estimates:
+        return get_estimates(self.compute.device)
+
+    def get_seconds_left(self, minutes: float) -> float:
+        return 60 * minutes - (time.perf_counter() - self.started)
+
+    def get_total_memory(self) -> int:
+        """Get the bytes of memory of the device."""
+        return get_total_memory(self.compute.device)
+
+    def estimate_memory(self, config: Config) -> Memory:
+        return estimate_memory(config, self.compute)
+
+    def has_compiler(self) -> bool:
+        return has_compiler()
+
+    def time_step(
+        self,
+        config: Config,
+        *,
+        compiled: bool = False,
+        limit: float = math.inf,
+        exact_from: float = math.inf,
+    ) -> "StepTime":
+        """Time a step in which one process makes all passes: see the function `time_step`."""
+        return time_step(
+            config, self.compute, compiled=compiled, limit=limit, exact_from=exact_from
+        )
+
+    def release_memory(self) -> None:
+        """Give back what the device keeps of the models that were timed."""
+        release_freed_memory(self.compute.device)
+
+    def check_memory(self, parameters: int, sharded: bool = False) -> None:
+        """MachineError if what training holds at least, besides activations, cannot fit."""
+        device = self.compute.device
+        needed = estimate_training_bytes(parameters, device, self.world_size, sharded)
+        total = self.get_total_memory()
+        if total < needed:
+            raise MachineError(
+                f"model: training {parameters:,} parameters needs {needed:,} bytes, {device.type} "
+                f"has {total:,}; lower model.d_model, model.n_layer or the vocabulary"
+            )
+
+
+# -- rows per forward pass -------------------------------------------------------------------------
+
+
+def split_batch(config: Config, world_size: int, is_micro_batch_stated: bool) -> Config:
+    """Check that processes can share every batch equally, and choose how they add gradients.
+
+    They add them exactly where that costs little and every process has the whole model. A
+    micro-batch that does not divide a process's rows is chosen again unless it was stated. Raises
+    ConfigError for what does not divide, and for exact sums of shards.
+    """
+    train = config.train
+    rows, rest = divmod(train.batch_size, world_size)
+    if rest:
+        nearest = [count * world_size for count in (rows, rows + 1) if count > 0]
+        raise ConfigError(
+            f"train.batch_size: {train.batch_size} rows do not divide among {world_size} "
+            f"processes; use {' or '.join(map(str, nearest))}"
+        )
+    size = train.micro_batch_size
+    if size is not None and rows % size:
+        problem = f"{size} does not divide the {rows} rows of each of {world_size} processes"
+        if is_micro_batch_stated:
+            raise ConfigError(f"train.micro_batch_size: {problem}; use a divisor of {rows}")
+        warn(f"train.micro_batch_size: {problem}; choosing another")
+        config = config.with_train(micro_batch_size=None)
+    is_power_of_two = world_size & (world_size - 1) == 0
+    if train.reduce == "exact" and not is_power_of_two:
+        raise ConfigError(
+            f"train.reduce: exact needs 1, 2, 4 or 8 processes, not {world_size}; use fast"
+        )
+    is_sharded = train.shard and world_size > 1
+    if train.reduce == "exact" and is_sharded:
+        raise ConfigError("train.reduce: exact needs whole models, not train.shard; use fast")
+    if train.reduce == "auto":
+        few = is_power_of_two and 1 < world_size <= MAX_EXACT_WORLD_SIZE
+        is_exact = few and not is_sharded
+        config = config.with_train(reduce="exact" if is_exact else "fast")
+    return config
+
+
+def choose_micro_batch_size(config: Config, machine: Machine) -> int:
     """Choose the largest divisor of a process's rows that fits half the memory and a CPU's caches.
 
-    `world_size` processes share out the rows of the batch. With `train.reduce: exact` the same
-    number is chosen for 1 to 8 of them: it divides the rows of each, and fits on all numbers of
-    processes on which the model does.
+    With `train.reduce: exact` the same number is chosen for 1 to 8 processes: it divides the rows
+    of each, and fits on all numbers of processes on which the model does.
     """
-    world_sizes = list_equivalent_world_sizes(config, world_size)
+    world_sizes = list_equivalent_world_sizes(config, machine.world_size)
     shared_rows = config.train.batch_size // max(world_sizes)
     rows = shared_rows
-    most_tokens = get_estimates(compute.device).max_tokens_per_pass
+    most_tokens = machine.estimates.max_tokens_per_pass
     if most_tokens is not None:
         rows = min(rows, max(1, most_tokens // config.seq_len))
     count = count_parameters(config.model)
-    total = machine.get_total_memory(compute.device)
+    total = machine.get_total_memory()
+    device = machine.compute.device
     left = [
-        total - machine.estimate_training_bytes(count, compute.device, size, config.train.shard)
+        total - estimate_training_bytes(count, device, size, config.train.shard)
         for size in world_sizes
     ]
     free = min((size for size in left if size > 0), default=0)
     # A dry run takes a second, and the bound spares it where all rows fit anyway.
     if rows > 1 and rows * _bound_row_bytes(config) > free // 2:
         single = config.with_train(batch_size=1, micro_batch_size=1)
-        row_bytes = estimate_memory(single, compute).activations
+        row_bytes = machine.estimate_memory(single).activations
         rows = min(rows, max(1, free // 2 // row_bytes))
     return max(size for size in range(1, rows + 1) if shared_rows % size == 0)
 
@@ -113,6 +217,30 @@ def _bound_row_bytes(config: Config) -> int:
     return 4 * numbers
 
 
+def shard_if_needed(config: Config, machine: Machine, is_reduce_open: bool) -> Config:
+    """Shard a model that does not fit whole; raises MachineError if it does not fit at all.
+
+    ConfigError if gradients are to be added exactly, for which every process needs it whole.
+    """
+    count = count_parameters(config.model)
+    world_size = machine.world_size
+    whole = estimate_training_bytes(count, machine.compute.device, world_size, sharded=False)
+    if world_size > 1 and whole > machine.get_total_memory():
+        if config.train.reduce == "exact" and not is_reduce_open:
+            raise ConfigError(
+                "train.reduce: exact needs whole models, which do not fit; use fast, and "
+                "train.shard: true"
+            )
+        config = config.with_train(shard=True, reduce="fast")
+    if world_size > 1 and config.train.shard and config.train.compile == "auto":
+        config = config.with_train(compile="off")
+    machine.check_memory(count, config.train.shard)
+    return config
+
+
+# -- the time of a step ----------------------------------------------------------------------------
+
+
 @show_elapsed("timing a step")
 def time_step(
     config: Config,
@@ -136,7 +264,7 @@ def _time_step(
 ) -> StepTime:
     timing_started = time.perf_counter()
     train = config.train
-    size = train.micro_batch_size or choose_micro_batch_size(config, compute)
+    size = train.micro_batch_size or choose_micro_batch_size(config, Machine(compute))
     model = GPT(config.model).to(compute.device).train()
     model.gradient_checkpointing = train.gradient_checkpointing
     if compiled:
@@ -214,6 +342,9 @@ def predict_step_time(config: Config, compute: Compute) -> StepTime:
     return StepTime(passes * config.train.batch_size / small.train.batch_size, update)
 
 
+# -- torch.compile ---------------------------------------------------------------------------------
+
+
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks; one kernel serves them all, so depth adds no time to compile.
 
@@ -228,35 +359,38 @@ def compile_blocks(model: GPT) -> None:
     model.overwrite_by_softmax = torch.compile(model.overwrite_by_softmax, dynamic=False)
 
 
-def is_worth_compiling(config: Config, seconds: float, device: torch.device) -> bool:
+def is_worth_compiling(config: Config, seconds: float, machine: Machine) -> bool:
     """Decide whether to try torch.compile, if all passes take these seconds without it."""
     if config.train.compile == "auto":
-        return seconds >= get_estimates(device).min_seconds_to_compile and has_compiler()
+        return seconds >= machine.estimates.min_seconds_to_compile and machine.has_compiler()
     return config.train.compile == "on"
 
 
 def has_compiler() -> bool:
-    return machine.find_compiler("g++", "clang++", "cl") is not None
+    return find_compiler("g++", "clang++", "cl") is not None
 
 
-def try_compile(config: Config, compute: Compute, eager: StepTime | None = None) -> CompileTrial:
-    """Try torch.compile if that may pay, and keep the faster way.
+def try_compile(config: Config, machine: Machine, eager: StepTime | None = None) -> CompileTrial:
+    """Try torch.compile on the rows of one process if that may pay, and keep the faster way.
 
-    A step without compiling is timed unless its time is known, as `eager`. Raises MachineError if
-    `train.compile` is on and compiling fails.
+    A step without compiling is timed unless its time is known, as `eager`, in which one process
+    makes all passes. Raises MachineError if `train.compile` is on and compiling fails.
     """
     setting = config.train.compile
-    if setting == "off" or (setting == "auto" and not has_compiler()):
+    if setting == "off" or (setting == "auto" and not machine.has_compiler()):
         return CompileTrial(compiled=False)
-    if eager is None:
+    share = config.with_train(batch_size=config.train.batch_size // machine.world_size)
+    if eager is not None:
+        eager = StepTime(eager.passes / machine.world_size, eager.update)
+    else:
         limit = MAX_TIMING_SECONDS if setting == "auto" else math.inf
-        exact_from = get_estimates(compute.device).min_seconds_to_compile
-        eager = time_step(config, compute, limit=limit, exact_from=exact_from)
-    if not is_worth_compiling(config, eager.passes * config.train.steps, compute.device):
+        exact_from = machine.estimates.min_seconds_to_compile
+        eager = machine.time_step(share, limit=limit, exact_from=exact_from)
+    if not is_worth_compiling(share, eager.passes * share.train.steps, machine):
         return CompileTrial(compiled=False, step_time=eager)
     say("  timing a compiled model; this can take half a minute ...")
     try:
-        compiled = time_step(config, compute, compiled=True)
+        compiled = machine.time_step(share, compiled=True)
     except GptminiError:  # a signal
         raise
     except Exception as error:  # of the compiler, of its kernels, or of whatever calls them

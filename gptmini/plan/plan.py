@@ -1,0 +1,64 @@
+"""What planning hands on: what is requested of a run, and then the plan that it trains by.
+
+They stand alone, so that the training loop can name them without loading the text formats that
+making a plan needs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptmini.config.settings import Config
+from gptmini.data.token_file import Corpus
+from gptmini.distributed.group import SINGLE_PROCESS, Group
+from gptmini.plan.fit import Machine, StepTime
+from gptmini.plan.recipe import TextSize
+from gptmini.tokenizer.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What is requested of a run, and what the run that is resumed, or its base, has of its own.
+
+    stated: the configuration as it was requested.
+    config: the same with all that the run has chosen before, or that its base has.
+    existing: the configuration of the run, if it is resumed; `run` is its directory.
+    tokenizer: that of the run or of the base; None for a new run without a base.
+    """
+
+    stated: Config
+    config: Config
+    run: Path | None = None
+    existing: Config | None = None
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def steps_follow_minutes(self) -> bool:
+        """Whether the number of steps follows `train.minutes`, since none was requested."""
+        train = self.stated.train
+        return train.minutes is not None and "steps" not in train.model_fields_set
+
+    @property
+    def minutes(self) -> float | None:
+        """The minutes that choose sizes and steps: of a new run, as one that exists keeps its."""
+        return None if self.existing is not None else self.config.train.minutes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a run needs before its first step: a complete configuration, a text, a machine.
+
+    text: how long the text is, in rows of this configuration.
+    step_time: that of a step in which one process makes all passes, if choosing the sizes found it.
+    seconds_per_step: what a step was measured to take, if one was measured.
+    compile_outcome: what came of trying torch.compile, in words.
+    """
+
+    requested: Requested
+    config: Config
+    corpus: Corpus
+    text: TextSize
+    machine: Machine
+    step_time: StepTime | None = None
+    seconds_per_step: float | None = None
+    compile_outcome: str = ""
+    group: Group = SINGLE_PROCESS

@@ -1,0 +1,312 @@
+"""Make the plan of a run: read `make_plan` from top to bottom.
+
+What is requested is reconciled with the run that is resumed or with the base, then the text is
+opened, and then five steps settle what is still open, each from what was settled before it.
+Afterwards only the number of steps may change, and only under `train.minutes`.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gptmini.config.load import revalidate
+from gptmini.config.settings import Config
+from gptmini.console import say_header, warn
+from gptmini.data.corpus import learns_vocabulary, measure_text, prepare_corpus
+from gptmini.data.token_file import Corpus
+from gptmini.errors import DataError
+from gptmini.machine import keep_freed_memory, pick_compute
+from gptmini.plan import minutes
+from gptmini.plan.cost import count_parameters
+from gptmini.plan.fit import (
+    Machine,
+    choose_micro_batch_size,
+    shard_if_needed,
+    split_batch,
+    try_compile,
+)
+from gptmini.plan.plan import Plan, Requested
+from gptmini.plan.recipe import (
+    TextSize,
+    choose_dropout,
+    choose_recipe,
+    choose_sample_start,
+    compute_useful_steps,
+    measure_corpus,
+    reads_often,
+)
+from gptmini.plan.reconcile import reconcile
+from gptmini.runs.directory import RunDirectory
+from gptmini.runs.progress import describe_changed_text
+
+# Of text in a vocabulary of 512 to 2,048 that was learned from it: 2.1 to 3 in English, German and
+# Python.
+BYTES_PER_TOKEN = 2.7
+# How far off the guess may be, as a factor: a compressed text is much longer than its file.
+MAX_GUESS_ERROR = 1.3
+
+# Sizes that were chosen before the text was read are chosen again if less of the time is left.
+MIN_TIME_SHARE_LEFT = 0.8
+
+# What a tokenizer is judged by: places in each file of a text, and tokens at each place.
+SAMPLES_PER_FILE = 10
+TOKENS_PER_SAMPLE = 1000
+
+# A base that has read little of the kind loses to a new model here (scripts/LOG.md, 2026-11-24).
+MIN_TOKENS_OF_FOREIGN_CHARACTER = 0.4
+MIN_CHARACTERS_FOR_NEW_MODEL = 2_000_000
+
+
+def make_plan(
+    requested: Config,
+    run: RunDirectory | None,
+    cache: Path,
+    started: float | None = None,
+    *,
+    machine: Machine | None = None,
+    world_size: int = 1,
+    dry_run: bool = False,
+) -> Plan:
+    """Complete a configuration: tokenizer, sizes, steps, recipe, micro-batch, compilation.
+
+    `run` is where it is to be trained; a run that exists keeps what it chose. `machine` is this
+    one unless another is given, with a share of every batch for each of `world_size` processes.
+    `dry_run`: plan only; skip checks and timings that need the machine, and leave the checkpoints
+    of the base unread.
+
+    Raises ConfigError for settings that contradict the text, the run or the base, DataError for a
+    text that cannot be used, CheckpointError for a base that cannot, MachineError for a model that
+    does not fit.
+    """
+    started = time.perf_counter() if started is None else started
+    asked = reconcile(requested, run, dry_run=dry_run)
+    if machine is None:
+        train = asked.config.train
+        compute = pick_compute(train.device, train.dtype, train.deterministic)
+        machine = Machine(compute, world_size, started)
+    keep_freed_memory()
+    draft = draft_sizes(asked, machine)
+    corpus = open_text(asked, cache, draft)
+    return settle(asked, corpus, machine, draft, dry_run=dry_run)
+
+
+# -- the text --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Sizes and steps for a number of minutes, chosen before the text was read.
+
+    sized: the configuration with the sizes. text: the guess by which they were chosen. seconds:
+    those that were left then.
+    """
+
+    sized: Config
+    steps: int
+    text: TextSize
+    seconds: float
+
+    @property
+    def config(self) -> Config:
+        return self.sized.with_train(steps=self.steps)
+
+
+def draft_sizes(asked: Requested, machine: Machine) -> Draft | None:
+    """Choose sizes and steps for which a vocabulary is to be learned, if minutes choose them.
+
+    How often they read the text is guessed from its bytes.
+    """
+    config = asked.config
+    if asked.minutes is None or config.base.run is not None or not learns_vocabulary(config):
+        return None
+    seconds = machine.get_seconds_left(asked.minutes)
+    tokens = max(1.0, measure_text(config.data) / BYTES_PER_TOKEN)
+    guess = TextSize(total=tokens, per_epoch=tokens)
+    sized, steps = minutes.choose_sizes(config, seconds, machine, guess)
+    return Draft(sized, steps, guess, seconds)
+
+
+def open_text(asked: Requested, cache: Path, draft: Draft | None = None) -> Corpus:
+    """Prepare the text in tokens: those of the base, or of a tokenizer that suits the `draft`.
+
+    DataError for a text that cannot be used, or that is not the one which the run began with.
+    """
+    config = asked.config if draft is None else draft.config
+    if config.base.run is None:
+        corpus = prepare_corpus(config, cache)
+    else:
+        if asked.minutes is not None and asked.stated.train.seq_len is None:
+            # The minutes may choose rows as short as this, so a text need not be longer.
+            config = config.with_train(seq_len=min(minutes.MIN_ROW_LENGTH, config.seq_len))
+        corpus = prepare_corpus(config, cache, tokenizer=asked.tokenizer)
+    own = asked.tokenizer
+    if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
+        assert asked.run is not None  # the text is prepared in the very tokenizer of a base
+        raise DataError(describe_changed_text(config.data.path, asked.run))
+    is_kind_chosen = config.base.run is None and asked.stated.tokenizer.kind == "auto"
+    say_header(corpus.format_summary("auto" if is_kind_chosen else ""))
+    if config.base.run is not None:
+        say_base(config, corpus)
+    return corpus
+
+
+def say_base(config: Config, corpus: Corpus) -> None:
+    """Show the base, and warn if a new model may learn more of the text.
+
+    A vocabulary that was learned from other writing makes several tokens of a character, as GPT-2's
+    does of Chinese. One of English makes more of German than of English, and of a long text in
+    another language a new model learns more. Bytes are the same for every text.
+    """
+    base = config.base
+    step = "" if base.step is None else f", step {base.step:,}"
+    say_header(f"  base      {base.run}{step}: its weights and tokenizer")
+    kind = corpus.tokenizer.kind
+    if kind == "byte":
+        return
+    per_character = count_tokens_per_character(corpus)
+    is_spelled_out = per_character > 1
+    is_foreign = kind != "char" and per_character > MIN_TOKENS_OF_FOREIGN_CHARACTER
+    is_long = sum(map(len, corpus.training)) > MIN_CHARACTERS_FOR_NEW_MODEL * per_character
+    if is_spelled_out or (is_foreign and is_long):
+        warn(
+            f"{corpus.name}: the tokenizer of {base.run} does not suit it, with "
+            f"{per_character:.2f} tokens per character; training without --from may do better"
+        )
+
+
+def count_tokens_per_character(corpus: Corpus) -> float:
+    """Count the tokens that stand for a character of the training text, in samples of each file."""
+    tokenizer = corpus.tokenizer
+    tokens = 0
+    characters = 0
+    for file in corpus.training:
+        count = min(TOKENS_PER_SAMPLE, len(file))
+        for place in range(SAMPLES_PER_FILE):
+            start = place * (len(file) - count) // SAMPLES_PER_FILE
+            sample = file.read(start, count)
+            sample = sample[sample != tokenizer.eos_token_id]
+            tokens += len(sample)
+            characters += len(tokenizer.decode(sample.tolist()))
+    return tokens / max(1, characters)
+
+
+# -- the five steps --------------------------------------------------------------------------------
+
+
+def settle(
+    asked: Requested,
+    corpus: Corpus,
+    machine: Machine,
+    draft: Draft | None = None,
+    *,
+    dry_run: bool = False,
+) -> Plan:
+    """Settle what is open, from the text and the machine; raises as `make_plan` does."""
+    config = asked.config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    plan = Plan(asked, config, corpus, measure_corpus(config, corpus), machine)
+    plan = settle_sizes(plan, draft)
+    plan = settle_steps(plan)
+    plan = settle_recipe(plan)
+    plan = settle_micro_batch(plan, dry_run)
+    plan = replace(plan, config=revalidate(plan.config))  # before a model may be compiled
+    if not dry_run:
+        plan = settle_compile(plan)
+    machine.release_memory()
+    return plan
+
+
+def settle_sizes(plan: Plan, draft: Draft | None) -> Plan:
+    """Choose the sizes that are still open if minutes are given; for fine-tuning only the batch."""
+    asked = plan.requested
+    if asked.minutes is None:
+        return plan
+    config = plan.config
+    machine = plan.machine
+    if draft is not None and _still_holds(draft, plan):
+        tokenizer = plan.corpus.tokenizer
+        config = draft.sized.with_tokenizer(tokenizer.kind, tokenizer.vocab_size)
+    seconds = machine.get_seconds_left(asked.minutes)
+    minutes.say_time_left(asked.minutes, seconds)
+    if config.base.run is not None:
+        machine.check_memory(count_parameters(config.model))
+        files = plan.corpus.training + plan.corpus.validation
+        longest_row = min(map(len, files)) - 1
+        stated = asked.stated.train
+        config, step_time = minutes.choose_batch(config, stated, seconds, machine, longest_row)
+        text = measure_corpus(config, plan.corpus)  # in rows that may be shorter now
+        return replace(plan, config=config, text=text, step_time=step_time)
+    if not minutes.states_all_sizes(config):
+        config, _ = minutes.choose_sizes(config, seconds, machine, plan.text)
+    return replace(plan, config=config)
+
+
+def _still_holds(draft: Draft, plan: Plan) -> bool:
+    """Return whether the sizes of a draft suit the text, now that it is read, and the time left."""
+    left = plan.machine.get_seconds_left(plan.requested.minutes or 0)
+    if left < MIN_TIME_SHARE_LEFT * draft.seconds:
+        return False
+    is_off = not 1 / MAX_GUESS_ERROR < draft.text.total / plan.text.total < MAX_GUESS_ERROR
+    read_often = reads_often(draft.config, plan.text)
+    return read_often == reads_often(draft.config, draft.text) and not (read_often and is_off)
+
+
+def settle_steps(plan: Plan) -> Plan:
+    """Choose the steps that the minutes left allow, and how often to evaluate, save and log.
+
+    A run that is resumed with more minutes goes on, but not until its model gets worse.
+    """
+    asked = plan.requested
+    config = plan.config
+    if asked.minutes is not None:
+        useful = compute_useful_steps(config, plan.text)
+        seconds = plan.machine.get_seconds_left(asked.minutes)
+        config = minutes.choose_steps(
+            config, seconds, plan.machine, plan.corpus.held_out, plan.step_time, useful
+        )
+    elif asked.existing is not None and asked.steps_follow_minutes:
+        most = max(asked.existing.train.steps, compute_useful_steps(config, plan.text))
+        config = config.with_train(steps=int(min(config.train.steps, most)))
+    return replace(plan, config=config)
+
+
+def settle_recipe(plan: Plan) -> Plan:
+    """Choose what follows from how often the steps read the text."""
+    config = plan.config
+    if plan.requested.existing is None:
+        config = choose_recipe(config, plan.text)
+    config = choose_dropout(config, plan.text)
+    config = choose_sample_start(config, plan.corpus, plan.text)
+    return replace(plan, config=config)
+
+
+def settle_micro_batch(plan: Plan, dry_run: bool) -> Plan:
+    """Choose how processes share a batch, and as many rows per forward pass as fit."""
+    machine = plan.machine
+    is_reduce_open = plan.config.train.reduce == "auto"
+    is_size_stated = plan.requested.stated.train.micro_batch_size is not None
+    config = split_batch(plan.config, machine.world_size, is_size_stated)
+    if not dry_run:
+        config = shard_if_needed(config, machine, is_reduce_open)
+    if config.train.micro_batch_size is None:
+        config = config.with_train(micro_batch_size=choose_micro_batch_size(config, machine))
+    return replace(plan, config=config)
+
+
+def settle_compile(plan: Plan) -> Plan:
+    """Compile if that pays.
+
+    A run that is resumed had its trial when it began. A sharded model gets none, since the trial
+    times the whole model, which may not fit.
+    """
+    train = plan.config.train
+    existing = plan.requested.existing
+    was_tried = existing is not None and train.compile == existing.train.compile
+    if was_tried or (train.shard and plan.machine.world_size > 1):
+        return plan
+    trial = try_compile(plan.config, plan.machine, plan.step_time)
+    return replace(
+        plan,
+        config=plan.config.with_train(compile="on" if trial.compiled else "off"),
+        seconds_per_step=trial.seconds_per_step,
+        compile_outcome=trial.outcome,
+    )

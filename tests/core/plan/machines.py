@@ -1,0 +1,71 @@
+"""Machines to plan for whose memory, clock and speed a test states."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from gptmini.config.settings import Config
+from gptmini.machine import Compute
+from gptmini.plan.estimates import Estimates, get_estimates
+from gptmini.plan.fit import Machine, StepTime
+from gptmini.plan.memory import Memory
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+GPU = Compute(torch.device("cuda"), torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class FakeMachine(Machine):
+    """A machine that measures nothing.
+
+    step: seconds of a step, the same for every run, or by its configuration; with None, a test that
+    times a step fails. row: bytes of the activations of a row; with None, a test that weighs one
+    fails. `timed` has the configurations of the steps that were timed.
+    """
+
+    compute: Compute = CPU
+    step: StepTime | Callable[[Config], StepTime] | None = None
+    memory: int = 1 << 40
+    row: int | None = None
+    compiler: bool = False
+    seconds_gone: Callable[[], float] = lambda: 0.0
+    figures: Estimates | None = None
+    timed: list[Config] = field(default_factory=list)
+
+    @property
+    def estimates(self) -> Estimates:
+        return self.figures or get_estimates(self.compute.device)
+
+    def get_seconds_left(self, minutes: float) -> float:
+        return 60 * minutes - self.seconds_gone()
+
+    def get_total_memory(self) -> int:
+        return self.memory
+
+    def estimate_memory(self, config: Config) -> Memory:
+        assert self.row is not None, "weighed a row for nothing"
+        return Memory(0, 0, 0, self.row)
+
+    def has_compiler(self) -> bool:
+        return self.compiler
+
+    def time_step(
+        self,
+        config: Config,
+        *,
+        compiled: bool = False,
+        limit: float = math.inf,
+        exact_from: float = math.inf,
+    ) -> StepTime:
+        assert self.step is not None, "timed a step for nothing"
+        self.timed.append(config)
+        return self.step if isinstance(self.step, StepTime) else self.step(config)
+
+
+def taking(*passes: float) -> Callable[[Config], StepTime]:
+    """Steps that take so many seconds, one after the other."""
+    seconds = itertools.chain(passes)
+    return lambda _: StepTime(next(seconds), 0.0)
