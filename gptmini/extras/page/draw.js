@@ -150,8 +150,16 @@ const darkMode = matchMedia("(prefers-color-scheme: dark)");
 /** The color (r, g, b) of a weight: the square root of it makes small weights visible. */
 function colorOf(weight) {
   const stops = darkMode.matches
-    ? [[26, 29, 33], [44, 108, 168], [236, 246, 255]]
-    : [[255, 255, 255], [96, 165, 214], [6, 38, 92]];
+    ? [
+        [26, 29, 33],
+        [44, 108, 168],
+        [236, 246, 255],
+      ]
+    : [
+        [255, 255, 255],
+        [96, 165, 214],
+        [6, 38, 92],
+      ];
   const at = 2 * Math.sqrt(Math.min(1, Math.max(0, weight)));
   const half = at > 1 ? 1 : 0;
   return stops[half].map((c, i) => Math.round(c + (stops[half + 1][i] - c) * (at - half)));

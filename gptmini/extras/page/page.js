@@ -1,5 +1,5 @@
-// The page: a text box, and all that the model makes of it. This file has what the reader chose, what
-// the model computes on it, and the first screen; sections.js and views.js show the rest.
+// The page: a text box, and all that the model makes of it. This file has what the reader chose,
+// what the model computes on it, and the first screen; sections.js and views.js show the rest.
 //
 // Whatever comes from a run or a reader becomes text, never markup.
 "use strict";
@@ -185,13 +185,17 @@ function repeatText() {
 }
 
 function drawNext() {
-  const token = continuation.next();
+  continuation.next();
   state.place = null;
   state.key = null;
   textBox.value = continuation.prompt + continuation.text;
   state.hasTyped = true;
   update();
-  return token;
+}
+
+function drawOne() {
+  pause();
+  drawNext();
 }
 
 function takeBack() {
@@ -204,14 +208,15 @@ function takeBack() {
 
 const DELAY = 60; // milliseconds between two tokens, slow enough to watch
 
+/** Draw a token after the other until the text ends, the reader stops it, or there are many. */
 function generate() {
   let left = data.sample.max_new_tokens;
   const step = () => {
-    timer = null;
-    if (now.rows === null || drawNext() === null || continuation.finishReason !== null) return pause();
+    drawNext();
     left -= 1;
-    if (left > 0) timer = setTimeout(step, DELAY);
-    return showControls();
+    const canGoOn = continuation.finishReason === null && now.rows !== null && left > 0;
+    timer = canGoOn ? setTimeout(step, DELAY) : null;
+    showControls();
   };
   timer = setTimeout(step);
   showControls();
@@ -272,7 +277,10 @@ function showTokens() {
   ];
   fill(places.tokensHeading, say("tokensHeading", { count: formatCount(now.T) }));
   fill(places.tokens, chips);
-  fill(places.tokensHelp, notes.filter(Boolean).flatMap((note) => [...note, " "]));
+  fill(
+    places.tokensHelp,
+    notes.filter(Boolean).flatMap((note) => [...note, " "]),
+  );
 }
 
 function moveBetweenTokens(event) {
@@ -345,7 +353,9 @@ function listOtherSettings() {
   const { repetition_penalty, presence_penalty, frequency_penalty, bias, ban, stop } = data.sample;
   const others = { repetition_penalty, presence_penalty, frequency_penalty };
   const set = Object.entries(others).filter(([name, value]) => value !== (name[0] === "r" ? 1 : 0));
-  const lists = Object.entries({ bias: Object.keys(bias), ban, stop }).filter(([, all]) => all.length);
+  const lists = Object.entries({ bias: Object.keys(bias), ban, stop }).filter(
+    ([, all]) => all.length,
+  );
   return [...set.map(([name, value]) => `${name} ${value}`), ...lists.map(([name]) => name)];
 }
 
@@ -356,7 +366,8 @@ function makeCheckpointSlider() {
     useModel(step);
     update();
   };
-  const format = (step) => sayText("checkpoint", { step: formatCount(step), last: formatCount(data.step) });
+  const format = (step) =>
+    sayText("checkpoint", { step: formatCount(step), last: formatCount(data.step) });
   const { input, output, id } = makeSlider("checkpoint", steps, state.step, change, format);
   return make(
     "div.slider.checkpoint",
@@ -365,6 +376,19 @@ function makeCheckpointSlider() {
     input,
     make("small", {}, say("checkpointHelp")),
   );
+}
+
+/** Links to the parts of the page; those that are closed open. */
+function makeNavigation() {
+  const parts = { top: "toText", path: "toPath", kinds: "toKinds", cause: "toCause" };
+  const links = Object.entries(parts).map(([id, words]) => {
+    const open = () => {
+      const part = document.getElementById(id);
+      if (part.tagName === "DETAILS") part.open = true;
+    };
+    return make("a", { href: `#${id}`, onclick: open }, say(words));
+  });
+  return make("nav", {}, links);
 }
 
 /** Build everything that stays while text and choices change. */
@@ -388,13 +412,18 @@ function buildPage() {
   );
   const others = listOtherSettings();
   const fold = (name, heading) => {
-    const details = make("details.card", { id: name }, make("summary", {}, make("h2", {}, say(heading))), place(name, "div"));
+    const details = make(
+      "details.card",
+      { id: name },
+      make("summary", {}, make("h2", {}, say(heading))),
+      place(name, "div"),
+    );
     details.open = open[name] ?? false;
     details.addEventListener("toggle", () => update());
     return details;
   };
   place("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
-  place("oneStep", "button", { onclick: () => (pause(), drawNext()) });
+  place("oneStep", "button", { onclick: drawOne });
   place("stepBack", "button", { onclick: takeBack });
   fill(places.oneStep, say("oneStep"));
   fill(places.stepBack, say("stepBack"));
@@ -431,12 +460,13 @@ function buildPage() {
       ),
       make("p", {}, say("lead", { weights: formatCount(weights), step: formatCount(data.step) })),
     ),
+    makeNavigation(),
     make(
       "div.first",
       {},
       make(
         "section.card",
-        {},
+        { id: "top" },
         make("label", { for: "text" }, make("h2", {}, say("yourText"))),
         textBox,
         make("div.row", {}, places.generate, places.oneStep, places.stepBack),
@@ -451,7 +481,12 @@ function buildPage() {
       { id: "path" },
       make("h2", {}, say("pathHeading")),
       place("pathHelp", "p"),
-      make("div.journey", {}, place("path", "div.path"), place("station", "div.station", { id: "station" })),
+      make(
+        "div.journey",
+        {},
+        place("path", "div.path"),
+        place("station", "div.station", { id: "station" }),
+      ),
     ),
     fold("kinds", "kindsHeading"),
     fold("cause", "causeHeading"),
@@ -509,7 +544,8 @@ function start() {
   readText();
   if (data.prompt === "") {
     const isSmall = newest.embed.length * data.config.n_layer < 4e6;
-    for (let n = 0; n < (isSmall ? 40 : 16) && continuation.finishReason === null; n++) continuation.next();
+    for (let n = 0; n < (isSmall ? 40 : 16) && continuation.finishReason === null; n++)
+      continuation.next();
     textBox.value = continuation.text.trim();
     readText();
   }

@@ -1,5 +1,5 @@
-// The parts of the page: the expectation, the drawing of the path and its open station, the heads by
-// what they do, and what is switched off. Each `show…` fills its place from `now` and `state`.
+// The parts of the page: the expectation, the drawing of the path and its open station, the heads
+// by what they do, and what is switched off. Each `show…` fills its place from `now` and `state`.
 "use strict";
 
 // -- what comes next -----------------------------------------------------------------------------
@@ -30,7 +30,10 @@ function makeExpectation() {
 
 function makeExpectedRow({ token, probability, chance, removedBy }) {
   const before = now.before?.get(token);
-  const parts = [["pale", probability], ["solid", chance]];
+  const parts = [
+    ["pale", probability],
+    ["solid", chance],
+  ];
   if (before !== undefined) parts.push(["before", before]);
   const classes = [token === now.next ? ".came" : "", removedBy === null ? "" : ".gone"].join("");
   let number = formatPercent(probability);
@@ -107,7 +110,13 @@ function splitStation(id) {
   return { name, layer: layer === undefined ? null : Number(layer) };
 }
 
-const STATION_WORDS = { attnNorm: "norm", mlpNorm: "norm", attn: "attention", attnAdd: "add", mlpAdd: "add" };
+const STATION_WORDS = {
+  attnNorm: "norm",
+  mlpNorm: "norm",
+  attn: "attention",
+  attnAdd: "add",
+  mlpAdd: "add",
+};
 
 function nameStation(id) {
   const { name, layer } = splitStation(id);
@@ -160,7 +169,9 @@ function showPath() {
     const spelled = shorten(spellText(best), 9);
     const chance = formatPercent(probabilities[best]);
     const words = sayText("wouldSay", { token: spelled, chance });
-    drawing.push(make("text.guess", { x: PATH_WIDTH - 10, y: y + dy, "text-anchor": "end" }, words));
+    drawing.push(
+      make("text.guess", { x: PATH_WIDTH - 10, y: y + dy, "text-anchor": "end" }, words),
+    );
   };
   const wide = (id, info) => {
     station(
@@ -221,7 +232,9 @@ function showPath() {
   const chance = formatPercent(softmax(now.entry.logits)[top]);
   wide("softmax", `${shorten(spellText(top), 12)} ${chance}`);
   wide("draw", `seed ${state.sample.seed}`);
-  const links = [32, 70, ...[0, 1, 2].map((n) => end + 28 + 38 * n)].map((top) => `M${STREAM} ${top}v10`);
+  const links = [32, 70, ...[0, 1, 2].map((n) => end + 28 + 38 * n)].map(
+    (top) => `M${STREAM} ${top}v10`,
+  );
   const stream = [
     make("path.flow", { d: links.join("") }),
     make("path.stream", { d: `M${STREAM} ${start}V${end}` }),
@@ -286,7 +299,7 @@ function showStation() {
   fill(
     places.station,
     make(
-      "div.row.walk",
+      "div.row",
       {},
       go(-1, "previousStation"),
       make("a.button", { href: "#path" }, say("backToPath")),
@@ -308,6 +321,7 @@ function showStation() {
 // -- heads by what they do -----------------------------------------------------------------------
 
 const INDUCTION_TOKENS = 32;
+const CLEAR_INDUCTION = 0.1; // chance would be one in 48
 const inductionOf = new WeakMap(); // by model: it does not depend on the text
 
 function findInduction() {
@@ -335,7 +349,7 @@ function showKinds() {
       "div.kind",
       {},
       make("h4", {}, say(kind)),
-      make("p.note", {}, say(`${kind}Help`, { count }), "."),
+      make("p.note", {}, say(`${kind}Help`, { count })),
       makeBars(
         rankBy(score)
           .slice(0, 3)
@@ -352,13 +366,23 @@ function showKinds() {
     ),
   );
   const best = rankBy(kinds.induction)[0];
-  const link = make("button.plain.link", { onclick: () => openHead(...best, true) }, nameHead(...best));
+  const isClear = kinds.induction(best) > CLEAR_INDUCTION;
+  const link = make(
+    "button.plain.link",
+    { onclick: () => openHead(...best, true) },
+    nameHead(...best),
+  );
   fill(
     places.kinds,
     make("p", {}, say("kindsHelp")),
     make("div.kinds", {}, cards),
     make("h4", {}, say("tryHeading")),
-    make("p", {}, say("tryInduction", { head: link })),
+    make(
+      "p",
+      {},
+      say("tryInduction", { head: link }),
+      isClear ? "" : [" ", ...say("inductionNone")],
+    ),
     make(
       "div.row",
       {},
@@ -456,8 +480,7 @@ function showCause() {
   const sum = (numbers) => numbers.flat().reduce((total, x) => total + x, 0);
   const scale = findScale(parts.heads.flat(), parts.mlps);
   const cell = (list, item, name, share) => {
-    const isOff =
-      isListed(list, item) || isLayerOff(state.off, list === "heads" ? item[0] : item);
+    const isOff = isListed(list, item) || isLayerOff(state.off, list === "heads" ? item[0] : item);
     const button = make(
       `button.cell${isOff ? ".off" : ""}`,
       {

@@ -1,5 +1,5 @@
 // The stations of the path: what each shows when it is open. Each function returns elements, made
-// from `now` (what the model computes on the text) and `state` (what the reader chose): see page.js.
+// from `now` (what the model computes on the text) and `state` (what the reader chose), see page.js.
 //
 // Letters as in model.js; `layer` is a number from 0.
 "use strict";
@@ -8,7 +8,10 @@ const MAX_TABLE_ROWS = 10; // keys and neurons; the table of keys can show all
 
 // -- tokens as elements --------------------------------------------------------------------------
 
-/** Spell a token: [text, isSymbol] pairs. Symbols stand for white space and bytes of no character. */
+/** Spell a token as [text, isSymbol] pairs.
+ *
+ * Symbols stand for white space, for bytes that are no character, and for invisible ones.
+ */
 function spell(token) {
   const special = Object.entries(tokenizer.specialTokens).find(([, number]) => number === token);
   if (special) return [[special[0], true]];
@@ -17,15 +20,23 @@ function spell(token) {
   try {
     text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
   } catch {
-    return Array.from(bytes, (byte) => [`‹${byte.toString(16).toUpperCase().padStart(2, "0")}›`, true]);
+    return Array.from(bytes, (byte) => [
+      `‹${byte.toString(16).toUpperCase().padStart(2, "0")}›`,
+      true,
+    ]);
   }
   if (text === "") return [["∅", true]];
   const symbols = { " ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥" };
-  return text.split(/([ \n\r\t]|\p{Cc}|\p{Cf})/u).filter(Boolean).map((part) => {
-    if (part in symbols) return [symbols[part], true];
-    const isInvisible = /^[\p{Cc}\p{Cf}]$/u.test(part);
-    return isInvisible ? [`‹${part.codePointAt(0).toString(16).toUpperCase()}›`, true] : [part, false];
-  });
+  return text
+    .split(/([ \n\r\t]|\p{Cc}|\p{Cf})/u)
+    .filter(Boolean)
+    .map((part) => {
+      if (part in symbols) return [symbols[part], true];
+      const isInvisible = /^[\p{Cc}\p{Cf}]$/u.test(part);
+      return isInvisible
+        ? [`‹${part.codePointAt(0).toString(16).toUpperCase()}›`, true]
+        : [part, false];
+    });
 }
 
 function spellNodes(token) {
@@ -37,7 +48,9 @@ function label(token) {
 }
 
 function spellText(token) {
-  return spell(token).map(([text]) => text).join("");
+  return spell(token)
+    .map(([text]) => text)
+    .join("");
 }
 
 /** A token of the text with its place: two of one spelling are told apart. */
@@ -86,14 +99,24 @@ function showPushes(vector) {
   const logits = readThroughHead(vector);
   const rows = [
     ["raises", findTop(logits, 5)],
-    ["lowers", findTop(logits.map((x) => -x), 5)],
+    [
+      "lowers",
+      findTop(
+        logits.map((x) => -x),
+        5,
+      ),
+    ],
   ];
   return rows.map(([name, tokens]) =>
     make(
       "p.pushes",
       {},
       make("b", {}, say(name)),
-      tokens.map((token) => [" ", label(token), make("small", {}, ` ${formatReal(logits[token], 2)}`)]),
+      tokens.map((token) => [
+        " ",
+        label(token),
+        make("small", {}, ` ${formatReal(logits[token], 2)}`),
+      ]),
     ),
   );
 }
@@ -103,7 +126,11 @@ function makeBars(rows) {
   return make(
     "div.bars",
     {},
-    rows.map(([name, bar, number]) => [make("span", {}, name), bar, make("span.number", {}, number)]),
+    rows.map(([name, bar, number]) => [
+      make("span", {}, name),
+      bar,
+      make("span.number", {}, number),
+    ]),
   );
 }
 
@@ -163,7 +190,12 @@ const STATIONS = {
     if (positionEmbedding) {
       vectors[sayText("positionVector", { place: position })] = positionEmbedding;
     }
-    const hints = { learned: "embedLearned", rope: "embedRope", alibi: "embedAlibi", none: "embedNone" };
+    const hints = {
+      learned: "embedLearned",
+      rope: "embedRope",
+      alibi: "embedAlibi",
+      none: "embedNone",
+    };
     return {
       plain: say("embedPlain", { width: D }),
       body: [
@@ -185,10 +217,12 @@ const STATIONS = {
   },
 
   attnNorm: (layer) =>
-    showNorm(now.gpt.blocks[layer].attnNorm, now.entry.layers[layer].x, now.entry.layers[layer].attnNormed, [
-      `${MODEL}gpt.py`,
-      "x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))",
-    ]),
+    showNorm(
+      now.gpt.blocks[layer].attnNorm,
+      now.entry.layers[layer].x,
+      now.entry.layers[layer].attnNormed,
+      [`${MODEL}gpt.py`, "x = x + self.dropout(self.attn(self.attn_norm(x), cos_sin, cache))"],
+    ),
 
   attn: (layer) => showAttention(layer),
 
@@ -428,9 +462,7 @@ function showAttention(layer) {
       makeLargeMap(layer, head, key),
       make("p.note", {}, say("mapHelp")),
       make("h4", {}, say("readsHeading", { token: labelAt(now.at) })),
-      shadeTokens(shares, (k) =>
-        shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`,
-      ),
+      shadeTokens(shares, (k) => (shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`)),
       showArithmetic(layer, head, key),
     ],
     shape: `q (T, H, K) = (${now.T}, ${H}, ${K}); k, v (T, G, K) = (${now.T}, ${G}, ${K}); out (T, D) = (${now.T}, ${D})`,
@@ -464,6 +496,7 @@ function makeHeadTile(layer, head, isChosen) {
 
 /** What a head mostly does on this text, in a few words; "" where nothing stands out. */
 function describeHead(layer, head) {
+  if (inductionOf.get(now.gpt)?.[layer][head] > CLEAR_INDUCTION) return sayText("induction"); // once measured
   const means = now.heads()[layer][head];
   const shares = { previous: means.previous, first: means.first, self: means.itself };
   const [kind, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0];
@@ -515,7 +548,12 @@ function makeLargeMap(layer, head, key) {
         chooseCell(q, canSee(layer, q, k) ? k : null);
       },
       onkeydown: (event) => {
-        const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+        const steps = {
+          ArrowUp: [-1, 0],
+          ArrowDown: [1, 0],
+          ArrowLeft: [0, -1],
+          ArrowRight: [0, 1],
+        };
         handleKeys(event, steps, ([down, right]) => {
           const q = Math.min(T - 1, Math.max(0, now.at + down));
           chooseCell(q, Math.min(q, Math.max(0, key + right)));
@@ -574,7 +612,12 @@ function showArithmetic(layer, head, key) {
       "ul.products",
       {},
       largest.map((i) =>
-        make("li", {}, make("small", {}, `${i}: `), `${formatReal(q[i])} × ${formatReal(k[i])} = ${formatReal(products[i])}`),
+        make(
+          "li",
+          {},
+          make("small", {}, `${i}: `),
+          `${formatReal(q[i])} × ${formatReal(k[i])} = ${formatReal(products[i])}`,
+        ),
       ),
     ),
     make("h5", {}, say("tableHeading")),
@@ -688,8 +731,12 @@ function showScores(layer, head, key) {
     later ? say("laterKeys", { count: later }) : null,
     outside ? say("windowKeys", { count: outside }) : null,
   ];
-  const head_ = make("thead", {}, make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name))));
-  const table = make("table.scores", {}, head_, make("tbody", {}, rows));
+  const heading = make(
+    "tr",
+    {},
+    columns.map((name) => make("th", { scope: "col" }, name)),
+  );
+  const table = make("table.scores", {}, make("thead", {}, heading), make("tbody", {}, rows));
   const toggle = () => {
     state.allKeys = !state.allKeys;
     update();
@@ -698,7 +745,11 @@ function showScores(layer, head, key) {
     "div",
     {},
     makeScroll(table, "scores"),
-    make("p.note", {}, notes.filter(Boolean).flatMap((note) => [...note, " "])),
+    make(
+      "p.note",
+      {},
+      notes.filter(Boolean).flatMap((note) => [...note, " "]),
+    ),
     isLong
       ? make(
           "button",
@@ -712,7 +763,11 @@ function showScores(layer, head, key) {
 /** A box whose content scrolls sideways, and which says so where it does. */
 function makeScroll(content, focus) {
   const hint = make("p.hint", {}, say("tableScroll"));
-  const box = make("div.scroll", { tabindex: 0, "data-focus": focus, "data-scroll": focus }, content);
+  const box = make(
+    "div.scroll",
+    { tabindex: 0, "data-focus": focus, "data-scroll": focus },
+    content,
+  );
   new ResizeObserver(() => {
     hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 1);
   }).observe(box);
@@ -738,7 +793,12 @@ function showCuts(layer, head, key) {
     const copies = { query: labelAt(query), key: labelAt(key) };
     return make("button.switch", options, isCut ? say("mend", copies) : say(name, names));
   };
-  return make("div.row", {}, button(here, "cutHere", "cut"), button(everywhere, "cutAll", "cut-all"));
+  return make(
+    "div.row",
+    {},
+    button(here, "cutHere", "cut"),
+    button(everywhere, "cutAll", "cut-all"),
+  );
 }
 
 function showSum(layer, head, g) {
@@ -751,7 +811,10 @@ function showSum(layer, head, g) {
     const name = sayText("weightedValue", { weight: formatReal(weights[k]), token: labelAt(k) });
     vectors[name] = value.map((x) => weights[k] * x);
   }
-  vectors[sayText("mixedVector")] = now.entry.layers[layer].mixed.subarray(head * K, (head + 1) * K);
+  vectors[sayText("mixedVector")] = now.entry.layers[layer].mixed.subarray(
+    head * K,
+    (head + 1) * K,
+  );
   return make("div", {}, make("p", {}, say("sumPlain")), makeVectors(vectors));
 }
 
@@ -790,7 +853,10 @@ function showMlp(layer) {
   const down = mlp.downProj.weight; // (D, d_ff)
   const columnOf = (n) => Float32Array.from({ length: D }, (_, d) => down[d * F + n]);
   const sizes = measureColumns(down, D, F);
-  const order = findTop(inner.map((x, n) => Math.abs(x) * sizes[n]), MAX_TABLE_ROWS);
+  const order = findTop(
+    inner.map((x, n) => Math.abs(x) * sizes[n]),
+    MAX_TABLE_ROWS,
+  );
   const neuron = order.includes(state.neuron) ? state.neuron : order[0];
   const scale = findScale(order.map((n) => inner[n]));
   const isSigned = inner.some((x) => x < 0);
@@ -809,7 +875,11 @@ function showMlp(layer) {
     );
   });
   const columns = ["neuron", "fires", "firesMost", "pushes"];
-  const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, say(name))));
+  const head = make(
+    "tr",
+    {},
+    columns.map((name) => make("th", { scope: "col" }, say(name))),
+  );
   const over = now.entries.map((entry) => entry.layers[layer].inner[neuron]);
   const most = Math.max(...over.map(Math.abs)) || 1;
   const isOff = isMlpOff(state.off, layer);
@@ -826,9 +896,15 @@ function showMlp(layer) {
       ),
       make("h4", {}, say("neuronsHeading", { token: labelAt(now.at) })),
       make("p", {}, say("neuronsFiring", { count: formatCount(firing), all: formatCount(F) })),
-      makeScroll(make("table.neurons", {}, make("thead", {}, head), make("tbody", {}, rows)), "neurons"),
+      makeScroll(
+        make("table.neurons", {}, make("thead", {}, head), make("tbody", {}, rows)),
+        "neurons",
+      ),
       make("h4", {}, say("neuronHeading", { neuron })),
-      shadeTokens(over.map((x) => Math.abs(x) / most), (place) => `${place}: ${formatReal(over[place])}`),
+      shadeTokens(
+        over.map((x) => Math.abs(x) / most),
+        (place) => `${place}: ${formatReal(over[place])}`,
+      ),
       make("p.note", {}, say("neuronHelp", { most: formatReal(most, 2) })),
       make("h4", {}, say("mlpAdds")),
       makeVectors({ [sayText("added")]: added }),

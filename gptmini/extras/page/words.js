@@ -5,7 +5,14 @@ const LANGUAGES = { en: "English", zh: "中文" };
 
 const WORDS = {
   // The first screen.
-  lead: ["A GPT of {weights} weights after {step} training steps. It runs inside this page: type, and everything below follows.", "一个 {weights} 个权重、训练了 {step} 步的 GPT，就在本页中运行：输入文字，下面的一切随之变化。"],
+  lead: [
+    "A GPT of {weights} weights after {step} training steps. It runs inside this page: type, and everything below follows.",
+    "一个 {weights} 个权重、训练了 {step} 步的 GPT，就在本页中运行：输入文字，下面的一切随之变化。",
+  ],
+  toText: ["text", "文本"],
+  toPath: ["path", "路径"],
+  toKinds: ["heads", "头"],
+  toCause: ["switch off", "关闭"],
   yourText: ["Your text", "你的文本"],
   generate: ["Generate", "生成"],
   pause: ["Pause", "暂停"],
@@ -33,15 +40,24 @@ const WORDS = {
     "The space at the end is left to the next token, which brings its own.",
     "末尾的空格留给下一个词元，它自带空格。",
   ],
-  openedHelp: ["The model wrote this text itself. Replace it by yours.", "这段文本由模型自己写成。换成你的吧。"],
+  openedHelp: [
+    "The model wrote this text itself. Replace it by yours.",
+    "这段文本由模型自己写成。换成你的吧。",
+  ],
   finished: {
     document: ["The model ended the text here.", "模型在此结束了文本。"],
     stop: ["The text ends here: a stop text of this run came.", "文本到此结束：出现了停止文本。"],
     context: ["The context is full: no token fits any more.", "上下文已满，放不下更多词元。"],
   },
   expectHeading: ["What comes after {token}?", "{token} 之后是什么？"],
-  expectCame: ["In the text came {token}: {chance}, rank {rank}.", "文本中是 {token}：{chance}，排名第 {rank}。"],
-  expectOpen: ["Not written yet. “One token” draws one of these.", "尚未写出。按“一个词元”从中抽取一个。"],
+  expectCame: [
+    "In the text came {token}: {chance}, rank {rank}.",
+    "文本中是 {token}：{chance}，排名第 {rank}。",
+  ],
+  expectOpen: [
+    "Not written yet. “One token” draws one of these.",
+    "尚未写出。按“一个词元”从中抽取一个。",
+  ],
   barsHelp: [
     "Pale: what the model expects, at temperature {temperature}. Solid: the chance to be drawn after the filters.",
     "浅色：温度 {temperature} 下模型的预期。深色：过滤之后被抽中的机会。",
@@ -55,11 +71,23 @@ const WORDS = {
   min_p: ["min-p", "min-p"],
   ban: ["ban", "禁用"],
   isOff: ["off", "关"],
-  temperatureHelp: ["Divides the logits. 0 always takes the likeliest token.", "除 logits。0 总取最可能的词元。"],
+  temperatureHelp: [
+    "Divides the logits. 0 always takes the likeliest token.",
+    "除 logits。0 总取最可能的词元。",
+  ],
   top_kHelp: ["Keeps the k likeliest tokens.", "保留最可能的 k 个词元。"],
-  top_pHelp: ["Keeps the likeliest tokens that together reach p.", "保留概率之和达到 p 的最可能的词元。"],
-  min_pHelp: ["Keeps tokens at least this share as likely as the likeliest.", "保留概率至少为最大者这一比例的词元。"],
-  removed: ["{name} removes {count} tokens, {share} of the probability.", "{name} 去掉 {count} 个词元，占概率的 {share}。"],
+  top_pHelp: [
+    "Keeps the likeliest tokens that together reach p.",
+    "保留概率之和达到 p 的最可能的词元。",
+  ],
+  min_pHelp: [
+    "Keeps tokens at least this share as likely as the likeliest.",
+    "保留概率至少为最大者这一比例的词元。",
+  ],
+  removed: [
+    "{name} removes {count} tokens, {share} of the probability.",
+    "{name} 去掉 {count} 个词元，占概率的 {share}。",
+  ],
   keptAll: ["No filter removes a token.", "没有过滤器去掉词元。"],
   alsoSet: ["This run also sets {settings}.", "本模型还设置了 {settings}。"],
   checkpoint: ["Training step {step} of {last}", "训练第 {step} 步，共 {last} 步"],
@@ -81,8 +109,8 @@ const WORDS = {
   wouldSay: ["would say {token} {chance}", "会说 {token} {chance}"],
   adds: ["adds {length}", "加上 {length}"],
   streamHelp: [
-    "The vertical line is the residual stream: {width} numbers for each token, to which every part adds. “would say” is what the head would expect if the model ended there.",
-    "竖线是残差流：每个词元 {width} 个数，各部分都往上加。“会说”是模型若到此为止时的预期。",
+    "The vertical line is the residual stream: {width} numbers for each token, to which every part adds. “would say” is what the head would expect if the model ended there (at temperature 1).",
+    "竖线是残差流：每个词元 {width} 个数，各部分都往上加。“会说”是模型若到此为止时的预期（温度为 1）。",
   ],
   tiedHelp: [
     "At the embedding a token mostly predicts itself: head and embedding are the same table here (tied).",
@@ -92,7 +120,10 @@ const WORDS = {
   formula: ["Formula", "公式"],
   code: ["In Python", "Python 代码"],
   eachNumber: ["each number", "每个数"],
-  vectorFacts: ["{count} numbers, length {length}; a full bar is ±{scale}", "{count} 个数，长度 {length}；满格为 ±{scale}"],
+  vectorFacts: [
+    "{count} numbers, length {length}; a full bar is ±{scale}",
+    "{count} 个数，长度 {length}；满格为 ±{scale}",
+  ],
   inText: ["token {place}", "第 {place} 个词元"],
 
   text: ["text", "文本"],
@@ -100,7 +131,10 @@ const WORDS = {
     "The model sees no letters. Your text is a row of characters, stored as bytes (UTF-8); the tokenizer cuts it into tokens that it knows.",
     "模型看不到字母。你的文本是一串字符，以字节（UTF-8）存储；分词器把它切成它认识的词元。",
   ],
-  textFacts: ["{characters} characters = {bytes} bytes → {tokens} tokens.", "{characters} 个字符 = {bytes} 个字节 → {tokens} 个词元。"],
+  textFacts: [
+    "{characters} characters = {bytes} bytes → {tokens} tokens.",
+    "{characters} 个字符 = {bytes} 个字节 → {tokens} 个词元。",
+  ],
   characters: ["{count} characters", "{count} 个字符"],
   tokens: ["tokens", "词元"],
   tokensPlain: [
@@ -118,20 +152,32 @@ const WORDS = {
     "The number of a token picks a row of a table: {width} learned numbers, which mean this token wherever it stands.",
     "词元的编号选出表中的一行：{width} 个学得的数，无论它在何处都代表这个词元。",
   ],
-  embedLearned: ["A second table has a row for each position; it is added.", "另一张表中每个位置有一行，加上去。"],
+  embedLearned: [
+    "A second table has a row for each position; it is added.",
+    "另一张表中每个位置有一行，加上去。",
+  ],
   embedRope: ["Positions come later, in attention (RoPE).", "位置在后面的注意力中加入（RoPE）。"],
-  embedAlibi: ["Positions come later, in attention (ALiBi).", "位置在后面的注意力中加入（ALiBi）。"],
+  embedAlibi: [
+    "Positions come later, in attention (ALiBi).",
+    "位置在后面的注意力中加入（ALiBi）。",
+  ],
   embedNone: ["This model is told no positions.", "这个模型不知道位置。"],
   embedVector: ["row of {token}", "{token} 的行"],
   positionVector: ["row of position {place}", "位置 {place} 的行"],
-  neighbors: ["Tokens whose rows point most nearly the same way (1 is the same direction):", "行的方向最接近的词元（1 为同向）："],
+  neighbors: [
+    "Tokens whose rows point most nearly the same way (1 is the same direction):",
+    "行的方向最接近的词元（1 为同向）：",
+  ],
   norm: ["norm", "归一化"],
   normPlain: [
     "Before a part reads the stream, its {width} numbers are brought to a common size: whatever the stream has grown to, the part reads numbers of about 1.",
     "在某部分读取残差流之前，{width} 个数被调到统一的大小：无论残差流变得多大，读到的数都在 1 左右。",
   ],
   normMean: ["mean {mean}", "均值 {mean}"],
-  normScale: ["divided by {root}, then times the learned weights.", "除以 {root}，再乘学得的权重。"],
+  normScale: [
+    "divided by {root}, then times the learned weights.",
+    "除以 {root}，再乘学得的权重。",
+  ],
   beforeNorm: ["before", "之前"],
   afterNorm: ["after", "之后"],
   add: ["add", "相加"],
@@ -139,7 +185,10 @@ const WORDS = {
     "What attention found is added to the residual stream. Nothing is replaced: later parts still read what was there.",
     "注意力找到的东西加到残差流上。没有东西被替换：后面的部分仍能读到原有内容。",
   ],
-  addMlpPlain: ["What the MLP computed is added to the residual stream.", "MLP 算出的东西加到残差流上。"],
+  addMlpPlain: [
+    "What the MLP computed is added to the residual stream.",
+    "MLP 算出的东西加到残差流上。",
+  ],
   streamBefore: ["stream before", "之前的残差流"],
   added: ["added", "加上的"],
   streamAfter: ["stream after", "之后的残差流"],
@@ -161,9 +210,15 @@ const WORDS = {
     "A random number between 0 and 1 chooses the token: the chances that the filters left stand side by side, and the number falls into one of them.",
     "0 到 1 之间的随机数选出词元：过滤后剩下的机会并排而立，随机数落入其中之一。",
   ],
-  drawNumber: ["The number is {random}: {token}. It depends on seed {seed} and on how many tokens were drawn before ({count}).", "随机数为 {random}：{token}。它取决于种子 {seed} 和此前已抽取的个数（{count}）。"],
+  drawNumber: [
+    "The number is {random}: {token}. It depends on seed {seed} and on how many tokens were drawn before ({count}).",
+    "随机数为 {random}：{token}。它取决于种子 {seed} 和此前已抽取的个数（{count}）。",
+  ],
   drawGreedy: ["Temperature 0 takes the likeliest: {token}.", "温度 0 取最可能的：{token}。"],
-  drawTyped: ["The next token was in your text, so nothing is drawn here. Select the last token.", "下一个词元在你的文本中，这里不抽取。请选最后一个词元。"],
+  drawTyped: [
+    "The next token was in your text, so nothing is drawn here. Select the last token.",
+    "下一个词元在你的文本中，这里不抽取。请选最后一个词元。",
+  ],
 
   // Attention.
   attention: ["attention", "注意力"],
@@ -171,7 +226,10 @@ const WORDS = {
     "The only place where tokens see each other. Each of {heads} heads looks back from the selected token, weighs the earlier ones, and brings a mix of what they offer.",
     "词元彼此看见的唯一地方。{heads} 个头各自从选中的词元回看，给前面的词元加权，带回它们所提供内容的混合。",
   ],
-  windowHelp: ["It sees {count} tokens at most, itself included.", "最多看见 {count} 个词元，包括它自己。"],
+  windowHelp: [
+    "It sees {count} tokens at most, itself included.",
+    "最多看见 {count} 个词元，包括它自己。",
+  ],
   sharedHelp: ["Heads {heads} share their keys and values.", "头 {heads} 共用键和值。"],
   headName: ["head {head}", "头 {head}"],
   layerHead: ["layer {layer}, head {head}", "第 {layer} 层，头 {head}"],
@@ -187,13 +245,19 @@ const WORDS = {
   mapWindow: ["{query} cannot see {key}: outside the window", "{query} 看不到 {key}：在窗口之外"],
   readsHeading: ["What {token} reads in this head", "{token} 在这个头中读什么"],
   stepsHeading: ["The arithmetic, from {query} to {key}", "从 {query} 到 {key} 的算术"],
-  strongest: ["The strongest other token is chosen. Press a row of the table below for another.", "已选最强的另一个词元。点按下表中的一行可换。"],
+  strongest: [
+    "The strongest other token is chosen. Press a row of the table below for another.",
+    "已选最强的另一个词元。点按下表中的一行可换。",
+  ],
   qkvHeading: ["1. Query, key, value", "1. 查询、键、值"],
   qkvPlain: [
     "Three products with learned matrices. The query says what the token looks for, the key what a token can be found by, the value what it then passes on.",
     "与学得的矩阵相乘三次。查询说明词元在找什么，键说明凭什么能找到一个词元，值是它随后传出的内容。",
   ],
-  qkNormHelp: ["Query and key are normed to a mean square of 1, times learned weights (QK-norm).", "查询和键归一化到均方为 1，再乘学得的权重（QK-norm）。"],
+  qkNormHelp: [
+    "Query and key are normed to a mean square of 1, times learned weights (QK-norm).",
+    "查询和键归一化到均方为 1，再乘学得的权重（QK-norm）。",
+  ],
   queryOf: ["q of {token}", "{token} 的 q"],
   keyOf: ["k of {token}", "{token} 的 k"],
   valueOf: ["v of {token}", "{token} 的 v"],
@@ -204,7 +268,10 @@ const WORDS = {
   ],
   ropePair: ["pair {pair}: numbers {first} and {second}", "第 {pair} 对：数 {first} 和 {second}"],
   ropePairMost: ["{pair}, which counts most here", "{pair}，此处影响最大"],
-  ropeTurn: ["at position {place}, turned by {place} × {frequency} = {angle} rad", "位置 {place}，旋转 {place} × {frequency} = {angle} 弧度"],
+  ropeTurn: [
+    "at position {place}, turned by {place} × {frequency} = {angle} rad",
+    "位置 {place}，旋转 {place} × {frequency} = {angle} 弧度",
+  ],
   ropeShare: [
     "This pair's share of q·k is {after}; without turning it would be {before}. Hollow: before turning, filled: after. The circle has radius {radius} in both.",
     "这一对在 q·k 中占 {after}；若不旋转则为 {before}。空心：旋转前，实心：旋转后。两圆半径均为 {radius}。",
@@ -214,9 +281,15 @@ const WORDS = {
     "ALiBi 从每个分数中减去距离乘以这个头的斜率 {slope}：越远越小。",
   ],
   learnedPlain: ["Positions were added to the embeddings already.", "位置已加到嵌入中。"],
-  nonePlain: ["This model is told no positions; only the mask tells before from after.", "这个模型不知道位置，只有掩码区分先后。"],
+  nonePlain: [
+    "This model is told no positions; only the mask tells before from after.",
+    "这个模型不知道位置，只有掩码区分先后。",
+  ],
   scoreHeading: ["3. The score: q·k, number by number", "3. 分数：逐个数相乘的 q·k"],
-  scorePlain: ["Query and key are multiplied number by number, and the products summed: {sum}.", "查询与键逐个数相乘再求和：{sum}。"],
+  scorePlain: [
+    "Query and key are multiplied number by number, and the products summed: {sum}.",
+    "查询与键逐个数相乘再求和：{sum}。",
+  ],
   productVector: ["q·k, product by product", "q·k 的各个乘积"],
   productsLargest: ["The largest products:", "最大的乘积："],
   tableHeading: ["4. From scores to weights", "4. 从分数到权重"],
@@ -239,7 +312,10 @@ const WORDS = {
   cutAll: ["cut it in all heads", "在所有头中切断"],
   mend: ["mend {query} → {key}", "恢复 {query} → {key}"],
   sumHeading: ["5. The weighted sum of the values", "5. 值的加权和"],
-  sumPlain: ["Each value times its weight, summed over all keys:", "每个值乘以其权重，对所有键求和："],
+  sumPlain: [
+    "Each value times its weight, summed over all keys:",
+    "每个值乘以其权重，对所有键求和：",
+  ],
   weightedValue: ["{weight} × v of {token}", "{weight} × {token} 的 v"],
   mixedVector: ["the sum", "总和"],
   outHeading: ["6. What it adds", "6. 它加上什么"],
@@ -259,13 +335,19 @@ const WORDS = {
     "它只看一个词元。{count} 个内部神经元各自检测残差流中的某种东西；激活的神经元把自己的向量加上去。",
   ],
   neuronsHeading: ["Neurons that add most for {token}", "对 {token} 贡献最大的神经元"],
-  neuronsFiring: ["{count} of {all} neurons are above 0.01 here.", "{all} 个神经元中有 {count} 个在此大于 0.01。"],
+  neuronsFiring: [
+    "{count} of {all} neurons are above 0.01 here.",
+    "{all} 个神经元中有 {count} 个在此大于 0.01。",
+  ],
   neuron: ["neuron", "神经元"],
   fires: ["fires", "激活"],
   firesMost: ["most on", "在文中最强处"],
   pushes: ["raises", "升高"],
   neuronHeading: ["Neuron {neuron} over the text", "神经元 {neuron} 在全文中"],
-  neuronHelp: ["The deeper the color, the more it fires; full color is {most}.", "颜色越深，激活越强；满色为 {most}。"],
+  neuronHelp: [
+    "The deeper the color, the more it fires; full color is {most}.",
+    "颜色越深，激活越强；满色为 {most}。",
+  ],
   mlpAdds: ["What the MLP adds", "MLP 加上什么"],
   mlpIsOff: ["This MLP is switched off: it adds nothing.", "这个 MLP 已关闭：什么也不加。"],
 
@@ -276,16 +358,20 @@ const WORDS = {
     "根据你的文本：头给这些位置的平均权重。点按一个头即可打开。",
   ],
   previous: ["previous token", "前一个词元"],
-  previousHelp: ["looks one token back", "看前一个词元"],
+  previousHelp: ["Looks one token back.", "看前一个词元。"],
   first: ["first token", "第一个词元"],
-  firstHelp: ["looks at the beginning, often because it has nothing else to look at", "看开头，常常因为没有别的可看"],
+  firstHelp: [
+    "Looks at the beginning, often because it has nothing else to look at.",
+    "看开头，常常因为没有别的可看。",
+  ],
   self: ["itself", "自己"],
-  selfHelp: ["looks at the token itself", "看词元自己"],
+  selfHelp: ["Looks at the token itself.", "看词元自己。"],
   induction: ["induction", "归纳"],
   inductionHelp: [
-    "finds the last place where the current token occurred, looks at what followed it, and so continues repetitions. Its score is measured on {count} random tokens that are read twice",
-    "找到当前词元上次出现之处，看其后是什么，从而延续重复。其得分在读两遍的 {count} 个随机词元上测得",
+    "Finds the last place where the current token occurred, looks at what followed it, and so continues repetitions. Its score is measured on {count} random tokens that are read twice.",
+    "找到当前词元上次出现之处，看其后是什么，从而延续重复。其得分在读两遍的 {count} 个随机词元上测得。",
   ],
+  inductionNone: ["No head of this model does it clearly.", "这个模型中没有哪个头明显这样做。"],
   tryHeading: ["Try it", "试一试"],
   tryInduction: [
     "Repeat your text: an induction head makes the second time easier than the first. Switch off {head}, which has the highest induction score, and see what changes.",
@@ -307,15 +393,27 @@ const WORDS = {
     "Press a part to switch it off, and the expectation shows what it was good for. The number is what the part adds directly to the logit of {token} (blue raises, orange lowers).",
     "点按一个部分将其关闭，预期的变化显示它有何用处。数字是该部分直接加到 {token} 的 logit 上的量（蓝色升高，橙色降低）。",
   ],
-  causeSum: ["embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit}", "嵌入 {embedding} + 位置 {position} + 头 {heads} + MLP {mlps} + 偏置 {biases} = logit {logit}"],
+  causeSum: [
+    "embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit}",
+    "嵌入 {embedding} + 位置 {position} + 头 {heads} + MLP {mlps} + 偏置 {biases} = logit {logit}",
+  ],
   wholeLayer: ["whole layer", "整层"],
   offNow: ["Off:", "已关闭："],
   allOn: ["all on", "全部打开"],
-  cutName: ["layer {layer}, head {head}: {query} → {key}", "第 {layer} 层，头 {head}：{query} → {key}"],
+  cutName: [
+    "layer {layer}, head {head}: {query} → {key}",
+    "第 {layer} 层，头 {head}：{query} → {key}",
+  ],
   cutNameAll: ["all heads: {query} → {key}", "所有头：{query} → {key}"],
   changed: ["{token} {before} → {after}", "{token} {before} → {after}"],
-  beforeAfter: ["The expectation, with all on (outlined) and now (filled)", "预期：全部打开时（边框）与现在（填充）"],
-  foot: ["Made by gptmini. Everything is in this file; it loads nothing and sends nothing.", "由 gptmini 制作。一切都在这个文件中；不加载也不发送任何东西。"],
+  beforeAfter: [
+    "The expectation, with all on (outlined) and now (filled)",
+    "预期：全部打开时（边框）与现在（填充）",
+  ],
+  foot: [
+    "Made by gptmini. Everything is in this file; it loads nothing and sends nothing.",
+    "由 gptmini 制作。一切都在这个文件中；不加载也不发送任何东西。",
+  ],
 };
 
 let language = navigator.language.startsWith("zh") ? "zh" : "en";
