@@ -74,12 +74,16 @@ def size(
     settings = build_config(config, data, errors, attention, train_options, assignments, base)
     if base is not None:
         resolve_run(base)  # answers a wrong name with the nearest
-    from gptmini.plan import report
+    from gptmini.plan.report import estimate_training, format_report
 
-    hardware = None
-    if accelerator is not None:
-        from gptmini.plan.cluster import find_accelerator
+    speed = None
+    if accelerator is None:
+        facts = estimate_training(settings, cache)
+    else:
+        from gptmini.extras.cluster import cluster
+        from gptmini.extras.cluster import report as for_accelerators
 
-        hardware = find_accelerator(accelerator, utilization, network)
-    facts = report.estimate_training(settings, cache, hardware, ranks, shard)
-    print(json.dumps(facts) if as_json else "\n".join(report.format_report(facts)))
+        hardware = cluster.find_accelerator(accelerator, utilization, network)
+        facts = for_accelerators.estimate_on_accelerators(settings, cache, hardware, ranks, shard)
+        speed = for_accelerators.format_speed(facts["time"])
+    print(json.dumps(facts) if as_json else "\n".join(format_report(facts, speed)))

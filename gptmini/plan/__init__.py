@@ -5,6 +5,6 @@ resumed or the base, then the text is opened, then five steps settle what is ope
 minutes.py (sizes and steps for a given time, by the figures of estimates.py), recipe.py (learning
 rates, weight decay, dropout and tying, by the risk of overfitting) and fit.py (the machine: rows
 per pass, torch.compile), and these cost.py (arithmetic) and memory.py (a dry run). broadcast.py
-does it once for several processes; cluster.py and report.py are for `gptmini size`. Next comes
+does it once for several processes; report.py is for `gptmini size`. Next comes
 train/, which takes the plan as it is.
 """

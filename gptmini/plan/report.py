@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gptmini import machine
 from gptmini.config.settings import Config, ModelConfig
@@ -27,39 +27,19 @@ from gptmini.plan.plan import Plan
 from gptmini.plan.recipe import count_epochs
 from gptmini.plan.settle import make_plan
 
-if TYPE_CHECKING:  # importing it takes a second, which only accelerators need
-    from gptmini.plan.cluster import Accelerator
-
 # The KV cache is listed at these multiples of the context length.
 CACHE_CONTEXTS = (1, 4, 16)
 INDENT = " " * 12
 
 
-def estimate_training(
-    requested: Config,
-    cache: Path,
-    accelerator: "Accelerator | None",
-    world_size: int = 1,
-    shard: bool = False,
-) -> dict[str, Any]:
-    """Estimate everything for this machine, or for `world_size` accelerators, as JSON data.
+def estimate_training(requested: Config, cache: Path) -> dict[str, Any]:
+    """Estimate everything for this machine, as JSON data."""
+    plan = make_plan(requested, None, cache, dry_run=True)
+    return describe_training(plan.config, plan) | _estimate_on_this_machine(plan)
 
-    With an accelerator and `model.vocab_size`, the text is needed only for a tokenizer that is
-    named; without it there are no epochs to count. `train.shard` has the effect of `shard`.
-    """
-    plan: Plan | None
-    if accelerator is None:
-        plan = make_plan(requested, None, cache, dry_run=True)
-        config = plan.config
-        estimates = _estimate_on_this_machine(plan)
-    else:
-        shard = shard or (requested.train.shard and world_size > 1)
-        asked = requested.with_train(shard=shard)
-        config, plan = _plan_for_accelerators(asked, cache, world_size)
-        is_micro_batch_open = requested.train.micro_batch_size is None
-        estimates = _estimate_on_accelerators(
-            config, accelerator, world_size, shard, is_micro_batch_open
-        )
+
+def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
+    """Count what is the same on every machine; without a plan there are no epochs to count."""
     model = config.model
     train = config.train
     count = cost.count_parameters(model)
@@ -82,23 +62,7 @@ def estimate_training(
         "cache": _list_cache_sizes(model),
         "tokens": tokens,
         "steps": train.steps,
-        **estimates,
     }
-
-
-def _plan_for_accelerators(
-    requested: Config, cache: Path, world_size: int
-) -> tuple[Config, Plan | None]:
-    """Settle what the accelerators leave open; without a plan where no text is needed."""
-    if requested.model.vocab_size is not None and requested.tokenizer.kind == "auto":
-        model = {"dropout": requested.model.dropout or 0.0}
-        return requested.fill_open({"model": model}), None
-    # The device is not this machine's, and an open micro-batch is left to `plan_rank`.
-    elsewhere = requested.with_train(
-        device="cpu", dtype="bfloat16", micro_batch_size=requested.train.micro_batch_size or 1
-    )
-    plan = make_plan(elsewhere, None, cache, dry_run=True, world_size=world_size)
-    return plan.config, plan
 
 
 def _describe_text(plan: Plan) -> dict[str, Any]:
@@ -110,48 +74,7 @@ def _describe_text(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _estimate_on_accelerators(
-    config: Config,
-    accelerator: "Accelerator",
-    world_size: int,
-    shard: bool,
-    is_micro_batch_open: bool,
-) -> dict[str, Any]:
-    """Estimate the memory of one accelerator, and the time that `world_size` of them take."""
-    from gptmini.plan import cluster  # noqa: PLC0415 - takes a second, for nothing else
-
-    plan = cluster.plan_rank(config, accelerator, world_size, shard, is_micro_batch_open)
-    tokens_per_second = config.train.batch_size * config.seq_len / plan.seconds
-    sharded = ", sharded" if shard else ""
-    return {
-        "memory": _describe_memory(plan.memory, 0, 1.0),
-        "memory_otherwise": plan.memory_otherwise,
-        "micro_batch_size": plan.config.train.micro_batch_size,
-        "time": {
-            "on": f"{world_size:,} x {accelerator.name}{sharded}",
-            "ranks": world_size,
-            "sharded": shard,
-            "minutes": config.train.steps * plan.seconds / 60,
-            "seconds_per_step": plan.seconds,
-            "compute_seconds": plan.compute_seconds,
-            "communication_seconds": plan.communication_seconds,
-            "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_rank": tokens_per_second / world_size,
-            "collectives": plan.traffic,
-            "teraflops": accelerator.teraflops,
-            "utilization": accelerator.utilization,
-            "bandwidth": plan.bandwidth,
-            "reached": cluster.BANDWIDTH_EFFICIENCY,
-            "machine": cluster.ACCELERATORS_PER_NODE,
-            "link": accelerator.link_gb_per_second,
-            "network": accelerator.network_gbit_per_second,
-            "memory": f"the {accelerator.gigabytes} GB of one {accelerator.name}",
-            "fits": plan.memory.peak < accelerator.gigabytes * 1e9,
-        },
-    }
-
-
-def _describe_memory(memory: Memory, program: int, allocator_overhead: float) -> dict[str, int]:
+def describe_memory(memory: Memory, program: int, allocator_overhead: float) -> dict[str, int]:
     """Add the bytes of Python and torch, and what the allocator holds beyond the activations."""
     held = replace(memory, activations=int(allocator_overhead * memory.activations))
     return {**asdict(held), "program": program, "peak": held.peak + program}
@@ -195,8 +118,8 @@ def _estimate_on_this_machine(plan: Plan) -> dict[str, Any]:
     else:
         program, overhead, time = _measure_steps(config, plan.corpus, plan.machine)
     return {
-        "memory": _describe_memory(memory, program, overhead),
-        "memory_otherwise": _describe_memory(memory_otherwise, program, overhead)["peak"],
+        "memory": describe_memory(memory, program, overhead),
+        "memory_otherwise": describe_memory(memory_otherwise, program, overhead)["peak"],
         "micro_batch_size": train.micro_batch_size,
         "time": time,
     }
@@ -249,10 +172,10 @@ def _measure_steps(
 # -- the report in words ---------------------------------------------------------------------------
 
 
-def format_report(facts: dict[str, Any]) -> list[str]:
-    """Write the estimates for people, in lines."""
+def format_report(facts: dict[str, Any], speed: list[str] | None = None) -> list[str]:
+    """Write the estimates for people, in lines; `speed` are those of another machine than this."""
     parts = facts["parameters"]
-    flops = {name: f"{_format_si(n)}FLOP" for name, n in facts["flops_per_token"].items()}
+    flops = {name: f"{format_si(n)}FLOP" for name, n in facts["flops_per_token"].items()}
     mib = {name: _format_mib(size) for name, size in facts["memory"].items()}
     optimal = facts["tokens"]["compute_optimal"]
     time = facts["time"]
@@ -270,7 +193,7 @@ memory      {mib["peak"]} MiB{rank} at the peak, micro-batch {facts["micro_batch
 {_format_caches(facts["cache"])}
 data        {_format_tokens(facts)}
             compute-optimal: {optimal:,}, 20 per parameter (Hoffmann 2022)
-time        {_format_time(facts)}""".splitlines()
+time        {_format_time(facts, speed or [])}""".splitlines()
 
 
 def _format_mib(size: float) -> str:
@@ -312,22 +235,23 @@ def _format_tokens(facts: dict[str, Any]) -> str:
     )
 
 
-def _format_time(facts: dict[str, Any]) -> str:
+def _format_time(facts: dict[str, Any], speed: list[str]) -> str:
     """Write how long the run takes, or that it does not fit."""
     time = facts["time"]
-    is_on_accelerators = "ranks" in time
     if not time.get("fits", True):
         misfit = f"the run does not fit in {time['memory']};"
         return _join_lines([misfit, _suggest_savings(facts)])
     duration = f"{_format_long_duration(60 * time['minutes'])} on {time['on']}"
-    if is_on_accelerators:
-        return _join_lines([duration, *_format_speed(time)])
+    return _join_lines([duration, *(speed or [_format_speed(time)])])
+
+
+def _format_speed(time: dict[str, Any]) -> str:
+    """Write the speed of this machine."""
     compiled = ", compiled" if time["compiled"] else ""
-    speed = (
+    return (
         f"{time['seconds_per_step']:.3f} s per step{compiled}; "
         f"{time['seconds_per_evaluation']:.1f} s per evaluation, {time['evaluations']} in all"
     )
-    return _join_lines([duration, speed])
 
 
 def _join_lines(lines: Iterable[str]) -> str:
@@ -348,29 +272,6 @@ def _suggest_savings(facts: dict[str, Any]) -> str:
     return " or ".join(ways[:2])
 
 
-def _format_speed(time: dict[str, Any]) -> list[str]:
-    """Write the speed of accelerators, and what it assumes."""
-    speed = f"{time['seconds_per_step']:.3g} s per step, {time['tokens_per_second']:,.0f} tokens/s"
-    compute = f"at {time['utilization']:.0%} of {time['teraflops']} TFLOP/s"
-    fits = f"the run fits in {time['memory']}"
-    if time["ranks"] == 1:
-        return [fits, f"{speed}, {compute}"]
-    collectives = [
-        f"{_format_si(size)}B {kind.replace('_', '-').removesuffix('e')}ed"  # all-gathered
-        for kind, size in time["collectives"].items()
-    ]
-    return [
-        fits,
-        f"{speed}, {time['tokens_per_second_per_rank']:,.0f} per rank",
-        f"compute {time['compute_seconds']:.3g} s, {compute}",
-        f"meanwhile communication {time['communication_seconds']:.3g} s, "
-        f"at {time['bandwidth'] / 1e9:,.0f} GB/s:",
-        ", ".join(collectives),
-        f"({time['reached']:.0%} of {time['link']} GB/s within a machine of {time['machine']}, "
-        f"{time['network']:g} Gbit/s per rank between)",
-    ]
-
-
 def _format_long_duration(seconds: float) -> str:
     """Write a duration in the largest unit of which there are two, but minutes from 60 s on."""
     if seconds < 1.5:
@@ -383,7 +284,7 @@ def _format_long_duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes"
 
 
-def _format_si(number: float) -> str:
+def format_si(number: float) -> str:
     """Write a number with three digits and an SI prefix."""
     prefixes = ["", "k", "M", "G", "T"]
     power = min(int(math.log10(max(number, 1)) // 3), len(prefixes) - 1)

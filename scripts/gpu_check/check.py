@@ -15,8 +15,8 @@ from gptmini import files, fit, machine
 from gptmini.config import yamlfile
 from gptmini.config.load import find_config_file, validate
 from gptmini.config.settings import Config
+from gptmini.extras.cluster.cluster import ACCELERATORS
 from gptmini.machine import Compute, pick_compute
-from gptmini.plan.cluster import ACCELERATORS
 from gptmini.plan.cost import count_training_flops
 from gptmini.runs.log import read_metrics
 from gptmini.tokenizer import bpe

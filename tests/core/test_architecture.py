@@ -30,7 +30,7 @@ ROOMS = [  # generate/native and generate/gpu are wings of generate: they import
     "figures",
     "cli",
 ]
-GUESTS = ["extras.page", "extras.compare", "extras.interop", "extras.serve"]
+GUESTS = ["extras.page", "extras.compare", "extras.interop", "extras.serve", "extras.cluster"]
 DOORS = {  # the only modules that import a library
     "pydantic": {"config.section", "config.settings", "config.load"},
     "pydantic_core": {"config.section"},

@@ -51,64 +51,6 @@ def test_variants_are_reckoned_side_by_side(gptmini, text_file):
     assert window["bytes"]["16"] == window["bytes"]["256"] == 4 * window["bytes_per_token"]
 
 
-def test_a_short_training_takes_seconds_and_windows_are_named(gptmini, text_file):
-    words = ["--attention", "window:4", "--accelerator", "h100", "--steps", "1"]
-    code, out, err = gptmini("size", *WORDS, *words)
-    assert code == 0, err
-    assert "  mqa, window 4 " in out
-    assert "seen in 1 step: " in out
-    assert "time        about a second on 1 x h100" in out
-
-
-def test_an_accelerator_is_reckoned_by_its_peak(gptmini, text_file):
-    found = planned(gptmini, "--accelerator", "h100", "--utilization", "0.5")
-    flops = found["flops_per_token"]["training"] * found["tokens"]["seen"]
-    assert found["time"]["minutes"] == pytest.approx(flops / (0.5 * 989e12) / 60)
-    assert found["time"]["fits"] is True
-    code, _, err = gptmini("size", *WORDS, "--accelerator", "abacus")
-    assert (code, "use one of l4" in err) == (2, True)
-
-
-def test_ranks_share_batches_and_with_shard_the_weights(gptmini, text_file):
-    words = ["--accelerator", "H100", "--ranks"]
-    alone = planned(gptmini, *words, "1")["memory"]
-    replica = planned(gptmini, *words, "4", "--set", "train.micro_batch_size=1")
-    assert replica["memory"]["weights"] == alone["weights"]
-    assert replica["time"]["collectives"] == {"all_reduce": 4 * replica["parameters"]["all"]}
-    code, out, err = gptmini("size", *WORDS, *words, "4", "--shard", "--network", "100")
-    assert code == 0, err
-    assert "MiB per rank at the peak, micro-batch 1" in out
-    assert "on 4 x h100, sharded\n            the run fits in the 80 GB of one h100" in out
-    assert "of 450 GB/s within a machine of 8, 100 Gbit/s per rank between)" in out
-    assert " all-gathered, " in out
-    assert max(map(len, out.splitlines())) <= 80
-    for words, said in (
-        (["--ranks", "256"], "--ranks: needs --accelerator"),
-        (["--utilization", "0.3"], "--utilization: needs --accelerator"),
-        (["--shard", "--accelerator", "h100"], "--shard: one rank"),
-        (["--ranks", "3", "--accelerator", "h100"], "not divide among 3 processes; use 3 or 6"),
-    ):
-        code, _, err = gptmini("size", *WORDS, *words)
-        assert (code, said in err) == (2, True), err
-
-
-def test_a_stated_vocabulary_needs_no_text(gptmini):
-    words = ["--data", "nothing.txt", "--accelerator", "h100", *SMALL]
-    code, out, err = gptmini("size", *words, "--set", "model.vocab_size=128256")
-    assert (code, err) == (0, "")
-    assert "\ndata        256 seen in 4 steps\n" in out
-    assert gptmini("size", *words)[0] == 3
-
-
-def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text_file):
-    words = ["--accelerator", "l4", "--set", "model={d_model: 8192, n_layer: 3}"]
-    code, out, err = gptmini("size", *WORDS, *words)
-    assert code == 0, err
-    assert "the run does not fit in the 24 GB of one l4;\n" in out
-    advice = "set train.gradient_checkpointing=true or lower model.d_model or model.n_layer"
-    assert out.endswith(f"{report.INDENT}{advice}\n")
-
-
 def test_what_does_not_fit_is_said_and_not_tried(gptmini, text_file, monkeypatch):
     monkeypatch.setattr(Machine, "get_total_memory", lambda _: 1 << 10)
     monkeypatch.setattr(report, "_measure_steps", lambda *_: pytest.fail("tried"))
@@ -189,4 +131,4 @@ def test_durations_have_a_unit_of_which_there_are_two(seconds, words):
     ],
 )
 def test_numbers_are_short(number, short):
-    assert report._format_si(number) == short
+    assert report.format_si(number) == short

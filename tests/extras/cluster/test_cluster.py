@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptmini.distributed.sharding import apply_fsdp
 from gptmini.errors import ConfigError
+from gptmini.extras.cluster import cluster
 from gptmini.model.gpt import GPT
-from gptmini.plan import cluster, cost
+from gptmini.plan import cost
 from gptmini.plan.memory import Memory
 from tests.support import tiny
 
@@ -41,7 +42,7 @@ from torch import distributed
 from gptmini.config.settings import Config
 from gptmini.distributed.group import Group
 from gptmini.distributed.sharding import Sharded
-from gptmini.plan.cluster import SIMULATED_COMPUTE, RankCounter
+from gptmini.extras.cluster.cluster import SIMULATED_COMPUTE, RankCounter
 
 folder, rank, texts = sys.argv[1:]
 distributed.init_process_group(
