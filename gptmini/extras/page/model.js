@@ -1,9 +1,9 @@
 // The model once more, in plain JavaScript: text -> tokens -> logits -> the next token -> text.
 //
-// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, cache.py, attention.py
-// and gpt.py, then generate/filters.py, sampler.py and texts.py. Names are the same, written as
-// JavaScript writes them (project_qkv is projectQkv); settings keep the names of config.yaml. There
-// is no batch: a pass reads T tokens of one text.
+// It follows gptmini's Python file by file: tokenizer/, then model/layers.py, cache.py,
+// attention.py and gpt.py, then generate/filters.py, sampler.py and texts.py. Names are the same,
+// written as JavaScript writes them (project_qkv is projectQkv); settings keep those of config.yaml.
+// There is no batch: a pass reads T tokens of one text.
 //
 // Numbers are stored in float32 and summed in float64, so results are those of PyTorch in float32
 // up to rounding. A tensor is a flat Float32Array, its shape stands in the comment behind it.
@@ -166,7 +166,9 @@ class BpeTokenizer extends Tokenizer {
 
 /** The bytes that a string of characters below 256 stands for. */
 function toBytes(string) {
-  return Uint8Array.from(string, (character) => character.charCodeAt(0));
+  const bytes = new Uint8Array(string.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = string.charCodeAt(i);
+  return bytes;
 }
 
 /** Write a word pattern of tiktoken as a regular expression of JavaScript with the same matches.
@@ -191,56 +193,103 @@ function translatePattern(pattern) {
 
 // -- layers: linear, norms, feed-forward, positions ----------------------------------------------
 
-/** x (T, D) times weight (N, D), transposed, plus bias (N): (T, N). */
+/** A weight (N, D) and perhaps a bias (N,). */
 class Linear {
   constructor(weights, name) {
     this.weight = weights[`${name}.weight`]; // (N, D)
     this.bias = weights[`${name}.bias`] ?? null; // (N,)
   }
 
+  /** (T, D) -> (T, N) */
   forward(x, T) {
     return multiply(x, this.weight, this.bias, T);
   }
 }
 
+/** x (T, D) times weight (N, D), transposed, plus bias (N): (T, N). */
 function multiply(x, weight, bias, T) {
   const D = x.length / T;
   const N = weight.length / D;
+  const input = new Float64Array(x); // converted once, and not at each product
   const out = new Float32Array(T * N);
   let t = 0;
-  for (; t + 4 <= T; t += 4) {
-    // Four positions at a time, so that each weight is read once for all of them.
-    const x0 = t * D;
-    const x1 = x0 + D;
-    const x2 = x1 + D;
-    const x3 = x2 + D;
-    for (let n = 0; n < N; n++) {
-      const row = n * D;
-      const start = bias === null ? 0 : bias[n];
-      let sum0 = start;
-      let sum1 = start;
-      let sum2 = start;
-      let sum3 = start;
-      for (let d = 0; d < D; d++) {
-        const w = weight[row + d];
-        sum0 += w * x[x0 + d];
-        sum1 += w * x[x1 + d];
-        sum2 += w * x[x2 + d];
-        sum3 += w * x[x3 + d];
-      }
-      const at = t * N + n;
-      out[at] = sum0;
-      out[at + N] = sum1;
-      out[at + 2 * N] = sum2;
-      out[at + 3 * N] = sum3;
-    }
-  }
-  for (; t < T; t++) {
-    for (let n = 0; n < N; n++) {
-      out[t * N + n] = dot(x, t * D, weight, n * D, D) + (bias === null ? 0 : bias[n]);
-    }
+  for (; t + 4 <= T; t += 4) multiplyFour(input, weight, t, D, N, out);
+  for (; t < T; t++) multiplyOne(input, weight, t, D, N, out);
+  if (bias !== null) {
+    for (let i = 0; i < out.length; i++) out[i] += bias[i % N];
   }
   return out;
+}
+
+/** Positions t to t + 3, by two rows of the weight at a time: what is read serves several sums. */
+function multiplyFour(x, weight, t, D, N, out) {
+  const x0 = t * D;
+  const x1 = x0 + D;
+  const x2 = x1 + D;
+  const x3 = x2 + D;
+  const at = t * N;
+  for (let n = 0; n < N; n += 2) {
+    const m = Math.min(n + 1, N - 1); // of an odd number of rows, the last is computed twice
+    const row = n * D;
+    const next = m * D;
+    let a0 = 0;
+    let a1 = 0;
+    let a2 = 0;
+    let a3 = 0;
+    let b0 = 0;
+    let b1 = 0;
+    let b2 = 0;
+    let b3 = 0;
+    for (let d = 0; d < D; d++) {
+      const a = weight[row + d];
+      const b = weight[next + d];
+      a0 += a * x[x0 + d];
+      a1 += a * x[x1 + d];
+      a2 += a * x[x2 + d];
+      a3 += a * x[x3 + d];
+      b0 += b * x[x0 + d];
+      b1 += b * x[x1 + d];
+      b2 += b * x[x2 + d];
+      b3 += b * x[x3 + d];
+    }
+    out[at + n] = a0;
+    out[at + m] = b0;
+    out[at + N + n] = a1;
+    out[at + N + m] = b1;
+    out[at + 2 * N + n] = a2;
+    out[at + 2 * N + m] = b2;
+    out[at + 3 * N + n] = a3;
+    out[at + 3 * N + m] = b3;
+  }
+}
+
+/** Position t, by four rows of the weight at a time. */
+function multiplyOne(x, weight, t, D, N, out) {
+  const start = t * D;
+  for (let n = 0; n < N; n += 4) {
+    const n1 = Math.min(n + 1, N - 1);
+    const n2 = Math.min(n + 2, N - 1);
+    const n3 = Math.min(n + 3, N - 1);
+    const row0 = n * D;
+    const row1 = n1 * D;
+    const row2 = n2 * D;
+    const row3 = n3 * D;
+    let sum0 = 0;
+    let sum1 = 0;
+    let sum2 = 0;
+    let sum3 = 0;
+    for (let d = 0; d < D; d++) {
+      const value = x[start + d];
+      sum0 += value * weight[row0 + d];
+      sum1 += value * weight[row1 + d];
+      sum2 += value * weight[row2 + d];
+      sum3 += value * weight[row3 + d];
+    }
+    out[t * N + n] = sum0;
+    out[t * N + n1] = sum1;
+    out[t * N + n2] = sum2;
+    out[t * N + n3] = sum3;
+  }
 }
 
 /** The dot product of `length` numbers of a, from i on, and of b, from j on. */
@@ -524,7 +573,7 @@ class Attention {
     return mixed;
   }
 
-  /** Fill the scores (S,) of a query (K,) on all keys so far: q·k / √K, and -∞ where it is blind. */
+  /** Fill the scores (S,) of a query (K,) on all keys so far: q·k / √K, -∞ where it is blind. */
   computeScores(scores, query, h, g, position, keys) {
     const { G, K } = this;
     for (let s = 0; s <= position; s++) {
@@ -734,12 +783,21 @@ function keep(entries, name, rows) {
  * null, layers, then x (D,), the residual stream after the last layer, hidden (D,), the same after
  * the final norm, and logits (V,). Each of `layers` has, in the order of computation:
  *
- *   x (D,) the residual stream before · attnNormed (D,) · qProjected (H, K), kProjected (G, K) ·
- *   qNormed, kNormed: after QK-norm, if there is one · q (H, K), k (G, K): after RoPE, if there is
- *   one · v (G, K) · scores (H, S), S = position + 1: with ALiBi, -∞ where hidden · weights (H, S) ·
- *   mixed (H, K), zeros where a head is off · attn (D,): what attention adds · middle (D,): the
- *   residual stream then · mlpNormed (D,) · up (d_ff,) · gate (d_ff,), of swiglu · inner (d_ff,):
- *   after the activation · mlp (D,): what the MLP adds
+ *   x (D,)                                     the residual stream before the layer
+ *   attnNormed (D,)
+ *   qProjected (H, K), kProjected (G, K)
+ *   qNormed (H, K), kNormed (G, K)             after QK-norm, or as projected
+ *   q (H, K), k (G, K)                         after RoPE, or as normed
+ *   v (G, K)
+ *   scores (H, S), S = position + 1            with ALiBi; -∞ where a key is hidden
+ *   weights (H, S)
+ *   mixed (H, K)                               zeros where a head is off
+ *   attn (D,)                                  what attention adds
+ *   middle (D,)                                the residual stream after attention
+ *   mlpNormed (D,)
+ *   up (d_ff,), gate (d_ff,) of swiglu only
+ *   inner (d_ff,)                              after the activation
+ *   mlp (D,)                                   what the MLP adds
  */
 class Reader {
   record = [];
@@ -1175,16 +1233,17 @@ function decodeWeights(tensors, bytes) {
     const count = shape.reduce((product, size) => product * size, 1);
     if (type === "float32") weights[name] = new Float32Array(take(count, 4));
     if (type === "bfloat16") {
-      // The upper half of a float32.
-      const bits = Uint32Array.from(new Uint16Array(take(count, 2)), (half) => half << 16);
+      const halves = new Uint16Array(take(count, 2));
+      const bits = new Uint32Array(count);
+      for (let i = 0; i < count; i++) bits[i] = halves[i] << 16; // the upper half of a float32
       weights[name] = new Float32Array(bits.buffer);
     }
     if (type === "int8") {
       const scales = new Float32Array(take(shape[0], 4)); // (rows,)
-      const columns = count / shape[0];
       const integers = new Int8Array(take(count, 1));
-      const scale = (integer, i) => integer * scales[Math.floor(i / columns)];
-      weights[name] = Float32Array.from(integers, scale);
+      const columns = count / shape[0];
+      const weight = (weights[name] = new Float32Array(count));
+      for (let i = 0; i < count; i++) weight[i] = integers[i] * scales[Math.floor(i / columns)];
     }
   }
   return weights;
