@@ -3,6 +3,7 @@
 For learners, and for those who want to show a model to somebody without Python. Without this folder
 a run is tried in the terminal or through the server, and nobody can switch off a head by a click.
 
-Read model.js first: it is model/ and generate/ once more, in plain JavaScript. export.py writes the
-file; page.html, page.css and page.js are what it shows.
+Read model.js first: it is model/ and generate/ once more, in plain JavaScript. page.js has what the
+reader chose and the first screen, sections.js and views.js show the rest, draw.js draws, words.js
+has all sentences in English and Chinese. export.py puts them into one file.
 """

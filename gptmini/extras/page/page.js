@@ -61,9 +61,9 @@ function readText() {
 /** Compute what all views show.
  *
  * `tokens` (T,) are what the model reads, `entries` those of a Reader, `entry` the one of the
- * selected place `at`, `next` the token behind it or null, `rows` those of `explainFilters` for what
- * comes next, null where no token is left, `before` a map from tokens to their probability with
- * nothing switched off, if something is, and `target` the token that attributions are for.
+ * selected place `at`, `next` the token behind it or null. `rows` are those of `explainFilters` for
+ * what comes next, null where no token is left; `before` maps tokens to their probability with
+ * nothing switched off, if something is; `target` is the token that attributions are for.
  */
 function compute() {
   const off = listOff().length ? state.off : null;
@@ -384,7 +384,9 @@ function makeNavigation() {
   const links = Object.entries(parts).map(([id, words]) => {
     const open = () => {
       const part = document.getElementById(id);
-      if (part.tagName === "DETAILS") part.open = true;
+      if (part.tagName !== "DETAILS") return;
+      part.open = true;
+      update(); // before the window moves there, so that there is enough to move to
     };
     return make("a", { href: `#${id}`, onclick: open }, say(words));
   });

@@ -356,7 +356,11 @@ function showAdd(plain, before, added, after, formula, code) {
   const named = Object.entries(vectors).map(([key, vector]) => [sayText(key), vector]);
   return {
     plain: say(plain),
-    body: [makeVectors(Object.fromEntries(named)), showProbabilities(readEarly(after), 5)],
+    body: [
+      makeVectors(Object.fromEntries(named)),
+      make("p", {}, say("endedHere")),
+      showProbabilities(readEarly(after), 5),
+    ],
     shape: `(T, D) + (T, D) → (T, D) = (${now.T}, ${before.length})`,
     formula,
     code,
@@ -441,6 +445,7 @@ function showAttention(layer) {
     attn.window === null ? "" : [" ", ...say("windowHelp", { count: attn.window })],
     shared.length === 1 ? "" : [" ", ...say("sharedHelp", { heads: shared.join(", ") })],
   ];
+  const bias = attn.alibiSlopes === null ? "" : " − slope · distance";
   const weights = weightsOf(now.at, layer, head);
   const shares = now.tokens.map((_, k) => (canSee(layer, now.at, k) ? weights[k] : null));
   return {
@@ -455,7 +460,7 @@ function showAttention(layer) {
         "div.row",
         {},
         make("b", {}, nameHead(layer, head)),
-        makeSwitch(isOff, "heads", [layer, head], `head-switch`),
+        makeSwitch(isOff, "heads", [layer, head], "head-switch"),
         isOff ? make("small", {}, say("headIsOff")) : null,
       ),
       make("h4", {}, say("mapHeading", { layer, head })),
@@ -465,8 +470,12 @@ function showAttention(layer) {
       shadeTokens(shares, (k) => (shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`)),
       showArithmetic(layer, head, key),
     ],
-    shape: `q (T, H, K) = (${now.T}, ${H}, ${K}); k, v (T, G, K) = (${now.T}, ${G}, ${K}); out (T, D) = (${now.T}, ${D})`,
-    formula: `softmax(q kᵀ / √${K}${attn.alibiSlopes ? " − slope · distance" : ""} + mask) v, then o_proj`,
+    shape: [
+      `q (T, H, K) = (${now.T}, ${H}, ${K})`,
+      `k, v (T, G, K) = (${now.T}, ${G}, ${K})`,
+      `out (T, D) = (${now.T}, ${D})`,
+    ].join("; "),
+    formula: `softmax(q kᵀ / √${K}${bias} + mask) v, then o_proj`,
     code: [`${MODEL}attention.py`, "mixed = self.mix(q, k, v, cache)  # (B, H, T, K)"],
   };
 }
@@ -496,7 +505,8 @@ function makeHeadTile(layer, head, isChosen) {
 
 /** What a head mostly does on this text, in a few words; "" where nothing stands out. */
 function describeHead(layer, head) {
-  if (inductionOf.get(now.gpt)?.[layer][head] > CLEAR_INDUCTION) return sayText("induction"); // once measured
+  const induction = inductionOf.get(now.gpt)?.[layer][head] ?? 0; // once it is measured
+  if (induction > CLEAR_INDUCTION) return sayText("induction");
   const means = now.heads()[layer][head];
   const shares = { previous: means.previous, first: means.first, self: means.itself };
   const [kind, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0];

@@ -54,10 +54,7 @@ const WORDS = {
     "In the text came {token}: {chance}, rank {rank}.",
     "文本中是 {token}：{chance}，排名第 {rank}。",
   ],
-  expectOpen: [
-    "Not written yet. “One token” draws one of these.",
-    "尚未写出。按“一个词元”从中抽取一个。",
-  ],
+  expectOpen: ["Not written yet: “One token” draws it.", "尚未写出：按“一个词元”抽取。"],
   barsHelp: [
     "Pale: what the model expects, at temperature {temperature}. Solid: the chance to be drawn after the filters.",
     "浅色：温度 {temperature} 下模型的预期。深色：过滤之后被抽中的机会。",
@@ -192,6 +189,10 @@ const WORDS = {
   streamBefore: ["stream before", "之前的残差流"],
   added: ["added", "加上的"],
   streamAfter: ["stream after", "之后的残差流"],
+  endedHere: [
+    "What the head would expect if the model ended here:",
+    "模型若到此为止，输出头的预期：",
+  ],
   finalNorm: ["last norm", "最后的归一化"],
   head: ["head", "输出头"],
   headPlain: [
