@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from gptmini import files
 from gptmini.cli.options import RunName, option, resolve_run
 from gptmini.errors import ConfigError
 
@@ -24,18 +23,9 @@ def inspect(
     out: Path | None = option(
         None, "FILE", "Also write an interactive page (.html) or a picture (.png, .pdf, .svg)."
     ),
-    generate: int | None = option(
-        None, "N", "Continue the prompt by N tokens; needs --out FILE.html.", min=1
-    ),
 ) -> None:
     """Show what the heads of a trained model attend to, or what a mask hides."""
-    only_without_mask = {
-        "RUN": run,
-        "--prompt": prompt,
-        "--layer": layer,
-        "--head": head,
-        "--generate": generate,
-    }
+    only_without_mask = {"RUN": run, "--prompt": prompt, "--layer": layer, "--head": head}
     if mask is None and size is not None:
         raise ConfigError("--size: works only with --mask; remove one of them")
     for label, value in only_without_mask.items():
@@ -52,9 +42,6 @@ def inspect(
         if mask is None:
             suffixes = (*suffixes, ".html")
         plots.check_suffix(out, suffixes)
-    if generate is not None and (out is None or out.suffix.lower() != ".html"):
-        raise ConfigError("--generate: works only with a page; add --out FILE.html")
-    if out is not None:
         plots.check_can_draw(out)
     if mask is not None:
         from gptmini.generate import attention_maps
@@ -66,50 +53,37 @@ def inspect(
             plots.save_figure(plots.draw_mask(cells.numpy(), mask), out)
     else:
         path = resolve_run(run, "--prompt")
-        _inspect_run(path, str(prompt), layer, head, generate, out)
+        _inspect_run(path, str(prompt), layer, head, out)
     if out is not None:
         say(f"{out}: written")
 
 
 def _inspect_run(
-    path: Path,
-    prompt: str,
-    layer: int | None,
-    head: int | None,
-    generate: int | None,
-    out: Path | None,
+    path: Path, prompt: str, layer: int | None, head: int | None, out: Path | None
 ) -> None:
     """Print what the heads attend to; write a page or a picture of it."""
     from gptmini.console import say, show_elapsed
     from gptmini.generate import attention_maps
     from gptmini.generate.run import load_run
 
-    is_page = out is not None and out.suffix.lower() == ".html"
-    if is_page:
-        from gptmini.extras.page import page_data
-    elif out is not None:
-        from gptmini.figures import plots
-
     trained = load_run(path, "cpu", "float32")
-    text = page_data.continue_prompt(trained, prompt, generate) if generate else None
-    if text is None:
-        tokens = trained.encode(prompt, "--prompt")
-    else:
-        tokens = text.prompt_tokens + text.tokens
+    tokens = trained.encode(prompt, "--prompt")
     layers = None if layer is None else [layer]
-    if is_page:
-        page_data.check_page_size(trained.config.model, len(tokens))
     with show_elapsed("reading the text"):
         view = attention_maps.view_attention(trained, tokens, layers, head)
     say(f"{path}: step {trained.step}")
+    is_page = out is not None and out.suffix.lower() == ".html"
     if out is not None and is_page:  # before printing, as `| head` may close stdout
-        with show_elapsed("building the page"):
-            page = page_data.build_page(trained, tokens, text, (layer or 0, head or 0))
-        files.atomic_write_bytes(out, page)
+        from gptmini.extras.page.export import export_page
+
+        with show_elapsed("writing the page"):
+            export_page(path, out, prompt=prompt)
     print(view.format_text())
     if out is None:
         say("as a page to explore: --out FILE.html")
     elif not is_page:
+        from gptmini.figures import plots
+
         weights = view.weights.numpy()  # (L, H, T, T)
         figure = plots.draw_attention(weights, view.labels, view.n_kv_head, view.layers, head)
         plots.save_figure(figure, out)

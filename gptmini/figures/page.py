@@ -1,4 +1,4 @@
-"""Writes a page as one HTML file: page.html with arithmetic.js and the data that they show.
+"""Writes a page of tables, charts and samples as one HTML file: page.html and its data.
 
 Nothing in the data can become markup or script: it is JSON in ASCII without `<`, `>` and `&`; the
 script only ever sets texts; and the page's Content-Security-Policy allows no script but its own, no
@@ -12,13 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 TEMPLATE_FILE = Path(__file__).with_name("page.html")
-ARITHMETIC_FILE = Path(__file__).with_name("arithmetic.js")  # a part of the template's script
-MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
 
-Array = np.ndarray[Any, np.dtype[Any]]
 PageItem = dict[str, Any]  # JSON data; `type` names the function of page.html that shows it
 Series = dict[str, Any]
 
@@ -26,8 +21,6 @@ Series = dict[str, Any]
 def render_page(title: str, introduction: str, parts: list[PageItem]) -> bytes:
     """Render a page; `introduction` is a sentence or two below its title."""
     page = TEMPLATE_FILE.read_text(encoding="utf-8")
-    arithmetic = ARITHMETIC_FILE.read_text(encoding="utf-8")
-    page = page.replace("\nARITHMETIC\n", f"\n{arithmetic}\n", 1)
     policy = "; ".join(
         [
             "default-src 'none'",
@@ -51,20 +44,6 @@ def _allow_source(tag: str, page: str) -> str:
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def encode_base64(array: Array) -> str:
-    """Encode the numbers of an array, in order, as base64 of their little-endian bytes."""
-    little_endian = array.astype(array.dtype.newbyteorder("<"))
-    return base64.b64encode(np.ascontiguousarray(little_endian).tobytes()).decode()
-
-
-def quantize_to_bytes(weights: Array) -> Array:
-    """Quantize weights in [0, 1] to bytes on a square-root scale: w becomes round(255 √w).
-
-    They are off by at most 0.004, small ones by much less, and only those below 4e-6 become 0.
-    """
-    return np.rint(255 * np.sqrt(weights)).astype(np.uint8)
 
 
 def build_table(

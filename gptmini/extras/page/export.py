@@ -48,8 +48,12 @@ class ExportedPage(NamedTuple):
     steps: list[int]  # of the earlier checkpoints
 
 
-def export_page(path: Path, out: Path, precision: str | None = None) -> ExportedPage:
-    """Write the run at `path` as a page; `precision` is chosen by size if not given.
+def export_page(
+    path: Path, out: Path, precision: str | None = None, prompt: str = ""
+) -> ExportedPage:
+    """Write the run at `path` as a page, which opens on a prompt or writes a text itself.
+
+    `precision` is chosen by size if not given.
 
     Raises ConfigError for a model that is too large, DataError for a tokenizer that the page
     cannot run, and what `load_run` raises.
@@ -57,7 +61,7 @@ def export_page(path: Path, out: Path, precision: str | None = None) -> Exported
     run = load_run(path, "cpu", "float32")
     precision = precision or choose_precision(run)
     checkpoints = read_checkpoints(run)
-    page = build_page(run, precision, checkpoints)
+    page = build_page(run, precision, checkpoints, prompt)
     files.atomic_write_bytes(out, page)
     return ExportedPage(len(page), precision, list(checkpoints))
 

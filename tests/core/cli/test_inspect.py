@@ -35,11 +35,6 @@ def test_inspect_prints_numbers_with_or_without_a_picture(gptmini, text_file: Pa
         (["--mask", "causal", "--out", "a.txt"], "ends in .png"),
         (["--prompt", "x" * 99, "--out", "a.txt"], "ends in .png"),  # before the work
         (["--mask", "causal", "--out", "a.html"], "ends in .png, .pdf, .svg\n"),
-        (["--mask", "causal", "--generate", "3"], "--generate: does not work with --mask"),
-        (
-            ["--prompt", "x", "--generate", "3", "--out", "a.png"],
-            "works only with a page; add --out",
-        ),
     ]:
         code, _, err = gptmini("inspect", *words)
         assert (code, err.count("\n")) == (2, 1)
