@@ -546,7 +546,7 @@ function start() {
   readText();
   if (data.prompt === "") {
     const isSmall = newest.embed.length * data.config.n_layer < 4e6;
-    for (let n = 0; n < (isSmall ? 40 : 16) && continuation.finishReason === null; n++)
+    for (let n = 0; n < (isSmall ? 24 : 12) && continuation.finishReason === null; n++)
       continuation.next();
     textBox.value = continuation.text.trim();
     readText();

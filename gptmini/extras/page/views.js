@@ -575,7 +575,7 @@ function makeLargeMap(layer, head, key) {
     mark,
   );
   // As many labels as have room, each beside its row; none stand on their heads.
-  const every = Math.ceil(T / 22);
+  const every = Math.ceil(T / 24);
   const names = range(T).map((place) =>
     make(
       "span",

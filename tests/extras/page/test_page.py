@@ -176,6 +176,21 @@ def test_the_table_of_scores_is_that_of_the_model(visit, shape):
     assert weights[key] == max(weights[:13])
 
 
+def test_the_steps_open_on_the_strongest_other_key(visit):
+    tab = opened(visit, random_run())
+    found = """range(now.T).slice(1).flatMap((place) => {
+      choosePlace(place);
+      return range(4).map((head) => {
+        const weights = weightsOf(place, 1, head);
+        const strongest = findLargest(weights.slice(0, place));
+        return [findKey(1, head) === strongest, weights[place] > weights[strongest]];
+      });
+    })"""
+    found = tab.evaluate(found)
+    assert all(is_strongest for is_strongest, _ in found)
+    assert any(looks_at_itself for _, looks_at_itself in found)
+
+
 def test_pointing_at_the_map_says_the_weight_and_moves_nothing(visit):
     tab = opened(visit, random_run())
     open_station(tab, "attn:1")
