@@ -1,11 +1,13 @@
 """The base class of every group of settings, and the checked types of their values."""
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic.functional_validators import BeforeValidator, WrapValidator
 from pydantic_core import PydanticCustomError
+
+from gptmini.errors import ConfigError
 
 
 def _check_path(path: Any, check: Callable[[Any], str]) -> str:
@@ -44,12 +46,33 @@ OnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_to_on_or_off)
 Trackers = Annotated[list[Literal["tensorboard", "wandb"]], _wrap_in_list]
 
 
+def _explain(name: str, error: ValidationError) -> list[str]:
+    """Explain what is wrong with a section that was built in Python, in pydantic's words."""
+    lines = []
+    for mistake in error.errors():
+        if mistake["type"] != "default_factory_not_called":  # its cause has a line of its own
+            lines.append(f"{'.'.join([name, *map(str, mistake['loc'])])}: {mistake['msg']}")
+    return lines
+
+
 class Section(BaseModel):
     """A group of settings: frozen, strict about types, without unknown names."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    if not TYPE_CHECKING:  # where each section has its own settings as arguments
+
+        def __init__(self, **settings: Any) -> None:
+            """Raise ConfigError, a line for each setting that is wrong."""
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigError(*_explain(type(self).__name__, error)) from None
+
+        # Sections inside others are checked with them, without this.
+        __init__.__pydantic_base_init__ = True
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield the settings that are valid one by one but not together."""

@@ -12,7 +12,13 @@ from gptmini.config.load import (
     load_config,
     validate,
 )
-from gptmini.config.settings import Config, ModelConfig, compute_default_d_ff
+from gptmini.config.settings import (
+    AttentionConfig,
+    Config,
+    ModelConfig,
+    TrainConfig,
+    compute_default_d_ff,
+)
 from gptmini.config.yamlfile import dump
 from gptmini.errors import ConfigError
 from tests.support import tiny
@@ -263,3 +269,19 @@ def test_the_default_configuration_is_the_defaults_and_leaves_open_what_is_chose
     assert not planned.tokenizer.model_fields_set
     assert not {"n_layer", "n_head", "d_model", "dropout"} & planned.model.model_fields_set
     assert not {"steps", "batch_size", "eval_every", "compile"} & planned.train.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (lambda: ModelConfig(n_haed=3), "ModelConfig.n_haed"),
+        (lambda: ModelConfig(n_layer="x"), "ModelConfig.n_layer"),
+        (lambda: AttentionConfig(window=0), "AttentionConfig.window"),
+        (lambda: TrainConfig(steps=0, lr="a"), "TrainConfig.lr"),
+        (lambda: Config(train={"steps": 0}), "Config.train.steps"),
+    ],
+)
+def test_settings_that_are_wrong_in_python_raise_our_error_with_their_key(build, key):
+    with pytest.raises(ConfigError) as raised:
+        build()
+    assert key in str(raised.value)
