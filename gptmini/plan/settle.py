@@ -143,11 +143,15 @@ def open_text(asked: Requested, cache: Path, draft: Draft | None = None) -> Corp
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert asked.run is not None  # the text is prepared in the very tokenizer of a base
         raise DataError(describe_changed_text(config.data.path, asked.run))
-    is_kind_chosen = config.base.run is None and asked.stated.tokenizer.kind == "auto"
-    say_header(corpus.format_summary("auto" if is_kind_chosen else ""))
-    if config.base.run is not None:
-        say_base(config, corpus)
     return corpus
+
+
+def say_text(asked: Requested, corpus: Corpus) -> None:
+    """Show the text in tokens, and the base."""
+    is_kind_chosen = asked.config.base.run is None and asked.stated.tokenizer.kind == "auto"
+    say_header(corpus.format_summary("auto" if is_kind_chosen else ""))
+    if asked.config.base.run is not None:
+        say_base(asked.config, corpus)
 
 
 def say_base(config: Config, corpus: Corpus) -> None:
@@ -203,6 +207,7 @@ def settle(
 ) -> Plan:
     """Settle what is open, from the text and the machine; raises as `make_plan` does."""
     config = asked.config.with_tokenizer(corpus.tokenizer.kind, corpus.tokenizer.vocab_size)
+    say_text(asked, corpus)
     plan = Plan(asked, config, corpus, measure_corpus(config, corpus), machine)
     plan = settle_sizes(plan, draft)
     plan = settle_steps(plan)
