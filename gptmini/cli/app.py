@@ -4,6 +4,7 @@ Results go to stdout, everything else to stderr. A command imports the modules i
 runs: torch takes more than a second to load, and `--help` should be quick.
 """
 
+import difflib
 import io
 import os
 import re
@@ -227,6 +228,8 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
 
 def _find_remedy(option: str, command: str, known: list[str]) -> str:
     """Find what to write for an option of another program, or a setting; "" if unclear."""
+    if difflib.get_close_matches(option, known, 1, 0.75):  # typer names those
+        return ""
     beside, remedy = _OTHER_OPTIONS.get(option.replace("_", "-"), ("", ""))
     if beside in known:
         return remedy

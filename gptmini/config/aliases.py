@@ -5,7 +5,6 @@ PRETRAINED_REMEDY = "use --from RUN; gptmini import OWNER/NAME makes a run of a 
 _CHOSEN_DTYPE = "set train.dtype to float32, bfloat16 or float16"
 _FINETUNING = "leave it out; fine-tuning with --from trains all weights"
 _MICRO_BATCH = "set train.micro_batch_size, the rows of a pass; gradients add up over batch_size"
-_OPTIMIZER = "set train.optimizer to muon or adamw"
 _RUN_NAME = "name the run with --out; wandb has it in the project gptmini"
 _SAVES = "set train.save_every, in steps; the best checkpoint is always kept"
 _SHARDS = "set train.shard: true, which shards everything (FSDP)"

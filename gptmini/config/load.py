@@ -59,10 +59,7 @@ def load_config(file: Path | None, assignments: list[tuple[str, KeyPath, Any]]) 
     if file is not None:
         data, lines = yamlfile.read_file(file)
         origins = {key: f"{file}:{line}" for key, line in lines.items()}
-        model = data.get("model")
-        if isinstance(model, dict) and isinstance(model.get("attention"), str):
-            label = f"{origins[ATTENTION]}: model.attention"
-            model["attention"] = parse_attention(model["attention"], label)
+        data = _expand_attention(data, f"{origins.get(ATTENTION)}: model.attention")
     if any(path == MINUTES and value is not None for _, path, value in assignments):
         _drop_set_by_minutes(data)
     for label, path, value in assignments:
@@ -85,6 +82,14 @@ def parse_attention(text: str, label: str) -> dict[str, Any]:
     kind = match[1].rstrip(":")
     count = int(match[2]) if match[2] else None
     return {"window": count} if kind == "window" else {"variant": kind, "n_kv_head": count}
+
+
+def _expand_attention(data: dict[str, Any], label: str) -> dict[str, Any]:
+    """Return data with the short form of model.attention written out, if it is there."""
+    model = data.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("attention"), str):
+        return data
+    return data | {"model": model | {"attention": parse_attention(model["attention"], label)}}
 
 
 def _drop_set_by_minutes(data: dict[str, Any]) -> None:
@@ -113,6 +118,7 @@ def validate(data: dict[str, Any], origins: Origins) -> Config:
 
     Raises ConfigError with one line for every mistake.
     """
+    data = _expand_attention(data, "model.attention")
     try:
         return Config.model_validate(data)
     except ValidationError as error:

@@ -15,7 +15,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -155,7 +155,12 @@ class Group:
         exit code, so that the user reads each failure once.
         """
         exit_code = getattr(failure, "exit_code", MachineError.exit_code) if failure else None
-        outcomes = self.all_gather_object([result, exit_code])
+        try:
+            outcomes = self.all_gather_object([result, exit_code])
+        except RuntimeError:
+            if failure is not None:  # the same signal may have ended the others already
+                raise failure from None
+            raise
         if failure is not None:
             raise failure
         for _, remote_exit_code in outcomes:
@@ -238,6 +243,17 @@ def _do_nothing() -> None:
 
 
 @contextmanager
+def _disconnect_after_failure() -> Iterator[None]:
+    """Disconnect from the others, as gloo's threads abort a process that ends while they run."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # a connection that is broken
+            dist.destroy_process_group()
+        raise
+
+
+@contextmanager
 def join_group() -> Iterator[Group]:
     """Join the ranks that torchrun's variables name; a plain command is alone.
 
@@ -268,7 +284,8 @@ def join_group() -> Iterator[Group]:
         console.silence()
     try:
         group.connect()
-        yield group
+        with _disconnect_after_failure():
+            yield group
         # Wait for all: a rank that leaves earlier would break the connections of the others.
         group.all_gather_object(None)
         dist.destroy_process_group()

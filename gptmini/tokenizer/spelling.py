@@ -70,12 +70,6 @@ def list_unfinished(pieces: Sequence[bytes]) -> list[list[bytes]]:
     return states
 
 
-def is_part_of_character(tokenizer: Tokenizer, token: int) -> bool:
-    """Tell whether a token that stands alone is not whole characters."""
-    pieces = [tokenizer.decode_token(token)]
-    return any(_is_byte(character) for character, _ in iter_characters(pieces))
-
-
 def spell_pieces(pieces: Sequence[bytes]) -> list[list[str]]:
     """Spell each piece as text and symbols in turn, text first; [] for an empty one."""
     spellings: list[list[str]] = [[] for _ in pieces]

@@ -48,6 +48,7 @@ ERRORS = [
     (["train", "--set", "model.vocab_size=9"], 2, "model.vocab_size: 9"),
     (["train", "--cache", "/dev/null/x"], 5, "--cache"),
     (["train", "--foo"], 2, "--foo"),
+    (["train", "--step", "3"], 2, "--steps); see"),  # not base.step
     (["train", "--lr", "1"], 2, "--set train.lr=VALUE"),
     (["train", "--step", "1"], 2, "--steps"),
     (["train", "--epochs", "3"], 2, "--minutes"),

@@ -285,3 +285,8 @@ def test_settings_that_are_wrong_in_python_raise_our_error_with_their_key(build,
     with pytest.raises(ConfigError) as raised:
         build()
     assert key in str(raised.value)
+
+
+def test_the_short_form_of_attention_is_taken_from_python_too():
+    attention = validate({"model": {"attention": "gqa:2"}}, {}).model.attention
+    assert (attention.variant, attention.n_kv_head) == ("gqa", 2)

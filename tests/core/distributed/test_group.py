@@ -15,7 +15,7 @@ from gptmini.distributed.checkpoints import WholeCheckpoints
 from gptmini.distributed.gradients import ExactGradients, FastGradients, Gradients
 from gptmini.distributed.group import Group, RemoteFailure
 from gptmini.distributed.placement import Replicated
-from gptmini.errors import CheckpointError, DataError, MachineError, RankError
+from gptmini.errors import CheckpointError, DataError, MachineError, RankError, Stopped
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import Checkpoint, RunDirectory
@@ -184,3 +184,20 @@ def test_accelerators_whose_tensors_cannot_be_exchanged_are_refused(chosen):
     Group(0, 1).select_accelerator(torch.device("mps"))  # a single process exchanges nothing
     Group(0, 2).select_accelerator(torch.device("cpu"))
     assert chosen == []
+
+
+def test_a_rank_that_failed_says_so_though_the_others_have_gone(monkeypatch):
+    """As when one signal reaches all of them."""
+
+    def lose_connection(*_: object) -> None:
+        raise RuntimeError("gloo: Connection closed by peer")
+
+    def stop() -> None:
+        raise Stopped(15, "stopped by SIGTERM")
+
+    group = Group(rank=0, world_size=2)
+    monkeypatch.setattr(group, "all_gather_object", lose_connection)
+    with pytest.raises(Stopped):
+        group.on_rank_zero(stop)
+    with pytest.raises(RuntimeError, match="gloo"):
+        group.on_rank_zero(int)

@@ -127,8 +127,6 @@ def test_lines_that_lack_figures_are_left_out(runs):
             file.write(json.dumps(line) + "\n")
     code, out, err = runs("plot", "runs/a", "--out", "a.html")
     assert (code, out) == (0, "a.html\n"), err
-    code, _, err = runs("compare", "runs/a", "--json")
-    assert code == 0, err
 
 
 def test_losses_of_different_tokenizers_are_drawn_in_bits_per_byte(runs, text_file):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
+from gptmini.errors import ConfigError
 from gptmini.model.layers import (
     MLP,
     Dropout,
@@ -110,7 +111,7 @@ def test_scaled_rotary_positions_slow_down_what_turns_seldom():
                 cmath.cos(position * frequency).real, abs=1e-6
             )
     assert kinds == {"kept", "between", "divided"}
-    with pytest.raises(ValueError, match="low_freq_factor is not below high_freq_factor"):
+    with pytest.raises(ConfigError, match="low_freq_factor is not below high_freq_factor"):
         ModelConfig(rope_scaling=[8.0, 4.0, 4.0, 64.0])
 
 
