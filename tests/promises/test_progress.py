@@ -36,7 +36,7 @@ def shown(monkeypatch) -> list[str]:
         (["score", "--text", "the fox"], {"loading the model", "scoring"}),
         (["generate", "--max-new-tokens", "1"], {"loading the model", "compiling the engine"}),
         (["inspect", "--prompt", "the"], {"loading the model", "reading the text"}),
-        (["plot", "--out", "a.html"], {"loading the model", "drawing"}),
+        (["plot", "--out", "a.html"], {"drawing"}),
         (["runs"], {"checking the newest checkpoints"}),
         (["convert", "--attention", "gqa:2"], {"loading the model", "converting"}),
         (["export"], {"loading the model", "writing and reading back"}),

@@ -234,7 +234,7 @@ def test_usage_is_checked(gptmini, text_file, tmp_path):
     code, _, err = gptmini("compare", "done", "--data", "text.txt", "--split", "test")
     assert (code, "leave out --data" in err) == (2, True)
     code, _, err = gptmini("compare", "--attention", "mha,window")
-    assert (code, "window:64" in err) == (2, True)
+    assert (code, "'window'" in err) == (2, True)
     code, _, err = gptmini("compare", "no-such-thing")
     assert (code, "no-such-thing: no such configuration or run;" in err) == (2, True)
 

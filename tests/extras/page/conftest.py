@@ -1,4 +1,4 @@
-"""One Chromium for all tests of the page, with the network off."""
+"""A Chromium for the tests of the page, with the network off."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: its event loop would be in the way of others
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="no playwright: pip install -e '.[browser]'"
