@@ -6,7 +6,7 @@ prompts are prefilled in chunks between the calls of others, and interrupted bet
 compiled engine must give equal bits, that of PyTorch the logits of the plain model. The suite
 runs the same few sequences each time. For new ones, about ten minutes of them:
 
-    GPTMINI_EXAMPLES=800 python -m pytest tests/core/generate/test_engine_machine.py
+    GPTMINI_EXAMPLES=800 python -m pytest tests/stress/test_engine_machine.py
 """
 
 import os
