@@ -73,11 +73,12 @@ def _export_page(path: Path, out: Path, weights: str | None) -> None:
     """Write a run as one HTML file."""
     from gptmini.console import say, show_elapsed
     from gptmini.extras.page.export import PRECISIONS, export_page
+    from gptmini.generate.run import load_run
 
     if weights not in (None, *PRECISIONS):
         raise ConfigError(f"--weights {weights}: unknown in a page; use {' or '.join(PRECISIONS)}")
     with show_elapsed("writing the page"):
-        page = export_page(path, out, weights)
+        page = export_page(load_run(path, "cpu", "float32"), out, weights)
     earlier = ", ".join(map(str, page.steps))
     say(f"{path}: {page.size:,} bytes, weights in {page.precision}")
     if earlier:

@@ -77,7 +77,7 @@ def _inspect_run(
         from gptmini.extras.page.export import export_page
 
         with show_elapsed("writing the page"):
-            export_page(path, out, prompt=prompt)
+            export_page(trained, out, prompt=prompt)
     print(view.format_text())
     if out is None:
         say("as a page to explore: --out FILE.html")

@@ -1,4 +1,4 @@
-"""Choose sizes and steps for a given number of minutes, and new steps as the run goes on."""
+"""Choose sizes and steps for a given number of minutes, and adjust the steps during the run."""
 
 import math
 from typing import Any

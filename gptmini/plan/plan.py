@@ -1,4 +1,4 @@
-"""What planning hands on: what is requested of a run, and then the plan that it trains by.
+"""What planning passes on: the request, and the plan that training follows.
 
 They stand alone, so that the training loop can name them without loading the text formats that
 making a plan needs.
@@ -17,7 +17,7 @@ from gptmini.tokenizer.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Requested:
-    """What is requested of a run, and what the run that is resumed, or its base, has of its own.
+    """The request, and what the resumed run or the base brings along.
 
     stated: the configuration as it was requested.
     config: the same with all that the run has chosen before, or that its base has.

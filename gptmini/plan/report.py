@@ -39,7 +39,7 @@ def estimate_training(requested: Config, cache: Path) -> dict[str, Any]:
 
 
 def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
-    """Count what is the same on every machine; without a plan there are no epochs to count."""
+    """Count what does not depend on the machine; epochs only with a plan, which has the text."""
     model = config.model
     train = config.train
     count = cost.count_parameters(model)

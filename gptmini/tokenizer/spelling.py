@@ -6,7 +6,6 @@ bytes may be split over several tokens, which then name the character and their 
 that belong to no character (in hex), and the end-of-text token.
 """
 
-import codecs
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -42,32 +41,6 @@ def spell_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[list[str]]
         if token == tokenizer.eos_token_id:
             spelling[:] = ["", "<doc>"]
     return spellings
-
-
-def spell_next(tokenizer: Tokenizer, unfinished: Sequence[bytes], token: int) -> list[str]:
-    """Spell a token that may come next: it may finish a character; see `list_unfinished`."""
-    piece = tokenizer.decode_token(token)
-    if not unfinished or not piece:
-        return spell_token(tokenizer, token)
-    return spell_pieces([*unfinished, piece])[-1]
-
-
-def list_unfinished(pieces: Sequence[bytes]) -> list[list[bytes]]:
-    """List, after each piece, the last pieces that have the first bytes of a character, if any."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    unfinished: list[bytes] = []
-    states = []
-    for piece in pieces:
-        if not piece:  # a special token
-            decoder.reset()
-        finished = decoder.decode(piece)
-        pending_bytes, _ = decoder.getstate()
-        if finished or not pending_bytes:
-            unfinished = []
-        if pending_bytes:
-            unfinished = [*unfinished, piece]
-        states.append(unfinished)
-    return states
 
 
 def spell_pieces(pieces: Sequence[bytes]) -> list[list[str]]:

@@ -17,7 +17,7 @@ def estimate_on_accelerators(
     """Estimate everything for `world_size` accelerators, as JSON data.
 
     With `model.vocab_size`, the text is needed only for a tokenizer that is named; without it there
-    are no epochs to count. `train.shard` has the effect of `shard`.
+    are no epochs to count. Setting `train.shard` does the same as `shard`.
     """
     shard = shard or (requested.train.shard and world_size > 1)
     config, plan = _plan_for_accelerators(requested.with_train(shard=shard), cache, world_size)

@@ -20,7 +20,7 @@ from torch import Tensor
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.generate.native.precision import quantize
-from gptmini.generate.run import Run, load_run
+from gptmini.generate.run import Run
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
@@ -49,16 +49,13 @@ class ExportedPage(NamedTuple):
 
 
 def export_page(
-    path: Path, out: Path, precision: str | None = None, prompt: str = ""
+    run: Run, out: Path, precision: str | None = None, prompt: str = ""
 ) -> ExportedPage:
-    """Write the run at `path` as a page, which opens on a prompt or writes a text itself.
+    """Write a run in float32 as a page, which opens on a prompt or writes a text itself.
 
-    `precision` is chosen by size if not given.
-
-    Raises ConfigError for a model that is too large, DataError for a tokenizer that the page
-    cannot run, and what `load_run` raises.
+    `precision` is chosen by size if not given. Raises ConfigError for a model that is too large,
+    DataError for a tokenizer that the page cannot run.
     """
-    run = load_run(path, "cpu", "float32")
     precision = precision or choose_precision(run)
     checkpoints = read_checkpoints(run)
     page = build_page(run, precision, checkpoints, prompt)

@@ -1,4 +1,4 @@
-"""What filters.py does with the logits of one text, for all rows of a step at once, on a GPU.
+"""Filters and draws for all rows of a step at once on a GPU, as filters.py does for one text.
 
 A GPU has all logits at hand; copying 50,000 of them to the host for each row, and drawing there row
 by row, would take longer than computing them. The results are those of filters.py, up to rounding.

@@ -9,8 +9,6 @@ from gptmini.tokenizer.spelling import (
     label_pieces,
     label_token,
     label_tokens,
-    list_unfinished,
-    spell_next,
     spell_token,
     spell_tokens,
 )
@@ -65,19 +63,6 @@ def test_no_character_continues_across_a_special_token():
 def test_a_character_that_cannot_be_seen_is_named_by_its_code_point():
     assert label_pieces(split("\u200b", 1)) == ["\\u200b1/2", "\\u200b2/2"]
     assert explain_labels(split("\u200b", 1))[0].startswith("\\u200b1/2: the first of 2 tokens")
-
-
-def test_a_token_that_may_come_next_shows_the_character_it_would_finish():
-    unfinished = list_unfinished(split("中文", 1, 2))
-    assert unfinished == [[b"\xe4"], [b"\xe4", b"\xb8"], []]
-    assert spell_next(BYTES, unfinished[0], 0xB8) == ["", "b8"]  # which may be any of 64
-    assert spell_next(BYTES, unfinished[1], 0xAD) == ["中", "3/3"]
-    assert spell_next(BYTES, unfinished[1], 0x41) == ["A"]
-    assert spell_next(BYTES, unfinished[1], 256) == ["", "<doc>"]
-    assert spell_next(BYTES, unfinished[2], 0xE4) == ["", "e4"]
-    assert list_unfinished([b"\xe4", b"A", b"\xe4", b"", b"\xad", b"\xad\xe4"]) == [
-        *([b"\xe4"], [], [b"\xe4"], [], [], [b"\xad\xe4"])
-    ]
 
 
 def test_text_and_symbols_stand_in_turn():

@@ -95,7 +95,8 @@ def test_earlier_checkpoints_come_along(visit, tmp_path, monkeypatch):
         data={"path": [str(text)]}, train={"steps": 8, "save_every": 2, "eval_every": 8, "keep": 9}
     )
     train(config, tmp_path / "run", tmp_path / "cache")
-    exported = export.export_page(tmp_path / "run", tmp_path / "page.html")
+    run = load_run(tmp_path / "run", "cpu", "float32")
+    exported = export.export_page(run, tmp_path / "page.html")
     assert exported.steps == [2, 4, 6]
     assert exported.precision == "bfloat16"
     tab = visit((tmp_path / "page.html").read_bytes())
