@@ -864,51 +864,57 @@ function attribute(gpt, entry, token) {
 }
 
 /** How each head looks, [L][H]: the mean weight on the previous token, on the first and on itself,
- * and the mean entropy in nats, as `gptmini inspect` lists them.
+ * and the mean entropy in nats, as `gptmini inspect` lists them. The first query, which sees only
+ * itself, does not count.
  *
- * `record` is that of a `Reader`. The first query, which sees only itself, does not count.
+ * `induction` is the mean weight on what followed the same token before, over the queries that
+ * `findRepetitions` lists; null if there are none. `record` is that of a `Reader`.
  */
 function summarizeHeads(gpt, record) {
   const queries = record.length > 1 ? record.slice(1) : record;
+  const repetitions = findRepetitions(record);
   return gpt.blocks.map(({ attn, layer }) =>
     Array.from({ length: attn.H }, (_, h) => {
+      const weightsOf = ({ position, layers }) =>
+        layers[layer].weights.subarray(h * (position + 1), (h + 1) * (position + 1));
       const sums = { previous: 0, first: 0, itself: 0, entropy: 0 };
-      for (const { position, layers } of queries) {
-        const S = position + 1;
-        const weights = layers[layer].weights.subarray(h * S, (h + 1) * S);
+      for (const entry of queries) {
+        const { position } = entry;
+        const weights = weightsOf(entry);
         sums.previous += weights[Math.max(position - 1, 0)];
         sums.first += weights[0];
         sums.itself += weights[position];
         for (const weight of weights) if (weight > 0) sums.entropy -= weight * Math.log(weight);
       }
       for (const name of Object.keys(sums)) sums[name] /= queries.length;
-      return sums;
+      let induction = 0;
+      for (const { entry, keys } of repetitions) {
+        const weights = weightsOf(entry);
+        for (const key of keys) induction += weights[key];
+      }
+      return { ...sums, induction: repetitions.length ? induction / repetitions.length : null };
     }),
   );
 }
 
-/** The induction score of each head, [L][H]: random tokens are read twice, and at each of the
- * second time it is the weight on what followed the same token the first time. */
-function measureInduction(gpt, tokenizer, count = 32) {
-  const n = Math.min(count, Math.floor(gpt.config.context_length / 2));
-  const special = new Set(Object.values(tokenizer.specialTokens));
-  const tokens = [];
-  for (let draw = 0; tokens.length < n; draw++) {
-    const token = Math.floor(drawUniform(0, 0, draw) * tokenizer.vocabSize);
-    if (!special.has(token) && !tokens.includes(token)) tokens.push(token);
+/** The entries of a record whose token stood before, each with the keys that followed it there. */
+function findRepetitions(record) {
+  const found = [];
+  for (const entry of record) {
+    const keys = [];
+    for (let key = 1; key < entry.position; key++) {
+      if (record[key - 1].token === entry.token) keys.push(key);
+    }
+    if (keys.length) found.push({ entry, keys });
   }
-  const reader = new Reader(gpt);
-  reader.read([...tokens, ...tokens]);
-  return gpt.blocks.map(({ attn, layer }) =>
-    Array.from({ length: attn.H }, (_, h) => {
-      let sum = 0;
-      for (const entry of reader.record.slice(n)) {
-        const key = entry.position - n + 1;
-        sum += entry.layers[layer].weights[h * (entry.position + 1) + key];
-      }
-      return sum / n;
-    }),
-  );
+  return found;
+}
+
+/** The `induction` of a head that looks everywhere alike; NaN if nothing repeats. */
+function measureEvenInduction(record) {
+  const repetitions = findRepetitions(record);
+  const share = ({ entry, keys }) => keys.length / (entry.position + 1);
+  return repetitions.reduce((sum, each) => sum + share(each), 0) / repetitions.length;
 }
 
 // -- filters: from logits to one token -----------------------------------------------------------

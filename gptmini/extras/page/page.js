@@ -31,6 +31,8 @@ let readers; // of the model as it is, and with parts switched off
 let continuation; // the text
 let now; // what the model computes, see `compute`
 let timer = null; // of a text that is being generated
+let typing = null; // a timer, while a text that was typed waits to be read
+let readingTime = 0; // milliseconds, of the last text
 const places = {}; // the elements that are filled again and again
 let textBox;
 
@@ -58,6 +60,11 @@ function readText() {
   state.key = null;
 }
 
+/** Read the text in the box, if it is not the one that was read. */
+function readTyped() {
+  if (textBox.value !== continuation.prompt + continuation.text) readText();
+}
+
 /** Compute what all views show.
  *
  * `tokens` (T,) are what the model reads, `entries` those of a Reader, `entry` the one of the
@@ -66,11 +73,14 @@ function readText() {
  * nothing switched off, if something is; `target` is the token that attributions are for.
  */
 function compute() {
+  readTyped();
   const off = listOff().length ? state.off : null;
   const tokens = continuation.context;
   const reader = off ? readers.changed : readers.whole;
+  const began = performance.now();
   readers.whole.read(tokens);
   if (off) reader.read(tokens, off);
+  readingTime = performance.now() - began;
   continuation.reader = reader;
   continuation.off = off;
   const T = tokens.length;
@@ -80,6 +90,7 @@ function compute() {
   const rowsBefore = off && explainNext(readers.whole.record[at], T - 1 - at);
   const next = tokens[at + 1] ?? null;
   let heads = null;
+  let even = null;
   now = {
     gpt: reader.gpt,
     config: reader.gpt.config,
@@ -92,7 +103,8 @@ function compute() {
     rows,
     before: rowsBefore && new Map(rowsBefore.map((row) => [row.token, row.probability])),
     target: next ?? (rowsBefore ?? rows)?.[0].token ?? findLargest(entry.logits),
-    heads: () => (heads ??= summarizeHeads(reader.gpt, reader.record)),
+    heads: () => (heads ??= summarizeHeads(reader.gpt, readers.whole.record)),
+    evenInduction: () => (even ??= measureEvenInduction(readers.whole.record)),
   };
 }
 
@@ -185,6 +197,7 @@ function repeatText() {
 }
 
 function drawNext() {
+  readTyped();
   continuation.next();
   state.place = null;
   state.key = null;
@@ -200,6 +213,7 @@ function drawOne() {
 
 function takeBack() {
   pause();
+  readTyped();
   continuation.back();
   state.place = null;
   textBox.value = continuation.prompt + continuation.text;
@@ -405,8 +419,10 @@ function buildPage() {
   textBox.addEventListener("input", () => {
     pause();
     state.hasTyped = true;
-    readText();
-    update();
+    // A text whose reading takes long is read when the keys pause, so that typing does not.
+    clearTimeout(typing);
+    if (readingTime < 50) update();
+    else typing = setTimeout(update, 250);
   });
   const weights = Object.values(data.tensors).reduce(
     (total, { shape }) => total + shape.reduce((product, size) => product * size, 1),

@@ -320,58 +320,52 @@ function showStation() {
 
 // -- heads by what they do -----------------------------------------------------------------------
 
-const INDUCTION_TOKENS = 32;
-const CLEAR_INDUCTION = 0.1; // chance would be one in 48
-const inductionOf = new WeakMap(); // by model: it does not depend on the text
-
-function findInduction() {
-  if (!inductionOf.has(now.gpt)) {
-    inductionOf.set(now.gpt, measureInduction(now.gpt, tokenizer, INDUCTION_TOKENS));
-  }
-  return inductionOf.get(now.gpt);
-}
+const CLEAR_INDUCTION = 3; // times the weight of a head that looks everywhere alike
 
 function showKinds() {
   if (!places.kinds.parentElement.open) return;
   const means = now.heads();
-  const induction = findInduction();
   const heads = means.flatMap((row, layer) => row.map((_, head) => [layer, head]));
   const kinds = {
     previous: ([layer, head]) => means[layer][head].previous,
     first: ([layer, head]) => means[layer][head].first,
     self: ([layer, head]) => means[layer][head].itself,
-    induction: ([layer, head]) => induction[layer][head],
+    induction: ([layer, head]) => means[layer][head].induction,
   };
-  const count = Math.min(INDUCTION_TOKENS, Math.floor(now.config.context_length / 2));
+  const even = now.evenInduction();
+  const repeats = !Number.isNaN(even);
   const rankBy = (score) => [...heads].sort((a, b) => score(b) - score(a));
   const cards = Object.entries(kinds).map(([kind, score]) =>
     make(
       "div.kind",
       {},
       make("h4", {}, say(kind)),
-      make("p.note", {}, say(`${kind}Help`, { count })),
-      makeBars(
-        rankBy(score)
-          .slice(0, 3)
-          .map((head) => [
-            make(
-              "button.plain.link",
-              { onclick: () => openHead(...head, true), "data-focus": `${kind}-${head}` },
-              nameHead(...head),
-            ),
-            makeBar(["solid", score(head)]),
-            formatPercent(score(head)),
-          ]),
-      ),
+      make("p.note", {}, say(`${kind}Help`)),
+      kind === "induction" && !repeats
+        ? make("p", {}, say("inductionNowhere"))
+        : makeBars(
+            rankBy(score)
+              .slice(0, 3)
+              .map((head) => [
+                make(
+                  "button.plain.link",
+                  { onclick: () => openHead(...head, true), "data-focus": `${kind}-${head}` },
+                  nameHead(...head),
+                ),
+                makeBar(["solid", score(head)]),
+                formatPercent(score(head)),
+              ]),
+          ),
+      kind === "induction" && repeats
+        ? make("p.note", {}, say("inductionEven", { even: formatPercent(even) }))
+        : null,
     ),
   );
-  const best = rankBy(kinds.induction)[0];
-  const isClear = kinds.induction(best) > CLEAR_INDUCTION;
-  const link = make(
-    "button.plain.link",
-    { onclick: () => openHead(...best, true) },
-    nameHead(...best),
-  );
+  const best = repeats ? rankBy(kinds.induction)[0] : null;
+  const isClear = repeats && kinds.induction(best) > CLEAR_INDUCTION * even;
+  const link = repeats
+    ? make("button.plain.link", { onclick: () => openHead(...best, true) }, nameHead(...best))
+    : null;
   fill(
     places.kinds,
     make("p", {}, say("kindsHelp")),
@@ -380,14 +374,17 @@ function showKinds() {
     make(
       "p",
       {},
-      say("tryInduction", { head: link }),
-      isClear ? "" : [" ", ...say("inductionNone")],
+      say("tryRepeat"),
+      repeats ? [" ", ...say("trySwitch", { head: link })] : "",
+      repeats && !isClear ? [" ", ...say("inductionNone")] : "",
     ),
     make(
       "div.row",
       {},
       make("button", { onclick: repeatText, "data-focus": "repeat" }, say("repeat")),
-      makeSwitch(isHeadOff(state.off, ...best), "heads", best, "induction-switch"),
+      repeats
+        ? makeSwitch(isHeadOff(state.off, ...best), "heads", best, "induction-switch")
+        : null,
       makeChange(),
     ),
     showHalves(),

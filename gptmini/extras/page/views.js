@@ -469,6 +469,9 @@ function showAttention(layer) {
       make("h4", {}, say("readsHeading", { token: labelAt(now.at) })),
       shadeTokens(shares, (k) => (shares[k] === null ? "" : `${k}: ${formatPercent(shares[k])}`)),
       showArithmetic(layer, head, key),
+      make("h4", {}, say("cacheHeading")),
+      make("p", {}, describeCache(layer)),
+      shadeTokens(now.tokens.map((_, place) => (isKept(layer, place) ? 0.4 : null)), () => ""),
     ],
     shape: [
       `q (T, H, K) = (${now.T}, ${H}, ${K})`,
@@ -505,9 +508,8 @@ function makeHeadTile(layer, head, isChosen) {
 
 /** What a head mostly does on this text, in a few words; "" where nothing stands out. */
 function describeHead(layer, head) {
-  const induction = inductionOf.get(now.gpt)?.[layer][head] ?? 0; // once it is measured
-  if (induction > CLEAR_INDUCTION) return sayText("induction");
   const means = now.heads()[layer][head];
+  if (means.induction > CLEAR_INDUCTION * now.evenInduction()) return sayText("induction");
   const shares = { previous: means.previous, first: means.first, self: means.itself };
   const [kind, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0];
   return share > 0.35 ? sayText(kind) : "";
@@ -584,6 +586,22 @@ function makeLargeMap(layer, head, key) {
     ),
   );
   return make("div.map", {}, readout, make("div.names", {}, names), frame);
+}
+
+/** Whether the KV cache holds a token when the next one comes. */
+function isKept(layer, place) {
+  const { window } = now.gpt.blocks[layer].attn;
+  return window === null || now.T - place < window;
+}
+
+function describeCache(layer) {
+  const { H, G, K, window } = now.gpt.blocks[layer].attn;
+  const values = { heads: G, size: K, count: formatCount(2 * G * K), times: H / G };
+  return [
+    ...say("cachePlain", values),
+    G === H ? "" : [" ", ...say("cacheShared", values)],
+    window === null ? "" : [" ", ...say("cacheWindow", { count: window })],
+  ];
 }
 
 /** Everything that one head computes for one query and one key, step by step. */

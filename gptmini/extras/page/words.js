@@ -352,6 +352,21 @@ const WORDS = {
   mlpAdds: ["What the MLP adds", "MLP 加上什么"],
   mlpIsOff: ["This MLP is switched off: it adds nothing.", "这个 MLP 已关闭：什么也不加。"],
 
+  // The KV cache.
+  cacheHeading: ["What is kept for the next token: the KV cache", "为下一个词元保留什么：KV 缓存"],
+  cachePlain: [
+    "Keys and values of these tokens will not change, so they are kept and only read when the next token comes. In this layer that is, for each token, 2 × (KV heads: {heads}) × (size of a head: {size}) = {count} numbers.",
+    "这些词元的键和值不会再变，所以保留下来，下一个词元到来时只需读取。本层每个词元要保留 2 ×（KV 头：{heads}）×（头的大小：{size}）= {count} 个数。",
+  ],
+  cacheShared: [
+    "Without sharing heads it would be {times} times as much.",
+    "如果各头不共享，就是它的 {times} 倍。",
+  ],
+  cacheWindow: [
+    "The next token sees no further than its window of {count}: what lies before it is no longer needed.",
+    "下一个词元只看得到大小为 {count} 的窗口：窗口之前的不再需要。",
+  ],
+
   // Heads by what they do.
   kindsHeading: ["Heads by what they do", "各个头做什么"],
   kindsHelp: [
@@ -369,14 +384,26 @@ const WORDS = {
   selfHelp: ["Looks at the token itself.", "看词元自己。"],
   induction: ["induction", "归纳"],
   inductionHelp: [
-    "Finds the last place where the current token occurred, looks at what followed it, and so continues repetitions. Its score is measured on {count} random tokens that are read twice.",
-    "找到当前词元上次出现之处，看其后是什么，从而延续重复。其得分在读两遍的 {count} 个随机词元上测得。",
+    "Finds where the current token stood before, looks at what followed it there, and so continues repetitions.",
+    "找到当前词元先前出现之处，看那里后面是什么，从而延续重复。",
+  ],
+  inductionEven: [
+    "A head that looks everywhere alike would have {even}.",
+    "对各处一视同仁的头会得到 {even}。",
+  ],
+  inductionNowhere: [
+    "No token comes twice in this text: repeat it below.",
+    "这段文本中没有词元出现两次：请在下面重复它。",
   ],
   inductionNone: ["No head of this model does it clearly.", "这个模型中没有哪个头明显这样做。"],
   tryHeading: ["Try it", "试一试"],
-  tryInduction: [
-    "Repeat your text: an induction head makes the second time easier than the first. Switch off {head}, which has the highest induction score, and see what changes.",
-    "重复你的文本：归纳头使第二遍比第一遍容易。关闭归纳得分最高的 {head}，看有什么变化。",
+  tryRepeat: [
+    "Repeat your text: an induction head makes the second time easier than the first.",
+    "重复你的文本：归纳头使第二遍比第一遍容易。",
+  ],
+  trySwitch: [
+    "Switch off {head}, which has the highest induction score, and see what changes.",
+    "关闭归纳得分最高的 {head}，看有什么变化。",
   ],
   repeat: ["Repeat my text", "重复我的文本"],
   halvesHelp: [

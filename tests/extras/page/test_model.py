@@ -327,7 +327,8 @@ def test_the_record_is_what_pytorch_computes(visit, shape):
             assert row == pytest.approx(expected.tolist(), abs=1e-5)
     heads = tab.evaluate("summarizeHeads(opened.gpt, reader.record)")
     for each in summarize_heads(weights):
-        for name, value in heads[each.layer][each.head].items():
+        for name in ("previous", "first", "itself", "entropy"):
+            value = heads[each.layer][each.head][name]
             assert value == pytest.approx(getattr(each, name), abs=1e-5)
     stream = tab.evaluate("Array.from(reader.record.at(-1).x)")
     assert stream == pytest.approx(seen["final_norm<"][0, -1].tolist(), abs=1e-4)
@@ -384,9 +385,41 @@ def test_a_new_model_has_its_wired_induction_head(visit):
     torch.manual_seed(0)
     model = GPT(run.config.model).eval()
     tab = visit(build_page(Run(run.path, run.config, run.tokenizer, model, run.state)))
-    scores = tab.evaluate("measureInduction(opened.gpt, opened.tokenizer)")
+    tokens = torch.randperm(run.tokenizer.vocab_size)[: CONTEXT // 2].tolist()
+    scores = tab.evaluate(
+        """tokens => {
+          const reader = new Reader(opened.gpt);
+          reader.read([...tokens, ...tokens]);
+          return summarizeHeads(opened.gpt, reader.record)
+            .map((row) => row.map(({ induction }) => induction)); }""",
+        tokens,
+    )
     *_, (second, *_), (first, *head) = sorted(
         (score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
     )
     assert head == [1, 0]
-    assert first > 2 * second
+    assert first > 1.5 * second
+
+
+def test_induction_is_the_weight_on_what_followed_the_token_before(visit):
+    run = random_run({"attention": {"window": 6}})
+    tab = visit(build_page(run))
+    tokens = [7, 7, 9, 8, 7, 5, 9, 7, 8, 8]
+    followers = {4: [1, 2], 6: [3], 7: [1, 2, 5], 8: [4], 9: [4]}  # not the token itself
+    model = rounded(run, "bfloat16").model
+    weights = compute_attention_weights(model, tokens)  # (L, H, T, T)
+    expected = torch.stack([weights[:, :, t, keys].sum(-1) for t, keys in followers.items()])
+    found = tab.evaluate(
+        """tokens => {
+          const reader = new Reader(opened.gpt);
+          reader.read(tokens);
+          return [
+            summarizeHeads(opened.gpt, reader.record)
+              .map((row) => row.map(({ induction }) => induction)),
+            measureEvenInduction(reader.record),
+          ]; }""",
+        tokens,
+    )
+    assert torch.tensor(found[0]) == pytest.approx(expected.mean(dim=0), abs=1e-4)
+    shares = [len(keys) / (t + 1) for t, keys in followers.items()]
+    assert found[1] == pytest.approx(sum(shares) / len(shares))

@@ -262,12 +262,15 @@ def test_attributions_are_those_of_the_model(visit):
 def test_the_induction_head_is_named_by_its_score(visit):
     tab = opened(visit, random_run())
     tab.locator("#kinds > summary").click()
-    scores = tab.evaluate("measureInduction(opened.gpt, opened.tokenizer).flat()")
+    tab.locator("textarea").fill("abc")
+    assert tab.locator("[data-focus^='induction-']").count() == 0  # as nothing comes twice
+    tab.locator("textarea").fill(PROMPT)
+    tab.get_by_role("button", name="Repeat my text").click()
+    assert tab.locator("textarea").input_value() == f"{PROMPT}\n{PROMPT}"
+    scores = tab.evaluate("now.heads().flat().map(({ induction }) => induction)")
     shown = tab.locator("[data-focus^='induction-']").first
     best = scores.index(max(scores))
     assert shown.inner_text() == f"layer {best // 4}, head {best % 4}"
-    tab.get_by_role("button", name="Repeat my text").click()
-    assert tab.locator("textarea").input_value() == f"{PROMPT}\n{PROMPT}"
     tab.locator("[data-focus=induction-switch]").click()
     assert tab.evaluate("state.off.heads") == [[best // 4, best % 4]]
     halves = tab.locator(".halves .number").all_inner_texts()
@@ -400,3 +403,21 @@ def test_all_is_said_in_both_languages():
 
 def read(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_a_text_that_is_slow_to_read_waits_for_a_pause_in_typing(visit):
+    tab = opened(visit, random_run())
+    tab.evaluate("readingTime = 1000; 0")
+    tab.locator("textarea").fill("another text")
+    before, tokens = tab.evaluate(
+        "() => [now.tokens, tokenizer.encode('another text')].map((each) => Array.from(each))"
+    )
+    assert before != tokens
+    tab.wait_for_function(
+        "tokens => JSON.stringify(Array.from(now.tokens)) === tokens",
+        arg=str(tokens).replace(" ", ""),
+    )
+    tab.evaluate("readingTime = 1000; 0")
+    tab.locator("textarea").fill("a third")
+    tab.get_by_role("button", name="One token").click()  # before the pause
+    assert tab.locator("textarea").input_value().startswith("a third")
