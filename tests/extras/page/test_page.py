@@ -8,6 +8,8 @@ import pytest
 
 from gptmini.extras.page import export
 from gptmini.extras.page.export import build_page
+from gptmini.tokenizer.bpe import WORD_PATTERN
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
 from gptmini.tokenizer.tokenizers import CharTokenizer
 from tests.extras.page.samples import SHAPES, random_run, rounded
 from tests.support import HOSTILE
@@ -331,6 +333,19 @@ def test_hostile_texts_run_nothing(visit):
     assert "<img src=x onerror=alert(1)>" in tab.locator("h1").inner_text()
     tab.locator("textarea").fill("<script>alert(2)</script><svg onload=alert(3)>")
     assert tab.locator(".first .chip", has_text="<").count() >= 3
+
+
+def test_a_hostile_name_of_a_special_token_runs_nothing(visit):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    name = HOSTILE.removesuffix("\ud800")  # which no text can hold
+    tokenizer = create_bpe_tokenizer("bpe", WORD_PATTERN, ranks, {name: 256}, name, adds_bos=True)
+    tab = opened(visit, random_run("gpt2", tokenizer), "abc")
+    assert "<img" in tab.locator(".first .chip").first.inner_text()
+    for section in ("#kinds", "#cause"):
+        tab.locator(f"{section} > summary").click()
+    for station in tab.evaluate("listStations()"):
+        open_station(tab, station)
+        assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
 
 
 def test_it_speaks_chinese(visit, browser):
