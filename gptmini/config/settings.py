@@ -88,9 +88,9 @@ class ModelConfig(Section):
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies; raise it for long contexts."""
     rope_scaling: Annotated[list[Positive], Field(min_length=4, max_length=4)] | None = None
-    """Slower rotation, as of Llama 3.1: factor, low_freq_factor, high_freq_factor, old context."""
+    """Slower rotation, as in Llama 3.1: factor, low_freq_factor, high_freq_factor, old context."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalization; on a CPU layernorm is the faster."""
+    """Normalization; on a CPU layernorm is faster."""
     norm_eps: Positive = 1e-5
     """Added to the variance in norms, against division by zero."""
     activation: Literal["gelu", "swiglu", "relu2"] = "relu2"
@@ -164,7 +164,7 @@ class TokenizerConfig(Section):
     """One of byte, char and bpe (learned from the text); or the name of a tiktoken encoding such as
     gpt2; or a saved tokenizer (.json). auto: bpe, or byte for less than 40 KB to train on."""
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] | None = None
-    """Number of tokens of a bpe tokenizer; null: as suits the text, the model and given minutes."""
+    """Number of tokens of a bpe tokenizer; null: chosen for the text, the model and the minutes."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.vocab_size is not None and self.kind != "bpe":
@@ -332,7 +332,8 @@ class SampleConfig(Section):
     stop: StopTexts = []
     """Stop before any of these texts, which are left out; at most 16 of 1,000 characters."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """Stands in for an empty prompt; null: the end-of-text token. Default: what training knows."""
+    """Stands in for an empty prompt; null: the end-of-text token. Default: null if training read
+    that token often, else a line break or a common character."""
     seed: Seed = 1337
     """Random seed for sampling."""
     overflow: Literal["slide", "stop", "error"] = "slide"

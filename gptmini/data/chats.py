@@ -1,7 +1,7 @@
 """Conversations to train on: checked as they are read, then made tokens by a chat template.
 
-Only what the assistant says is learned, and that it ends there; all else is read for its sake. The
-bit `IGNORED` marks the tokens of a conversation that the loss ignores.
+The loss counts the assistant's turns and the token that ends each; the bit `IGNORED` marks all
+other tokens of a conversation.
 """
 
 from typing import Any, NoReturn

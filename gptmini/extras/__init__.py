@@ -1,5 +1,7 @@
 """Guests: parts that nobody needs to train a GPT and to generate with it.
 
 The core never imports them, and no guest imports another: the commands load a guest when they run.
-Without this folder everything else still works.
+Without this folder everything else still works, and .ci/run tests that. What is lost: the commands
+`serve`, `compare`, `export` and `import`, pages of `inspect`, `size --accelerator`, and from Python
+`gptmini.export_run` and `gptmini.import_model`.
 """

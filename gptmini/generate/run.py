@@ -223,8 +223,9 @@ class Run:
         **settings: Any,
     ) -> Generation:
         """Continue several prompts in one batch; each gets the text that it gets alone.
-        (Exactly with the compiled engine; PyTorch's rounds logits of other batches otherwise.)
-        A prompt is a text, or a list of tokens, such as `encode_chat` returns.
+
+        That holds to the bit with the compiled engine, elsewhere up to the rounding of logits. A
+        prompt is a text, or a list of tokens, such as `encode_chat` returns.
 
             generation = run.start(["The ", "A "], max_new_tokens=50)
             for number, characters in generation:  # as they grow

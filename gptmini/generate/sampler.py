@@ -1,12 +1,11 @@
 """The sampling loop: draw the next token of every text, until all have ended.
 
-Texts are sampled as a batch; each gets the tokens that it would get alone. (Exactly with the
-compiled engine; PyTorch's may round the logits of other batches otherwise.) When a text fills the
-context of the model, `sample.overflow` decides: `error` refuses it before it begins,
-`stop` ends it, and `slide` keeps the newer half of the context and prefills it again from position
-0. Sliding works for learned and rotary positions and for windowed layers alike, costs about one
-prefilled token for each token drawn, and shows the model the same tokens at the same positions with
-and without the cache.
+Texts are sampled as a batch; each gets the tokens that it would get alone: to the bit with the
+compiled engine, elsewhere up to the rounding of logits. When a text fills the context of the model,
+`sample.overflow` decides: `error` refuses it before it begins, `stop` ends it, and `slide` keeps
+the newer half of the context and prefills it again from position 0. Sliding works for learned and
+rotary positions and for windowed layers alike, costs about one prefilled token for each token
+drawn, and shows the model the same tokens at the same positions with and without the cache.
 
 `speculative.py` draws the same tokens, several in one pass.
 

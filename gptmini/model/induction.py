@@ -1,7 +1,8 @@
 """Wires an induction head before training: the model begins with attention that finds repetitions.
 
-Where a text says again what it said before, an induction head predicts how it went on then (Elhage
-et al. 2021, Olsson et al. 2022): after "Mr Dursley ... Mr Durs" it says "ley". It takes two layers:
+An induction head continues repetitions: it finds where the current token occurred before and
+predicts what followed it there (Elhage et al. 2021, Olsson et al. 2022). After "Mr Dursley ... Mr
+Durs" it says "ley". It takes two layers:
 
 1. A head of the first layer looks at the token before and passes it on.
 2. A head of the second layer looks for positions where the token before, as passed on, is the

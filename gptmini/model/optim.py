@@ -18,7 +18,8 @@ from gptmini.model.gpt import GPT
 def get_learning_rate(config: TrainConfig, step: int) -> float:
     """Warm up linearly, stay at lr, then decay to min_lr: a warmup-stable-decay schedule.
 
-    The decay is linear or a cosine, over the last `cooldown` of the steps.
+    The decay is linear or a cosine, over the last `cooldown` of the steps. Until it begins, the
+    rate does not depend on `steps`, so `train.minutes` may still change them.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -198,11 +199,11 @@ class Optimizer:
         decayed = [p for p in self.names if p in linear - by_muon]
         others = [p for p in self.names if p not in linear and p is not model.embed.weight]
         # Each group has its learning rate as a multiple of `lr`.
-        embed_scale = (config.embed_lr or config.lr) / config.lr
+        embed_ratio = (config.embed_lr or config.lr) / config.lr
         groups = [
-            {"params": decayed, "weight_decay": config.weight_decay, "lr_scale": 1.0},
-            {"params": embeddings, "weight_decay": 0.0, "lr_scale": embed_scale},
-            {"params": others, "weight_decay": 0.0, "lr_scale": 1.0},
+            {"params": decayed, "weight_decay": config.weight_decay, "lr_ratio": 1.0},
+            {"params": embeddings, "weight_decay": 0.0, "lr_ratio": embed_ratio},
+            {"params": others, "weight_decay": 0.0, "lr_ratio": 1.0},
         ]
         groups = [group for group in groups if group["params"]]  # AdamW refuses an empty one
         beta1, beta2 = config.betas
@@ -210,9 +211,9 @@ class Optimizer:
         self.optimizers: list[torch.optim.Optimizer] = [adamw]
         if matrices:
             muon = Muon(matrices, config.weight_decay, dtype, orthogonalize)
-            muon.param_groups[0]["lr_scale"] = config.muon_lr / config.lr
+            muon.param_groups[0]["lr_ratio"] = config.muon_lr / config.lr
             self.optimizers.append(muon)
-        self.is_own = True  # so its state is known beforehand
+        self.has_known_state = True  # STATE_KEYS names its tensors
         self._first_states = [deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
     @classmethod
@@ -224,20 +225,20 @@ class Optimizer:
         wrapped = cls.__new__(cls)
         wrapped.names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped.optimizers = [optimizer]
-        wrapped.is_own = False
+        wrapped.has_known_state = False
         wrapped._first_states = [deepcopy(optimizer.state_dict())]
         first = optimizer.param_groups[0]["lr"]
         if not first > 0:
             raise ConfigError("optimizer: the learning rate of its first group must be above 0")
         for group in optimizer.param_groups:
-            group["lr_scale"] = group["lr"] / first
+            group["lr_ratio"] = group["lr"] / first
         return wrapped
 
     def step(self, lr: float) -> None:
         """Update the weights and clear the gradients; other rates than `lr` are in proportion."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
+                group["lr"] = lr * group["lr_ratio"]
             optimizer.step()
             optimizer.zero_grad()
 

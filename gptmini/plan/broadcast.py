@@ -74,7 +74,7 @@ def plan_on_all_ranks(
         requested=Requested(requested, config, run.path, existing, tokenizer),
         config=config,
         corpus=corpus,
-        text=measure_corpus(config, corpus),
+        text_size=measure_corpus(config, corpus),
         machine=Machine(compute, group.world_size, started),
         seconds_per_step=planned["seconds_per_step"],
         compile_outcome=planned["compile_outcome"],

@@ -47,7 +47,7 @@ class Requested:
 class Plan:
     """All that a run needs before its first step: a complete configuration, a text, a machine.
 
-    text: how long the text is, in rows of this configuration.
+    text_size: how long the text is, in rows of this configuration.
     step_time: that of a step in which one process makes all passes, if choosing the sizes found it.
     seconds_per_step: what a step was measured to take, if one was measured.
     compile_outcome: what came of trying torch.compile, in words.
@@ -56,7 +56,7 @@ class Plan:
     requested: Requested
     config: Config
     corpus: Corpus
-    text: TextSize
+    text_size: TextSize
     machine: Machine
     step_time: StepTime | None = None
     seconds_per_step: float | None = None

@@ -68,9 +68,9 @@ def describe_training(config: Config, plan: Plan | None) -> dict[str, Any]:
 def _describe_text(plan: Plan) -> dict[str, Any]:
     """Count the tokens of a text, and how often training reads them."""
     return {
-        "an_epoch": plan.text.total,
+        "an_epoch": plan.text_size.total,
         "held_out": plan.corpus.held_out,
-        "epochs": count_epochs(plan.config, plan.text),
+        "epochs": count_epochs(plan.config, plan.text_size),
     }
 
 
@@ -273,7 +273,7 @@ def _suggest_savings(facts: dict[str, Any]) -> str:
 
 
 def _format_long_duration(seconds: float) -> str:
-    """Write a duration in the largest unit of which there are two, but minutes from 60 s on."""
+    """Write a duration in the largest unit that fits twice, but in minutes from 60 s on."""
     if seconds < 1.5:
         return "about a second"
     if seconds < 60:

@@ -52,7 +52,8 @@ MIN_TIME_SHARE_LEFT = 0.8
 SAMPLES_PER_FILE = 10
 TOKENS_PER_SAMPLE = 1000
 
-# A base that has read little of the kind loses to a new model here (scripts/LOG.md, 2026-11-24).
+# A base whose tokenizer needs this many tokens for a character has hardly read such text: on this
+# many characters a new model learns more (scripts/LOG.md, 2026-11-24).
 MIN_TOKENS_OF_FOREIGN_CHARACTER = 0.4
 MIN_CHARACTERS_FOR_NEW_MODEL = 2_000_000
 
@@ -97,13 +98,13 @@ def make_plan(
 class Draft:
     """Sizes and steps for a number of minutes, chosen before the text was read.
 
-    sized: the configuration with the sizes. text: the guess by which they were chosen. seconds:
-    those that were left then.
+    sized: the configuration with the sizes. text_size: the guess by which they were chosen.
+    seconds: those that were left then.
     """
 
     sized: Config
     steps: int
-    text: TextSize
+    text_size: TextSize
     seconds: float
 
     @property
@@ -238,10 +239,10 @@ def settle_sizes(plan: Plan, draft: Draft | None) -> Plan:
         longest_row = min(map(len, files)) - 1
         stated = asked.stated.train
         config, step_time = minutes.choose_batch(config, stated, seconds, machine, longest_row)
-        text = measure_corpus(config, plan.corpus)  # in rows that may be shorter now
-        return replace(plan, config=config, text=text, step_time=step_time)
+        text_size = measure_corpus(config, plan.corpus)  # in rows that may be shorter now
+        return replace(plan, config=config, text_size=text_size, step_time=step_time)
     if not minutes.states_all_sizes(config):
-        config, _ = minutes.choose_sizes(config, seconds, machine, plan.text)
+        config, _ = minutes.choose_sizes(config, seconds, machine, plan.text_size)
     return replace(plan, config=config)
 
 
@@ -250,9 +251,10 @@ def _still_holds(draft: Draft, plan: Plan) -> bool:
     left = plan.machine.get_seconds_left(plan.requested.minutes or 0)
     if left < MIN_TIME_SHARE_LEFT * draft.seconds:
         return False
-    is_off = not 1 / MAX_GUESS_ERROR < draft.text.total / plan.text.total < MAX_GUESS_ERROR
-    read_often = reads_often(draft.config, plan.text)
-    return read_often == reads_often(draft.config, draft.text) and not (read_often and is_off)
+    error = draft.text_size.total / plan.text_size.total
+    is_off = not 1 / MAX_GUESS_ERROR < error < MAX_GUESS_ERROR
+    read_often = reads_often(draft.config, plan.text_size)
+    return read_often == reads_often(draft.config, draft.text_size) and not (read_often and is_off)
 
 
 def settle_steps(plan: Plan) -> Plan:
@@ -263,13 +265,13 @@ def settle_steps(plan: Plan) -> Plan:
     asked = plan.requested
     config = plan.config
     if asked.minutes is not None:
-        useful = compute_useful_steps(config, plan.text)
+        useful = compute_useful_steps(config, plan.text_size)
         seconds = plan.machine.get_seconds_left(asked.minutes)
         config = minutes.choose_steps(
             config, seconds, plan.machine, plan.corpus.held_out, plan.step_time, useful
         )
     elif asked.existing is not None and asked.steps_follow_minutes:
-        most = max(asked.existing.train.steps, compute_useful_steps(config, plan.text))
+        most = max(asked.existing.train.steps, compute_useful_steps(config, plan.text_size))
         config = config.with_train(steps=int(min(config.train.steps, most)))
     return replace(plan, config=config)
 
@@ -278,9 +280,9 @@ def settle_recipe(plan: Plan) -> Plan:
     """Choose what follows from how often the steps read the text."""
     config = plan.config
     if plan.requested.existing is None:
-        config = choose_recipe(config, plan.text)
-    config = choose_dropout(config, plan.text)
-    config = choose_sample_start(config, plan.corpus, plan.text)
+        config = choose_recipe(config, plan.text_size)
+    config = choose_dropout(config, plan.text_size)
+    config = choose_sample_start(config, plan.corpus, plan.text_size)
     return replace(plan, config=config)
 
 

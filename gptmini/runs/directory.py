@@ -12,6 +12,11 @@ Of a sharded model, each process writes tensor files of its own (see tensors.py)
 
 A checkpoint is written under a temporary name, synced, then renamed. Nothing in it is used before
 its bytes match the manifest, and loading it cannot run code.
+
+Beside these lie `lock`, which the process that trains the run holds, and what a killed process
+left: .tmp-*, checkpoints/.tmp* and .trash-*, which never count; step-*.damaged are checkpoints that
+were set aside. While nothing trains the run, all of them may be deleted, and older checkpoints but
+the best (`list_removable`).
 """
 
 import json
@@ -190,7 +195,7 @@ class RunDirectory:
         """Make an empty folder for the files of a checkpoint."""
         for leftover in self.checkpoints.glob(".tmp*"):  # of a process that was killed
             files.remove_tree(leftover)
-        # On Windows those stay of which another process reads a file.
+        # On Windows, one stays as long as another process reads a file in it.
         held = max((path.name for path in self.checkpoints.glob(".tmp*")), default=None)
         name = ".tmp" if held is None else f"{held}~"
         (self.checkpoints / name).mkdir()  # without parents: if the run has been moved away, fail

@@ -43,7 +43,7 @@ class Progress:
 
 
 def describe_changed_text(paths: list[str], run: Path) -> str:
-    """Return the message for a run whose text, or whose tokenizer, is another now."""
+    """Return the message for a run whose text or tokenizer has changed."""
     return (
         f"{', '.join(paths)}: not the text that {run} began with; restore it, or choose another "
         f"--out"
@@ -51,7 +51,7 @@ def describe_changed_text(paths: list[str], run: Path) -> str:
 
 
 def describe_own_model(run: Path) -> str:
-    """Return the message for a run that gptmini's own model would compute otherwise."""
+    """Return the message for a run whose model is not gptmini's, where nobody gives it."""
     return (
         f"{run}: trained with a model of its own; load it in Python, with gptmini.load(model=...)"
     )

@@ -1,8 +1,8 @@
-"""The training loop and nothing else.
+"""From a plan to a trained run: the training loop, its checkpoints, and how good a model is.
 
 Read trainer.py first, the loop; then step.py (one update), evaluate.py (the loss on held-out text)
-and batches.py (which windows of the text a step reads). state.py says what the loop works on and a
-checkpoint holds; build, checkpoint, create and resume bring it from a decision or a run on disk to
-there, and messages is what the user reads. api.py is all of it, for Python; convert.py starts a run
-with fewer KV heads, and evaluate_run.py measures a trained one. Next comes generate/.
+and batches.py (which windows of the text a step reads). state.py says what the loop works on;
+build.py makes that from a plan, checkpoint.py creates, resumes and saves a run, and messages.py is
+what the user reads. api.py is `gptmini.fit`, all of it in a function; convert.py starts a run with
+fewer KV heads or a window, and evaluate_run.py measures a trained one.
 """

@@ -69,16 +69,15 @@ class Batches:
         owners = np.repeat(np.arange(len(self.cycle_shares)), self.cycle_shares)[order]
         self.owners = owners.tolist()
         self.before = [int((owners[:place] == owner).sum()) for place, owner in enumerate(owners)]
-        self._prepared: dict[int, tuple[Tensor, Tensor]] = {}  # the batch of a step, or nothing
+        self._ahead: dict[int, tuple[Tensor, Tensor]] = {}  # the batch of a step, or nothing
 
-    def prepare(self, step: int) -> None:
-        """Read the batch of a step ahead, so that the next `get_batch` has it at once."""
-        self._prepared = {step: self._read_batch(step)}
+    def read_ahead(self, step: int) -> None:
+        """Read the batch of a step, so that the next `get_batch` has it at once."""
+        self._ahead = {step: self._read_batch(step)}
 
     def get_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this process's tokens of a step, and as targets those one later: (B, T) each."""
-        prepared = self._prepared.pop(step, None)
-        return prepared or self._read_batch(step)
+        return self._ahead.pop(step, None) or self._read_batch(step)
 
     def _read_batch(self, step: int) -> tuple[Tensor, Tensor]:
         rows = []
@@ -121,7 +120,7 @@ class GivenBatches(Batches):
         self.seq_len = seq_len
         self.batch_size = batch_size
         self.rows = rows
-        self._prepared = {}
+        self._ahead = {}
 
     def _read_batch(self, step: int) -> tuple[Tensor, Tensor]:
         tokens, targets = self._read(step)  # (B, T) each

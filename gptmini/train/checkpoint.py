@@ -128,7 +128,7 @@ def restore_checkpoint(training: Training, checkpoint: Checkpoint) -> None:
     if not checkpoint.optimizer:  # the weights of a base, or of another loop
         training.optimizer.reset()
     else:
-        if training.optimizer.is_own:
+        if training.optimizer.has_known_state:
             expected = training.optimizer.expected_state_dict()
             check_shapes(checkpoint.optimizer, expected, run.checkpoints)
         training.optimizer.load_state_dict(checkpoint.optimizer)

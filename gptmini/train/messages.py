@@ -33,7 +33,7 @@ def say_header_lines(training: Training, plan: Plan) -> None:
     say_header(_describe_recipe(training))
     say_header(_describe_machine(training, plan))
     train = training.config.train
-    epochs = count_epochs(training.config, training.text)
+    epochs = count_epochs(training.config, training.text_size)
     say_header(_describe_length(training, plan, epochs))
     memory = approximate_memory(training.config, training.compute)
     is_worth_saying = training.config.base.run is not None or memory.peak >= MIN_SHOWN_BYTES
@@ -46,7 +46,7 @@ def say_header_lines(training: Training, plan: Plan) -> None:
             f"the same"
         )
     if not training.steps_follow_minutes:  # else the minutes decide, and how long the text is
-        _warn_of_many_epochs(training.config, training.text)
+        _warn_of_many_epochs(training.config, training.text_size)
 
 
 def _warn_of_many_epochs(config: Config, text: TextSize) -> None:
@@ -78,7 +78,7 @@ def _describe_model(training: Training) -> str:
 def _describe_recipe(training: Training) -> str:
     model = training.config.model
     train = training.config.train
-    risk = compute_overfitting_risk(training.config, training.text)
+    risk = compute_overfitting_risk(training.config, training.text_size)
     parts = []
     if training.own.optimizer is not None:
         parts.append(type(training.optimizer.optimizers[0]).__name__)
@@ -162,7 +162,7 @@ def describe_how_to_continue(training: Training) -> str:
     settings = training.config.train
     best = training.progress.best
     if training.step >= settings.steps or best is None:
-        useful = compute_useful_steps(training.config, training.text)
+        useful = compute_useful_steps(training.config, training.text_size)
         if training.steps_follow_minutes and settings.steps + 1 > useful:
             return "more epochs of so short a text would make the model worse"
         option = "--minutes" if training.steps_follow_minutes else "--steps"

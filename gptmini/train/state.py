@@ -67,7 +67,7 @@ class Training:
     compute: Compute
     progress: Progress
     bias: Tensor | None  # (V,), of the samples
-    text: TextSize
+    text_size: TextSize
     steps_follow_minutes: bool
     own: OwnParts
     started: float  # when the run would have begun, had it never stopped

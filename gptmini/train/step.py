@@ -92,7 +92,7 @@ def _compute_gradients(training: Training, tokens: Tensor, targets: Tensor) -> t
     training.gradients.unscale(loss_scale)
     clipped_norm = training.gradients.clip(settings.grad_clip)
     if training.compute.device.type != "cpu" and step + 1 < settings.steps:
-        training.batches.prepare(step + 1)  # while the device still computes this one
+        training.batches.read_ahead(step + 1)  # while the device still computes this one
     # In a single process, the only wait for the device in a step.
     *own_losses, norm = torch.stack([*losses, clipped_norm]).cpu().tolist()
     # One place for each micro-batch of the step, 0 for those of other ranks: so all ranks add the

@@ -283,7 +283,7 @@ def _keep_to_minutes(training: Training, bar: TrainingProgressBar) -> None:
         )
     )
     if steps > config.train.steps:
-        useful = compute_useful_steps(config, training.text)
+        useful = compute_useful_steps(config, training.text_size)
         steps = max(config.train.steps, int(min(steps, useful)))
     if config.train.minutes and steps != config.train.steps:
         training.config = config.with_train(steps=steps)

@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Say in a word what it means for a figure of which less is better."""
+        """Say in a word what it means for a figure where less is better."""
         if self.p_corrected is None:
             return "one run: spread unknown"
         if self.p_corrected > ERROR_RATE:

@@ -1,8 +1,11 @@
 """Serve a trained model over HTTP, in the formats of OpenAI's completions and chat completions.
 
+For programs that speak OpenAI's API, and for several people who share a model. Without this folder
+`gptmini serve` is lost; texts still come from `gptmini generate` and from Python.
+
 Read scheduler.py first: one thread generates the texts of all callers. Then completions.py (the
 JSON of a request to texts, and back), chat.py (the same for messages) and server.py (routes,
 errors, signals). limits.py says how much one request and all of them may take. Slow and idle
-connections are not limited here: that is what a proxy is for. Of the rest of gptmini, this package
-needs only generate/.
+connections are not limited here: that is what a proxy is for. Of the other rooms, this package
+needs only config/ and generate/.
 """

@@ -31,8 +31,8 @@ NON_FINITE = -1
 NO_TOKEN = -2
 
 
-class Filters(NamedTuple):
-    """The settings and random numbers of B rows, each (B, 1), float64."""
+class DrawSettings(NamedTuple):
+    """What B rows are drawn with: their settings and random numbers, each (B, 1), float64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -66,7 +66,7 @@ def draw_on_device(
         columns = settings[alike].split(1, dim=1)
         ks = [processors[row].sample.top_k or V for row in rows]
         n_sorted = max(ks) if kind == "top_k" else V
-        tokens[alike] = _draw_alike(scores[alike], kind, Filters(*columns), n_sorted)
+        tokens[alike] = _draw_alike(scores[alike], kind, DrawSettings(*columns), n_sorted)
     tokens = torch.where(is_finite, tokens, NON_FINITE)
     errors = {NON_FINITE: make_non_finite_error, NO_TOKEN: make_no_token_error}
     return [errors[token]() if token in errors else token for token in tokens.cpu().tolist()]
@@ -84,7 +84,7 @@ def _find_kind(sample: SampleConfig, vocab_size: int) -> str:
 
 
 def _list_settings(text: Text, processor: LogitsProcessor) -> list[float]:
-    """List the fields of `Filters` for a row. Filters that are off let everything pass."""
+    """List the fields of `DrawSettings` for a row. Filters that are off let everything pass."""
     sample = processor.sample
     return [
         sample.temperature,
@@ -95,7 +95,7 @@ def _list_settings(text: Text, processor: LogitsProcessor) -> list[float]:
     ]
 
 
-def _draw_alike(scores: Tensor, kind: str, filters: Filters, n_sorted: int) -> Tensor:
+def _draw_alike(scores: Tensor, kind: str, settings: DrawSettings, n_sorted: int) -> Tensor:
     """Draw a token from each row of scores (B, V), by `filter_probabilities`; (B,)."""
     if kind == "greedy":
         highest, greedy = scores.max(dim=1)  # (B,) and (B,)
@@ -105,20 +105,20 @@ def _draw_alike(scores: Tensor, kind: str, filters: Filters, n_sorted: int) -> T
     if kind != "unsorted":
         order = _sort(scores, n_sorted)  # (B, N)
         values = scores.gather(1, order)
-    scaled = values.double() / filters.temperature  # (B, N)
+    scaled = values.double() / settings.temperature  # (B, N)
     highest = scaled.amax(dim=1, keepdim=True)  # (B, 1)
     weights = (scaled - highest).exp()  # (B, N), the most likely token weighs 1
     if order is not None:
         rank = torch.arange(order.shape[1], device=scores.device)
-        weights = torch.where(rank < filters.top_k, weights, 0)
-        enough = filters.top_p * weights.sum(dim=1, keepdim=True)
+        weights = torch.where(rank < settings.top_k, weights, 0)
+        enough = settings.top_p * weights.sum(dim=1, keepdim=True)
         before = weights.cumsum(dim=1) - weights  # of all tokens more likely than each
         weights = torch.where(before < enough, weights, 0)
-    weights = torch.where(weights >= filters.min_p, weights, 0)
+    weights = torch.where(weights >= settings.min_p, weights, 0)
     sums = weights.cumsum(dim=1)  # (B, N)
     total = sums[:, -1:]
     # Rounding must not lead past the last weight, which may be followed by zeros.
-    target = torch.minimum(filters.random * total, total.nextafter(torch.zeros_like(total)))
+    target = torch.minimum(settings.random * total, total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(sums, target, right=True)  # (B, 1)
     # A row without any token to draw has no sums, only NaN.
     index = index.clamp(max=sums.shape[1] - 1)

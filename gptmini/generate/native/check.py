@@ -227,7 +227,7 @@ def _round_inputs(model: GPT, weights: str) -> None:
 
 
 class _BlocksInFloat32(nn.ModuleList):
-    """Blocks of which those that are not in float32 are copied to it while they are looked at."""
+    """Blocks in float32: one of another type is copied while it is looked at."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         for block in super().__iter__():

@@ -132,7 +132,7 @@ def test_a_batch_that_was_read_ahead_is_the_same_and_no_other(monkeypatch):
     reads = []
     read = data._read_batch
     monkeypatch.setattr(data, "_read_batch", lambda step: reads.append(step) or read(step))
-    data.prepare(3)
+    data.read_ahead(3)
     assert reads == [3]
     for step in (2, 3, 3):  # another step, as after a rewind; then the one that was read; again
         for ours, right in zip(data.get_batch(step), make().get_batch(step), strict=True):

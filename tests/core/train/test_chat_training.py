@@ -114,7 +114,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_whole_batch(base, chats, t
 def test_a_batch_without_any_answer_changes_nothing(base, chats, tmp_path):
     training = start(make_config(base, chats), tmp_path)
     tokens, targets = training.batches.get_batch(0)
-    training.batches._prepared = {0: (tokens, torch.full_like(targets, IGNORE_INDEX))}
+    training.batches._ahead = {0: (tokens, torch.full_like(targets, IGNORE_INDEX))}
     gradients = compute_gradients(training)
     assert training.first_loss == 0  # type: ignore[attr-defined]
     assert not any(gradient.any() for gradient in gradients.values())
