@@ -199,6 +199,9 @@ def _explain(error: Exception) -> tuple[Sequence[str], int]:
 
 def _explain_failed_computation(error: Exception) -> tuple[Sequence[str], int]:
     """Return the lines and the exit code of a failure that torch reports, or of one of our own."""
+    if isinstance(error, ModuleNotFoundError) and f"{error.name}".startswith("gptmini.extras"):
+        folder = f"{error.name}".replace(".", "/")
+        return [f"{folder} was deleted; restore it to use this command"], 5
     if re.search("MemoryError|out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
         return ["out of memory; lower train.micro_batch_size, --batch-size or the model's size"], 5
     varying = re.match(r"(\S+) does not have a deterministic implementation", str(error))

@@ -365,6 +365,9 @@ class RMSNorm extends LayerNorm {
 class MLP {
   constructor(config, weights, name) {
     this.activation = config.activation;
+    if (!["swiglu", "relu2", "gelu"].includes(this.activation)) {
+      throw Error(`model.js does not know the activation ${this.activation}`);
+    }
     this.gateProj = this.activation === "swiglu" ? new Linear(weights, `${name}.gate_proj`) : null;
     this.upProj = new Linear(weights, `${name}.up_proj`);
     this.downProj = new Linear(weights, `${name}.down_proj`);

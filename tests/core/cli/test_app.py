@@ -201,6 +201,15 @@ def test_help_answers_without_torch():
     assert "generate" in done.stdout
 
 
+def test_a_command_of_a_deleted_guest_says_so(gptmini, monkeypatch):
+    for name in ("gptmini.extras", "gptmini.extras.interop"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, _, err = gptmini("import", "somewhere")
+    assert code == 5
+    assert "gptmini/extras" in err
+    assert err.count("\n") == 1
+
+
 def test_the_version(gptmini):
     assert gptmini("--version") == (0, f"gptmini {__version__}\n", "")
 
