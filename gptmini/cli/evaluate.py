@@ -49,7 +49,13 @@ def evaluate(
         corpus.check_paths(data, run_config.data)  # names a wrong path before torch is loaded
     from gptmini.generate.run import load_run
     from gptmini.machine import pick_device
-    from gptmini.train.evaluate_run import evaluate_run, load_text
+    from gptmini.train.evaluate_run import (
+        evaluate_run,
+        get_held_out,
+        load_corpus,
+        load_text,
+        measure_xz,
+    )
 
     trained = load_run(path, pick_device(device).type, weights, cache)
     window = trained.config.seq_len
@@ -57,9 +63,11 @@ def evaluate(
         raise ConfigError(
             f"--stride {stride}: longer than the window of {window} tokens; use at most {window}"
         )
-    texts = load_text(trained, data, cache, split)
+    own = None if data else load_corpus(trained, cache, split)
+    texts = load_text(trained, data, cache) if own is None else get_held_out(own, split)
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
     facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
+    facts["xz_bits_per_byte"] = None if own is None else measure_xz(own, split)
     print(json.dumps(facts) if as_json else _format_evaluation(facts))
 
 
@@ -72,10 +80,14 @@ def _format_evaluation(facts: dict[str, Any]) -> str:
             return ""
         return f" ± {half_width:.4f}{' (rough)' if facts['windows'] < FEW_WINDOWS else ''}"
 
-    return (
-        f"loss           {facts['loss']:.4f}{interval('loss')} nats per token\n"
-        f"perplexity     {facts['perplexity']:,.3f}\n"
-        f"bits per byte  {facts['bits_per_byte']:.4f}{interval('bits_per_byte')}\n"
-        f"accuracy       {100 * facts['accuracy']:.2f} % (top-1)\n"
-        f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
-    )
+    lines = [
+        f"loss           {facts['loss']:.4f}{interval('loss')} nats per token",
+        f"perplexity     {facts['perplexity']:,.3f}",
+        f"bits per byte  {facts['bits_per_byte']:.4f}{interval('bits_per_byte')}",
+        f"accuracy       {100 * facts['accuracy']:.2f} % (top-1)",
+        f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes",
+    ]
+    xz = facts["xz_bits_per_byte"]
+    if xz is not None:
+        lines.append(f"xz             {xz:.4f} bits per byte, once it has read the training text")
+    return "\n".join(lines)

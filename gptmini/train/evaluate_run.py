@@ -1,22 +1,27 @@
 """Evaluates a trained run on its held-out text or on another text."""
 
+import lzma
 import math
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from gptmini.console import iter_with_progress
 from gptmini.data.corpus import prepare_corpus, prepare_text
-from gptmini.data.token_file import TokenFile
+from gptmini.data.token_file import Corpus, TokenFile
 from gptmini.errors import CheckpointError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.machine import Compute, pick_device
+from gptmini.tokenizer.tokenizers import Tokenizer
 from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
 
 Split = Literal["validation", "test"]
+MAX_XZ_BYTES = 5_000_000  # of the text to train on; it takes about 5 seconds a million
+MAX_XZ_TOKENS = MAX_XZ_BYTES  # a token has a byte at least
 
 
 def evaluate_text(
@@ -53,6 +58,11 @@ def load_text(
 
 def load_held_out(run: Run, cache: Path, split: Split = "validation") -> list[TokenFile]:
     """Return a held-out part of a run's text; DataError if the text has changed since training."""
+    return get_held_out(load_corpus(run, cache, split), split)
+
+
+def load_corpus(run: Run, cache: Path, split: Split = "validation") -> Corpus:
+    """Return the text of a run; DataError if it has changed since training, or lacks the part."""
     if "-" in run.config.data.path:
         raise DataError(
             f"{run.path}: was trained on standard input, which is gone; give a text with --data"
@@ -68,7 +78,35 @@ def load_held_out(run: Run, cache: Path, split: Split = "validation") -> list[To
             f"{corpus.name}: not the text that {run.path} was trained on; restore it, or give "
             f"another with --data"
         )
+    return corpus
+
+
+def get_held_out(corpus: Corpus, split: Split) -> list[TokenFile]:
+    """Return the files of a held-out part."""
     return corpus.test if split == "test" else corpus.validation
+
+
+def measure_xz(corpus: Corpus, split: Split = "validation") -> float | None:
+    """Measure the bits per byte of xz on a held-out part, once it has read the training part.
+
+    A scale for a model's own figure: it shows how much of the part repeats what was trained on.
+    None where xz would take long.
+    """
+    if sum(map(len, corpus.training)) > MAX_XZ_TOKENS:
+        return None
+    training = read_bytes(corpus.training, corpus.tokenizer)
+    held_out = read_bytes(get_held_out(corpus, split), corpus.tokenizer)
+    if len(training) > MAX_XZ_BYTES or not held_out:
+        return None
+    sizes = [len(lzma.compress(text, preset=9)) for text in (training, training + held_out)]
+    return 8 * (sizes[1] - sizes[0]) / len(held_out)
+
+
+def read_bytes(files: list[TokenFile], tokenizer: Tokenizer) -> bytes:
+    """Read the text of token files, without their special tokens."""
+    is_text = tokenizer.compute_byte_lengths() > 0
+    tokens = np.concatenate([file.read(0, len(file)) for file in files])
+    return b"".join(tokenizer.decode_token(int(token)) for token in tokens[is_text[tokens]])
 
 
 def evaluate_run(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gptmini.runs.directory import RunDirectory
@@ -28,6 +29,25 @@ def test_evaluate_prints_the_figures_of_its_json_and_the_same_every_time(trained
     assert rows["bits per byte"] == f"{facts['bits_per_byte']:.4f}"
     assert rows["text"] == f"{facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
     assert 0 < facts["accuracy"] < 1
+    assert rows["xz"].startswith(f"{facts['xz_bits_per_byte']:.4f}")
+
+
+def test_xz_is_a_scale_for_the_held_out_text(gptmini, tmp_path):
+    """Of a text that repeats what was trained on it needs next to nothing, of noise all bits."""
+    noise = np.random.default_rng(0).integers(0, 2**32, 4000)
+    repeated = "".join(f"{number:08x}\n" for number in noise[:1000])
+    (tmp_path / "noise.txt").write_text("".join(f"{number:08x}\n" for number in noise))
+    (tmp_path / "repeated.txt").write_text(repeated * 4)
+
+    def measure(name: str) -> float | None:
+        words = ["--data", f"{name}.txt", *SMALL, "--out", f"runs/{name}"]
+        assert gptmini("train", *words)[0] == 0
+        return json.loads(gptmini("evaluate", f"runs/{name}", "--json")[1])["xz_bits_per_byte"]
+
+    assert measure("repeated") < 0.1
+    assert 8 * 4 / 9 < measure("noise") < 5  # four bits a digit, nine bytes a line
+    words = ["evaluate", "runs/noise", "--data", "repeated.txt", "--json"]
+    assert json.loads(gptmini(*words)[1])["xz_bits_per_byte"] is None  # no text of its own
 
 
 def test_evaluate_says_how_far_to_trust_its_interval(trained):
