@@ -26,12 +26,13 @@ def test_a_run_goes_out_and_comes_back(gptmini, tmp_path):
     }
     assert "context of 40 tokens" in Path("runs/my-hf/README.md").read_text()
     assert json.loads(Path("runs/my-hf/config.json").read_text())["rope_scaling"] is None
-    code, _, err = gptmini("import", "runs/my-hf", "--out", "runs/back", "--context-length", "20")
+    code, _, err = gptmini("import", "runs/my-hf", "--out", "runs/a b", "--context-length", "20")
     assert code == 0
-    assert "runs/back: 0.1 M parameters, context 20, vocabulary 300" in err
-    assert gptmini("generate", "runs/back", "--prompt", "It", "--max-new-tokens", "2")[0] == 0
-    assert gptmini("evaluate", "runs/back")[0] == 3
-    code, _, err = gptmini("train", "runs/back")
+    assert "runs/a b: 0.1 M parameters, context 20, vocabulary 300" in err
+    assert "gptmini generate 'runs/a b' --prompt TEXT" in err
+    assert gptmini("generate", "runs/a b", "--prompt", "It", "--max-new-tokens", "2")[0] == 0
+    assert gptmini("evaluate", "runs/a b")[0] == 3
+    code, _, err = gptmini("train", "runs/a b")
     assert code == 3
     assert "fine-tune that with gptmini train --from RUN" in err
 
