@@ -62,9 +62,10 @@ def export(
     file = quote(out)
     name = quote(path.name)
     modelfile = quote(out.parent / "Modelfile")
+    source = quote(f"FROM ./{out.name}")
     say(f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT")
     say(
-        f"Ollama:     echo 'FROM ./{out.name}' > {modelfile} && "
+        f"Ollama:     echo {source} > {modelfile} && "
         f"ollama create {name} -f {modelfile} && ollama run {name}"
     )
 

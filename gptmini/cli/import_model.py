@@ -1,6 +1,5 @@
 """`gptmini import`: make a run of a pretrained model."""
 
-import shlex
 from pathlib import Path
 
 from gptmini.cli.options import RUNS_FOLDER, argument, option
@@ -19,7 +18,7 @@ def import_model(
     ),
 ) -> None:
     """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
-    from gptmini.console import say
+    from gptmini.console import quote, say
     from gptmini.extras.interop.import_model import (
         choose_run_name,
         parse_source,
@@ -30,7 +29,7 @@ def import_model(
     source = parse_source(model)
     out = out or RUNS_FOLDER / choose_run_name(source)
     config, tokenizer = write_imported_run(source, out, context_length)
-    name = shlex.quote(str(out))
+    name = quote(out)
     say(
         f"{out}: {count_parameters(config) / 1e6:,.1f} M parameters, "
         f"context {config.context_length:,}, vocabulary {tokenizer.vocab_size:,}; "

@@ -40,6 +40,9 @@ def test_ranks_share_batches_and_with_shard_the_weights(gptmini, text_file):
     replica = planned(gptmini, *words, "4", "--set", "train.micro_batch_size=1")
     assert replica["memory"]["weights"] == alone["weights"]
     assert replica["time"]["collectives"] == {"all_reduce": 4 * replica["parameters"]["all"]}
+    time = replica["time"]
+    assert time["tokens_per_second"] == pytest.approx(4 * 16 / time["seconds_per_step"])
+    assert time["tokens_per_second_per_rank"] == pytest.approx(16 / time["seconds_per_step"])
     code, out, err = gptmini("size", *WORDS, *words, "4", "--shard", "--network", "100")
     assert code == 0, err
     assert "MiB per rank at the peak, micro-batch 1" in out

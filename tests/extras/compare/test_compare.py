@@ -128,6 +128,15 @@ def test_finished_runs_are_compared_and_grouped_by_what_differs(compared, tmp_pa
     )
 
 
+def test_what_a_machine_chose_is_no_difference_between_variants(tmp_path):
+    runs = [tmp_path / "seed-1", tmp_path / "seed-2"]
+    chosen = [{"compile": "on", "micro_batch_size": 4}, {"compile": "off", "micro_batch_size": 2}]
+    for seed, (path, settings) in enumerate(zip(runs, chosen, strict=True)):
+        path.mkdir()
+        RunDirectory(path).write_config(tiny(train={"seed": seed, **settings}))
+    assert list(compare.group_runs(runs).values()) == [runs]
+
+
 def test_variants_are_measured_on_the_test_part_on_request(gptmini, text_file, tmp_path):
     words = ["compare", "--data", "text.txt", *SMALL, "--attention", "mha"]
     words += ["--set", "data.test=0.2"]

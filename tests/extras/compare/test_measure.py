@@ -111,9 +111,11 @@ def test_variants_are_read_with_equal_context_whatever_their_windows(text_file, 
     short, long = (variant.runs[0] for variant in unlike)
     assert (short.seq_len, short.stride, long.seq_len, long.stride) == (8, 4, 16, 8)
     assert short.bits_per_byte == pytest.approx(long.bits_per_byte, rel=1e-6)
+    known = tmp_path / "compare.json"
+    known.write_text(json.dumps(to_json(unlike)))  # and losses in other windows are not these
     alone = {"8": runs["8"]}  # nothing to agree with: windows side by side, as evaluate has them
     ((side_by_side,),) = (
-        variant.runs for variant in measure.measure_variants(alone, None, cache, tmp_path / "x")
+        variant.runs for variant in measure.measure_variants(alone, None, cache, known)
     )
     assert side_by_side.stride == 8
     assert side_by_side.bits_per_byte != pytest.approx(short.bits_per_byte, rel=1e-4)

@@ -71,6 +71,16 @@ def test_runs_measured_on_different_texts_get_a_warning():
     assert "warning: measured on different texts" in variants.format_comparison([one, two])
 
 
+def test_curves_run_over_tokens_where_all_saw_the_same_number_else_over_minutes():
+    one, two = variant("a", 2.0), variant("b", 2.0)
+    _, curves = variants.build_histories([one, two])
+    assert curves["a"] == curves["b"] == [[(1e-6, 9.0), (2e-6, 2.0)]]
+    two.runs[0].history.append((3, 120.0, 1.0))
+    label, curves = variants.build_histories([one, two])
+    assert "minutes" in label
+    assert curves["b"] == [[(1 / 60, 9.0), (2 / 60, 2.0), (2.0, 1.0)]]
+
+
 def test_the_table_says_what_was_measured():
     one = variant("a", 2.0)
     assert "bits/byte: on the validation part\n" in variants.format_comparison([one])

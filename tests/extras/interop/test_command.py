@@ -1,11 +1,13 @@
 """`gptmini export` and `import` as they are typed."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 import gptmini as package
+from gptmini import console
 from gptmini.extras.interop import export as exporting
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -13,7 +15,7 @@ from tests.samples import run_of
 from tests.support import TINY
 
 
-def test_a_run_goes_out_and_comes_back(gptmini, tmp_path):
+def test_a_run_goes_out_and_comes_back(gptmini, tmp_path, monkeypatch):
     run_of(tmp_path / "runs" / "my")
     code, out, err = gptmini("export")
     assert (code, out) == (0, "runs/my-hf\n")
@@ -26,12 +28,17 @@ def test_a_run_goes_out_and_comes_back(gptmini, tmp_path):
     }
     assert "context of 40 tokens" in Path("runs/my-hf/README.md").read_text()
     assert json.loads(Path("runs/my-hf/config.json").read_text())["rope_scaling"] is None
-    code, _, err = gptmini("import", "runs/my-hf", "--out", "runs/back", "--context-length", "20")
+    code, _, err = gptmini("import", "runs/my-hf", "--out", "runs/a b", "--context-length", "20")
     assert code == 0
-    assert "runs/back: 0.1 M parameters, context 20, vocabulary 300" in err
-    assert gptmini("generate", "runs/back", "--prompt", "It", "--max-new-tokens", "2")[0] == 0
-    assert gptmini("evaluate", "runs/back")[0] == 3
-    code, _, err = gptmini("train", "runs/back")
+    assert "runs/a b: 0.1 M parameters, context 20, vocabulary 300" in err
+    assert "gptmini generate 'runs/a b' --prompt TEXT" in err
+    with monkeypatch.context() as windows:
+        windows.setattr(console, "IS_WINDOWS", True)
+        _, _, err = gptmini("import", "runs/my-hf", "--out", "runs/c d")
+    assert 'gptmini generate "runs/c d" --prompt TEXT' in err
+    assert gptmini("generate", "runs/a b", "--prompt", "It", "--max-new-tokens", "2")[0] == 0
+    assert gptmini("evaluate", "runs/a b")[0] == 3
+    code, _, err = gptmini("train", "runs/a b")
     assert code == 3
     assert "fine-tune that with gptmini train --from RUN" in err
 
@@ -43,7 +50,10 @@ def test_gguf_comes_with_the_lines_to_run_it(gptmini, tmp_path):
     assert (code, out) == (0, "runs/my-f16.gguf\n")
     assert "proof: rounding to f16 changes logits by at most" in err
     assert "llama-cli -m runs/my-f16.gguf -no-cnv -p TEXT" in err
-    assert "ollama create my -f runs/Modelfile" in err
+    assert "echo 'FROM ./my-f16.gguf' > runs/Modelfile && ollama create my -f" in err
+    _, _, err = gptmini("export", "runs/my", "--to", "gguf", "--out", "it's.gguf")
+    (line,) = [line for line in err.splitlines() if "ollama" in line]
+    assert shlex.split(line)[1:4] == ["echo", "FROM ./it's.gguf", ">"]
 
 
 def test_wrong_usage_is_named(gptmini, tmp_path, monkeypatch):

@@ -107,6 +107,14 @@ def test_vectors_and_positions_stay_in_float32(tmp_path):
 
 
 @installed
+def test_rows_that_fill_no_blocks_of_q8_0_are_in_float16():
+    types = gguf.import_gguf().GGMLQuantizationType
+    for d_ff, d_model, chosen in ((48, 64, types.Q8_0), (64, 48, types.F16)):
+        rows = torch.zeros(d_ff, d_model)
+        assert gguf.choose_type("blk.0.ffn_up.weight", rows, "q8_0") == chosen
+
+
+@installed
 def test_a_stated_head_size_is_written_wherever_llama_cpp_reads_it(tmp_path):
     """Where one of these keys is missing, llama.cpp takes d_model / n_head, which is 8 here."""
     export_run(run_of(tmp_path / "run", head_dim=16), tmp_path / "out", "gguf")

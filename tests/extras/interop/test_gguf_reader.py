@@ -224,6 +224,13 @@ def test_prompts_begin_with_the_token_that_llama_cpp_puts_there(llama, tmp_path)
         ({key: REMOVED} | llama3, [299]),  # llama.cpp's default for Llama 3
         ({key: False} | llama3, []),
     ]
+    stored = gguf.GGUFReader(llama[1]).fields
+    first: dict[str, Any] = {"tokenizer.ggml.bos_token_id": 0}  # as SmolLM2 has it
+    for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
+        values = stored[name].contents()
+        values[0], values[299] = values[299], values[0]
+        first[name] = values
+    cases.append((first | {key: True}, [0]))
     for number, (fields, expected) in enumerate(cases):
         tokenizer = read_whole(rewrite(llama[1], tmp_path / f"{number}.gguf", fields))[2]
         assert tokenizer.add_bos([]) == expected

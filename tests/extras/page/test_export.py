@@ -20,18 +20,18 @@ from tests.support import HOSTILE, bpe_file, tiny, train
 
 
 def test_a_run_becomes_one_file(gptmini, tmp_path):
-    run_of(tmp_path / "runs" / "my")
+    run_of(tmp_path / "runs" / "my-0.2")
     code, out, _ = gptmini("export", "--to", "html")
-    assert (code, out) == (0, "runs/my.html\n")
-    first = Path("runs/my.html").read_bytes()
+    assert (code, out) == (0, "runs/my-0.2.html\n")
+    first = Path("runs/my-0.2.html").read_bytes()
     assert b"{{" not in first
     assert b"bfloat16" in first
-    assert gptmini("export", "runs/my", "--to", "html", "--out", "page.html")[0] == 0
+    assert gptmini("export", "runs/my-0.2", "--to", "html", "--out", "page.html")[0] == 0
     assert Path("page.html").read_bytes() == first
-    words = ("export", "runs/my", "--to", "html", "--weights", "int8")
+    words = ("export", "runs/my-0.2", "--to", "html", "--weights", "int8")
     assert gptmini(*words)[0] == 0
-    assert len(Path("runs/my.html").read_bytes()) < len(first)
-    code, _, err = gptmini("export", "runs/my", "--to", "html", "--weights", "f16")
+    assert len(Path("runs/my-0.2.html").read_bytes()) < len(first)
+    code, _, err = gptmini("export", "runs/my-0.2", "--to", "html", "--weights", "f16")
     assert code == 2
     assert "--weights f16" in err
 

@@ -136,6 +136,28 @@ def test_it_generates_what_generate_does_and_takes_it_back(visit):
     tab.get_by_role("button", name="Generate").click()  # goes on from there
     tab.get_by_role("button", name="Pause").click()
     assert tab.evaluate("timer") is None
+    typed = """() => {
+      generate();
+      textBox.value += "!";
+      textBox.dispatchEvent(new Event("input"));
+      return timer;
+    }"""
+    assert tab.evaluate(typed) is None  # typing stops it
+
+
+def test_the_draw_is_that_of_the_token_that_came(visit):
+    run = random_run(sample={"temperature": 1.5, "top_k": None})
+    tab = opened(visit, run, "The cat")
+    for _ in range(4):
+        tab.get_by_role("button", name="One token").click()
+    open_station(tab, "draw")
+    for count in range(4):
+        select(tab, len("The cat") - 1 + count)
+        random = tab.evaluate("(count) => drawUniform(state.sample.seed, 0, count)", count)
+        token = tab.evaluate("(count) => spellText(continuation.tokens[count])", count)
+        said = tab.locator("#station p").last.inner_text()
+        assert f"{random:.4f}: {token}." in said
+        assert said.endswith(f"({count}).")
 
 
 def open_station(tab: Any, station: str) -> None:
@@ -276,7 +298,19 @@ def test_the_induction_head_is_named_by_its_score(visit):
     tab.locator("[data-focus=induction-switch]").click()
     assert tab.evaluate("state.off.heads") == [[best // 4, best % 4]]
     halves = tab.locator(".halves .number").all_inner_texts()
-    assert len(halves) == 2
+    # What each token is given before it comes; the line break between the halves is in neither.
+    chances = tab.evaluate(
+        """text => {
+          const reader = new Reader(opened.gpt);
+          const tokens = opened.tokenizer.encode(text);
+          reader.read(tokens);
+          return tokens.slice(1).map((token, t) => softmax(reader.record[t].logits)[token]);
+        }""",
+        f"{PROMPT}\n{PROMPT}",
+    )
+    assert len(chances) == 2 * len(PROMPT)
+    for half, each in zip(halves, (chances[:21], chances[22:]), strict=True):
+        assert percent(half) == pytest.approx(sum(each) / len(each), abs=6e-4)
     shown.click()
     assert tab.evaluate("state.station") == f"attn:{best // 4}"
     assert tab.locator("#station .tile[aria-pressed=true]").get_attribute("aria-label") == (

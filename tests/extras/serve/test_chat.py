@@ -15,7 +15,8 @@ HI = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_of(tmp_path_factory.mktemp("chat") / "run", CHAT_TOKENIZER)
+    sample = {"top_p": 0.9, "min_p": 0.1}
+    return run_of(tmp_path_factory.mktemp("chat") / "run", CHAT_TOKENIZER, sample)
 
 
 def ask(run: Run, **fields: Any) -> ChatCompletion:
@@ -53,8 +54,10 @@ def test_the_default_length_leaves_room_for_all_log_probabilities(run):
 
 
 def test_null_turns_a_setting_off_and_leaves_the_end_of_an_answer(run):
-    sample = ask(run, messages=HI, top_k=None, overflow=None, seed=None).sample
-    assert (sample.top_k, sample.overflow) == (None, "stop")
+    off = dict.fromkeys(("top_k", "top_p", "min_p"))
+    sample = ask(run, messages=HI, overflow=None, seed=None, **off).sample
+    assert {key: getattr(sample, key) for key in off} == off
+    assert sample.overflow == "stop"
 
 
 @pytest.mark.parametrize(

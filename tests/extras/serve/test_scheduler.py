@@ -70,3 +70,13 @@ def test_a_request_that_does_not_fit_the_queue_is_refused_as_a_whole(run: Run):
     assert len(scheduler.waiting) == 3
     assert scheduler.submit([make_request(run)])
     assert not scheduler.submit([make_request(run)])
+
+
+def test_texts_that_nobody_waits_for_any_more_leave_the_queue(run: Run):
+    scheduler = Scheduler(run, max_rows=1, max_waiting=2, deliver=lambda deliveries: None)
+    scheduler.running = [make_request(run)]  # has the only row
+    gone, other = make_request(run), make_request(run)
+    assert scheduler.submit([gone, other])
+    gone.text.finish_reason = "gone"
+    assert scheduler._admit()
+    assert list(scheduler.waiting) == [other]

@@ -473,6 +473,11 @@ def test_a_body_that_says_it_is_too_long_is_not_waited_for(url: str, length: str
         assert read_head(waiting).startswith("HTTP/1.1 413 ")
 
 
+def test_a_body_in_chunks_that_gets_too_long_is_refused(url: str):
+    chunks = (b" " * (1 << 16) for _ in range(17))
+    assert HTTP.post(f"{url}/v1/completions", content=chunks).status_code == 413
+
+
 @pytest.mark.parametrize(
     "rest",
     [
