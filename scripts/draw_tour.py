@@ -180,7 +180,7 @@ def draw_path(names: Names) -> Figure:
     axes.text(9.3, 0.85, "× L", color=BLUE, ha="right")
     bend = {"connectionstyle": "arc3,rad=0.16"}
     draw_arrow(axes, (14.7, 0.45), (0.0, 0.45), **bend)
-    axes.text(7.35, 1.72, "append, read again", ha="center", va="center", color="grey")
+    axes.text(7.35, 1.95, "append, read again", ha="center", va="center", color="grey")
     draw_arrow(axes, (12.7, -0.75), (4.0, -0.75), color=ORANGE, connectionstyle="arc3,rad=-0.16")
     axes.text(
         8.35,
@@ -192,7 +192,7 @@ def draw_path(names: Names) -> Figure:
     )
     axes.text(8.35, -2.02, "12, 13", ha="center", va="center", color="grey", fontsize=8)
     axes.set_xlim(-0.9, 15.6)
-    axes.set_ylim(-2.2, 2)
+    axes.set_ylim(-2.2, 2.1)
     axes.axis("off")
     return figure
 
