@@ -576,7 +576,7 @@ def translate(figure: Figure) -> bool:
     for text in found:
         assert isinstance(text, Text)
         text.set_text(CHINESE[text.get_text()])
-        text.set_fontfamily(["Noto Sans CJK SC", "DejaVu Sans"])
+        text.set_fontfamily(["DejaVu Sans", "Noto Sans CJK SC"])
     return bool(found)
 
 
