@@ -76,6 +76,12 @@ def main() -> None:
         state = {"step": options.steps, "corpus": corpus.content}
         Run(options.out, config, corpus.tokenizer, model, state).save()
 
+    # 7. Next, see what its heads look at, and change the text in the page.
+    run = options.out or "runs/nano"
+    if options.out is None:
+        print(f"next: the same with --out {run}, which keeps the model; then")
+    print(f'next: gptmini inspect {run} --prompt "{options.prompt}" --out page.html')
+
 
 def train(model: GPT, corpus: Corpus, config: Config) -> None:
     """Teach the model to predict the next token, at every position of random windows."""

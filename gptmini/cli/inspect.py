@@ -14,8 +14,9 @@ def inspect(
     mask: str | None = option(
         None,
         "MASK",
-        "Show a mask instead of a model: causal, window:N, padding:N (on the left) or cross:T,S "
-        "(T queries on S keys of another text).",
+        "Show a mask instead of a model: causal, window:N, strided:N, global:W,N, padding:N (on "
+        "the right) or padding:N,left; several joined by +; or cross:T,S (T queries on S keys of "
+        "another text).",
     ),
     size: int | None = option(
         None, "N", "Positions of the mask.", min=1, max=256, show_default="12"

@@ -17,7 +17,7 @@ MIN_PANEL_INCHES = 2.2
 MAX_FULL_SIZE_TOKENS = 40  # cells shrink beyond that many
 COLOR_MAP = "magma_r"
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
-MAX_NUMBERED_TOKENS = 12  # maps of up to this many show each weight as a number
+MAX_NUMBERED_TOKENS = 12  # maps and masks of up to this many have numbers in their cells
 
 
 def check_suffix(path: Path, kinds: tuple[str, ...] = PICTURE_SUFFIXES) -> None:
@@ -57,7 +57,7 @@ def hide_borders(axis: Any) -> None:
 
 
 def draw_mask(cells: Array, title: str) -> Figure:
-    """Draw a mask (T, S): keys across, queries down, visible cells dark."""
+    """Draw a mask (T, S): keys across, queries down, visible dark; small ones with 1 and 0."""
     T, S = cells.shape
     side = min(0.28, 9 / max(T, S))  # inches per cell
     width = max(2.6, S * side + 0.8)
@@ -72,6 +72,10 @@ def draw_mask(cells: Array, title: str) -> Figure:
     for axes in (axis.xaxis, axis.yaxis):
         axes.get_major_locator().set_params(integer=True)
     axis.set(title=title, xlabel="key", ylabel="query")
+    if max(T, S) <= MAX_NUMBERED_TOKENS:
+        for (query, key), cell in np.ndenumerate(cells):
+            color = "white" if cell else "0.5"
+            axis.text(key, query, f"{cell:d}", ha="center", va="center", fontsize=8, color=color)
     for name, color in (("visible", "0.36"), ("masked", "white")):
         axis.scatter([], [], marker="s", s=60, color=color, edgecolor="0.6", label=name)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

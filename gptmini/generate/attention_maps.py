@@ -5,7 +5,7 @@ Letters: L layers, H query heads, T positions.
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,27 +185,49 @@ def summarize_heads(weights: Tensor) -> list[HeadSummary]:
 def build_mask(name: str, size: int | None = None) -> Tensor:
     """Build a mask by its name, (size, size), by default of 12 positions.
 
-    `causal`, `window:N`, `padding:N` (N positions of padding on the left), or
-    `cross:T,S`: T queries on S keys of another sequence, which is padded on the right to `size`.
+    `causal`, `window:N`, `strided:N`, `global:W,N` (a window, and the first N positions),
+    `padding:N` (N positions of padding on the right; `padding:N,left` on the left), or several of
+    them joined by `+`, which show what all of them show. `cross:T,S` has T queries on S keys of
+    another sequence, which is padded on the right to `size`.
     """
     kind, _, argument = name.partition(":")
     if kind == "cross":
         return _build_cross_mask(name, argument, size)
     if size is None:
         size = 12
-    number = _parse_number(argument)
+    visible = torch.ones(size, size, dtype=torch.bool)
+    for part in name.split("+"):
+        mask = _build_part(part, size)
+        if mask is None:
+            raise ConfigError(
+                f"--mask {shorten(name)}: unknown mask; use causal, window:N, strided:N or "
+                f"global:W,N with N at least 1, padding:N or padding:N,left with N below {size}, "
+                f"several joined by +, or cross:T,S"
+            )
+        visible &= mask
+    return visible
+
+
+def _build_part(name: str, size: int) -> Tensor | None:
+    """Build a mask that has no + in its name; None if there is no such mask."""
+    kind, _, argument = name.partition(":")
+    words = argument.split(",") if argument else []
+    numbers = [_parse_number(word) for word in words]
     positions = torch.arange(size)
-    if name == "causal":
-        return make_mask(positions, positions)
-    if kind == "window" and number > 0:
-        return make_mask(positions, positions, number)
-    if kind == "padding" and 0 <= number < size:
-        lengths = torch.tensor([size - number])
-        return mechanisms.causal_padding_mask(lengths, size, side="left")[0]
-    raise ConfigError(
-        f"--mask {shorten(name)}: unknown mask; use causal, window:N with N at least 1, padding:N "
-        f"with N below {size}, or cross:T,S"
-    )
+    match kind, numbers:
+        case "causal", []:
+            return make_mask(positions, positions)
+        case "window", [window] if window > 0:
+            return make_mask(positions, positions, window)
+        case "strided", [stride] if stride > 0:
+            return mechanisms.strided_mask(size, stride)
+        case "global", [window, n_global] if window > 0 and n_global > 0:
+            return mechanisms.global_mask(size, window, n_global)
+        case "padding", [padded, *_] if 0 <= padded < size and words[1:] in ([], ["left"]):
+            lengths = torch.tensor([size - padded])
+            side: Literal["left", "right"] = "left" if words[1:] else "right"
+            return mechanisms.padding_mask(lengths, size, side)[0]  # (1, size), for all queries
+    return None
 
 
 def _build_cross_mask(name: str, argument: str, size: int | None) -> Tensor:

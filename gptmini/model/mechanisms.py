@@ -118,6 +118,18 @@ def window_mask(T: int, window: int) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def strided_mask(T: int, stride: int) -> Tensor:
+    """(T, T): the last `stride` positions, before them every stride-th (Child et al. 2019)."""
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    return (distance >= 0) & ((distance < stride) | (distance % stride == 0))
+
+
+def global_mask(T: int, window: int, n_global: int) -> Tensor:
+    """(T, T): a window, and the first n_global positions from everywhere (Beltagy et al. 2020)."""
+    first = causal_mask(T) & (torch.arange(T) < n_global)
+    return window_mask(T, window) | first
+
+
 def padding_mask(lengths: Tensor, S: int, side: Literal["left", "right"] = "right") -> Tensor:
     """(B, 1, S) for rows of lengths (B,), padded on one side to S: no query sees padding.
 
@@ -163,6 +175,17 @@ def drop(weights: Tensor, p: float) -> Tensor:
 # -- positions: without them, attention reads a sequence as a set ----------------------------------
 
 
+def sinusoidal_positions(T: int, D: int) -> Tensor:
+    """Rows (T, D) that are added to embeddings, nothing learned (Vaswani et al. 2017).
+
+    Numbers 2i and 2i + 1 are sine and cosine of t · 10,000^(-2i/D): hands of clocks, the first of
+    which turns fast and the last slowly.
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, D, 2) / D)  # (D / 2,)
+    angles = torch.arange(T)[:, None] * frequencies  # (T, D / 2)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)  # (T, D)
+
+
 def rotate_by_position(x: Tensor, theta: float = 10_000.0) -> Tensor:
     """Rotary embedding of queries or keys (..., T, K), of the same shape (Su et al. 2021).
 
@@ -196,6 +219,21 @@ def alibi_bias(H: int, T: int) -> Tensor:
     slopes = alibi_slopes(H)
     distance = torch.arange(T)[:, None] - torch.arange(T)  # (T, T)
     return -slopes[:, None, None] * distance
+
+
+def t5_bias(table: Tensor, T: int, furthest: int = 128) -> Tensor:
+    """(H, T, T) from a learned table (N, H): a number a head and distance (Raffel et al. 2020).
+
+    The first N / 2 rows are for the distances 0, 1, 2, ... The others share longer distances, each
+    row more of them than the row before; the last has all from `furthest` on.
+    """
+    N = len(table)
+    exact = N // 2
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
+    octaves = (distance / exact).log() / math.log(furthest / exact)  # from 0 to 1
+    shared = (exact + octaves * (N - exact)).clamp(exact, N - 1).long()
+    row = torch.where(distance < exact, distance, shared)  # (T, T)
+    return table[row].permute(2, 0, 1)  # (T, T, H) -> (H, T, T)
 
 
 # -- many heads ------------------------------------------------------------------------------------

@@ -61,10 +61,12 @@ def test_every_block_prints_what_the_page_says():
 def test_every_chapter_has_a_picture_and_is_listed():
     text = TOUR.read_text()
     chapters = [name for name in list_chapters() if name[0].isdigit()]
-    assert len(chapters) == 12
+    assert len(chapters) == 16
     for chapter in chapters:
         assert f". [{chapter.partition('. ')[2]}](#" in text
-    assert len(re.findall(r"^!\[.+\]\(\.\./data/tour/.+\.png\)$", text, re.MULTILINE)) >= 12
+    pictures = re.findall(r"^!\[.+\]\(\.\./data/tour/(\d+)-\w+\.png\)$", text, re.MULTILINE)
+    assert pictures == [str(number) for number in range(17)]  # the first shows the whole path
+    assert text.count("\nWhere we are: ") == len(chapters)
 
 
 def test_the_table_names_functions_and_tests_that_exist():

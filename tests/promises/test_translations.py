@@ -5,7 +5,9 @@ adds a paragraph to it, must change the Chinese one, too. The Chinese README is 
 whose commands are among those of the English one.
 """
 
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +32,7 @@ class Block(NamedTuple):
     """All of a heading, a paragraph, a list, a table or a code block that has no language."""
 
     kind: str  # "##", "![", "```", or the marks of all items or rows
-    fenced: str  # the content of a code block, whose comments stay in English
+    fenced: str  # the content of a code block, of Python without its comments
     numbers: list[str]  # numerals, in the order of the text
     code: list[str]  # inline, sorted, as the order of words is the language's
     links: list[str]  # sorted; headings by their places, as their names are translated
@@ -59,12 +61,12 @@ def name_link(link: str, page: Path) -> str:
         headings = HEADING.findall(FENCED.sub("", target.read_text()))
         anchors = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings]
         anchor = f"#{anchors.index(anchor)}"
-    return path.replace(".zh.md", ".md") + anchor
+    return path.replace(".zh.", ".") + anchor
 
 
 def read_block(block: str, page: Path) -> Block:
     if block.startswith("```"):
-        return Block("```", block, [], [], [])
+        return Block("```", strip_comments(block), [], [], [])
     start = re.match(r"#+|!\[|-|\||\d+\.", block)
     kind = start[0] if start else ""
     if kind and kind[0] not in "#!":
@@ -73,6 +75,17 @@ def read_block(block: str, page: Path) -> Block:
     prose = LINK.sub("", MONTH.sub("", block))
     code = sorted(CODE.findall(prose.replace(".zh.md", ".md").replace("\n", " ")))
     return Block(kind, "", NUMBER.findall(CODE.sub("", prose)), code, links)
+
+
+def strip_comments(block: str) -> str:
+    """A code block without comments and docstrings, if it is Python: these are translated."""
+    if not block.startswith("```python\n"):
+        return block
+    code = block.removeprefix("```python\n").removesuffix("```")
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    skipped = (tokenize.COMMENT, tokenize.NL)
+    kept = [each.string for each in tokens if each.type not in skipped]
+    return "\n".join(word for word in kept if not word.startswith('"""'))
 
 
 def test_the_chinese_tour_has_the_blocks_code_links_and_numbers_of_the_english_one():
@@ -121,11 +134,14 @@ def test_chinese_stands_apart_from_latin_letters_and_digits():
 def test_a_figure_that_changes_in_one_page_is_noticed(tmp_path: Path):
     page = tmp_path / "a.md"
     translation = tmp_path / "a.zh.md"
-    english = "# A\n\nEnglish\n\nIt takes `b` 9 seconds; see [this](#a).\n\n- 1\n- 2\n"
-    chinese = "# 甲\n\n中文\n\n`b` 用时 9 秒。见[这里](#甲)。\n\n- 1\n- 2\n"
+    code = "```python\nx = 3  # {}\n```\n"
+    english = "# A\n\nEnglish\n\nIt takes `b` 9 seconds; see [this](#a).\n\n- 1\n- 2\n\n"
+    english += code.format("three")
+    chinese = "# 甲\n\n中文\n\n`b` 用时 9 秒。见[这里](#甲)。\n\n- 1\n- 2\n\n" + code.format("三")
     page.write_text(english)
     translation.write_text(chinese)
     assert read_blocks(translation) == read_blocks(page)
-    for old, new in (("9", "8"), ("`b`", "`c`"), ("- 2\n", ""), ("#甲", "x.md"), ("# 甲", "## 甲")):
+    changes = [("9", "8"), ("`b`", "`c`"), ("- 2\n", ""), ("#甲", "x.md"), ("# 甲", "## 甲")]
+    for old, new in [*changes, ("x = 3", "x = 4")]:
         translation.write_text(chinese.replace(old, new))
         assert read_blocks(translation) != read_blocks(page)

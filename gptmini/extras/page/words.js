@@ -439,8 +439,8 @@ const WORDS = {
     "预期：全部打开时（边框）与现在（填充）",
   ],
   foot: [
-    "Made by gptmini. Everything is in this file; it loads nothing and sends nothing.",
-    "由 gptmini 制作。一切都在这个文件中；不加载也不发送任何东西。",
+    "Made by gptmini. Everything is in this file; it loads nothing and sends nothing. Next: docs/tour.md explains every station of the path, scripts/nano.py is the code from top to bottom, and gptmini train --data my.txt --minutes 10 trains a model on your own text, for a page like this.",
+    "由 gptmini 制作。一切都在这个文件中；不加载也不发送任何东西。接下来：docs/tour.zh.md 讲解路径上的每一站，scripts/nano.py 是从头到尾的代码，gptmini train --data my.txt --minutes 10 用你自己的文本训练一个模型，再写出这样一页。",
   ],
 };
 

@@ -91,6 +91,9 @@ def test_masks_are_what_they_look_like():
 
     assert rows(m.causal_mask(4)) == ["x...", "xx..", "xxx.", "xxxx"]
     assert rows(m.window_mask(4, 2)) == ["x...", "xx..", ".xx.", "..xx"]
+    assert rows(m.strided_mask(5, 3)) == ["x....", "xx...", "xxx..", "xxxx.", ".xxxx"]
+    assert rows(m.strided_mask(8, 3))[6:] == ["x..xxxx.", ".x..xxxx"]
+    assert rows(m.global_mask(5, 2, 1)) == ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]
     lengths = torch.tensor([3, 1])
     assert [rows(row) for row in m.padding_mask(lengths, 4)] == [["xxx."], ["x..."]]
     assert rows(m.causal_padding_mask(lengths, 3)[0]) == ["x..", "xx.", "xxx"]
@@ -214,6 +217,39 @@ def test_alibi_takes_from_a_score_its_distance_times_the_slope_of_the_head():
     total = e**3 + e**2 + e + 1
     expected = [1 / total, e / total, e**2 / total, e**3 / total]
     assert weights[0, 3].tolist() == pytest.approx(expected)
+
+
+def test_sinusoidal_positions_are_the_papers_formula_and_turn_with_the_distance():
+    T, D = 9, 6
+    expected = [
+        [(math.sin if n % 2 == 0 else math.cos)(t / 10_000 ** ((n - n % 2) / D)) for n in range(D)]
+        for t in range(T)
+    ]
+    rows = m.sinusoidal_positions(T, D)
+    torch.testing.assert_close(rows, torch.tensor(expected))
+    products = rows @ rows.T  # (T, T), of the distance alone
+    for distance in range(T):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+def test_t5s_bias_has_a_row_for_each_short_distance_and_shares_those_of_long_ones():
+    def find_row(distance: int) -> int:  # of 32, by the numbers, not by tensors
+        if distance < 16:
+            return distance
+        return min(31, 16 + int(math.log(distance / 16) / math.log(128 / 16) * 16))
+
+    T = 300
+    table = torch.randn(32, 2)
+    bias = m.t5_bias(table, T)
+    assert bias.shape == (2, T, T)
+    for query, key in ((299, 299), (299, 284), (40, 24), (120, 77), (127, 0), (299, 0), (20, 3)):
+        row = find_row(query - key)
+        assert torch.equal(bias[:, query, key], table[row]), (query, key)
+    # In the code of the paper 16 to 18 share a row, and the last row begins at 113.
+    assert [find_row(distance) for distance in (15, 16, 18, 19, 112, 113, 128)] == [
+        *(15, 16, 16, 17, 30, 31, 31)
+    ]
 
 
 # -- equal ways ------------------------------------------------------------------------------------
