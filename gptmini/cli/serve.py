@@ -2,10 +2,16 @@
 
 import os
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from gptmini.cli.options import Cache, Device, RunName, WeightsType, option, resolve_run
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
+
+if TYPE_CHECKING:
+    from gptmini.extras.page.served import ServedPage
+    from gptmini.extras.serve.limits import Limits
+    from gptmini.generate.run import Run
 
 
 def serve(
@@ -19,8 +25,8 @@ def serve(
 ) -> None:
     """Serve a trained model over HTTP, as OpenAI's completions.
 
-    If GPTMINI_API_KEY is set, clients must send it. A page to try the model is at /. SIGTERM
-    finishes the requests under way.
+    If GPTMINI_API_KEY is set, clients must send it. At / is a page to try the model, to look into
+    it, and to talk to it if it has a chat template. SIGTERM finishes the requests under way.
     """
     path = resolve_run(run)
     try:
@@ -36,7 +42,7 @@ def serve(
     trained = load_run(path, device, weights, cache)
     limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows)
     hosts = server.list_host_names(listening)
-    app = server.Server(trained, limits, key, hosts)
+    app = server.Server(trained, limits, key, hosts, _build_page(trained, bool(key), limits))
     name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets
     url = f"http://{name}:{listening.getsockname()[1]}"
     with suppress(OSError):  # a log on a full disk stops no server
@@ -44,6 +50,15 @@ def serve(
         if hosts is None and not key:
             warn(f"anyone who can reach {host} can use this; set GPTMINI_API_KEY")
     server.serve(app, listening)
+
+
+def _build_page(run: "Run", needs_key: bool, limits: "Limits") -> "ServedPage | None":
+    """Build the page; None where the guest that makes pages is not there."""
+    try:
+        from gptmini.extras.page.served import build_served_page
+    except ModuleNotFoundError:
+        return None
+    return build_served_page(run, needs_key, limits.max_tokens)
 
 
 def _read_key() -> str:

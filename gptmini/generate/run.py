@@ -387,12 +387,17 @@ class Run:
         return build_token_bias(self.tokenizer, sample)
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by name, as they are in memory; `model` would widen those in bfloat16."""
+        return self._model.state_dict()
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the tokenizer and of the weights as they were rounded."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
-        for name, tensor in self._model.state_dict().items():
+        for name, tensor in self.tensors.items():
             digest.update(name.encode())
-            digest.update(tensor.float().cpu().contiguous().numpy())
+            digest.update(tensor.float().cpu().contiguous().numpy().data)
         return digest.hexdigest()
 
     @contextmanager

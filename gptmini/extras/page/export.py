@@ -2,14 +2,15 @@
 
 Nothing that comes from a run can become markup or script: it is JSON in ASCII without `<`, `>` and
 `&`, or base64; page.js only ever sets texts; and the page's Content-Security-Policy allows no
-script but its own, no network and no other file.
+script but its own, no other file, and no network but the server that gave it (served.py).
 """
 
 import base64
 import hashlib
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,15 @@ from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 FOLDER = Path(__file__).parent
-PAGE_SCRIPTS = ("words.js", "draw.js", "views.js", "sections.js", "page.js")  # in this order
+PAGE_SCRIPTS = (  # in this order
+    "words.js",
+    "draw.js",
+    "views.js",
+    "sections.js",
+    "ask.js",
+    "remote.js",
+    "page.js",
+)
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
 MAX_CHECKPOINT_BYTES = 3_000_000  # of all earlier checkpoints together
 PRECISIONS = ("bfloat16", "int8")  # of matrices, the better first; everything else is float32
@@ -51,7 +60,7 @@ class ExportedPage(NamedTuple):
 def export_page(
     run: Run, out: Path, precision: str | None = None, prompt: str = ""
 ) -> ExportedPage:
-    """Write a run in float32 as a page, which opens on a prompt or writes a text itself.
+    """Write a run as a page, which opens on a prompt or writes a text itself.
 
     `precision` is chosen by size if not given. Raises ConfigError for a model that is too large,
     DataError for a tokenizer that the page cannot run.
@@ -71,10 +80,7 @@ def choose_precision(run: Run) -> str:
 
 def estimate_size(run: Run, precision: str) -> int:
     """Estimate the bytes of a page without earlier checkpoints."""
-    weights = 0
-    for name, tensor in run.model.state_dict().items():
-        is_rounded = is_matrix(name)
-        weights += tensor.numel() * (({"bfloat16": 2, "int8": 1}[precision]) if is_rounded else 4)
+    weights = count_bytes(list_tensors(run.tensors, precision))
     return weights * 4 // 3 + len(run.tokenizer.to_json())
 
 
@@ -83,10 +89,12 @@ def build_page(
     precision: str = "bfloat16",
     checkpoints: Mapping[int, EncodedWeights] | None = None,
     prompt: str = "",
+    server: dict[str, Any] | None = None,
 ) -> bytes:
-    """Build the page of a run whose weights are in float32; it opens on a prompt.
+    """Build the page of a run; it opens on a prompt.
 
-    `checkpoints` are earlier ones of the same run, by step.
+    `checkpoints` are earlier ones of the same run, by step; `server` is what page.js has to know of
+    the server that gives the page, see served.py.
     """
     check_tokenizer(run.tokenizer)
     if estimate_size(run, precision) > MAX_PAGE_BYTES:
@@ -94,24 +102,29 @@ def build_page(
             f"{run.path}: in {precision} its page would be larger than {MAX_PAGE_BYTES:,} bytes; "
             f"use gptmini serve"
         )
-    encoded = encode_weights(run.model.state_dict(), precision)
     checkpoints = checkpoints or {}
-    blobs = {"weights": encoded.text}
+    blobs = {"weights": encode_weights(run.tensors, precision).text}
     blobs |= {f"weights-{step}": each.text for step, each in checkpoints.items()}
-    data = {
-        "name": run.path.name,
+    data = build_data(run, precision) | {"prompt": prompt, "server": server}
+    data["checkpoints"] = [
+        {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
+    ]
+    return render_page(data, blobs)
+
+
+def build_data(run: Run, precision: str) -> dict[str, Any]:
+    """Build what page.js has to know of a run, as JSON."""
+    return {
+        "name": run.path.name or run.path.resolve().name,  # "." has no name
         "step": run.step,
-        "prompt": prompt,
+        "prompt": "",
         "config": run.config.model.model_dump(mode="json"),
         "sample": run.config.sample.model_dump(mode="json"),
         "tokenizer": json.loads(run.tokenizer.to_json()),
         "precision": precision,
-        "tensors": encoded.tensors,
-        "checkpoints": [
-            {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
-        ],
+        "tensors": list_tensors(run.tensors, precision),
+        "checkpoints": [],
     }
-    return render_page(data, blobs)
 
 
 def render_page(data: dict[str, Any], blobs: Mapping[str, str]) -> bytes:
@@ -128,9 +141,11 @@ def render_page(data: dict[str, Any], blobs: Mapping[str, str]) -> bytes:
     # A nonce that nobody can know before the page is written, and the same for the same page.
     digest = hashlib.sha256("\0".join(parts.values()).encode()).digest()
     parts["NONCE"] = nonce = base64.b64encode(digest[:18]).decode()
+    network = "'none'" if data["server"] is None else "'self'"
     parts["POLICY"] = (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
-        f"base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+        f"connect-src {network}; base-uri 'none'; form-action 'none'; "
+        f"require-trusted-types-for 'script'"
     )
     template = (FOLDER / "page.html").read_text(encoding="utf-8")
     # In one pass, so that no part is searched for the names of others.
@@ -163,26 +178,49 @@ def is_matrix(name: str) -> bool:
 
 def encode_weights(tensors: Mapping[str, Tensor], precision: str) -> EncodedWeights:
     """Encode the tensors of a model; matrices as `precision.round_weights` rounds them."""
-    listed = []
-    pieces = []
+    content = b"".join(encode_tensors(tensors, precision))
+    return EncodedWeights(list_tensors(tensors, precision), base64.b64encode(content).decode())
+
+
+def list_tensors(tensors: Mapping[str, Tensor], precision: str) -> list[dict[str, Any]]:
+    """List name, shape and type of what `encode_tensors` yields."""
+    return [
+        {
+            "name": name,
+            "shape": list(tensor.shape),
+            "type": precision if is_matrix(name) else "float32",
+        }
+        for name, tensor in tensors.items()
+    ]
+
+
+def count_bytes(listed: list[dict[str, Any]]) -> int:
+    """Count the bytes of listed tensors as `encode_tensors` yields them."""
+    sizes = {"float32": 4, "bfloat16": 2, "int8": 1}
+    numbers = sum(math.prod(each["shape"]) * sizes[each["type"]] for each in listed)
+    return numbers + sum(
+        4 * each["shape"][0] for each in listed if each["type"] == "int8"
+    )  # scales
+
+
+def encode_tensors(tensors: Mapping[str, Tensor], precision: str) -> Iterator[memoryview]:
+    """Yield the bytes of the tensors, one after the other; those of int8 after their scales."""
     for name, tensor in tensors.items():
-        kind = precision if is_matrix(name) else "float32"
-        listed.append({"name": name, "shape": list(tensor.shape), "type": kind})
-        if kind == "int8":
+        if not is_matrix(name):
+            yield to_little_endian(tensor.float())
+        elif precision == "int8":
             integers, scales = quantize(tensor)
-            pieces += [to_little_endian(scales), to_little_endian(integers)]
-        elif kind == "bfloat16":
-            # Their bits, since NumPy has no such numbers.
-            pieces.append(to_little_endian(tensor.to(torch.bfloat16).view(torch.int16)))
+            yield to_little_endian(scales)
+            yield to_little_endian(integers)
         else:
-            pieces.append(to_little_endian(tensor.float()))
-    return EncodedWeights(listed, base64.b64encode(b"".join(pieces)).decode())
+            # Their bits, since NumPy has no such numbers.
+            yield to_little_endian(tensor.to(torch.bfloat16).view(torch.int16))
 
 
-def to_little_endian(tensor: Tensor) -> bytes:
-    """Return the numbers of a tensor, row by row."""
-    array = tensor.contiguous().numpy()
-    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+def to_little_endian(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, row by row; not a copy, if they are in memory like this."""
+    array = tensor.cpu().contiguous().numpy()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).data.cast("B")
 
 
 def read_checkpoints(run: Run) -> dict[int, EncodedWeights]:

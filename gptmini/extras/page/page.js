@@ -1,18 +1,15 @@
 // The page: a text box, and all that the model makes of it. This file has what the reader chose,
 // what the model computes on it, and the first screen; sections.js and views.js show the rest.
+// Where a server gave it, ask.js has a chat, and remote.js is the page until the weights are there.
 //
 // Whatever comes from a run or a reader becomes text, never markup.
 "use strict";
 
-const { data, gpt: newest, tokenizer } = openPage(document);
+let { data, gpt: newest, tokenizer } = openPage(document);
 
 // What the reader chose. Places count from 0 through the tokens that the model reads.
 const state = {
-  sample: {
-    ...data.sample,
-    max_new_tokens: Infinity, // the reader stops it
-    overflow: data.sample.overflow === "error" ? "stop" : data.sample.overflow,
-  },
+  sample: null,
   place: null, // the selected token; null: the last, also of a text that grows
   station: "tokens",
   head: 0, // shown in the stations of attention,
@@ -22,11 +19,11 @@ const state = {
   neuron: null, // null: the strongest
   allKeys: false,
   off: { heads: [], mlps: [], layers: [], attentions: [] },
-  step: data.step,
+  step: null,
   hasTyped: false,
 };
 
-const models = new Map([[data.step, newest]]); // by step
+const models = new Map(); // by step; none of them while the server computes
 let readers; // of the model as it is, and with parts switched off
 let continuation; // the text
 let now; // what the model computes, see `compute`
@@ -47,6 +44,16 @@ function useModel(step) {
   const gpt = models.get(step);
   readers = { whole: new Reader(gpt), changed: new Reader(gpt) };
   if (continuation) continuation.reader = readers.whole;
+}
+
+/** Use what the server or the page itself says of the run. */
+function useData() {
+  state.step = data.step;
+  state.sample = {
+    ...data.sample,
+    max_new_tokens: Infinity, // the reader stops it
+    overflow: data.sample.overflow === "error" ? "stop" : data.sample.overflow,
+  };
 }
 
 /** Read the text in the box anew. */
@@ -336,7 +343,7 @@ function makeFilterSlider(name, listed) {
   if (listed.at(-1) === null) numbers.push(null);
   const change = (chosen) => {
     state.sample[name] = chosen;
-    updateDraw();
+    if (models.size) updateDraw();
   };
   const format = (each) => (each === null ? sayText("isOff") : String(each));
   const { input, output, id } = makeSlider(name, numbers, value, change, format);
@@ -352,7 +359,7 @@ function makeFilterSlider(name, listed) {
 function makeFilterSliders() {
   const hundredths = (from, to, step) =>
     range(Math.round((to - from) / step) + 1).map((n) => Number((from + n * step).toFixed(3)));
-  const V = tokenizer.vocabSize;
+  const V = data.config.vocab_size;
   const counts = [1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500, 1000, 5000, 20000];
   return [
     makeFilterSlider("temperature", hundredths(0, 2, 0.05)),
@@ -360,6 +367,30 @@ function makeFilterSliders() {
     makeFilterSlider("top_p", [...hundredths(0.05, 0.95, 0.05), 0.99, null]),
     makeFilterSlider("min_p", [null, 0.01, 0.02, 0.03, ...hundredths(0.05, 1, 0.05)]),
   ];
+}
+
+function makeSeedField() {
+  const change = () => {
+    if (!input.checkValidity()) return;
+    state.sample.seed = Number(input.value);
+    if (models.size) update();
+  };
+  const value = state.sample.seed;
+  const input = make("input", {
+    type: "number",
+    id: "seed",
+    min: 0,
+    max: Number.MAX_SAFE_INTEGER,
+    required: "",
+    value,
+  });
+  input.addEventListener("input", change);
+  return make(
+    "div.slider",
+    {},
+    make("label", { for: "seed" }, say("seed"), " ", make("small", {}, say("seedHelp"))),
+    input,
+  );
 }
 
 /** The settings of the run that no slider moves, where they do something. */
@@ -393,9 +424,9 @@ function makeCheckpointSlider() {
 }
 
 /** Links to the parts of the page; those that are closed open. */
-function makeNavigation() {
-  const parts = { top: "toText", path: "toPath", kinds: "toKinds", cause: "toCause" };
-  const links = Object.entries(parts).map(([id, words]) => {
+function makeNavigation(parts) {
+  const all = data.server?.chat ? { chat: "toChat", ...parts } : parts;
+  const links = Object.entries(all).map(([id, words]) => {
     const open = () => {
       const part = document.getElementById(id);
       if (part.tagName !== "DETAILS") return;
@@ -407,16 +438,75 @@ function makeNavigation() {
   return make("nav", {}, links);
 }
 
-/** Build everything that stays while text and choices change. */
-function buildPage() {
+/** The name of the run, the languages, and one sentence. */
+function makeHeader() {
   document.documentElement.lang = language === "zh" ? "zh-Hans" : "en";
   document.title = `gptmini: ${data.name}`;
+  const facts = { weights: formatCount(countWeights()), step: formatCount(data.step) };
+  const size = sayText(data.step ? "sizeTrained" : "size", facts); // an imported model has no steps
+  return make(
+    "header",
+    {},
+    make("h1", {}, data.name),
+    make(
+      "div.languages",
+      { role: "group" },
+      Object.entries(LANGUAGES).map(([code, name]) =>
+        make(
+          "button",
+          {
+            "aria-pressed": String(code === language),
+            lang: code,
+            onclick: () => switchLanguage(code),
+          },
+          name,
+        ),
+      ),
+    ),
+    make("p", {}, say(models.size ? "lead" : "leadRemote", { size })),
+  );
+}
+
+function countWeights() {
+  const count = (shape) => shape.reduce((product, size) => product * size, 1);
+  return data.tensors.reduce((total, { shape }) => total + count(shape), 0);
+}
+
+/** The sliders of the filters, and what they remove. */
+function makeSettings() {
+  const others = listOtherSettings();
+  const settings = make("details", { id: "settings" }, make("summary", {}, say("settingsHeading")));
+  settings.append(
+    make(
+      "div",
+      {},
+      makeFilterSliders(),
+      makeSeedField(),
+      makePlace("filters", "div.removed", { "aria-live": "polite" }),
+      others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
+    ),
+  );
+  return settings;
+}
+
+/** An element that is filled again and again. */
+function makePlace(name, tag, options = {}) {
+  return (places[name] = make(tag, options));
+}
+
+/** The box of the text, with the text that it had. */
+function makeTextBox(oninput) {
   const text = textBox?.value ?? "";
-  const open = { kinds: places.kinds?.parentElement.open, cause: places.cause?.parentElement.open };
-  const place = (name, tag, options = {}) => (places[name] = make(tag, options));
   textBox = make("textarea", { id: "text", rows: 3, spellcheck: "false" });
   textBox.value = text;
-  textBox.addEventListener("input", () => {
+  textBox.addEventListener("input", oninput);
+  return textBox;
+}
+
+/** Build everything that stays while text and choices change. */
+function buildPage() {
+  const open = { kinds: places.kinds?.parentElement.open, cause: places.cause?.parentElement.open };
+  makeTextBox(() => {
     pause();
     state.hasTyped = true;
     // A text whose reading takes long is read when the keys pause, so that typing does not.
@@ -424,61 +514,28 @@ function buildPage() {
     if (readingTime < 50) update();
     else typing = setTimeout(update, 250);
   });
-  const weights = Object.values(data.tensors).reduce(
-    (total, { shape }) => total + shape.reduce((product, size) => product * size, 1),
-    0,
-  );
-  const others = listOtherSettings();
   const fold = (name, heading) => {
     const details = make(
       "details.card",
       { id: name },
       make("summary", {}, make("h2", {}, say(heading))),
-      place(name, "div"),
+      makePlace(name, "div"),
     );
     details.open = open[name] ?? false;
     details.addEventListener("toggle", () => update());
     return details;
   };
-  place("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
-  place("oneStep", "button", { onclick: drawOne });
-  place("stepBack", "button", { onclick: takeBack });
+  makePlace("generate", "button.main", { onclick: () => (timer === null ? generate() : pause()) });
+  makePlace("oneStep", "button", { onclick: drawOne });
+  makePlace("stepBack", "button", { onclick: takeBack });
   fill(places.oneStep, say("oneStep"));
   fill(places.stepBack, say("stepBack"));
-  const settings = make("details", { id: "settings" }, make("summary", {}, say("settingsHeading")));
-  settings.append(
-    make(
-      "div",
-      {},
-      makeFilterSliders(),
-      place("filters", "div.removed", { "aria-live": "polite" }),
-      others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
-    ),
-  );
   fill(
     document.querySelector("main"),
-    make(
-      "header",
-      {},
-      make("h1", {}, data.name),
-      make(
-        "div.languages",
-        { role: "group" },
-        Object.entries(LANGUAGES).map(([code, name]) =>
-          make(
-            "button",
-            {
-              "aria-pressed": String(code === language),
-              lang: code,
-              onclick: () => switchLanguage(code),
-            },
-            name,
-          ),
-        ),
-      ),
-      make("p", {}, say("lead", { weights: formatCount(weights), step: formatCount(data.step) })),
-    ),
-    makeNavigation(),
+    makeHeader(),
+    makeNavigation({ top: "toText", path: "toPath", kinds: "toKinds", cause: "toCause" }),
+    makeKeyForm(),
+    makeChat(),
     make(
       "div.first",
       {},
@@ -488,35 +545,43 @@ function buildPage() {
         make("label", { for: "text" }, make("h2", {}, say("yourText"))),
         textBox,
         make("div.row", {}, places.generate, places.oneStep, places.stepBack),
-        place("tokensHeading", "h3"),
-        place("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
-        place("tokensHelp", "p.note"),
+        makePlace("tokensHeading", "h3"),
+        makePlace("tokens", "div.chips", { role: "group", "aria-label": sayText("tokens") }),
+        makePlace("tokensHelp", "p.note"),
       ),
-      make("section.card", {}, place("expect", "div"), settings, makeCheckpointSlider() ?? ""),
+      make(
+        "section.card",
+        {},
+        makePlace("expect", "div"),
+        makeSettings(),
+        makeCheckpointSlider() ?? "",
+      ),
     ),
     make(
       "section.card",
       { id: "path" },
       make("h2", {}, say("pathHeading")),
-      place("pathHelp", "p"),
+      makePlace("pathHelp", "p"),
       make(
         "div.journey",
         {},
-        place("path", "div.path"),
-        place("station", "div.station", { id: "station" }),
+        makePlace("path", "div.path"),
+        makePlace("station", "div.station", { id: "station" }),
       ),
     ),
     fold("kinds", "kindsHeading"),
     fold("cause", "causeHeading"),
-    make("footer", {}, say("foot")),
-    place("off", "div.off", { role: "status" }),
+    make("footer", {}, say(data.server ? "footServed" : "foot")),
+    makePlace("off", "div.off", { role: "status" }),
   );
 }
 
 function switchLanguage(code) {
   language = code;
-  buildPage();
-  update();
+  if (models.size) {
+    buildPage();
+    update();
+  } else buildRemotePage();
 }
 
 /** Compute and show everything, and leave the focus and what was scrolled where they were. */
@@ -554,13 +619,20 @@ function updateDraw() {
   showOffBar();
 }
 
-/** Open on a prompt, or on a text that the model writes. */
-function start() {
+/** Compute with a model in this page from now on. */
+function startModel(gpt) {
+  newest = gpt;
+  models.set(data.step, gpt);
   useModel(data.step);
+  darkMode.addEventListener("change", update);
+}
+
+/** Show the model on a text, or, where there is none, on one that it writes. */
+function openModel(text, writes = text === "") {
   buildPage();
-  textBox.value = data.prompt;
+  textBox.value = text;
   readText();
-  if (data.prompt === "") {
+  if (writes) {
     const isSmall = newest.embed.length * data.config.n_layer < 4e6;
     for (let n = 0; n < (isSmall ? 24 : 12) && continuation.finishReason === null; n++)
       continuation.next();
@@ -571,7 +643,10 @@ function start() {
   const length = continuation.context.length;
   state.place = length > 1 ? length - 2 : null;
   update();
-  darkMode.addEventListener("change", update);
 }
 
-start();
+if (newest) {
+  useData();
+  startModel(newest);
+  openModel(data.prompt);
+} else openRemotePage();

@@ -163,15 +163,17 @@ function showPath() {
   };
   const text = (x, dy, content, name = "") => make(`text${name}`, { x, y: y + dy }, content);
   const line = (d) => drawing.push(make("path.flow", { d }));
+  const guesses = [];
   const guess = (stream, dy) => {
-    const probabilities = readEarly(stream);
-    const best = findLargest(probabilities);
-    const spelled = shorten(spellText(best), 9);
-    const chance = formatPercent(probabilities[best]);
-    const words = sayText("wouldSay", { token: spelled, chance });
-    drawing.push(
-      make("text.guess", { x: PATH_WIDTH - 10, y: y + dy, "text-anchor": "end" }, words),
-    );
+    const line = make("text.guess", { x: PATH_WIDTH - 10, y: y + dy, "text-anchor": "end" });
+    drawing.push(line);
+    guesses.push(() => {
+      const probabilities = readEarly(stream);
+      const best = findLargest(probabilities);
+      const spelled = shorten(spellText(best), 9);
+      const chance = formatPercent(probabilities[best]);
+      line.append(sayText("wouldSay", { token: spelled, chance }));
+    });
   };
   const wide = (id, info) => {
     station(
@@ -252,6 +254,20 @@ function showPath() {
     now.config.tie_embeddings ? make("p.note", {}, say("tiedHelp")) : null,
   );
   fill(places.pathHelp, say("pathHelp", { token: labelAt(now.at) }));
+  writeGuesses(guesses);
+}
+
+const LARGE_HEAD = 1e7; // numbers; a browser multiplies about ten times as many in a blink
+let guessing = null; // a timer
+
+/** Write what the model would say at each layer; with a large head, one after the other. */
+function writeGuesses(guesses) {
+  clearTimeout(guessing);
+  if (now.gpt.head.length < LARGE_HEAD) return guesses.forEach((write) => write());
+  guessing = setTimeout(() => {
+    guesses[0]();
+    if (guesses.length > 1) writeGuesses(guesses.slice(1));
+  });
 }
 
 function shorten(text, length) {

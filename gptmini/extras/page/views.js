@@ -25,7 +25,10 @@ function spell(token) {
       true,
     ]);
   }
-  if (text === "") return [["∅", true]];
+  return text === "" ? [["∅", true]] : spellCharacters(text);
+}
+
+function spellCharacters(text) {
   const symbols = { " ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥" };
   return text
     .split(/([ \n\r\t]|\p{Cc}|\p{Cf})/u)

@@ -6,9 +6,20 @@ const LANGUAGES = { en: "English", zh: "中文" };
 const WORDS = {
   // The first screen.
   lead: [
-    "A GPT of {weights} weights after {step} training steps. It runs inside this page: type, and everything below follows.",
-    "一个 {weights} 个权重、训练了 {step} 步的 GPT，就在本页中运行：输入文字，下面的一切随之变化。",
+    "A GPT of {size}. It runs inside this page: type, and everything below follows.",
+    "一个 {size}的 GPT，就在本页中运行：输入文字，下面的一切随之变化。",
   ],
+  leadRemote: [
+    "A GPT of {size}. The server that gave this page runs it.",
+    "一个 {size}的 GPT，由给出本页的服务器运行。",
+  ],
+  size: ["{weights} weights", "{weights} 个权重"],
+  sizeTrained: [
+    "{weights} weights after {step} training steps",
+    "{weights} 个权重、训练了 {step} 步",
+  ],
+  toChat: ["chat", "对话"],
+  toLook: ["look inside", "看内部"],
   toText: ["text", "文本"],
   toPath: ["path", "路径"],
   toKinds: ["heads", "头"],
@@ -81,6 +92,8 @@ const WORDS = {
     "Keeps tokens at least this share as likely as the likeliest.",
     "保留概率至少为最大者这一比例的词元。",
   ],
+  seed: ["seed", "种子"],
+  seedHelp: ["Another seed draws another text.", "换一个种子，抽出另一篇文本。"],
   removed: [
     "{name} removes {count} tokens, {share} of the probability.",
     "{name} 去掉 {count} 个词元，占概率的 {share}。",
@@ -442,6 +455,62 @@ const WORDS = {
     "Made by gptmini. Everything is in this file; it loads nothing and sends nothing. Next: docs/tour.md explains every station of the path, scripts/nano.py is the code from top to bottom, and gptmini train --data my.txt --minutes 10 trains a model on your own text, for a page like this.",
     "由 gptmini 制作。一切都在这个文件中；不加载也不发送任何东西。接下来：docs/tour.zh.md 讲解路径上的每一站，scripts/nano.py 是从头到尾的代码，gptmini train --data my.txt --minutes 10 用你自己的文本训练一个模型，再写出这样一页。",
   ],
+  footServed: [
+    "Made by gptmini. This page talks to the server that gave it, and to nobody else.",
+    "由 gptmini 制作。本页只与给出它的服务器通信，不联系其他任何地方。",
+  ],
+
+  // With a server.
+  serverGone: [
+    "The server does not answer. Is it still running?",
+    "服务器没有回应。它还在运行吗？",
+  ],
+  refused: ["The server refused this (status {status}).", "服务器拒绝了请求（状态 {status}）。"],
+  keyNeeded: ["This server asks for an API key: ", "此服务器需要 API 密钥："],
+  keyWrong: ["This key is wrong; try another: ", "密钥不对，请再试："],
+  keySend: ["Use it", "使用"],
+  chatHeading: ["Chat", "对话"],
+  chatHelp: [
+    "Ask something. Enter sends, Shift+Enter breaks the line.",
+    "问点什么。Enter 发送，Shift+Enter 换行。",
+  ],
+  yourMessage: ["Your message", "你的消息"],
+  user: ["You", "你"],
+  assistant: ["Model", "模型"],
+  send: ["Send", "发送"],
+  stop: ["Stop", "停止"],
+  newChat: ["New conversation", "新对话"],
+  answerCut: [
+    "The answer ends here because there is no room for more.",
+    "回答到此为止，因为放不下更多了。",
+  ],
+  speed: ["{count} tokens, {rate} per second", "{count} 个词元，每秒 {rate} 个"],
+  speedOne: ["1 token", "1 个词元"],
+  surpriseHelp: [
+    "Orange is surprise: the taller, the less the model expected that token.",
+    "橙色表示意外：越高，模型越没料到这个词元。",
+  ],
+  cameRemotely: ["In the text came {token}: {chance}.", "文本中是 {token}：{chance}。"],
+  barsRemotely: [
+    "The likeliest tokens, as the server lists them, at temperature 1 and before the filters.",
+    "服务器列出的最可能的词元，温度为 1，过滤之前。",
+  ],
+  lookHeading: ["Look inside", "看内部"],
+  lookHelp: [
+    "With the weights in your browser, this page shows the whole path from text to token, every head and neuron, and lets you switch parts off.",
+    "权重到了浏览器里，本页就能展示从文本到词元的完整路径、每个头和神经元，并可关闭各部分。",
+  ],
+  lookCost: [
+    "That downloads {size} MB from this server into the browser's memory, which takes twice as much, and then about {seconds} s to read this text.",
+    "这会从服务器下载 {size} MB 到浏览器内存（占用两倍），然后约需 {seconds} 秒读完这段文本。",
+  ],
+  lookInside: ["Fetch the weights", "下载权重"],
+  lookInTerminal: [
+    "This model cannot run in a browser. In a terminal, {command} shows what its heads attend to.",
+    "这个模型无法在浏览器中运行。在终端中，{command} 显示各个头在看什么。",
+  ],
+  fetching: ["Fetching the weights: {percent} %", "正在下载权重：{percent} %"],
+  reading: ["Reading your text: {percent} %", "正在读文本：{percent} %"],
 };
 
 let language = navigator.language.startsWith("zh") ? "zh" : "en";

@@ -6,20 +6,18 @@ the queue of their request. A request takes a text off the engine by setting its
 """
 
 import asyncio
+import hashlib
 import hmac
-import html
 import ipaddress
 import json
 import logging
 import os
 import re
-import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httptools  # noqa: F401  uvicorn loads it when it starts; name it here if it is missing
 import uvicorn
@@ -30,7 +28,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -53,7 +51,8 @@ SPARE_CONNECTIONS = 256
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "::1"]
 # A name or an address, an IPv6 address in brackets, and perhaps a port.
 HOST_HEADER = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?")
-PAGE_FILE = Path(__file__).with_name("page.html")
+NO_PAGE = "No page is installed here; the API is at /v1.\n"
+PIECE_BYTES = 1 << 18  # of what is sent in pieces
 INTERNAL_ERROR = "internal error; see the server's log"
 HISTOGRAM_BUCKETS = [2.0**n for n in range(-10, 10)]  # seconds, from 1 ms to 9 minutes
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -61,12 +60,41 @@ CLIENT_CLOSED_REQUEST = 499  # as nginx counts clients that leave
 EventStream = AsyncIterator[tuple[int, TokenEvents]]  # with the index of their text
 
 
+class Page(Protocol):
+    """What browsers get, as another guest makes it."""
+
+    @property
+    def content(self) -> bytes:
+        """The page, which needs no key."""
+
+    @property
+    def data(self) -> bytes:
+        """JSON that it asks for with the key; empty if it has all."""
+
+    @property
+    def size(self) -> int:
+        """The bytes of the weights."""
+
+    @property
+    def weights(self) -> Callable[[], Iterator[memoryview]] | None:
+        """Yields the weights for a browser; None if it gets none."""
+
+
 class Server:
     """The application around one run; clients must send `key` unless it is empty."""
 
-    def __init__(self, run: Run, limits: Limits, key: str = "", hosts: list[str] | None = None):
+    def __init__(
+        self,
+        run: Run,
+        limits: Limits,
+        key: str = "",
+        hosts: list[str] | None = None,
+        page: Page | None = None,
+    ):
         """`hosts` are the names that clients may use for this machine; None allows any."""
         self.limits = limits
+        self._page = page
+        self._etag = f'"{hashlib.sha256(page.content).hexdigest()[:32]}"' if page else ""
         self._run = run
         self._key = key.encode()
         name = run.path.resolve().name
@@ -75,7 +103,9 @@ class Server:
         self._create_metrics()
         guard = self._guard
         routes = [
-            Route("/", self._page),
+            Route("/", self._send_page),
+            Route("/page.json", guard(self._send_page_data)),
+            Route("/weights", guard(self._send_weights)),
             Route("/health", self._health),
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
@@ -147,7 +177,7 @@ class Server:
                 raise HTTPException(
                     401, "api key: missing or wrong; send Authorization: Bearer and the key"
                 )
-            if request.method == "POST" and not _is_same_origin(request.headers):
+            if not _is_same_origin(request.headers):
                 raise HTTPException(403, "origin: a page of another site may not use this server")
             return await handler(request)
 
@@ -158,23 +188,50 @@ class Server:
         self._requests.labels(status).inc()
         return JSONResponse(content, status, headers)
 
-    async def _page(self, _: Request) -> Response:
-        # The browser applies only the script and the style that carry this random number, so markup
-        # in a generated text could run nothing.
-        nonce = secrets.token_urlsafe(16)
-        policy = [
-            "default-src 'none'",
-            f"script-src 'nonce-{nonce}'",
-            f"style-src 'nonce-{nonce}'",
-            "connect-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-        page = PAGE_FILE.read_text("utf-8").replace("NONCE", nonce)
-        page = page.replace("TOP_K", str(self._run.config.sample.top_k or "all"))
-        page = page.replace("RUN_NAME", html.escape(self._name))
-        return HTMLResponse(page, headers={"Content-Security-Policy": "; ".join(policy)})
+    async def _send_page(self, request: Request) -> Response:
+        if self._page is None:
+            return PlainTextResponse(NO_PAGE)
+        # The page has a policy of its own, which cannot keep it out of frames.
+        headers = {
+            "ETag": self._etag,
+            "Cache-Control": "no-cache",
+            "Content-Security-Policy": "frame-ancestors 'none'",
+        }
+        if self._etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        content = [memoryview(self._page.content)]
+        size = len(self._page.content)
+        return self._send_pieces(content, size, "text/html; charset=utf-8", headers)
+
+    async def _send_page_data(self, _: Request) -> Response:
+        if self._page is None or not self._page.data:
+            raise HTTPException(404, "the page has all its data")
+        return Response(
+            self._page.data, media_type="application/json", headers={"Cache-Control": "no-store"}
+        )
+
+    async def _send_weights(self, _: Request) -> Response:
+        if self._page is None or self._page.weights is None:
+            raise HTTPException(404, "the page has its weights, or they are too many for a browser")
+        headers = {"Cache-Control": "no-store"}
+        pieces = self._page.weights()
+        return self._send_pieces(pieces, self._page.size, "application/octet-stream", headers)
+
+    def _send_pieces(
+        self, content: Iterable[memoryview], size: int, media_type: str, headers: dict[str, str]
+    ) -> Response:
+        """Send much content without a copy of it; texts go on meanwhile.
+
+        Starlette calls the iterator in a thread, and uvicorn waits for clients that read slowly.
+        """
+        pieces = (
+            bytes(part[start : start + PIECE_BYTES])
+            for part in content
+            for start in range(0, part.nbytes, PIECE_BYTES)
+        )
+        headers = headers | {"Content-Length": str(size)}
+        deadline = self._loop.time() + self.limits.request_seconds
+        return _TimedResponse(pieces, deadline, headers=headers, media_type=media_type)
 
     async def _health(self, _: Request) -> Response:
         alive = self._scheduler.is_alive()
@@ -326,7 +383,20 @@ class _Gate:
                 await send({"type": "http.response.body", "body": event})
 
 
-class _CompletionResponse(StreamingResponse):
+class _TimedResponse(StreamingResponse):
+    """A response that is cut off at a deadline, as sending waits while a client does not read."""
+
+    def __init__(self, content: Any, deadline: float, **options: Any) -> None:
+        self._deadline = deadline
+        super().__init__(content, **options)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._deadline):
+                await super().__call__(scope, receive, send)
+
+
+class _CompletionResponse(_TimedResponse):
     """The response to a request; however it ends, its texts leave the engine.
 
     A response that is not streamed is one chunk. Starlette cancels both kinds when the client
@@ -336,7 +406,6 @@ class _CompletionResponse(StreamingResponse):
     def __init__(self, completion: Completion, stream: EventStream, deadline: float) -> None:
         self._completion = completion
         self._stream = stream
-        self._deadline = deadline
         if completion.stream:
             self._chunks = self._format_events()
             media_type = EVENT_STREAM
@@ -344,16 +413,13 @@ class _CompletionResponse(StreamingResponse):
             self._chunks = self._collect_response()
             media_type = "application/json"
         headers = {"Cache-Control": "no-store"}
-        super().__init__(self._chunks, headers=headers, media_type=media_type)
+        # One more second lets `_stream_events` report the deadline first.
+        super().__init__(self._chunks, deadline + 1, headers=headers, media_type=media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; then cancel all texts that have not ended."""
         try:
-            # Sending blocks while a client does not read. One more second lets `_stream_events`
-            # report the deadline first.
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._deadline + 1):
-                    await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send)
         finally:
             self._completion.cancel()
 

@@ -26,7 +26,7 @@ from gptmini.errors import MachineError
 from gptmini.extras.serve import server
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Deliveries, Request, Scheduler
-from gptmini.extras.serve.server import Server, create_http_server, list_host_names, listen
+from gptmini.extras.serve.server import Server, listen
 from gptmini.generate.engine import TorchEngine
 from gptmini.generate.filters import LogitsProcessor
 from gptmini.generate.native import engine as native
@@ -34,11 +34,11 @@ from gptmini.generate.native.engine import NativeEngine
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.tokenizers import ByteTokenizer
+from tests.extras.serve.serving import alone, serving
 from tests.samples import CHAT_TOKENIZER, run_of
 from tests.support import tiny, train
 
 CONTEXT = 400
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 HTTP = httpx.Client(timeout=600)  # a busy machine is not a failure
 JSON = {"content-type": "application/json"}
@@ -71,24 +71,6 @@ def run(trained: Path) -> Run:
     return load_run(trained)
 
 
-@contextmanager
-def serving(run: Run, key: str = "", host: str = "127.0.0.1", **limits) -> Iterator[str]:
-    """The address of a server in this process."""
-    listening = listen(host, 0)
-    limits = {"max_tokens": 100_000, "drain_seconds": 5} | limits
-    app = Server(run, Limits(**limits), key, list_host_names(listening))
-    http_server = create_http_server(app)
-    thread = threading.Thread(target=http_server.run, args=[[listening]], name="http server")
-    thread.start()
-    try:
-        name = f"[{host}]" if ":" in host else host
-        yield f"http://{name}:{listening.getsockname()[1]}"
-    finally:
-        http_server.should_exit = True
-        thread.join(600)
-        assert not thread.is_alive()
-
-
 @pytest.fixture(scope="module")
 def url(run: Run) -> Iterator[str]:
     with serving(run, max_rows=4) as url:
@@ -99,11 +81,6 @@ def url(run: Run) -> Iterator[str]:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def alone(run: Run, prompt: str, number: int = 0, **settings) -> str:
-    (text,) = run.start([prompt], [number], **settings).finish()
-    return text.text
 
 
 def wait_for(url: str, line: str) -> None:
@@ -671,65 +648,10 @@ def test_metrics_count_the_tokens_of_prompts_and_texts(run: Run):
     assert "gptmini_generated_tokens_total 12.0" in lines
 
 
-def test_the_page_loads_nothing_and_runs_only_its_own_script(url: str):
-    page = HTTP.get(url)
-    policy = page.headers["content-security-policy"]
-    nonce = policy.partition("'nonce-")[2].partition("'")[0]
-    assert policy.startswith(f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-")
-    assert page.text.count(f'nonce="{nonce}"') == 2
-    assert "<h1>small</h1>" in page.text
-    assert 'placeholder="all"' in page.text  # the run's top_k
-    assert "//" not in page.text
-    assert "innerHTML" not in page.text
-    assert nonce not in HTTP.get(url).text
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
-def test_the_page_streams_a_text_in_a_browser(run: Run, url: str):
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
-    wrong: list[str] = []
-    requests: list[str] = []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM)
-        tab = browser.new_page()
-        tab.on("console", lambda message: wrong.append(message.text))
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.goto(url)
-        prompt = "the <b>quick</b>\n"
-        settings = {"max_tokens": 20, "temperature": 0.5, "top_k": 40, "seed": 7}
-        for name, value in ({"prompt": prompt} | settings).items():
-            tab.fill(f"#{name}", str(value))
-        tab.get_by_role("button", name="Continue").click()
-        tab.get_by_text("20 tokens").wait_for()
-        same_settings = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_new_tokens": 20}
-        assert tab.locator("#out").text_content() == prompt + alone(run, prompt, **same_settings)
-        titles = tab.eval_on_selector_all("#out span", "tokens => tokens.map(each => each.title)")
-        assert len(titles) == 20
-        assert all("%, instead of:\n" in title for title in titles)
-        assert tab.get_by_text("Orange shows surprise").is_visible()  # still, beside the bars
-        script = """tokens => tokens.map(token => {
-          const style = getComputedStyle(token);
-          const bar = -parseFloat(style.boxShadow.split(" ").at(-4));
-          return [bar, parseFloat(style.paddingBottom)];
-        })"""
-        bars = tab.eval_on_selector_all("#out span", script)
-        assert all(0 <= bar <= room for bar, room in bars)  # below the letters
-        assert max(bar for bar, _ in bars) > 1
-        tab.fill("#temperature", "-1")
-        tab.evaluate("document.getElementById('form').noValidate = true")
-        tab.locator("#prompt").press("Control+Enter")
-        tab.get_by_text("temperature: must be at least 0").wait_for()
-        browser.close()
-    assert requests == [f"{url}/"] + [f"{url}/v1/completions"] * 2
-    assert [each for each in wrong if "400 (Bad Request)" not in each] == []
-
-
 def test_a_run_whose_name_is_not_utf8_is_served(run: Run):
     named = copy.copy(run)
     named.path = Path(os.fsdecode(b"caf\xe9"))
     with serving(named) as url:
-        assert "<h1>caf?</h1>" in HTTP.get(url).text
         assert HTTP.get(f"{url}/v1/models").json()["data"][0]["id"] == "caf?"
 
 
@@ -918,6 +840,7 @@ def command(trained: Path, **environment: str) -> Iterator[tuple[subprocess.Pope
 
 def test_sigterm_finishes_what_runs_and_exits_with_0(trained: Path, run: Run, default_signals):
     with command(trained, GPTMINI_API_KEY="k") as (process, url):
+        assert '"is_locked": true' in HTTP.get(url).text
         secret = "the secret prompt"
         body = {"prompt": secret, "max_tokens": 300, "seed": 1, "stream": True}
         head = {"authorization": "Bearer k"}

@@ -1,0 +1,221 @@
+// What the page asks the server that gave it, and the chat. A file that was mailed asks nobody.
+"use strict";
+
+// -- requests ------------------------------------------------------------------------------------
+
+let key = ""; // sent with each request, once the server has asked for one
+let keyAsked = null; // {promise, give} while the reader is asked for it
+
+/** Fetch from the server, by POST if there is a body. Throws errors whose message is for readers;
+ * one that was stopped by its signal is an AbortError. */
+async function ask(path, body = null, signal = null) {
+  const headers = body === null ? {} : { "Content-Type": "application/json" };
+  for (;;) {
+    if (key) headers.Authorization = `Bearer ${key}`;
+    const options = { headers, signal };
+    if (body !== null) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
+    const response = await fetch(path, options).catch(explainLoss);
+    if (response.status === 401) {
+      await askForKey(signal);
+      continue;
+    }
+    if (response.ok) return response;
+    const answer = await response.json().catch(() => null); // a proxy may answer in its own words
+    throw new Error(answer?.error?.message ?? sayText("refused", { status: response.status }));
+  }
+}
+
+/** Throw what a broken connection means, but let a stop be a stop. */
+function explainLoss(error) {
+  throw error.name === "AbortError" ? error : new Error(sayText("serverGone"));
+}
+
+/** Yield the events of an answer as they come. */
+async function* askForEvents(path, body, signal) {
+  const response = await ask(path, { ...body, stream: true }, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let unfinished = ""; // an event may arrive in several parts
+  for (;;) {
+    const { done, value } = await reader.read().catch(explainLoss);
+    if (done) explainLoss(new Error("no end"));
+    const events = (unfinished + value).split("\n\n");
+    unfinished = events.pop();
+    for (const event of events) {
+      if (event === "data: [DONE]") return;
+      const content = JSON.parse(event.slice("data: ".length));
+      if (content.error) throw new Error(content.error.message);
+      yield content;
+    }
+  }
+}
+
+/** Show the form of the key, and wait until the reader has given one. */
+function askForKey(signal) {
+  if (keyAsked === null) {
+    let give;
+    const promise = new Promise((resolve) => (give = resolve));
+    keyAsked = { promise, give, isWrong: key !== "" };
+    showKeyForm();
+  }
+  const stopped = new Promise((_, reject) =>
+    signal?.addEventListener("abort", () => reject(signal.reason)),
+  );
+  return Promise.race([keyAsked.promise, stopped]);
+}
+
+function makeKeyForm() {
+  if (!data.server) return null;
+  makePlace("key", "form.card", {
+    id: "key",
+    onsubmit: (event) => {
+      event.preventDefault();
+      const { give } = keyAsked;
+      key = places.key.querySelector("input").value.trim();
+      keyAsked = null;
+      showKeyForm();
+      give();
+    },
+  });
+  showKeyForm();
+  return places.key;
+}
+
+function showKeyForm() {
+  places.key.hidden = keyAsked === null;
+  if (keyAsked === null) return fill(places.key);
+  const input = make("input", { type: "password", autocomplete: "current-password", required: "" });
+  fill(
+    places.key,
+    make("label", {}, say(keyAsked.isWrong ? "keyWrong" : "keyNeeded"), input),
+    make("button.main", {}, say("keySend")),
+  );
+  input.focus();
+}
+
+/** The settings of the sliders, as a request has them. */
+function pickSettings() {
+  const { temperature, top_k, top_p, min_p } = state.sample;
+  return { temperature, top_k, top_p, min_p };
+}
+
+// -- the chat ------------------------------------------------------------------------------------
+
+const chat = { messages: [], running: null, problem: "", note: "" };
+let chatBox;
+
+function makeChat() {
+  if (!data.server?.chat) return null;
+  const text = chatBox?.value ?? "";
+  chatBox = make("textarea", {
+    id: "message",
+    rows: 2,
+    enterkeyhint: "send",
+    "aria-label": sayText("yourMessage"),
+    placeholder: sayText("yourMessage"),
+    onkeydown: (event) => {
+      // While an input method composes (Chinese), Enter chooses characters.
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      sendMessage();
+    },
+  });
+  chatBox.value = text;
+  const card = make(
+    "section.card",
+    { id: "chat" },
+    make("h2", {}, say("chatHeading")),
+    makePlace("messages", "div.messages", { role: "log", tabindex: 0 }),
+    makePlace("chatProblem", "p.problem", { role: "alert" }),
+    chatBox,
+    make(
+      "div.row",
+      {},
+      makePlace("send", "button.main", {
+        onclick: () => (chat.running ? chat.running.abort() : sendMessage()),
+      }),
+      makePlace("newChat", "button", { onclick: startChat }),
+      makePlace("chatNote", "small"),
+    ),
+  );
+  fill(places.newChat, say("newChat"));
+  showChat();
+  return card;
+}
+
+function showChat() {
+  const messages = chat.messages.map(({ role, content }) =>
+    make(`div.message.${role}`, {}, make("small", {}, say(role)), make("div", {}, content)),
+  );
+  fill(places.messages, messages.length ? messages : make("p.note", {}, say("chatHelp")));
+  fill(places.chatProblem, chat.problem);
+  showChatState();
+}
+
+/** Show what changes with each token. */
+function showChatState() {
+  const { messages } = places;
+  const last = chat.messages.at(-1);
+  const isAtEnd = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 60;
+  if (last) messages.lastChild.lastChild.textContent = last.content;
+  if (isAtEnd || chat.running === null) messages.scrollTop = messages.scrollHeight;
+  messages.setAttribute("aria-busy", String(chat.running !== null));
+  fill(places.send, say(chat.running ? "stop" : "send"));
+  fill(places.chatNote, chat.note);
+  places.newChat.disabled = chat.messages.length === 0;
+}
+
+function startChat() {
+  chat.running?.abort();
+  Object.assign(chat, { messages: [], running: null, problem: "", note: "" });
+  showChat();
+  chatBox.focus();
+}
+
+/** Send the message in the box, and show the answer as it comes. */
+async function sendMessage() {
+  const question = chatBox.value.trim();
+  if (question === "" || chat.running) return;
+  const { messages } = chat;
+  messages.push({ role: "user", content: question });
+  const body = { messages: structuredClone(messages), ...pickSettings() };
+  const answer = { role: "assistant", content: "" };
+  messages.push(answer);
+  const running = new AbortController();
+  Object.assign(chat, { running, problem: "", note: "" });
+  chatBox.value = "";
+  showChat();
+  let hasCome = false;
+  let problem = "";
+  const count = startCount();
+  try {
+    for await (const { choices } of askForEvents("v1/chat/completions", body, running.signal)) {
+      hasCome = true;
+      answer.content += choices[0].delta.content ?? "";
+      chat.note = count();
+      if (choices[0].finish_reason === "length") problem = sayText("answerCut");
+      if (chat.running === running) showChatState();
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") problem = error.message;
+  }
+  if (chat.running !== running) return; // there is a new conversation
+  if (!hasCome) {
+    messages.splice(-2);
+    chatBox.value ||= question;
+  }
+  Object.assign(chat, { running: null, problem });
+  showChat();
+}
+
+/** Start to count tokens: each call is one more, and says how many a second. */
+function startCount() {
+  let count = 0;
+  let started;
+  return () => {
+    started ??= performance.now();
+    const seconds = (performance.now() - started) / 1000;
+    count += 1;
+    if (count === 1) return sayText("speedOne");
+    return sayText("speed", { count, rate: formatReal((count - 1) / seconds, 0) });
+  };
+}

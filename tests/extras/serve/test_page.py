@@ -1,0 +1,455 @@
+"""The page that the server gives: the one of `export`, a chat, and weights for those who ask."""
+
+import base64
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gptmini.cli.serve import _build_page
+from gptmini.extras.page import export, served
+from gptmini.extras.page.served import ServedPage, build_served_page
+from gptmini.extras.serve.limits import Limits
+from gptmini.generate.run import Run, load_run
+from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from tests.extras.serve.serving import alone, serving
+from tests.samples import CHAT_TOKENIZER, TOKENIZER, run_of
+from tests.support import HOSTILE, bpe_file
+
+HTTP = httpx.Client(timeout=600)  # a busy machine is not a failure
+PROMPT = "the quick brown"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def closed() -> Iterator[None]:
+    """Close the client at the very end; a worker may leave this file and come back."""
+    with HTTP:
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("page")
+    run_of(folder / "small", TOKENIZER, context_length=64)
+    return load_run(folder / "small", "cpu", cache=folder)
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with a chat template."""
+    folder = tmp_path_factory.mktemp("page")
+    return run_of(folder / "chat", CHAT_TOKENIZER, context_length=160)
+
+
+@pytest.fixture
+def too_large(monkeypatch) -> None:
+    """No model is small enough for a page."""
+    monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
+
+
+def page_of(run: Run, key: str = "") -> ServedPage:
+    return build_served_page(run, bool(key), 1000)
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a served page; fails if anything is `wrong`, or asks others than the server."""
+    wrong: list[str] = []
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    asked: list[str] = []
+
+    def note(message: Any) -> None:
+        if message.type in ("error", "warning"):
+            wrong.append(message.text)
+
+    def visit(url: str) -> Any:
+        tab = context.new_page()
+        tab.on("console", note)
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("dialog", lambda dialog: wrong.append("dialog"))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(url)
+        return tab
+
+    visit.wrong = wrong
+    visit.asked = asked
+    yield visit
+    context.close()
+    assert wrong == []
+
+
+def wait_until(tab: Any, condition: str) -> None:
+    tab.wait_for_function(f"() => {condition}", timeout=30_000)
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(data)
+
+
+def without_server(page: bytes) -> str:
+    """A page without what it says of a server, and without the nonce that depends on all of it."""
+    text = re.sub(r'"server": (null|\{[^}]*\})', "", page.decode())
+    text = re.sub(r"connect-src '\w+'", "", text)
+    return re.sub(r'nonce-[^\']*\'|nonce="[^"]*"', "", text)
+
+
+# -- what the server sends -------------------------------------------------------------------------
+
+
+def test_without_a_page_the_root_names_the_api(run: Run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gptmini.extras.page.served", None)
+    assert _build_page(run, False, Limits()) is None
+    with serving(run) as url:
+        assert "/v1" in HTTP.get(url).text
+        for path in ("page.json", "weights"):
+            assert HTTP.get(f"{url}/{path}").status_code == 404
+
+
+def test_the_page_of_a_small_model_is_that_of_export(run: Run, tmp_path: Path):
+    export.export_page(load_run(run.path, "cpu", "float32"), tmp_path / "page.html")
+    page = _build_page(run, False, Limits())
+    assert page is not None
+    with serving(run, page=page) as url:
+        answer = HTTP.get(url)
+        again = HTTP.get(url, headers={"if-none-match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert HTTP.get(f"{url}/weights").status_code == 404  # they are in the page
+    exported = (tmp_path / "page.html").read_bytes()
+    assert without_server(answer.content) == without_server(exported)
+    assert data_of(answer.text)["server"] is not None
+    assert data_of(exported.decode())["server"] is None
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert "connect-src 'self'" in answer.text
+    assert "connect-src 'none'" in exported.decode()
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "float32"])
+def test_the_weights_are_sent_as_a_page_would_hold_them(run: Run, too_large, precision: str):
+    loaded = load_run(run.path, "cpu", precision)
+    page = page_of(loaded)
+    data = data_of(page.content.decode())
+    used = "int8" if precision == "int8" else "bfloat16"
+    expected = export.encode_weights(loaded.tensors, used)
+    assert data["tensors"] == expected.tensors
+    assert b'id="weights"' not in page.content
+    with serving(loaded, page=page) as url:
+        answer = HTTP.get(f"{url}/weights")
+    assert answer.content == base64.b64decode(expected.text)
+    assert len(answer.content) == data["server"]["size"] == int(answer.headers["content-length"])
+
+
+def test_a_run_of_int8_stays_in_it(run: Run):
+    page = page_of(load_run(run.path, "cpu", "int8"))
+    assert data_of(page.content.decode())["precision"] == "int8"
+
+
+def test_texts_go_on_while_weights_are_encoded(run: Run, too_large):
+    page = page_of(run)
+    begun, enough = threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[memoryview]:
+        begun.set()
+        assert enough.wait(600)
+        yield from page.weights()
+
+    received = []
+    with serving(run, page=page._replace(weights=slowly)) as url:
+        fetch = threading.Thread(target=lambda: received.append(HTTP.get(f"{url}/weights").content))
+        fetch.start()
+        assert begun.wait(600)
+        try:
+            with httpx.Client(timeout=60) as other:  # it would wait for the weights
+                answer = other.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
+        finally:
+            enough.set()
+        assert answer.status_code == 200
+        fetch.join()
+    assert len(received[0]) == page.size
+
+
+def test_a_reader_that_never_reads_is_cut_off(run: Run, too_large):
+    page = page_of(run)
+    large = memoryview(bytes(1 << 26))  # more than fits into buffers
+    page = page._replace(weights=lambda: iter([large]), size=large.nbytes)
+    with (
+        serving(run, page=page, request_seconds=1) as url,
+        HTTP.stream("GET", f"{url}/weights") as answer,
+    ):
+        threading.Event().wait(2)
+        with pytest.raises(httpx.RemoteProtocolError):
+            answer.read()
+
+
+def test_a_key_locks_all_but_a_name(run: Run):
+    with serving(run, "sesame", page=page_of(run, "sesame")) as url:
+        data = data_of(HTTP.get(url).text)
+        assert data == {"name": "small", "server": {"is_locked": True}}
+        for path in ("page.json", "weights"):
+            assert HTTP.get(f"{url}/{path}").status_code == 401
+            right = {"authorization": "Bearer sesame"}
+            assert HTTP.get(f"{url}/{path}", headers=right).status_code == 200
+            other = right | {"sec-fetch-site": "cross-site"}
+            assert HTTP.get(f"{url}/{path}", headers=other).status_code == 403
+
+
+# -- in a browser ----------------------------------------------------------------------------------
+
+
+def test_a_small_model_runs_in_the_page(run: Run, visit):
+    with serving(run, page=page_of(run)) as url:
+        tab = visit(url)
+        assert tab.locator(".first .chip").count() > 10
+        tab.locator("#text").fill(PROMPT)
+        tab.get_by_role("button", name="One token").click()
+        assert tab.evaluate("continuation.tokens.length") == 1
+        assert tab.locator("#chat, #key:visible").count() == 0  # it has no template, and no key
+        assert visit.asked == [f"{url}/"]
+
+
+def answer(run: Run, messages: list[dict[str, str]]) -> str:
+    return alone(run, run.encode_chat(messages), temperature=0, overflow="stop", max_new_tokens=20)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_a_conversation_is_streamed(talking: Run, visit):
+    with serving(talking, page=page_of(talking), max_tokens=20) as url:
+        tab = visit(url)
+        assert tab.locator("main > section").first.get_attribute("id") == "chat"
+        tab.evaluate(
+            """() => {
+              state.sample.temperature = 0;
+              globalThis.seen = [];
+              const show = showChatState;
+              showChatState = () => { show(); seen.push(chat.messages.at(-1)?.content); };
+            }"""
+        )
+        box = tab.locator("#message")
+        box.press_sequentially("Hi")
+        box.press("Shift+Enter")
+        box.press_sequentially("you")
+        box.press("Enter")
+        wait_until(tab, "chat.running === null && chat.messages.length === 2")
+        messages = [turn("user", "Hi\nyou")]
+        messages.append(turn("assistant", answer(talking, messages)))
+        assert tab.evaluate("chat.messages") == messages
+        grown = tab.evaluate("seen.map((text) => text.length)")
+        assert grown == sorted(grown)
+        assert len(set(grown)) > 3
+        assert box.input_value() == ""
+        box.fill("a")
+        tab.get_by_role("button", name="Send").click()
+        wait_until(tab, "chat.running === null && chat.messages.length === 4")
+        messages.append(turn("user", "a"))
+        messages.append(turn("assistant", answer(talking, messages)))
+        assert tab.evaluate("chat.messages") == messages
+        shown = tab.locator(".message > div").all_inner_texts()
+        assert [text.split() for text in shown] == [each["content"].split() for each in messages]
+        tab.get_by_role("button", name="New conversation").click()
+        assert tab.locator(".message").count() == 0
+        assert visit.asked == [f"{url}/"] + [f"{url}/v1/chat/completions"] * 2
+
+
+def test_what_a_chat_cannot_do_is_said_in_words(talking: Run, visit):
+    with serving(talking, page=page_of(talking)) as url:
+        tab = visit(url)
+        box, problem = tab.locator("#message"), tab.locator("#chat .problem")
+        tab.route("**/v1/chat/completions", lambda route: None)  # and never answers
+        box.fill("one")
+        box.press("Enter")
+        wait_until(tab, "chat.running !== null")
+        tab.get_by_role("button", name="Stop").click()
+        wait_until(tab, "chat.running === null")
+        assert tab.locator(".message").count() == 0
+        assert box.input_value() == "one"  # to send it again
+        assert problem.inner_text() == ""
+        tab.unroute("**/v1/chat/completions")
+        tab.evaluate("state.sample.temperature = -1")
+        box.press("Enter")
+        wait_until(tab, "chat.problem !== ''")
+        assert problem.inner_text().startswith("temperature")
+        box.fill("word " * 99)
+        tab.evaluate("state.sample.temperature = 1")
+        box.press("Enter")
+        wait_until(tab, "chat.running === null && chat.problem.startsWith('messages')")
+    box.press("Enter")  # the server is gone
+    wait_until(tab, "chat.running === null && chat.problem.includes('running?')")
+    assert problem.is_visible()
+    assert all("Failed to load resource" in each for each in visit.wrong)
+    visit.wrong.clear()
+
+
+def test_an_input_method_keeps_its_enter(talking: Run, visit):
+    with serving(talking, page=page_of(talking)) as url:
+        tab = visit(url)
+        tab.locator("#message").fill("ni")
+        event = "new KeyboardEvent('keydown', { key: 'Enter', isComposing: true })"
+        tab.evaluate(f"chatBox.dispatchEvent({event})")
+        assert tab.evaluate("[chat.running, chatBox.value]") == [None, "ni"]
+
+
+def test_the_server_continues_the_text_of_a_large_model(run: Run, too_large, visit):
+    with serving(run, page=page_of(run)) as url:
+        tab = visit(url)
+        tab.locator("#text").fill(PROMPT)
+        wait_until(tab, f"remote.readText === {json.dumps(PROMPT)}")
+        spelled = tab.evaluate("remote.tokens.map((token) => token.spelled)")
+        assert "".join(spelled) == PROMPT
+        assert tab.locator(".first .chip").count() == len(run.encode(PROMPT))
+        assert tab.locator(".first .expected").count() == 10
+        tab.locator("#settings summary").click()
+        tab.locator("#seed").fill("5")
+        tab.evaluate("data.sample.max_new_tokens = 12")
+        tab.get_by_role("button", name="Generate").click()
+        wait_until(tab, "remote.running === null && remote.tokens.some((each) => each.before)")
+        text = alone(run, PROMPT, seed=5, max_new_tokens=12)
+        assert tab.locator("#text").input_value() == PROMPT + text
+        bars = tab.eval_on_selector_all(
+            ".chip", "chips => chips.map((chip) => chip.style.getPropertyValue('--bits'))"
+        )
+        assert max(map(float, bars)) > 1
+        tab.locator(".first .chip").nth(1).click()
+        assert tab.locator(".first .came").count() <= 1
+        before = tab.locator("#text").input_value()
+        tab.get_by_role("button", name="One token").click()
+        wait_until(tab, "remote.running === null")
+        assert tab.locator("#text").input_value().startswith(before)
+        tab.get_by_role("button", name="Take back").click()
+        wait_until(tab, "remote.running === null")
+        assert tab.locator("#text").input_value() == before
+
+
+def test_its_weights_come_when_they_are_asked_for(run: Run, too_large, visit):
+    with serving(run, page=page_of(run)) as url:
+        tab = visit(url)
+        tab.locator("#text").fill(PROMPT)
+        wait_until(tab, f"remote.readText === {json.dumps(PROMPT)}")
+        assert f"{url}/weights" not in visit.asked
+        tab.get_by_role("button", name="Fetch the weights").click()
+        wait_until(tab, "models.size === 1 && remote.loading === null")
+        tokens = run.encode(PROMPT)
+        logits = "tokens => Array.from(models.get(data.step).forward(tokens))"
+        fetched = tab.evaluate(logits, tokens)
+        assert tab.locator("#text").input_value() == PROMPT
+        assert tab.evaluate("now.tokens") == tokens
+        assert tab.locator("#path").count() == 1
+    with serving(run, page=build_small(run)) as url:
+        assert visit(url).evaluate(logits, tokens) == fetched
+
+
+def build_small(run: Run) -> ServedPage:
+    return ServedPage(export.build_page(run), b"", 0, None)
+
+
+def test_a_download_can_be_stopped_and_may_fail(run: Run, too_large, visit):
+    with serving(run, page=page_of(run)) as url:
+        tab = visit(url)
+        tab.route("**/weights", lambda route: None)
+        tab.get_by_role("button", name="Fetch the weights").click()
+        wait_until(tab, "remote.loading !== null")
+        tab.locator("#look").get_by_role("button", name="Stop").click()
+        wait_until(tab, "remote.loading === null")
+        assert tab.locator("#look .problem").inner_text() == ""
+        tab.unroute("**/weights")
+        tab.route("**/weights", lambda route: route.fulfill(body="short"))
+        tab.get_by_role("button", name="Fetch the weights").click()
+        wait_until(tab, "remote.loading === null && remote.lookProblem !== ''")
+        assert tab.locator("#look .problem").is_visible()
+        assert tab.get_by_role("button", name="Generate").is_enabled()
+
+
+@pytest.mark.parametrize("reason", ["size", "tokenizer"])
+def test_what_a_browser_cannot_run_is_for_the_terminal(
+    run: Run, too_large, visit, monkeypatch, reason
+):
+    if reason == "size":
+        monkeypatch.setattr(served, "MAX_BROWSER_WEIGHTS", 1000)
+    else:
+        tokenizer = BpeTokenizer.from_dict(json.loads(bpe_file(kind="strange")))
+        run = Run(run.path, run.config, tokenizer, run.model, run.state)
+    with serving(run, page=page_of(run)) as url:
+        assert HTTP.get(f"{url}/weights").status_code == 404
+        tab = visit(url)
+        look = tab.locator("#look")
+        assert "gptmini inspect small" in look.inner_text()
+        assert look.locator("button").count() == 0
+        wait_until(tab, "remote.readText === ''")
+
+
+def test_a_key_is_asked_for_and_then_all_is_there(talking: Run, visit):
+    with serving(talking, "sesame", page=page_of(talking, "sesame")) as url:
+        tab = visit(url)
+        tab.locator("#key input").fill("wrong")
+        tab.locator("#key input").press("Enter")
+        wait_until(tab, "keyAsked?.isWrong")
+        tab.locator("#key input").fill("sesame")
+        tab.get_by_role("button", name="Use it").click()
+        wait_until(tab, "models.size === 1 && remote.loading === null")
+        assert tab.locator(".first .chip").count() > 5
+        assert not tab.locator("#key").is_visible()
+        tab.locator("#message").fill("Hi")
+        tab.locator("#message").press("Enter")
+        wait_until(tab, "chat.running === null && chat.messages.length === 2")
+    assert all("401" in each for each in visit.wrong)
+    assert len(visit.wrong) == 2
+    visit.wrong.clear()
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_hostile_names_and_messages_run_nothing(talking: Run, visit, monkeypatch, is_large: bool):
+    if is_large:
+        monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
+    name = re.sub("[/\0\ud800]", "_", HOSTILE)  # the rest may be in the name of a folder
+    run = Run(Path("runs") / name, talking.config, talking.tokenizer, talking.model, talking.state)
+    evil = "<script>alert(2)</script><img src=x onerror=alert(3)>"
+    with serving(run, page=page_of(run)) as url:
+        tab = visit(url)
+        scripts = tab.evaluate("document.scripts.length")
+        body = json.dumps({"choices": [{"delta": {"content": evil}, "finish_reason": "stop"}]})
+        tab.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(body=f"data: {body}\n\ndata: [DONE]\n\n"),
+        )
+        tab.locator("#message").fill(HOSTILE)
+        tab.locator("#message").press("Enter")
+        wait_until(tab, "chat.running === null && chat.messages.length === 2")
+        tab.locator("#text").fill(evil)
+        if is_large:
+            wait_until(tab, f"remote.readText === {json.dumps(evil)}")
+        assert tab.locator(".message > div").all_inner_texts()[1] == evil
+        assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
+        assert tab.evaluate("document.scripts.length") == scripts
+        assert "<img src=x onerror=alert(1)>" in tab.locator("h1").inner_text()
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_it_fits_a_phone_and_speaks_chinese(talking: Run, visit, monkeypatch, is_large: bool):
+    if is_large:
+        monkeypatch.setattr(served, "MAX_PAGE_BYTES", 1000)
+    with serving(talking, page=page_of(talking)) as url:
+        tab = visit(url)
+        tab.locator("#message").fill("x" * 300)
+        tab.locator("#message").press("Enter")  # too long, which it says
+        wait_until(tab, "chat.running === null && chat.problem !== ''")
+        tab.evaluate("chat.messages.push({ role: 'assistant', content: 'x'.repeat(300) })")
+        tab.get_by_role("button", name="中文").click()
+        for width in (390, 1280):
+            tab.set_viewport_size({"width": width, "height": 844})
+            assert tab.evaluate("document.documentElement.scrollWidth") == width
+            over = """parts => parts.filter((part) => part.scrollWidth > part.clientWidth + 1)"""
+            assert tab.eval_on_selector_all(".card, .message > div, .row, .chip", over) == []
+        tab.evaluate("startChat()")
+        words = re.findall(r"[A-Za-z]{4,}", tab.locator("#chat").inner_text())
+        assert set(words) <= {"Enter", "Shift"}
+        if is_large:
+            assert re.findall(r"[A-Za-z]{4,}", tab.locator("#look").inner_text()) == []
+    visit.wrong.clear()  # what the browser says of status 413
