@@ -15,9 +15,11 @@ from types import SimpleNamespace
 # pytest runs a process for each core (`-n auto` in pyproject.toml), so each takes one thread. Bits
 # are then the same in this process and its children.
 os.environ["OMP_NUM_THREADS"] = "1"
-# The cache of compiled code is in HOME: each process compiles once, for all of its tests.
-os.environ["HOME"] = os.environ["USERPROFILE"] = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)  # Windows keeps loaded code
+# The cache of compiled code is in HOME, which pytest's processes share: it is compiled once.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["HOME"] = os.environ["USERPROFILE"] = tempfile.mkdtemp()
+    # Windows keeps loaded code.
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 import pytest
 import tiktoken
@@ -25,7 +27,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from gptmini.cli import app
 from tests.local_hub import LocalHub, set_endpoint
-from tests.support import ROOT, SMALL, WORDS, new_cache
+from tests.support import ROOT, SMALL, WORDS, new_cache, run_command
 
 # A busy machine is not a failure: nothing that hypothesis runs has to be fast.
 settings.register_profile(
@@ -157,8 +159,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     text = folder / "text.txt"
     text.write_text("".join(f"{n}. {WORDS}\n" for n in range(40)))
-    words = [sys.executable, "-m", "gptmini", "train", "--data", str(text), *SMALL]
-    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run_command(["gptmini", "train", "--data", str(text), *SMALL], patch) == 0
     return folder / "runs" / "text"
 
 

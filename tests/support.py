@@ -1,4 +1,7 @@
-"""What several tests share: small texts, a small configuration, short ways to train it."""
+"""What several tests share: small texts, a small configuration, short ways to train it.
+
+PyTorch is imported by what needs it: pytest's first process, which starts the others, does not.
+"""
 
 import base64
 import json
@@ -7,20 +10,17 @@ import random
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from gptmini.cli import app
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.plan.settle import make_plan
-from gptmini.runs.directory import RunDirectory
-from gptmini.tokenizer.load import create_tokenizer
-from gptmini.tokenizer.tokenizers import Tokenizer
-from gptmini.train import trainer
-from gptmini.train.build import build_training
-from gptmini.train.state import Training
+
+if TYPE_CHECKING:
+    from gptmini.tokenizer.tokenizers import Tokenizer
+    from gptmini.train.state import Training
 
 needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell or signals")
 
@@ -88,6 +88,10 @@ def tiny(**sections: dict[str, Any]) -> Config:
 
 def train(config: Config, out: Path, cache: Path, started: float | None = None) -> None:
     """Decide and train, as the command does, without timing each of a thousand small runs."""
+    from gptmini.plan.settle import make_plan
+    from gptmini.runs.directory import RunDirectory
+    from gptmini.train import trainer
+
     if config.train.micro_batch_size is None:
         config = config.with_train(micro_batch_size=config.train.batch_size)
     if config.train.compile == "auto":
@@ -95,8 +99,12 @@ def train(config: Config, out: Path, cache: Path, started: float | None = None) 
     trainer.train(make_plan(config, RunDirectory(out), cache, started), out)
 
 
-def prepared(config: Config, out: Path, cache: Path) -> Training:
+def prepared(config: Config, out: Path, cache: Path) -> "Training":
     """A training at step 0."""
+    from gptmini.plan.settle import make_plan
+    from gptmini.runs.directory import RunDirectory
+    from gptmini.train.build import build_training
+
     return build_training(make_plan(config, None, cache), RunDirectory(out))
 
 
@@ -109,8 +117,10 @@ def new_cache(folder: Path) -> Path:
     return folder / "cache"
 
 
-def gpt2() -> Tokenizer:
+def gpt2() -> "Tokenizer":
     """The gpt2 encoding from a folder with its files; skips where there is none."""
+    from gptmini.tokenizer.load import create_tokenizer
+
     folder = SHARED / "data" / "tiktoken-cache"
     if "TIKTOKEN_CACHE_DIR" not in os.environ:
         if not folder.is_dir():

@@ -32,6 +32,7 @@ def measure_step(size: str, ranks: int, reduce: str, options: argparse.Namespace
         "train.steps": options.steps,
         "train.warmup_steps": 0,
         "train.log_every": 1,
+        "train.eval_tokens": 128,
         "train.compile": "off",
         "train.reduce": reduce,
     }

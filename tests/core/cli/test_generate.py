@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from gptmini import console
 from gptmini.cli.options import MAX_INPUT_BYTES
-from tests.support import SMALL, needs_posix
+from tests.support import needs_posix
 
 FEW = ["--max-new-tokens", "6"]
 
@@ -173,20 +172,24 @@ def test_a_line_break_typed_with_a_backslash_is_explained(gptmini, run):
     assert gptmini("generate", run, "--prompt", "a\nb", "--stop", "\n", *FEW)[2] == ""
 
 
-def test_text_piped_in_without_an_option_is_pointed_out(run):
-    words = [sys.executable, "-m", "gptmini", "generate", run, *FEW]
-    for given, hint in ((b"the", b"standard input is not read; to continue it, add "), (None, b"")):
-        stdin = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
-        done = subprocess.run(words, capture_output=True, check=True, **stdin)
-        assert done.stderr.startswith(hint)
-        assert done.stderr.count(b"\n") == (given is not None)
+def test_text_piped_in_without_an_option_is_pointed_out(gptmini, run, monkeypatch):
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"the")
+    os.close(write_end)
+    hint = "standard input is not read; to continue it, add "
+    for place, expected in ((read_end, hint), (os.devnull, "")):
+        with open(place) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            code, _, err = gptmini("generate", run, *FEW)
+        assert (code, err.count("\n")) == (0, bool(expected))
+        assert err.startswith(expected)
 
 
-def test_a_stdout_of_ascii_only_gets_question_marks(run, tmp_path):
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-m", "gptmini", "generate", run, "--prompt", "é€", *FEW]
-    done = subprocess.run(command, env=environment, capture_output=True, check=True)
-    assert done.stdout.startswith(b"??")
+def test_a_stdout_of_ascii_only_gets_question_marks(gptmini, run, monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert gptmini("generate", run, "--prompt", "é€", *FEW)[0] == 0
+    assert printed.getvalue().startswith(b"??")
 
 
 def test_nul_and_special_text_in_a_prompt_are_text(gptmini, run):
@@ -331,8 +334,7 @@ def test_a_run_is_suggested_for_a_name_that_is_nearly_its(gptmini):
         assert (code, f"{name}: no run here; did you mean runs/my?" in err) == (4, True)
 
 
-def test_wrong_settings_when_generating(gptmini, text_file: Path):
-    assert gptmini("train", "--data", str(text_file), *SMALL)[0] == 0
+def test_wrong_settings_when_generating(gptmini, run):
     for words, line in [
         (["--temperature", "-1"], "--temperature: must be at least 0, not -1"),
         (["--temperature", "nan"], "--temperature: must be a finite number"),
@@ -353,6 +355,6 @@ def test_wrong_settings_when_generating(gptmini, text_file: Path):
         (["--device", "gpu"], "device gpu: unknown; use auto, cpu, cuda, mps or xpu"),
         (["--set", "sample.overflow=error", "--max-new-tokens", "99"], "do not fit the context of"),
     ]:
-        code, out, err = gptmini("generate", "runs/text", "--prompt", "The ", *words)
+        code, out, err = gptmini("generate", run, "--prompt", "The ", *words)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert line in err

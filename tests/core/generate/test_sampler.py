@@ -1,6 +1,7 @@
 """Every engine, batch and drafter draws the same tokens."""
 
 import functools
+import itertools
 import shutil
 import subprocess
 import sys
@@ -72,9 +73,13 @@ def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[li
     return [text.tokens for text in texts]
 
 
-@pytest.mark.parametrize("position", ["rope", "learned", "none"])
-@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("variant", "position", "temperature"),
+    [
+        *itertools.product(["mha", "gqa", "mqa"], ["rope", "learned", "none"], [1.0]),
+        ("gqa", "rope", 0.0),
+    ],
+)
 def test_with_and_without_the_cache_the_same_tokens_ten_contexts_long(
     variant, position, temperature
 ):
@@ -397,7 +402,7 @@ def drawn_without_drafts(engine: str, window: int | None, temperature: float) ->
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(wrong=st.sets(st.integers(0, 59)), temperature=st.sampled_from([0, 1.0]))
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("window", [None, 5])
@@ -417,16 +422,14 @@ def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
     model, other = model_of(), model_of("mqa", "learned", seed=6)
     given = {"max_new_tokens": 90, "temperature": temperature}
     plain = drawn(model, [[3, 1, 4]], engine, **given)
-    sample = SampleConfig.model_validate({"top_k": None, "temperature": temperature})
+    sample = SampleConfig.model_validate({"top_k": None, **given})
     for drafting, right in ((model, True), (other, False)):
-        draft = DraftModel(LIMIT, engine_of(drafting, "torch"), sample)
-        assert drawn(model, [[3, 1, 4]], engine, **given, drafter=draft) == plain
         text = Text(0, [3, 1, 4], LIMIT)
         draft = DraftModel(LIMIT, engine_of(drafting, "torch"), sample)
         for _ in sample_speculatively(engine_of(model, engine), draft, [text], sample, LIMIT):
             pass
-        assert len(text.tokens) == 256
-        assert (text.accepted == text.drafted > 100) == right
+        assert [text.tokens] == plain
+        assert (text.accepted == text.drafted > 30) == right
     assert drawn(model, [[3, 1, 4]], engine, **given, drafter=PromptLookup()) == plain
 
 

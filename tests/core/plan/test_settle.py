@@ -293,8 +293,8 @@ def test_minutes_for_an_empty_file_are_refused_as_steps_are(tmp_path: Path):
 
 def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatch):
     letters = random.Random(0)
-    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(200_000)]
-    (tmp_path / "text.txt").write_text(" ".join(words))
+    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(10_000)]
+    (tmp_path / "text.txt").write_text(" ".join(20 * words))
     gone = [0.0]
     prepare = settle.prepare_corpus
 
@@ -311,15 +311,14 @@ def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("n_words", "guess", "layers"),
-    [(100_000, 0.1, 4), (100_000, 2.7, 4), (100_000, 8.0, 4), (500_000, 50, 2)],
+    ("copies", "guess", "layers"), [(10, 0.1, 4), (10, 2.7, 4), (10, 8.0, 4), (50, 50, 2)]
 )
 def test_sizes_are_chosen_again_if_the_guess_how_often_a_text_is_read_was_wrong(
-    tmp_path: Path, monkeypatch, n_words: int, guess: float, layers: int
+    tmp_path: Path, monkeypatch, copies: int, guess: float, layers: int
 ):
     letters = random.Random(0)
-    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(n_words)]
-    (tmp_path / "text.txt").write_text(" ".join(words))
+    words = ["".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(10_000)]
+    (tmp_path / "text.txt").write_text(" ".join(copies * words))
     monkeypatch.setattr(settle, "BYTES_PER_TOKEN", guess)
     sections = {"data": {"path": str(tmp_path / "text.txt")}}
     sections["train"] = {"minutes": 6, "compile": "off", "device": "cpu", "dtype": "float32"}

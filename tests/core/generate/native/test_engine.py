@@ -20,14 +20,16 @@ from gptmini.model.gpt import GPT
 from tests.core.generate.native.samples import LENGTH, models, run, step_of
 from tests.support import needs_posix
 
-TARGETS = [build.NATIVE_TARGET]  # this processor, and what it would do with fewer instructions
+WITHOUT_AMX = ("-march=native", "-mno-amx-bf16")
+# This processor, and what it would do with fewer instructions; each takes seconds to compile.
+TARGETS: list[Any] = [build.NATIVE_TARGET]
 if platform.machine() == "x86_64":
-    TARGETS += [
-        ("-march=native", "-mno-amx-bf16"),
-        ("-march=native", "-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512vnni"),
+    less = [
+        WITHOUT_AMX,
+        (*WITHOUT_AMX, "-mno-avx512bf16", "-mno-avx512vnni"),
         ("-march=native", "-mno-avx512f"),
-        ("-march=x86-64",),
     ]
+    TARGETS += [("-march=x86-64",), *(pytest.param(each, marks=pytest.mark.slow) for each in less)]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 
 
@@ -95,6 +97,7 @@ def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call
             assert torch.equal(found, alone[[positions[n] for n in wanted]])
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compares two paths of x86-64")
 @settings(max_examples=10, deadline=None)
@@ -103,7 +106,7 @@ def test_int8_has_the_same_bits_with_and_without_amx(model):
     precision.round_weights(model, "int8")
     tokens = torch.randint(model.config.vocab_size, (LENGTH,)).tolist()
     found = []
-    for target in TARGETS[:2]:
+    for target in (build.NATIVE_TARGET, WITHOUT_AMX):
         step = step_of(model, "int8", target=target)
         found.append(run(step, tokens))
     assert torch.equal(found[0], found[1])
@@ -340,7 +343,13 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest
 
 @needs_posix
 @needs_compiler
-def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_path: Path):
+def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = tmp_path / "quick.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(build, "SOURCE_FILES", [source])
+    build.build_library.cache_clear()
     assert build.build_library(tmp_path) is not None
     (library,) = (tmp_path / "native").iterdir()
     made = library.stat().st_mtime_ns
@@ -350,6 +359,7 @@ def test_the_library_is_compiled_once_and_refused_if_others_could_write_it(tmp_p
     library.chmod(stat.S_IMODE(library.stat().st_mode) | 0o002)  # anybody could write it
     build.build_library.cache_clear()
     assert build.build_library(tmp_path) is None
+    build.build_library.cache_clear()
 
 
 @needs_compiler
