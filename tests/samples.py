@@ -12,7 +12,8 @@ from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.write import write_run
 from gptmini.tokenizer import bpe, tokenizer_json
-from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer, create_bpe_tokenizer
+from gptmini.tokenizer.bpe_tokenizer import create_bpe_tokenizer
+from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.support import prose
 
@@ -42,7 +43,7 @@ CHAT = {"<|endoftext|>": 299, "<|im_start|>": 300, "<|im_end|>": 301}
 
 
 def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
-    """A tokenizer as SmolLM2's: of single digits, without some bytes, with a chat template."""
+    """A tokenizer as version 0.2 imported SmolLM2's: of single digits, with a chat template."""
     known = [bytes([byte]) for byte in range(256) if byte not in missing]
     merges = list(bpe.learn_bpe([TEXT], 299))[256:]
     ranks = {token: rank for rank, token in enumerate(known + merges)}
@@ -66,11 +67,20 @@ def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
 CHAT_TOKENIZER = chat_tokenizer()
 
 
-def thinking_tokenizer() -> Tokenizer:
+def thinking_tokenizer() -> ForeignTokenizer:
     """A tokenizer as Qwen3's: answers show some of its added tokens."""
-    data = json.loads(CHAT_TOKENIZER.to_json())
-    data["special_tokens"] |= {"<think>": 302, "</think>": 303}
-    return BpeTokenizer.from_dict(data | {"user_defined": ["<think>", "</think>"]})
+    content = tokenizer_json.to_tokenizer_json(CHAT_TOKENIZER)
+    for number, name in ((302, "<think>"), (303, "</think>")):
+        content["added_tokens"].append(tokenizer_json.build_added_token(number, name, False))
+    ours = CHAT_TOKENIZER
+    return adopt_tokenizer(
+        json.dumps(content),
+        Path("tokenizer.json"),
+        304,
+        ours.end_tokens,
+        chat_template=TEMPLATE,
+        template_tokens=ours.template_tokens,
+    )
 
 
 def run_of(

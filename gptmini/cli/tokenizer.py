@@ -97,7 +97,8 @@ def decode(
     if sys.stdout.isatty():
         stream_to_stdout([decoder.decode(numbers), "\n"])
     else:
-        sys.stdout.buffer.write(b"".join(map(decoder.decode_token, numbers)))
+        spelled = b"".join(map(decoder.decode_token, numbers))
+        sys.stdout.buffer.write(spelled.removeprefix(b" " if decoder.drops_first_space else b""))
 
 
 @tokenizer_app.command()

@@ -117,9 +117,9 @@ class ChatEncoder:
         """
         if self._template is None:
             refuse_without_template(conversation)
-        tokens = []
+        tokens: list[Tokens] = []
         for text, is_answer in self._split_turns(conversation, self._template):
-            part = self._tokenizer.encode_special(text)
+            part = self._tokenizer.encode_special(text, continues=bool(tokens))
             n_learned = self._find_end(part, conversation) if is_answer else 0
             tokens += [part[:n_learned], part[n_learned:] | IGNORED]
         separator = np.array([self._tokenizer.eos_token_id], np.uint32) | IGNORED

@@ -204,7 +204,7 @@ def _encode_chunks(
             continue
         if starts_document:
             parts[label].append(document)
-        parts[label].append(tokenizer.encode(text))
+        parts[label].append(tokenizer.encode(text, continues=not starts_document))
     return {label: (text_bytes[label], np.concatenate(parts[label])) for label in parts}
 
 

@@ -145,7 +145,8 @@ class Text:
         self._held_back = ""  # may be the beginning of a stop text
         # The prompt already shows the space that the first token brings along.
         self.repeats_space = allowed_first is not None and prompt.endswith(" ")
-        self._drop_space = self.repeats_space
+        drops_space = tokenizer is not None and tokenizer.drops_first_space and not prompt
+        self._drop_space = self.repeats_space or drops_space
 
     def decode_token(self, token: int) -> str:
         """Return the characters that a new token completes; set `finish_reason` at an end.

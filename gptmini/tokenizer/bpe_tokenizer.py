@@ -1,4 +1,7 @@
-"""Byte-pair encodings, applied by tiktoken: learned here, published, or imported."""
+"""Byte-pair encodings, applied by tiktoken: learned here, or published.
+
+Version 0.2 imported other models' as these, too; foreign.py has those that are imported now.
+"""
 
 import base64
 from collections.abc import Sequence
@@ -11,9 +14,8 @@ from gptmini.console import show_elapsed
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe import split_words
 from gptmini.tokenizer.chunks import split_text
-from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer, Tokens
+from gptmini.tokenizer.tokenizers import END_OF_TEXT, IMPORTED_KIND, Tokenizer, Tokens
 
-IMPORTED_KIND = "imported"  # the kind of a tokenizer that came with somebody else's model
 MAX_TOKEN_NUMBER = 1_000_000
 
 
@@ -28,7 +30,6 @@ class BpeTokenizer(Tokenizer):
         chat_template: str | None = None,
         template_tokens: dict[str, str] | None = None,
         adds_bos: bool = False,
-        user_defined: Sequence[str] = (),
     ) -> None:
         """`eos_token` and `ends` name the special tokens that end a text."""
         self.kind = encoding.name
@@ -39,7 +40,6 @@ class BpeTokenizer(Tokenizer):
         self.chat_template = chat_template
         self.template_tokens = template_tokens or {}
         self.adds_bos = adds_bos
-        self.user_defined = user_defined
         self._eos_token = eos_token
         self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
         self._end_tokens = [self.special_tokens[name] for name in self._ends]
@@ -52,7 +52,7 @@ class BpeTokenizer(Tokenizer):
     def end_tokens(self) -> list[int]:
         return self._end_tokens
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str, continues: bool = False) -> Tokens:
         tokens = [np.empty(0, np.uint32)]
         try:
             for part in split_text(text):  # tiktoken is slow on long texts without a word boundary
@@ -111,8 +111,6 @@ class BpeTokenizer(Tokenizer):
         settings: dict[str, Any] = {}
         if len(self._ends) > 1:
             settings["ends"] = self._ends
-        if self.user_defined:
-            settings["user_defined"] = list(self.user_defined)
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
             settings["template_tokens"] = self.template_tokens
@@ -134,7 +132,6 @@ class BpeTokenizer(Tokenizer):
             data.get("chat_template"),
             data.get("template_tokens"),
             data.get("adds_bos", False),
-            data.get("user_defined", []),
         )
 
 
@@ -148,7 +145,6 @@ def create_bpe_tokenizer(
     chat_template: str | None = None,
     template_tokens: dict[str, str] | None = None,
     adds_bos: bool = False,
-    user_defined: Sequence[str] = (),
 ) -> BpeTokenizer:
     """Check the ranks and special tokens (ValueError), then build the tokenizer.
 
@@ -163,7 +159,7 @@ def create_bpe_tokenizer(
     for byte in _find_missing_bytes(mergeable_ranks):
         if name != IMPORTED_KIND or byte in used_bytes:
             raise ValueError(f"byte {byte} has no rank")
-    for special in (eos_token, *ends, *user_defined):
+    for special in (eos_token, *ends):
         if special not in special_tokens:
             raise ValueError(f"{special!r} is not a special token")
     if not isinstance(chat_template, str | None):
@@ -176,9 +172,7 @@ def create_bpe_tokenizer(
     encoding = tiktoken.Encoding(
         name, pat_str=pattern, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
     )
-    return BpeTokenizer(
-        encoding, eos_token, ends, chat_template, template_tokens, adds_bos, user_defined
-    )
+    return BpeTokenizer(encoding, eos_token, ends, chat_template, template_tokens, adds_bos)
 
 
 def list_published_encodings() -> list[str]:

@@ -26,11 +26,11 @@ class TextChunk(NamedTuple):
     conversation: Conversation | None = None
 
 
-def split_text(text: str) -> Iterator[str]:
-    """Split a text into stretches of at most TEXT_BLOCK_SIZE characters."""
+def split_text(text: str, block_size: int = TEXT_BLOCK_SIZE) -> Iterator[str]:
+    """Split a text into stretches of at most `block_size` characters."""
     start = 0
-    while len(text) - start > TEXT_BLOCK_SIZE:
-        end = start + find_boundary(text[start : start + TEXT_BLOCK_SIZE], TEXT_BLOCK_SIZE)
+    while len(text) - start > block_size:
+        end = start + find_boundary(text[start : start + block_size], block_size)
         yield text[start:end]
         start = end
     if start < len(text):

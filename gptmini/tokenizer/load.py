@@ -9,14 +9,15 @@ from gptmini import files
 from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer.bpe import WORD_PATTERN, learn_bpe
 from gptmini.tokenizer.bpe_tokenizer import (
-    IMPORTED_KIND,
     BpeTokenizer,
     create_bpe_tokenizer,
     list_published_encodings,
     load_published_encoding,
 )
+from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import (
     END_OF_TEXT,
+    IMPORTED_KIND,
     TOKENIZER_FORMAT_VERSION,
     ByteTokenizer,
     CharTokenizer,
@@ -99,4 +100,6 @@ def from_dict(data: dict[str, Any]) -> Tokenizer:
         return CharTokenizer(data["characters"])
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
+    if "file" in data:
+        return ForeignTokenizer.from_dict(data)
     return BpeTokenizer.from_dict(data)

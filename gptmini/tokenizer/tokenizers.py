@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 TOKENIZER_FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"  # its usual name; some imported tokenizers have another
+IMPORTED_KIND = "imported"  # the kind of a tokenizer that came with somebody else's model
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
@@ -27,11 +28,9 @@ class Tokenizer(ABC):
     vocab_size: int
     eos_token_id: int
     adds_bos = False  # whether the end-of-text token stands before prompts, too, as in Llama 3
-    missing_bytes = b""  # have no token; `encode` leaves them out
     chat_template: str | None = None  # of an instruct model: Jinja, as Hugging Face has it
     template_tokens: dict[str, str] = {}  # noqa: RUF012 - names by use, such as bos_token; immutable
-    # Special tokens, such as <think>, that other programs show in the text that they decode.
-    user_defined: Sequence[str] = ()
+    drops_first_space = False  # whether a text loses the space that its first token begins with
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -44,8 +43,11 @@ class Tokenizer(ABC):
         return [self.eos_token_id]
 
     @abstractmethod
-    def encode(self, text: str) -> Tokens:
-        """Encode a text into tokens (N,); text that looks like a special token stays text."""
+    def encode(self, text: str, continues: bool = False) -> Tokens:
+        """Encode a text into tokens (N,); text that looks like a special token stays text.
+
+        One that `continues` another is the rest of it, which matters to some imported tokenizers.
+        """
 
     @abstractmethod
     def decode_token(self, token: int) -> bytes:
@@ -55,7 +57,7 @@ class Tokenizer(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Return all that decides the tokens of a text besides the kind (JSON data)."""
 
-    def encode_special(self, text: str) -> Tokens:
+    def encode_special(self, text: str, continues: bool = False) -> Tokens:
         """Encode a text (N,) in which the name of a special token is that token."""
         tokens = [np.empty(0, np.uint32)]
         for part in self._special_names.split(text):
@@ -125,7 +127,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eos_token_id = 256
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str, continues: bool = False) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode_token(self, token: int) -> bytes:
@@ -147,7 +149,7 @@ class CharTokenizer(Tokenizer):
         # A 0 at the end lets the place of a character beyond the last be looked up.
         self._code_points = np.append(_to_code_points(self.characters), [0])
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str, continues: bool = False) -> Tokens:
         points = _to_code_points(text)  # (N,)
         places = np.searchsorted(self._code_points[:-1], points)  # (N,)
         unseen = (points > 127) & (self._code_points[places] != points)  # (N,)

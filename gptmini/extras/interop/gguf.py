@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gptmini.config.settings import ModelConfig
 from gptmini.errors import ConfigError, make_missing_package_error
+from gptmini.extras.interop import gguf_tokenizer
 from gptmini.extras.interop.architectures import Tensors
 from gptmini.generate.run import Run
-from gptmini.tokenizer import tokenizer_json
-from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 WEIGHT_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 Q8_0_BLOCK_SIZE = 32  # weights that share a scale; rows must be a multiple of it
@@ -50,21 +50,6 @@ METADATA_KEYS = {
     "head_dim": "attention.key_length",
     "rope_theta": "rope.freq_base",
 }
-SENTENCEPIECE_SPACE = "\u2581"  # stands for a space in SentencePiece
-# Special tokens that a chat template may name, and the keys of their numbers.
-TEMPLATE_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",  # as llama.cpp spells it
-    "pad_token": "padding_token_id",
-    "mask_token": "mask_token_id",
-}
-# Types of tokens in llama.cpp.
-NORMAL_TOKEN = 1
-CONTROL_TOKEN = 3
-USER_DEFINED_TOKEN = 4
-BYTE_TOKEN = 6
 
 
 def import_gguf(wanted_by: str = "--to gguf") -> Any:
@@ -90,16 +75,7 @@ def check_supported(config: ModelConfig, tokenizer: Tokenizer, weights: str) -> 
         problem = "model.rope_scaling: set, but must be none"
     if problem:
         raise ConfigError(f"{problem} in llama.cpp; use --to hf, or change this and train again")
-    pattern, _, _ = tokenizer_json.get_vocabulary(tokenizer)
-    _, llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern]
-    if isinstance(tokenizer, CharTokenizer):
-        if SENTENCEPIECE_SPACE in tokenizer.characters:
-            raise ConfigError("tokenizer: has U+2581, llama.cpp's space; train with bpe or byte")
-    elif not llama_cpp_name and tokenizer.kind != "byte":
-        raise ConfigError(
-            f"tokenizer.kind: {tokenizer.kind} splits words in a way that llama.cpp does not know; "
-            f"use --to hf, or train again with this version of gptmini"
-        )
+    gguf_tokenizer.check_supported(tokenizer)
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -164,7 +140,7 @@ def write_gguf(
     writer.add_name(run.path.name)
     file_type = "ALL_F32" if to == "f32" else f"MOSTLY_{to.upper()}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
-    _add_tokenizer(writer, run.tokenizer)
+    gguf_tokenizer.write_tokenizer(writer, run.tokenizer)
     parts: dict[str, list[Tensor]] = {}  # of GPT-2, q, k and v have one name
     for name, tensor in weights.items():
         module = name.split(".")[-2]
@@ -197,60 +173,3 @@ def _add_settings(writer: Any, architecture: str, config: ModelConfig) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-
-
-def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
-    """Add the vocabulary, its merges and the special tokens to the metadata."""
-    pattern, ranks, special_tokens = tokenizer_json.get_vocabulary(tokenizer)
-    if isinstance(tokenizer, CharTokenizer):
-        texts, types = _spell_characters(tokenizer)
-        writer.add_tokenizer_model("llama")
-        writer.add_token_scores([0.0] * tokenizer.vocab_size)
-        writer.add_add_space_prefix(False)
-    else:
-        texts = {number: tokenizer_json.to_byte_level(token) for token, number in ranks.items()}
-        types = dict.fromkeys(texts, NORMAL_TOKEN)
-        writer.add_tokenizer_model("gpt2")
-        _, llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern]
-        writer.add_tokenizer_pre(llama_cpp_name or "gpt-2")
-        merges = tokenizer_json.recover_merges(ranks)
-        if not merges:
-            # llama.cpp refuses an empty list. This merge never happens, as no pattern puts a
-            # letter and a space after it into one word.
-            merges = [("a", tokenizer_json.to_byte_level(b" "))]
-        writer.add_token_merges([f"{left} {right}" for left, right in merges])
-    for name, number in special_tokens.items():
-        texts[number] = name
-        if name in tokenizer.user_defined:
-            types[number] = USER_DEFINED_TOKEN
-    for number in range(tokenizer.vocab_size):  # special tokens, and gaps in some vocabularies
-        texts.setdefault(number, f"<|unused_{number}|>")
-        types.setdefault(number, CONTROL_TOKEN)
-    writer.add_token_list([texts[number] for number in range(tokenizer.vocab_size)])
-    writer.add_token_types([types[number] for number in range(tokenizer.vocab_size)])
-    writer.add_bos_token_id(tokenizer.eos_token_id)
-    writer.add_eos_token_id(tokenizer.end_tokens[0])
-    if len(tokenizer.end_tokens) > 1:
-        writer.add_eot_token_id(tokenizer.end_tokens[1])
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
-        for use, name in tokenizer.template_tokens.items():
-            if (
-                use in TEMPLATE_TOKENS.keys() - {"bos_token", "eos_token"}
-                and name in special_tokens
-            ):
-                writer.add_uint32(f"tokenizer.ggml.{TEMPLATE_TOKENS[use]}", special_tokens[name])
-    writer.add_add_bos_token(tokenizer.adds_bos)
-    writer.add_add_eos_token(False)
-
-
-def _spell_characters(tokenizer: CharTokenizer) -> tuple[dict[int, str], dict[int, int]]:
-    """Return texts and types of tokens as SentencePiece has them: characters, or else bytes."""
-    texts = {byte: f"<0x{byte:02X}>" for byte in range(256)}
-    types = dict.fromkeys(texts, BYTE_TOKEN)
-    texts[ord(" ")] = SENTENCEPIECE_SPACE
-    types[ord(" ")] = NORMAL_TOKEN
-    for number, character in enumerate(tokenizer.characters, 256):
-        texts[number] = character
-        types[number] = NORMAL_TOKEN
-    return texts, types

@@ -26,22 +26,13 @@ from gptmini.errors import (
     shorten,
 )
 from gptmini.extras.interop.architectures import DEFAULT_CONTEXT_LENGTH, check_tensor
-from gptmini.extras.interop.gguf import (
-    METADATA_KEYS,
-    NORMAL_TOKEN,
-    SENTENCEPIECE_SPACE,
-    TEMPLATE_TOKENS,
-    USER_DEFINED_TOKEN,
-    gguf_name,
-    import_gguf,
-    separate_halves,
-)
+from gptmini.extras.interop.gguf import METADATA_KEYS, gguf_name, import_gguf, separate_halves
+from gptmini.extras.interop.gguf_tokenizer import read_tokenizer
 from gptmini.extras.interop.huggingface import check_no_lfs_pointer
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.model.layers import scale_frequencies
 from gptmini.runs.tensors import NamedTensors
-from gptmini.tokenizer import tokenizer_json
-from gptmini.tokenizer.tokenizers import CharTokenizer, Tokenizer
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 # Other values change what a model computes. A factor without a type is linear scaling.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -67,14 +58,6 @@ LLAMA3_SCALINGS = ([8.0, 1.0, 4.0, 8192.0], [32.0, 1.0, 4.0, 8192.0])
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 ROWS_AT_A_TIME = 1024  # of a tensor that is dequantized
 MAX_ARRAY_VALUES = 2_000_000  # of all arrays; those of a vocabulary of 260,000 have 800,000
-# Names of patterns that llama.cpp spells in more than one way.
-PATTERN_ALIASES = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
-    "starcoder": "smollm",
-    "command-r": "smollm",
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +101,7 @@ def read_gguf(
         architecture = _find_architecture(metadata, path)
         config = _read_settings(metadata, stored, path, context_length)
         _check_tensors(stored, architecture, config, path)
-        tokenizer = _read_tokenizer(metadata, path)
+        tokenizer = read_tokenizer(metadata, path)
     return config, _iter_weights(config, architecture, stored, path), tokenizer
 
 
@@ -344,83 +327,3 @@ def _check_tensors(
             f"{path}: tensor {shorten(name)}: a {architecture} has none; this is another "
             f"architecture, which gptmini does not have"
         )
-
-
-# -- tokenizer -------------------------------------------------------------------------------------
-
-
-def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
-    """Read the tokenizer by way of tokenizer.json, which has the same parts."""
-    texts = metadata["tokenizer.ggml.tokens"]
-    types = dict(zip(texts, metadata["tokenizer.ggml.token_type"], strict=True))
-    if metadata["tokenizer.ggml.model"] == "llama":
-        return _read_characters(texts, types, path)
-    if metadata["tokenizer.ggml.model"] != "gpt2":
-        model = metadata["tokenizer.ggml.model"]
-        raise _make_unsupported_error(path, "tokenizer.ggml.model", model)
-    numbers = {text: number for number, text in enumerate(texts)}
-    patterns = {name: pattern for pattern, name in tokenizer_json.KNOWN_PATTERNS.values() if name}
-    llama_cpp_name = metadata.get("tokenizer.ggml.pre", "missing")
-    pattern = patterns.get(PATTERN_ALIASES.get(llama_cpp_name, llama_cpp_name))
-    if pattern is None:
-        raise _make_unsupported_error(path, "tokenizer.ggml.pre", llama_cpp_name)
-    by_digits = pattern == tokenizer_json.DIGITS_THEN_GPT2
-    split: dict[str, Any] = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    if by_digits:
-        split = {"type": "Digits", "individual_digits": True}
-    merges = [
-        merge
-        for merge in metadata["tokenizer.ggml.merges"]
-        if merge.replace(" ", "") in numbers  # not the one that stands for an empty list
-    ]
-    content: dict[str, Any] = {
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [split, {"type": "ByteLevel", "use_regex": by_digits}],
-        },
-        "added_tokens": [
-            {"content": text, "id": number, "special": types[text] != USER_DEFINED_TOKEN}
-            for text, number in numbers.items()
-            if types[text] != NORMAL_TOKEN
-        ],
-        "model": {"type": "BPE", "ignore_merges": True, "vocab": numbers, "merges": merges},
-    }
-
-    def find_token(key: str) -> int | None:
-        """Return the number of a special token, None if the vocabulary has no such token."""
-        number = metadata.get(f"tokenizer.ggml.{key}", -1)
-        return number if 0 <= number < len(texts) else None
-
-    bos_token = find_token("bos_token_id")
-    # Like llama.cpp, where the file does not say.
-    default = PATTERN_ALIASES.get(llama_cpp_name, llama_cpp_name) == "llama-bpe"
-    if metadata.get("tokenizer.ggml.add_bos_token", default) and bos_token is not None:
-        start = {"SpecialToken": {"id": texts[bos_token]}}
-        content["post_processor"] = {"type": "TemplateProcessing", "single": [start]}
-    template_tokens = {}
-    for use, key in TEMPLATE_TOKENS.items():
-        number = find_token(key)
-        if number is not None:
-            template_tokens[use] = texts[number]
-    end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    return tokenizer_json.from_tokenizer_json(
-        content,
-        path,
-        len(texts),
-        [find_token(key) for key in end_keys],
-        bos_token,
-        metadata.get("tokenizer.chat_template"),
-        template_tokens,
-    )
-
-
-def _read_characters(texts: list[str], types: dict[str, int], path: Path) -> Tokenizer:
-    """Read a vocabulary of single characters, as `gguf` writes it in SentencePiece's form.
-
-    DataError for a SentencePiece model, whose tokens are longer.
-    """
-    normal = [text for text in texts if types[text] == NORMAL_TOKEN]
-    characters = [text for text in normal if text != SENTENCEPIECE_SPACE]
-    if any(len(text) > 1 for text in characters):
-        raise _make_unsupported_error(path, "tokenizer.ggml.model", "llama (SentencePiece)")
-    return CharTokenizer("".join(characters))

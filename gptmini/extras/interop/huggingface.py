@@ -31,6 +31,7 @@ from gptmini.generate.run import Run
 from gptmini.model.gpt import create_meta_tensors
 from gptmini.runs.tensors import NamedTensors, write_tensors
 from gptmini.tokenizer import tokenizer_json
+from gptmini.tokenizer.foreign import ForeignTokenizer, adopt_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
@@ -47,10 +48,8 @@ BUFFER_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_folder(
-    folder: Path, context_length: int | None = None
-) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
-    """Return the settings of a folder's model, its weights by our names, and its tokenizer.
+def read_model(folder: Path, context_length: int | None = None) -> tuple[ModelConfig, NamedTensors]:
+    """Return the settings of a folder's model and its weights by our names.
 
     The weights are read when they are asked for, one after the other.
     """
@@ -59,17 +58,16 @@ def read_folder(
         config_file, "give a folder in Hugging Face's format, or OWNER/NAME on the Hub"
     )
     config = architectures.from_hf_config(hf_config, config_file, context_length)
-    tokenizer = _read_tokenizer(folder, hf_config, config)
     stored = _find_tensors(folder)
     output_biases = [tensor for name, tensor in stored.items() if name.endswith("o_proj.bias")]
     if not config.bias and any(tensor.read().any() for tensor in output_biases):
         # With us, biases are everywhere or nowhere. Those of the MLP become 0.
         config = config.model_copy(update={"bias": True})
     names = _match_names(stored, hf_config, config, folder)
-    return config, _convert_weights(stored, names, hf_config, config, folder), tokenizer
+    return config, _convert_weights(stored, names, hf_config, config, folder)
 
 
-def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig) -> Tokenizer:
+def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer, with the tokens that end a text and the chat template."""
     file = folder / "tokenizer.json"
     if not file.exists():
@@ -77,17 +75,21 @@ def _read_tokenizer(folder: Path, hf_config: dict[str, Any], config: ModelConfig
             f"{file}: missing; write it with transformers' "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    content = _read_json(file, "restore it")
+    check_no_lfs_pointer(file)
+    hf_config = _read_optional_json(folder / "config.json")
+    template_tokens = _read_template_tokens(folder)
     try:
-        return tokenizer_json.from_tokenizer_json(
-            content,
+        return adopt_tokenizer(
+            files.read_regular(file).decode(),
             file,
-            config.vocab_size or 0,
+            vocab_size,
             _read_end_tokens(folder, hf_config),
-            hf_config.get("bos_token_id"),
+            template_tokens.get("bos_token", hf_config.get("bos_token_id")),
             _read_chat_template(folder),
-            _read_template_tokens(folder),
+            template_tokens,
         )
+    except OSError as error:
+        raise CheckpointError(f"{file}: {describe_os_error(error)}; restore it") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: {describe_lookup_error(error)}; restore the file") from None
 
@@ -308,9 +310,12 @@ def write_folder(
     contents = {
         "config.json": hf_config,
         "generation_config.json": _build_generation_config(run),
-        "tokenizer.json": tokenizer_json.to_tokenizer_json(tokenizer),
         "tokenizer_config.json": _build_tokenizer_config(tokenizer, config.context_length),
     }
+    if isinstance(tokenizer, ForeignTokenizer):
+        files.write_and_sync(folder / "tokenizer.json", [tokenizer.file.encode()])
+    else:
+        contents["tokenizer.json"] = tokenizer_json.to_tokenizer_json(tokenizer)
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
         files.write_and_sync(folder / name, [text.encode()])

@@ -5,10 +5,10 @@ from typing import Any
 
 from gptmini import files
 from gptmini.config.settings import Config, ModelConfig, TokenizerConfig, TrainConfig
-from gptmini.console import show_elapsed, warn
+from gptmini.console import show_elapsed
 from gptmini.extras.interop.gguf_reader import read_gguf
 from gptmini.extras.interop.hub_model import ModelName, fetch_model, parse_model_name
-from gptmini.extras.interop.huggingface import read_folder
+from gptmini.extras.interop.huggingface import read_model, read_tokenizer
 from gptmini.generate.run import Run, load_run
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.tensors import NamedTensors
@@ -78,11 +78,6 @@ def _write_run(
     source: str, path: Path, out: Path, context_length: int | None
 ) -> tuple[ModelConfig, Tokenizer]:
     config, weights, tokenizer = _read_model(path, context_length)
-    if tokenizer.missing_bytes:
-        warn(
-            f"{path}: {len(tokenizer.missing_bytes)} bytes have no token, such as "
-            f"{tokenizer.missing_bytes[0]:#04x}; texts lose them, as in transformers"
-        )
     seq_len = min(FINETUNE_ROW_LENGTH, config.context_length)
     settings = Config(
         model=config,
@@ -98,4 +93,6 @@ def _read_model(
 ) -> tuple[ModelConfig, NamedTensors, Tokenizer]:
     if source.suffix.lower() == ".gguf":
         return read_gguf(source, context_length)
-    return read_folder(source, context_length)
+    config, weights = read_model(source, context_length)
+    assert config.vocab_size is not None
+    return config, weights, read_tokenizer(source, config.vocab_size)

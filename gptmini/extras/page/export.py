@@ -24,6 +24,7 @@ from gptmini.generate.native.precision import quantize
 from gptmini.generate.run import Run
 from gptmini.runs.directory import RunDirectory
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
+from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
 from gptmini.tokenizer.tokenizers import Tokenizer
 
@@ -161,7 +162,11 @@ def escape_json(data: Any) -> str:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise DataError for a tokenizer whose word pattern model.js does not know."""
+    """Raise DataError for a tokenizer that model.js cannot run."""
+    if isinstance(tokenizer, ForeignTokenizer):
+        raise DataError(
+            "tokenizer imported: a page cannot run it, as a library does that; use gptmini serve"
+        )
     if isinstance(tokenizer, BpeTokenizer) and tokenizer.encoding._pat_str not in KNOWN_PATTERNS:
         raise DataError(
             f"tokenizer {tokenizer.kind}: a page cannot split words as it does; use gptmini serve"

@@ -166,7 +166,9 @@ class Completion:
         text_offset = len(text.prompt) - text.repeats_space
         n_named = 0
         if request.score_prompt:
-            text_offset -= len(self._tokenizer.decode(text.prompt_tokens))
+            # Also what a whole text loses, such as a space before its first word.
+            spellings = map(self._tokenizer.decode_token, text.prompt_tokens)
+            text_offset -= len(b"".join(spellings).decode(errors="replace"))
             if may_name and text.prompt:
                 n_named = len(text.prompt_tokens)
                 names = [self._undecoded.get(token, "") for token in text.prompt_tokens]

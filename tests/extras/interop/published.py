@@ -238,30 +238,6 @@ STARCODER2_TOKENIZER = PublishedTokenizer(
     config={"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
 )
 
-# The heads of SentencePiece models: TinyLlama and Mistral 0.1, then Mistral 0.3.
-SENTENCEPIECE_MODEL = BPE_MODEL | {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
-SENTENCEPIECE_HEADS = {
-    "TinyLlama": {
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "\u2581"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-            ],
-        },
-        "pre_tokenizer": None,
-    },
-    "Mistral-7B-v0.3": {
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Metaspace",
-            "replacement": "\u2581",
-            "prepend_scheme": "first",
-            "split": False,
-        },
-    },
-}
-
 # -- config.json and weights -----------------------------------------------------------------------
 
 

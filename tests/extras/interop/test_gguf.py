@@ -14,8 +14,10 @@ from gptmini.extras.interop import gguf, gguf_reader
 from gptmini.extras.interop.export import HARD_TEXTS, export_run
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
+from gptmini.tokenizer.foreign import adopt_tokenizer
 from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
+from tests.foreign import MAKERS
 from tests.samples import (
     CASES,
     CHAT_TOKENIZER,
@@ -92,7 +94,9 @@ def test_special_tokens_and_chat_template_are_written(tmp_path):
     assert found["chat_template"] == TEMPLATE
     # Texts begin with the end-of-text token only where the user asks for it, as in gptmini.
     assert (found["ggml.add_bos_token"], found["ggml.add_eos_token"]) == (False, False)
-    assert gguf_reader.read_gguf(tmp_path / "out.gguf")[2].to_json() == CHAT_TOKENIZER.to_json()
+    back = gguf_reader.read_gguf(tmp_path / "out.gguf")[2]
+    for name in ("special_tokens", "end_tokens", "chat_template", "template_tokens"):
+        assert getattr(back, name) == getattr(CHAT_TOKENIZER, name)
 
 
 @installed
@@ -234,7 +238,9 @@ class Server:
 def test_llama_cpp_shows_the_added_tokens_that_are_not_special(tmp_path):
     run = run_of(tmp_path / "run", thinking_tokenizer(), **LLAMA, attention=NO_NORM)
     path = export_run(run, tmp_path / "out.gguf", "gguf", "f32").path
-    assert gguf_reader.read_gguf(path)[2].to_json() == run.tokenizer.to_json()
+    back = gguf_reader.read_gguf(path)[2]
+    for text in ("<think>It was</think>", "<|im_end|>"):
+        assert back.encode(text).tolist() == run.encode(text)
     types = gguf.import_gguf().GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
     assert types[299:] == [3, 3, 3, 4, 4]
     server = Server(path)
@@ -251,6 +257,33 @@ LLAMA_CPP = {
     "llama, without some bytes": ("llama of ours", "f32", "partial", 3e-5),
     "gpt2": ("gpt2, mqa, untied", "f32", "bpe", 2e-2),  # its GELU is a table in float16
 }
+
+
+@installed
+@pytest.mark.parametrize("name", ["Llama 2", "Gemma", "SmolLM2", "GPT-2"])
+def test_llama_cpp_reads_texts_as_the_library_does(name, tmp_path):
+    library = MAKERS[name]()
+    tokenizer = adopt_tokenizer(
+        library.to_str(), Path("tokenizer.json"), library.get_vocab_size(), ["</s>"], "<s>"
+    )
+    run = run_of(tmp_path / "run", tokenizer, **LLAMA, attention=NO_NORM)
+    path = export_run(run, tmp_path / "out.gguf", "gguf", "f32").path
+    back = gguf_reader.read_gguf(path)[2]
+    types = gguf.import_gguf().GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
+    added = library.get_added_tokens_decoder()
+    expected_types = {number: 3 if token.special else 4 for number, token in added.items()}
+    if library.model.unk_token is not None:
+        expected_types[0] = 2
+    assert {number: types[number] for number in added} == expected_types
+    server = Server(path)
+    for text in [*HARD_TEXTS[1:], TEXT[:2000], "x<think>It</think>"]:
+        expected = run.tokenizer.encode(text).tolist()
+        assert back.encode(text).tolist() == expected, repr(text)
+        found = server("/tokenize", content=text, add_special=False, parse_special=False)
+        if name in ("SmolLM2", "GPT-2") or "<s>" not in text:  # it merges into that token
+            assert found["tokens"] == expected, repr(text)
+    found = server("/tokenize", content="It was", add_special=True)
+    assert found["tokens"] == run.encode("It was") == back.add_bos(back.encode("It was").tolist())
 
 
 @installed

@@ -259,7 +259,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "both directions": ("llama", {"llama.attention.causal": False}, "attention.causal: 0 is not"),
     "words": ("llama", {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: tekken is not supp"),
     "a text": ("llama", {"llama.attention.sliding_window": "9; 9"}, "window: '9; 9' is not supp"),
-    "sentences": ("llama", {"tokenizer.ggml.model": "llama"}, r"llama \(SentencePiece\) is not"),
+    "unigrams": ("llama", {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: t5 is not"),
     "no heads": ("llama", {"llama.attention.head_count": REMOVED}, "head_count' is missing"),
     "too many heads": ("llama", {"llama.attention.head_count": 5}, "5 heads .* 2 KV heads; choose"),
     "too many layers": ("llama", {"llama.block_count": 1000}, r"blk\.999\.attn_norm.*: missing"),

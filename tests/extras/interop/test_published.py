@@ -1,7 +1,6 @@
 """Imports of models as their authors publish them: read exactly, or refused by name."""
 
 import json
-import unicodedata
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,14 +11,13 @@ import torch
 
 from gptmini.data.corpus import prepare_text
 from gptmini.data.token_file import IGNORED
-from gptmini.errors import CheckpointError, DataError
+from gptmini.errors import CheckpointError
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
 from gptmini.generate.run import Run
 from gptmini.generate.score import score_text
 from gptmini.plan.cost import count_parameters
-from gptmini.tokenizer import tokenizer_json
 from tests.extras.interop.published import (
     LLAMA_32_1B,
     MODELS,
@@ -27,13 +25,12 @@ from tests.extras.interop.published import (
     N_WORDS,
     QWEN3_06B,
     REMOVED,
-    SENTENCEPIECE_HEADS,
-    SENTENCEPIECE_MODEL,
     TINY_SCALING,
     JsonObject,
     Published,
     odd_texts,
 )
+from tests.foreign import MAKERS
 from tests.support import prose
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra bench")
@@ -77,15 +74,11 @@ def test_a_published_model_has_the_logits_and_tokens_of_transformers(name, tmp_p
         dtypes(stored)
     )
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "there" / "tokenizer.json"))
-    normalizes = model.tokenizer.head["normalizer"] is not None
-    warnings = capfd.readouterr().err
-    assert ("not brought into NFC" in warnings) == normalizes
-    assert "post_processor" not in warnings
+    assert "tokenizer.json" not in capfd.readouterr().err  # no warning
     added = [*model.tokenizer.special, *model.tokenizer.unspecial]
     for text in odd_texts():
-        if not any(name in text for name in added):  # with us, text is never a special token
-            ours = unicodedata.normalize("NFC", text) if normalizes else text
-            assert run.encode(ours) == theirs.encode(text).ids, text
+        if not any(name in text for name in model.tokenizer.special):  # they are text with us
+            assert run.encode(text) == theirs.encode(text).ids, text
     prompt = "".join(f"{name}A{index}\n" for index, name in enumerate(added))
     text = run.create_text(0, prompt, run.config.sample, special=True)
     assert text.prompt_tokens == theirs.encode(prompt, add_special_tokens=False).ids
@@ -262,18 +255,28 @@ def test_settings_that_gptmini_does_not_have_are_named(case):
         architectures.from_hf_config(published | changes, Path("config.json"), None)
 
 
-@pytest.mark.parametrize("name", SENTENCEPIECE_HEADS)
-def test_sentencepiece_is_named(name):
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "<0x00>": 3, "\u2581t": 259}
-    content = SENTENCEPIECE_HEADS[name] | {
-        "added_tokens": [{"id": 1, "content": "<s>", "special": True}],
-        "model": SENTENCEPIECE_MODEL | {"vocab": vocabulary, "merges": ["\u2581 t"]},
-    }
-    with pytest.raises(DataError, match="model: a SentencePiece tokenizer is not supported; use"):
-        tokenizer_json.from_tokenizer_json(content, Path("tokenizer.json"), 32000)
-    unigram = content | {"model": {"type": "Unigram", "vocab": [["<unk>", 0.0]]}}
-    with pytest.raises(DataError, match="model: a SentencePiece tokenizer is not supported; use"):
-        tokenizer_json.from_tokenizer_json(unigram, Path("tokenizer.json"), 32000)
-    pieces = content | {"model": {"type": "WordPiece", "vocab": {"[UNK]": 0}}}
-    with pytest.raises(DataError, match=r"model\.type: WordPiece is not supported; use"):
-        tokenizer_json.from_tokenizer_json(pieces, Path("tokenizer.json"), 32000)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("TinyLlama", "Llama 2"), ("Mistral-7B-v0.1", "Llama 2"), ("Mistral-7B-v0.3", "Mistral")],
+)
+def test_tokenizers_of_sentencepiece_are_read_and_given_back(name, kind, tmp_path):
+    there = tmp_path / "there"
+    MODELS[name].write(there, vocab_size=1000)
+    file = json.dumps(json.loads(MAKERS[kind]().to_str()), indent=1)
+    (there / "tokenizer.json").write_text(file)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (there / "tokenizer_config.json").write_text(json.dumps(config))
+    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    assert run.tokenizer.end_tokens == [2, 1]
+    theirs = transformers.AutoTokenizer.from_pretrained(there, split_special_tokens=True)
+    for text in odd_texts():
+        tokens = run.encode(text)
+        assert tokens == theirs(text).input_ids, text
+        assert run.decode(tokens) == theirs.decode(tokens[1:])
+    tokens = torch.tensor([run.encode("It was the best of times")])
+    expected = compute_expected(there, tokens)
+    torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-4)
+    (text,) = run.start([""], temperature=0, max_new_tokens=12).finish()
+    assert text.text[:4] == theirs.decode(text.tokens)[:4]  # without a space before it
+    export_run(run, tmp_path / "out", cache=tmp_path)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == file

@@ -148,7 +148,6 @@ def test_the_tokens_are_those_of_the_published_tokenizer(run, folder):
     tokenizers = pytest.importorskip("tokenizers")
     published = tokenizers.Tokenizer.from_file(str(folder / "there" / "tokenizer.json"))
     tokenizer = run.tokenizer
-    assert tokenizer.missing_bytes == SMOLLM2_TOKENIZER.missing
     for name, number in zip(SMOLLM2_TOKENIZER.special, range(17), strict=True):
         assert tokenizer.special_tokens[name] == number
     for text in odd_texts(700):
@@ -194,7 +193,8 @@ def test_a_folder_and_a_file_make_the_same_run(of_gguf, of_folder):
     weights = of_folder.run.model.state_dict()
     for name, weight in of_gguf.run.model.state_dict().items():
         assert torch.equal(weight, weights[name]), name
-    assert of_gguf.run.tokenizer.fingerprint == of_folder.run.tokenizer.fingerprint
+    for text in odd_texts(300):
+        assert of_gguf.run.encode(text) == of_folder.run.encode(text), text
 
 
 def test_an_export_is_the_same_model(run, theirs, folder, cache):

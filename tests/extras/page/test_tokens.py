@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gptmini.errors import DataError
 from gptmini.extras.page.export import build_page
 from gptmini.tokenizer.bpe import learn_bpe
 from gptmini.tokenizer.bpe_tokenizer import IMPORTED_KIND, create_bpe_tokenizer
@@ -14,6 +15,7 @@ from gptmini.tokenizer.load import create_tokenizer
 from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
 from tests.extras.page.samples import random_run
+from tests.samples import thinking_tokenizer
 from tests.support import prose
 
 # What patterns treat differently, in ways that differ between engines of regular expressions.
@@ -95,3 +97,9 @@ def test_tokens_are_those_of_python(visit, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_many_texts_are_those_of_python(visit, kind):
     check_tokens(visit, kind, 10_000)
+
+
+def test_the_tokenizer_of_another_model_is_refused_by_name():
+    run = random_run({"n_layer": 1}, thinking_tokenizer())
+    with pytest.raises(DataError, match="tokenizer imported: "):
+        build_page(run)

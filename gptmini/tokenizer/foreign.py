@@ -1,0 +1,278 @@
+"""Tokenizers of somebody else's models, run by `tokenizers`, the library that made their files.
+
+The file, tokenizer.json in Hugging Face's format, stays in the run as it came. What it says means
+what it means there: how words are split, how texts are normalized, the flags of added tokens. Three
+things differ. The name of a special token in a text stays text, as with all our tokenizers; dropout
+is off; and of what a post-processor puts around a text, only the first token is put there.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gptmini.console import warn
+from gptmini.errors import DataError, make_missing_package_error, shorten
+from gptmini.tokenizer.chunks import split_text
+from gptmini.tokenizer.tokenizer_json import from_byte_level
+from gptmini.tokenizer.tokenizers import END_OF_TEXT, IMPORTED_KIND, Tokenizer, Tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+
+BLOCK_SIZE = 1 << 14  # characters; without words, the time of a merge grows with the text
+BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
+SPACE = "\u2581"  # stands for a space in SentencePiece
+
+
+class ForeignTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face, applied by `tokenizers`; threads may share it."""
+
+    kind = IMPORTED_KIND
+
+    def __init__(
+        self,
+        file: str,
+        library: "Library",
+        vocab_size: int,
+        eos_token: str,
+        ends: Sequence[str] = (),
+        adds_bos: bool = False,
+        chat_template: str | None = None,
+        template_tokens: dict[str, str] | None = None,
+    ) -> None:
+        """`file` is the content of tokenizer.json, and `library` what `load_library` made of it.
+
+        `vocab_size` is the model's: the file may have fewer tokens, or more. `eos_token` and `ends`
+        name the special tokens that end a text. Raises KeyError if one of them does not exist,
+        ValueError for a file that does not say how tokens are decoded.
+        """
+        if library.decoder is None:
+            raise ValueError("it has no decoder")
+        if not isinstance(chat_template, str | None):
+            raise ValueError("chat_template is not a text")
+        self.file = file
+        self.vocab_size = vocab_size
+        self.adds_bos = adds_bos
+        self.chat_template = chat_template
+        self.template_tokens = template_tokens or {}
+        self._library = library
+        self._special_tokens = find_special_tokens(library, vocab_size)
+        self._eos_token = eos_token
+        self._ends = list(dict.fromkeys([*ends, eos_token]))  # without repetition
+        self._end_tokens = [self._special_tokens[name] for name in self._ends]
+        self.eos_token_id = self._special_tokens[eos_token]
+        self._decoder = library.decoder
+        self._is_byte_level = self._decode_inside("\u0120") == " "
+        self._has_bytes = self._decode_inside("<0x41>") == "A"
+        self.drops_first_space = self._decoder.decode([f"{SPACE}a"]) == "a"
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return self._special_tokens
+
+    @property
+    def end_tokens(self) -> list[int]:
+        return self._end_tokens
+
+    def encode(self, text: str, continues: bool = False) -> Tokens:
+        text.encode()  # raises UnicodeEncodeError for what the library would call no text
+        tokens = [np.empty(0, np.uint32)]
+        for part in split_text(text, BLOCK_SIZE):
+            tokens.append(_encode(self._library, part, continues))
+            continues = True
+        return self._check(np.concatenate(tokens))
+
+    def encode_special(self, text: str, continues: bool = False) -> Tokens:
+        text.encode()
+        return self._check(_encode(self._special_library, text, continues))
+
+    def _check(self, tokens: Tokens) -> Tokens:
+        """Return the tokens; DataError if the model has not all of them."""
+        if tokens.size and tokens.max() >= self.vocab_size:
+            name = self._library.id_to_token(int(tokens.max()))
+            raise DataError(f"text: its token {shorten(name)} is none of the model's; leave it out")
+        return tokens
+
+    @cached_property
+    def _special_library(self) -> "Library":
+        """The same for texts in which the name of a special token is that token.
+
+        It shares the vocabulary, which may fill a few hundred megabytes.
+        """
+        library = type(self._library)(self._library.model)
+        library.normalizer = self._library.normalizer
+        library.pre_tokenizer = self._library.pre_tokenizer
+        library.decoder = self._library.decoder
+        added = sorted(self._library.get_added_tokens_decoder().items())
+        library.add_tokens([token for _, token in added])
+        return library
+
+    def decode_token(self, token: int) -> bytes:
+        name = self._library.id_to_token(token)
+        if name is None or token == self.eos_token_id:
+            return b""
+        if self._is_byte_level:
+            try:
+                return from_byte_level(name)
+            except KeyError:  # an added token
+                return name.encode()
+        byte = BYTE_NAME.fullmatch(name) if self._has_bytes else None
+        return bytes([int(byte[1], 16)]) if byte else self._decode_inside(name).encode()
+
+    def _decode_inside(self, name: str) -> str:
+        """Decode a token that is not the first of a text."""
+        return self._decoder.decode(["a", name])[1:]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        kept = [token for token in tokens if token != self.eos_token_id]
+        return self._library.decode(kept, skip_special_tokens=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "file": self.file,
+            "vocab_size": self.vocab_size,
+            "document": self._eos_token,
+            "adds_bos": self.adds_bos,
+        }
+
+    def chat_settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"ends": self._ends}
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+            settings["template_tokens"] = self.template_tokens
+        return settings
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "ForeignTokenizer":
+        """Build the tokenizer that `to_json` wrote; ValueError or KeyError for damaged data."""
+        return cls(
+            data["file"],
+            load_library(data["file"]),
+            data["vocab_size"],
+            data["document"],
+            data["ends"],
+            data["adds_bos"],
+            data.get("chat_template"),
+            data.get("template_tokens"),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the file, and not the library's object, which forgets a setting."""
+        return ForeignTokenizer.from_dict, (self.to_dict() | self.chat_settings(),)
+
+
+def load_library(file: str) -> "Library":
+    """Let the library read a tokenizer.json; ValueError if it cannot.
+
+    MachineError if it is not installed.
+    """
+    try:
+        from tokenizers import Tokenizer as Library  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise make_missing_package_error("imported models", "tokenizers", "hub") from None
+    try:
+        library = Library.from_str(file)
+    except Exception as error:  # the library raises no narrower one
+        raise ValueError(shorten(str(error), 120)) from None
+    library.encode_special_tokens = True  # as text
+    library.no_truncation()
+    library.no_padding()
+    if getattr(library.model, "dropout", None):
+        library.model.dropout = None
+    return library
+
+
+def find_special_tokens(library: "Library", vocab_size: int) -> dict[str, int]:
+    """Return the special tokens that a model with a vocabulary of this size has, by name."""
+    added = sorted(library.get_added_tokens_decoder().items())
+    return {
+        token.content: number for number, token in added if token.special and number < vocab_size
+    }
+
+
+def _encode(library: "Library", text: str, continues: bool) -> Tokens:
+    """Encode a text; one that `continues` another has no beginning of its own.
+
+    Some tokenizers put a space before whatever they encode. So a text that goes on is encoded
+    behind a character that stays a token by itself, as one of the two nearly always does.
+    """
+    beginnings = ["\n", "a"] if text[:1].isalnum() else ["a", "\n"]
+    for beginning in beginnings if continues else []:
+        before = _get_tokens(library, beginning)
+        tokens = _get_tokens(library, beginning + text)
+        if tokens[: len(before)] == before:
+            return np.array(tokens[len(before) :], np.uint32)
+    return np.array(_get_tokens(library, text), np.uint32)
+
+
+def _get_tokens(library: "Library", text: str) -> list[int]:
+    # This method does not compute where each token stands in the text.
+    (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+    return encoding.ids
+
+
+def adopt_tokenizer(
+    file: str,
+    path: Path,
+    vocab_size: int,
+    end_tokens: Sequence[int | str | None] = (),
+    bos_token: int | str | None = None,
+    chat_template: str | None = None,
+    template_tokens: dict[str, str] | None = None,
+) -> ForeignTokenizer:
+    """Make the tokenizer of a model with `vocab_size` tokens of the content of a tokenizer.json.
+
+    `end_tokens`, numbers or names, end a text; whatever is not special is ignored. The end-of-text
+    token is the one that the file puts before texts; or else `<|endoftext|>`, `bos_token`, or the
+    first of `end_tokens`. Raises ValueError for a damaged file, DataError, which names `path`, for
+    one that is another model's.
+    """
+    library = load_library(file)
+    special_tokens = find_special_tokens(library, vocab_size)
+    names: dict[int | str | None, str] = {}
+    for name, number in special_tokens.items():
+        names[number] = name
+        names[name] = name
+    added = library.get_added_tokens_decoder()
+    last = max((n for n in library.get_vocab().values() if n not in added), default=-1)
+    if last >= vocab_size:
+        raise DataError(
+            f"{path}: token {last} is beyond the model's vocabulary of {vocab_size}; restore the "
+            f"tokenizer of this model"
+        )
+    first = _find_added_bos(library, path)
+    end_names = [names[end] for end in end_tokens if end in names]
+    if first in names and END_OF_TEXT in names:
+        end_names.append(END_OF_TEXT)
+    candidates = [names[each] for each in (first, END_OF_TEXT, bos_token) if each in names]
+    candidates += end_names
+    if not candidates:
+        raise DataError(f"{path}: no token ends a document; add {END_OF_TEXT} to added_tokens")
+    return ForeignTokenizer(
+        file,
+        library,
+        vocab_size,
+        candidates[0],
+        end_names,
+        first in names,
+        chat_template,
+        template_tokens,
+    )
+
+
+def _find_added_bos(library: "Library", path: Path) -> int | None:
+    """Return the token that the post-processor puts before texts; warn of all others."""
+    text = library.encode("a", add_special_tokens=False).ids
+    whole = library.encode("a").ids
+    n_before = next(n for n in range(len(whole)) if whole[n : n + len(text)] == text)
+    others = whole[1:n_before] + whole[n_before + len(text) :]
+    for number in others:
+        warn(
+            f"{path}: post_processor: {shorten(library.id_to_token(number))} is not put around "
+            f"texts; write it there, with --special"
+        )
+    return whole[0] if n_before else None
