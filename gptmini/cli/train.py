@@ -92,12 +92,17 @@ def train(
     if not trained or no_sample or group.rank:
         return
     run = load_run(out, settings.train.device, cache=cache)
-    console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
+    question = plan.corpus.read_question() if plan.corpus.has_ignored else []
+    sample = "an answer" if question else "sample"
+    console.say(f"\n{sample} from the best checkpoint, step {run.step}:\n")
     end = math.inf
     if plan.requested.steps_follow_minutes and settings.train.minutes is not None:
         end = started + 60 * settings.train.minutes
         end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
-    console.stream_to_stdout(chain(_take_until(end, run.stream("")), ["\n"]))
+    special = run.tokenizer.special_tokens.values()
+    shown = run.decode([token for token in question if token not in special])
+    texts = (characters for _, characters in run.start([question]))
+    console.stream_to_stdout(chain([shown], _take_until(end, texts), ["\n"]))
     ask = "continue your own prompt with"
     chat = ""
     if plan.corpus.has_ignored:  # it learned to answer

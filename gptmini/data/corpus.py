@@ -23,7 +23,6 @@ from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
 from gptmini.data import formats, hub_dataset, sources, token_file
-from gptmini.data.chats import refuse_without_template
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
 from gptmini.data.token_file import ConcatTokenFile, Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
@@ -69,8 +68,9 @@ def prepare_token_file(config: Config, out: Path, cache: Path) -> TokenFile:
     with _open_cache(config.data, cache) as paths:
         splits = _split_sources(config.data, paths)
         training: list[TextSource] = [SourceSide(split, "training") for split in splits]
-        tokenizer = _get_tokenizer(config, training, cache)
         source = sources.find_source(paths, config.data)
+        chat = _has_conversations([source], cache)
+        tokenizer = _get_tokenizer(config, training, cache, chat)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             _write_token_file(source, tokenizer, out, prepared=True)
@@ -201,7 +201,10 @@ def _prepare_sources(
     if settings.validation_path is not None:
         separate = sources.find_source(settings.validation_path, settings)
         validation = [separate]
-    tokenizer = tokenizer or _get_tokenizer(config, training, cache)
+    if tokenizer is None:
+        whole = [split.source for split in splits]
+        chat = _has_conversations(whole if separate is None else [*whole, separate], cache)
+        tokenizer = _get_tokenizer(config, training, cache, chat)
     digests = "".join(text.digest for text in training + validation)
 
     sides: list[Side] = ["training"]
@@ -341,7 +344,23 @@ def _warn_of_small_weights(settings: DataConfig) -> None:
             )
 
 
-def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> Tokenizer:
+def _has_conversations(whole: list[Source], cache: Path) -> bool:
+    """Tell whether texts have conversations; the cache remembers it of those that are records."""
+    records = [text for text in whole if {file.kind for file in text.files} & {*formats.CHAT_KINDS}]
+    if not records:
+        return False
+    digest = hashlib.sha256("".join(text.digest for text in records).encode()).hexdigest()[:20]
+    path = cache / f"{digest}-chat.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+        return bool(files.read_json(path)["conversations"])
+    found = any(text.has_conversations for text in records)
+    files.atomic_write_bytes(path, json.dumps({"conversations": found}).encode())
+    return found
+
+
+def _get_tokenizer(
+    config: Config, training: list[TextSource], cache: Path, chat: bool
+) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
@@ -354,13 +373,13 @@ def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> T
             training_tokens = train.steps * train.batch_size * config.seq_len
         kind, vocab_size = choose_tokenizer(kind, text_bytes, config.model.d_model, training_tokens)
     if kind not in ("char", "bpe"):
-        return create_tokenizer(kind)
-    path = cache / f"{digest}-{kind}-{vocab_size}.json"
+        return create_tokenizer(kind, chat=chat)
+    path = cache / f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
     try:
         return load_tokenizer(path)
     except DataError:  # not there yet, or damaged
         pass
-    tokenizer = learn_tokenizer(kind, vocab_size, training)
+    tokenizer = learn_tokenizer(kind, vocab_size, training, chat)
     files.atomic_write_bytes(path, tokenizer.to_json().encode())
     return tokenizer
 
@@ -374,21 +393,27 @@ def _measure_training(training: list[TextSource], path: Path) -> int:
     return text_bytes
 
 
-def learn_tokenizer(kind: str, vocab_size: int | None, training: Sequence[TextSource]) -> Tokenizer:
-    """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones."""
+def learn_tokenizer(
+    kind: str, vocab_size: int | None, training: Sequence[TextSource], chat: bool = False
+) -> Tokenizer:
+    """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones.
+
+    To `chat`, it gets the special tokens and the template of ChatML.
+    """
     size = sum(source.bytes for source in training)
     every = 1 if kind == "char" else max(1, size // MAX_LEARNED_FROM_BYTES)
     chunks = chain.from_iterable(source.iter_chunks() for source in training)
-    texts = map(_get_text, islice(chunks, 0, None, every))
+    texts = map(_get_learned_text, islice(chunks, 0, None, every))
     with show_byte_progress("learning the vocabulary", size // every) as advance:
-        return create_tokenizer(kind, vocab_size, _report_progress(texts, advance))
+        return create_tokenizer(kind, vocab_size, _report_progress(texts, advance), chat)
 
 
-def _get_text(chunk: TextChunk) -> str:
-    """Get the text of a chunk; DataError for a conversation, which needs a chat template."""
-    if chunk.conversation is not None:
-        refuse_without_template(chunk.conversation)
-    return chunk.text
+def _get_learned_text(chunk: TextChunk) -> str:
+    """Get what a vocabulary is learned from: of a conversation also the roles, as in ChatML."""
+    if chunk.conversation is None:
+        return chunk.text
+    messages = chunk.conversation.messages
+    return "".join(f"{message['role']}\n{message['content']}\n" for message in messages)
 
 
 def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float]:

@@ -467,6 +467,18 @@ class Corpus:
         tokens = file.read(0, min(len(file), 10_000))
         return self.tokenizer.decode(tokens.tolist())
 
+    def read_question(self) -> list[int]:
+        """Read the tokens before the first answer to validate on; none if it is not near."""
+        file = self.validation[0]
+        marked = file.read_marked(0, min(len(file), 10_000))  # (N,)
+        ignored_eos = IGNORED | np.uint32(self.tokenizer.eos_token_id)  # before a conversation
+        (starts,) = (marked == ignored_eos).nonzero()
+        if not len(starts):
+            return []
+        marked = marked[starts[0] :]
+        (learned,) = (marked < IGNORED).nonzero()
+        return (marked[: learned[0]] & ~IGNORED).tolist() if len(learned) else []
+
     def format_summary(self, kind: str) -> str:
         """Describe the text and its tokens in a line; `kind` is the tokenizer requested."""
         token_files = self.training + self.validation

@@ -354,7 +354,7 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     texts = metadata["tokenizer.ggml.tokens"]
     types = dict(zip(texts, metadata["tokenizer.ggml.token_type"], strict=True))
     if metadata["tokenizer.ggml.model"] == "llama":
-        return _read_characters(texts, types, path)
+        return _read_characters(texts, types, path, metadata.get("tokenizer.chat_template"))
     if metadata["tokenizer.ggml.model"] != "gpt2":
         model = metadata["tokenizer.ggml.model"]
         raise _make_unsupported_error(path, "tokenizer.ggml.model", model)
@@ -414,7 +414,9 @@ def _read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     )
 
 
-def _read_characters(texts: list[str], types: dict[str, int], path: Path) -> Tokenizer:
+def _read_characters(
+    texts: list[str], types: dict[str, int], path: Path, chat_template: str | None
+) -> Tokenizer:
     """Read a vocabulary of single characters, as `gguf` writes it in SentencePiece's form.
 
     DataError for a SentencePiece model, whose tokens are longer.
@@ -423,4 +425,4 @@ def _read_characters(texts: list[str], types: dict[str, int], path: Path) -> Tok
     characters = [text for text in normal if text != SENTENCEPIECE_SPACE]
     if any(len(text) > 1 for text in characters):
         raise _make_unsupported_error(path, "tokenizer.ggml.model", "llama (SentencePiece)")
-    return CharTokenizer("".join(characters))
+    return CharTokenizer("".join(characters), chat_template)
