@@ -64,8 +64,8 @@ _BASE_HELP = (
     "pretrained model is imported first."
 )
 _OR_PRETRAINED_HELP = (
-    "A run directory, or a pretrained model, which is imported once: OWNER/NAME on the Hugging Face "
-    "Hub, a folder or a .gguf."
+    "A run directory, or a pretrained model, which is imported once: OWNER/NAME on the Hugging "
+    "Face Hub, a folder or a .gguf."
 )
 _CACHE_HELP = "Folder for prepared texts and compiled code."
 
