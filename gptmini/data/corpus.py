@@ -22,14 +22,14 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import formats, hub_dataset, sources, token_file
+from gptmini.data import formats, hub_dataset, numbers, sources, token_file
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
 from gptmini.data.token_file import ConcatTokenFile, Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
-from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.tokenizer.tokenizers import IdsTokenizer, Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
 MAX_LEARNED_FROM_BYTES = 10_000_000  # of text that a vocabulary is learned from
@@ -88,6 +88,7 @@ def learns_vocabulary(config: Config) -> bool:
         config.tokenizer.kind in ("auto", "bpe")
         and config.tokenizer.vocab_size is None
         and find_token_files(config.data.path) is None
+        and find_number_files(config.data.path) is None
     )
 
 
@@ -109,7 +110,7 @@ def check_paths(paths: list[str], settings: DataConfig) -> None:
             hub_dataset.parse_dataset_name(path)
         else:
             local.append(path)
-    if local and find_token_files(local) is None:
+    if local and find_token_files(local) is None and find_number_files(local) is None:
         sources.find_source(local, settings)
 
 
@@ -128,6 +129,56 @@ def find_token_files(paths: list[str]) -> list[Path] | None:
                 f"--out FILE.tokens"
             )
     return [file for listed in found for file in listed]
+
+
+def find_number_files(paths: list[str]) -> list[list[Path]] | None:
+    """Find the files of token numbers of each path, in order; None if they name texts.
+
+    DataError for both in one list.
+    """
+    found = []
+    for path in paths:
+        place = Path(os.path.expanduser(path))  # Path.expanduser can raise
+        matches = [place]
+        if not place.exists() and set(path) & set("*?["):
+            matches = [Path(match) for match in sorted(glob.glob(str(place)))]
+        found.append([match for match in matches if numbers.holds_numbers(match)])
+    if not any(found):
+        return None
+    for path, listed in zip(paths, found, strict=True):
+        if not listed:
+            raise DataError(f"{path}: a text beside token numbers; train on one kind")
+    return found
+
+
+def _copy_numbers(found: list[list[Path]], tokenizer: Tokenizer, cache: Path) -> list[str]:
+    """Copy the token numbers of each path into a token file of the cache."""
+    copied = []
+    for listed in found:
+        digest = hashlib.sha256(tokenizer.fingerprint.encode())
+        for file in listed:
+            with files.open_regular(file) as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())  # type: ignore[arg-type]
+        path = cache / f"{digest.hexdigest()[:40]}.tokens"
+        if not token_file.is_prepared(path):
+            numbers.write_numbers(listed, tokenizer, TokenOutput(path, digest.hexdigest()))
+        copied.append(str(path))
+    return copied
+
+
+def _get_number_tokenizer(config: Config, found: list[list[Path]]) -> Tokenizer:
+    """Get the tokenizer that made token numbers, which must be named; `ids` stands for none."""
+    kind = config.tokenizer.kind
+    if kind in ("auto", "bpe", "char"):
+        raise ConfigError(
+            f"{found[0][0]}: token numbers; name the tokenizer that made them, such as --set "
+            f"tokenizer.kind=gpt2, or ids if there is none"
+        )
+    if kind != "ids":
+        return create_tokenizer(kind)
+    held_out = find_number_files(config.data.validation_path or []) or []
+    every = [file for listed in [*found, *held_out] for file in listed]
+    return IdsTokenizer(numbers.find_largest(every) + 1)
 
 
 def _find_token_files_at(path: str) -> list[Path]:
@@ -172,6 +223,15 @@ def _delete_stale_files(cache: Path) -> None:
 def _prepare(
     config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
 ) -> Corpus:
+    found = find_number_files(paths)
+    if found is not None:
+        tokenizer = tokenizer or _get_number_tokenizer(config, found)
+        paths = _copy_numbers(found, tokenizer, cache)
+    elif config.tokenizer.kind == "ids" and tokenizer is None:
+        raise ConfigError(
+            f"tokenizer.kind: ids is for token numbers (.bin, .npy, lists in JSON), not for "
+            f"{_name_corpus(config.data)}; leave it out"
+        )
     token_files = find_token_files(paths)
     if token_files is None:
         corpus = _prepare_sources(config, paths, cache, with_test, tokenizer)
@@ -295,6 +355,9 @@ def _prepare_whole(
     paths: list[str], settings: DataConfig, tokenizer: Tokenizer, cache: Path
 ) -> TokenFile:
     """Prepare all that the paths name as one text."""
+    found = find_number_files(paths)
+    if found is not None:
+        paths = _copy_numbers(found, tokenizer, cache)
     token_files = find_token_files(paths)
     if token_files is not None:
         return _open_token_files(token_files, tokenizer)

@@ -86,7 +86,7 @@ def write_token_files(
     """
     with ExitStack() as stack:
         writers = {
-            label: _TokenWriter(
+            label: TokenWriter(
                 stack.enter_context(files.atomic_write(output.path)), output.digest, tokenizer
             )
             for label, output in outputs.items()
@@ -99,7 +99,7 @@ def write_token_files(
             writer.finish(prepared)
 
 
-class _TokenWriter:
+class TokenWriter:
     """Writes the parts of a token file; the header comes last, when the counts are known."""
 
     def __init__(self, file: BinaryIO, digest: str, tokenizer: Tokenizer) -> None:

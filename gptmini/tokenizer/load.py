@@ -23,6 +23,7 @@ from gptmini.tokenizer.tokenizers import (
     TOKENIZER_FORMAT_VERSION,
     ByteTokenizer,
     CharTokenizer,
+    IdsTokenizer,
     Tokenizer,
 )
 
@@ -108,6 +109,8 @@ def from_dict(data: dict[str, Any]) -> Tokenizer:
         return ByteTokenizer(_read_template(data))
     if data["kind"] == "char":
         return CharTokenizer(data["characters"], _read_template(data))
+    if data["kind"] == "ids":
+        return IdsTokenizer(data["n_ids"])
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     return BpeTokenizer.from_dict(data)

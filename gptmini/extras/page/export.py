@@ -147,6 +147,8 @@ def escape_json(data: Any) -> str:
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Raise DataError for a tokenizer whose word pattern model.js does not know."""
+    if tokenizer.kind == "ids":
+        raise DataError("tokenizer ids: a page shows texts; use gptmini generate")
     if isinstance(tokenizer, BpeTokenizer) and tokenizer.encoding._pat_str not in KNOWN_PATTERNS:
         raise DataError(
             f"tokenizer {tokenizer.kind}: a page cannot split words as it does; use gptmini serve"

@@ -54,7 +54,7 @@ ERRORS = [
     (["train", "--epochs", "3"], 2, "--minutes"),
     (["train", "--resume"], 2, "gptmini train RUN"),
     (["train", "--finetune", "runs/a"], 2, "--from"),
-    (["train", "--init_from=gpt2"], 2, "gptmini import"),
+    (["train", "--init_from=gpt2"], 2, "use --from"),
     (["train", "--lora_r", "4"], 2, "--from"),
     (["score", "gpt2"], 4, "gptmini import openai-community/gpt2"),
     (["score", "Owner/Name"], 4, "gptmini import Owner/Name"),
