@@ -20,7 +20,7 @@ from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer.tokenizers import Tokenizer
 
 # The first number of a file of llm.c, which has a header of 256 numbers of 32 bits.
-LLM_C_TYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+LLM_C_TYPES: dict[int, np.dtype[Any]] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 LLM_C_HEADER_BYTES = 1024
 NUMBERS_AT_ONCE = 1 << 20
 PICKLES_AND_ARCHIVES = (b"PK\3\4", b"\x80", b"GGUF")  # weights, which are named .bin, too
@@ -101,7 +101,7 @@ def _open_bin(path: Path, vocab_size: int | None) -> "np.ndarray[Any, np.dtype[A
     """Open the numbers of a .bin file."""
     with files.open_regular(path) as file:
         head = file.read(4)
-    dtype: np.dtype[Any] | None = LLM_C_TYPES.get(int.from_bytes(head, "little"))
+    dtype = LLM_C_TYPES.get(int.from_bytes(head, "little"))
     offset = 0 if dtype is None else LLM_C_HEADER_BYTES
     if dtype is None:
         dtype = np.dtype("<u4" if vocab_size is not None and vocab_size > 1 << 16 else "<u2")
