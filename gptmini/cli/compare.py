@@ -13,6 +13,7 @@ from gptmini.cli.options import (
     Data,
     Errors,
     Steps,
+    Threads,
     argument,
     build_config,
     is_text,
@@ -49,6 +50,7 @@ def compare(
     errors: Errors = None,
     steps: Steps = None,
     minutes: float | None = option(None, "X", "Minutes per training run, instead of --steps."),
+    threads: Threads = None,
     assignments: Assignments = None,
     out: Path | None = option(
         None,

@@ -14,7 +14,7 @@ from gptmini.cli.options import (
     AsJson,
     Cache,
     Device,
-    RunName,
+    PretrainedName,
     Threads,
     WeightsType,
     flag,
@@ -23,6 +23,7 @@ from gptmini.cli.options import (
     read_text,
     resolve_run,
 )
+from gptmini.cli.pretrained import open_run
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -34,7 +35,7 @@ Settings = dict[str, Any]
 
 
 def generate(
-    run: RunName = None,
+    run: PretrainedName = None,
     prompt: str | None = option(None, "TEXT", "The text to continue."),
     prompt_file: Path | None = option(
         None,
@@ -115,7 +116,7 @@ def generate(
         raise ConfigError("--prompts, --out: one needs the other; give both")
     if str(out) == "-":
         raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
-    path = resolve_run(run, "--prompt", "--prompt-file")
+    path = open_run(run, "--prompt", "--prompt-file")
     draft_path = None if draft is None else resolve_run(draft)
     from gptmini.console import say
     from gptmini.generate import prompts_file

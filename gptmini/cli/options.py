@@ -59,13 +59,23 @@ _MINUTES_HELP = (
     "set are chosen to fit."
 )
 _THREADS_HELP = "CPU threads to use. Beside other busy programs, fewer are often faster."
-_BASE_HELP = "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning)."
+_BASE_HELP = (
+    "Begin a new run with the best weights, model and tokenizer of this one (fine-tuning). A "
+    "pretrained model is imported first."
+)
+_OR_PRETRAINED_HELP = (
+    "A run directory, or a pretrained model, which is imported once: OWNER/NAME on the Hugging "
+    "Face Hub, a folder or a .gguf."
+)
 _CACHE_HELP = "Folder for prepared texts and compiled code."
 
 
 ConfigName = Annotated[str | None, argument(..., "CONFIG", _CONFIG_HELP)]
 RunName = Annotated[
     Path | None, argument(..., "RUN", "A run directory.", show_default=NEWEST_RUN_HELP)
+]
+PretrainedName = Annotated[
+    Path | None, argument(..., "RUN", _OR_PRETRAINED_HELP, show_default=NEWEST_RUN_HELP)
 ]
 Data = Annotated[list[str] | None, option(..., "PATH", _DATA_HELP)]
 Errors = Annotated[str | None, option(..., "MODE", _ERRORS_HELP, show_default="strict")]
@@ -198,12 +208,12 @@ def resolve_run(run: Path | None, text: str = "", file: str = "") -> Path:
     """
     if run is None:
         return find_newest_run()
-    if _is_run(run):
+    if is_run(run):
         return run
     name = shorten(" ".join(str(run).split()))  # it may be a text, with line breaks
     runs = _list_runs()
     exists = os.path.exists(run)  # unlike Path.exists, False for a name that is too long
-    meant: list[str | Path] = [folder for folder in run.parents if exists and _is_run(folder)]
+    meant: list[str | Path] = [folder for folder in run.parents if exists and is_run(folder)]
     if os.path.isfile(run) and file:
         meant.append(f"{file} {run}")
     if text and " " in name:
@@ -226,7 +236,7 @@ def _list_runs() -> dict[str, Path]:
     return {config.parent.name: config.parent for config in RUNS_FOLDER.glob("*/config.yaml")}
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.yaml")
 
 

@@ -48,7 +48,7 @@ def train(
     )
     with sources.spool_stdin(config.data.path, Path(tempfile.gettempdir())) as paths:
         source = sources.find_source(paths, config.data)
-        learned = corpus.learn_tokenizer("bpe", vocab_size, [source])
+        learned = corpus.learn_tokenizer("bpe", vocab_size, [source], source.has_conversations)
     files.atomic_write_bytes(out, learned.to_json().encode())
     console.say(f"saved {out}: {learned.vocab_size:,} tokens")
 

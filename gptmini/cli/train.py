@@ -29,6 +29,7 @@ from gptmini.cli.options import (
     option,
     resolve_run,
 )
+from gptmini.cli.pretrained import import_once, locate_run
 from gptmini.errors import ConfigError
 from gptmini.files import DEFAULT_CACHE_DIR
 
@@ -64,6 +65,7 @@ def train(
     started = time.perf_counter()
     from gptmini.data import corpus
 
+    base, source = locate_run(base)
     train_options = {"--steps": steps, "--minutes": minutes, "--device": device}
     settings = build_config(config, data, errors, attention, train_options, assignments, base)
     if out is None and config is not None:
@@ -71,7 +73,8 @@ def train(
     out = out or choose_out(config, settings.data.path[0], attention, base)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file, not a directory; choose another --out")
-    if base is not None and not (out / "config.yaml").exists():
+    is_new = not (out / "config.yaml").exists()
+    if base is not None and source is None and is_new:
         resolve_run(base)  # answers a wrong name with the nearest
     for paths in (settings.data.path, settings.data.validation_path or []):
         if "-" not in paths:
@@ -86,18 +89,25 @@ def train(
     from gptmini.train import trainer
 
     log.check_installed(settings.train.log_to)
+    if base is not None and source is not None and is_new:
+        import_once(base, source)
     with join_group() as group:
         plan = plan_on_all_ranks(settings, RunDirectory(out), cache, started, group)
         trained = trainer.train(plan, out)
     if not trained or no_sample or group.rank:
         return
     run = load_run(out, settings.train.device, cache=cache)
-    console.say(f"\nsample from the best checkpoint, step {run.step}:\n")
+    question = plan.corpus.read_question() if plan.corpus.has_ignored else []
+    sample = "an answer" if question else "sample"
+    console.say(f"\n{sample} from the best checkpoint, step {run.step}:\n")
     end = math.inf
     if plan.requested.steps_follow_minutes and settings.train.minutes is not None:
         end = started + 60 * settings.train.minutes
         end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
-    console.stream_to_stdout(chain(_take_until(end, run.stream("")), ["\n"]))
+    special = run.tokenizer.special_tokens.values()
+    shown = run.decode([token for token in question if token not in special])
+    texts = (characters for _, characters in run.start([question]))
+    console.stream_to_stdout(chain([shown], _take_until(end, texts), ["\n"]))
     ask = "continue your own prompt with"
     chat = ""
     if plan.corpus.has_ignored:  # it learned to answer

@@ -1,6 +1,6 @@
 """Map the names of settings in nanoGPT, transformers and litgpt to ours, or to advice in words."""
 
-PRETRAINED_REMEDY = "use --from RUN; gptmini import OWNER/NAME makes a run of a pretrained model"
+PRETRAINED_REMEDY = "use --from, with a run or OWNER/NAME of the Hugging Face Hub"
 
 _CHOSEN_DTYPE = "set train.dtype to float32, bfloat16 or float16"
 _FINETUNING = "leave it out; fine-tuning with --from trains all weights"
@@ -129,7 +129,7 @@ ALIASES = {
     "optim": "train.optimizer",
     "output_dir": "name the run with --out",
     "per_device_train_batch_size": _MICRO_BATCH,
-    "push_to_hub": "leave it out; gptmini export writes a folder to upload",
+    "push_to_hub": "use gptmini export --push OWNER/NAME",
     "report_to": "train.log_to",
     "resume_from_checkpoint": "run the same command again, which resumes",
     "run_name": _RUN_NAME,

@@ -9,20 +9,17 @@ from typing import Any, NoReturn
 import numpy as np
 
 from gptmini.errors import CheckpointError, ConfigError, DataError, shorten
-from gptmini.tokenizer.chat_template import ChatTemplate, Message
+from gptmini.tokenizer.chat_template import ROLES, UNSUPPORTED, ChatTemplate, Message
 from gptmini.tokenizer.chunks import Conversation
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 
+Parts = list[tuple[str, bool]]  # stretches of a text, and whether each is an answer
 IGNORED = np.uint32(1 << 31)  # a bit above all tokens
 MESSAGE_LISTS = ("messages", "conversations")  # fields of a record
-ROLES = ("system", "developer", "user", "assistant")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other roles have our names
 # Fields of a record that would change its prompt, in the formats of OpenAI and Hugging Face.
 PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")
 TEXT_COMMAND = r"""jq -c '{text: ([.%s[] | .role + ": " + .content] | join("\n"))}'"""
-MESSAGES_COMMAND = (
-    'jq -c \'{messages: [.%s[] | {role: ({human: "user", gpt: "assistant"}[.from] // .from), '
-    "content: .value}]}'"
-)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -31,6 +28,7 @@ MESSAGES_COMMAND = (
 def find_conversation(place: str, record: dict[str, Any], key: str) -> Conversation | None:
     """Find the messages of a record, under `key` or `messages`; None if it has none.
 
+    Those of ShareGPT, which have from and value, get role and content.
     Raises DataError, which begins with `place`, for messages that cannot be trained on.
     """
     if isinstance(record.get(key), str):
@@ -42,17 +40,24 @@ def find_conversation(place: str, record: dict[str, Any], key: str) -> Conversat
         has_objects = bool(messages) and isinstance(messages[0], dict)
         if not has_objects and name != "messages":
             continue
-        if has_objects and "value" in messages[0]:
-            raise DataError(
-                f"{place}: field {name!r} has messages of from and value; write them as role and "
-                f"content, for example with: {MESSAGES_COMMAND % name}"
-            )
         for field in PROMPT_FIELDS:
             if record.get(field):
-                raise DataError(f"{place}: {field}: not supported; remove the line")
+                raise DataError(f"{place}: {field}: {UNSUPPORTED}")
+        messages = [_rename_fields(message) for message in messages]
         _check_messages(f"{place}: {name}", messages)
         return Conversation(place, [_pick_fields(message) for message in messages], name)
     return None
+
+
+def _rename_fields(message: Any) -> Any:
+    """Return a message of ShareGPT with role and content, and any other as it is."""
+    if not isinstance(message, dict) or "from" not in message or "role" in message:
+        return message
+    renamed = dict(message)
+    role = renamed.pop("from")
+    renamed["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    renamed["content"] = renamed.pop("value", None)
+    return renamed
 
 
 def _check_messages(where: str, messages: list[Any]) -> None:
@@ -73,7 +78,7 @@ def _check_message(where: str, message: Any) -> None:
         raise DataError(f"{where}: not an object with role and content; fix the line")
     for field, value in message.items():
         if field not in ("role", "content") and value is not None:
-            raise DataError(f"{where}.{shorten(field)}: not supported; remove the line")
+            raise DataError(f"{where}.{shorten(field)}: {UNSUPPORTED}")
     role = message.get("role")
     if role not in ROLES:
         problem = "missing" if role is None else f"{role!r:.40}"
@@ -112,13 +117,20 @@ class ChatEncoder:
 
         Prompts and answers are encoded apart, since a prompt's tokens come first when generating.
         An answer counts up to the token that ends it. Special tokens are read wherever their names
-        stand, as in transformers. Raises DataError for what the template refuses, or writes so that
+        stand, as in transformers. Where the template writes a message otherwise once others follow,
+        as Qwen3's leaves out earlier thoughts, each answer becomes a document of its own, behind
+        what its prompt would be. Raises DataError for what the template refuses, or writes so that
         answers cannot be found.
         """
         if self._template is None:
             refuse_without_template(conversation)
+        documents = self._split_turns(conversation, self._template)
+        return np.concatenate([self._encode_parts(parts, conversation) for parts in documents])
+
+    def _encode_parts(self, parts: Parts, conversation: Conversation) -> Tokens:
+        """Encode a document (N,), an end-of-text token before it."""
         tokens: list[Tokens] = []
-        for text, is_answer in self._split_turns(conversation, self._template):
+        for text, is_answer in parts:
             part = self._tokenizer.encode_special(text, continues=bool(tokens))
             n_learned = self._find_end(part, conversation) if is_answer else 0
             tokens += [part[:n_learned], part[n_learned:] | IGNORED]
@@ -128,12 +140,11 @@ class ChatEncoder:
             return encoded
         return np.concatenate([separator, encoded])
 
-    def _split_turns(
-        self, conversation: Conversation, template: ChatTemplate
-    ) -> list[tuple[str, bool]]:
+    def _split_turns(self, conversation: Conversation, template: ChatTemplate) -> list[Parts]:
         """Split the text of a conversation into answers (True) and what comes between them.
 
-        An answer is what the template adds to the prompt for it.
+        An answer is what the template adds to the prompt for it. Returns such parts of each
+        document: one with all answers, or where that cannot be, one for each answer.
         """
         messages = conversation.messages
         beginnings = []
@@ -145,26 +156,22 @@ class ChatEncoder:
             whole = template.render(messages, False)
         except (ConfigError, CheckpointError) as error:
             raise DataError(f"{conversation.place}: {error.lines[0]}") from None
-        parts = []
+        parts: Parts = []
+        each_answer: list[Parts] = []
         done = ""
+        rewrites = False
         for prompt, answered in zip(texts[::2], texts[1::2], strict=True):
             if not answered.startswith(prompt):
                 raise DataError(
                     f"{conversation.place}: the chat template writes an answer otherwise than its "
                     f"prompt begins it; make text of the conversations"
                 )
-            if not prompt.startswith(done) or not whole.startswith(answered):
-                raise DataError(
-                    f"{conversation.place}: the chat template writes earlier messages otherwise "
-                    f"once others follow; use conversations with a single answer"
-                )
-            prompt_end = len(prompt)
-            parts += [
-                (whole[len(done) : prompt_end], False),
-                (whole[prompt_end : len(answered)], True),
-            ]
+            answer = answered[len(prompt) :]
+            rewrites |= not prompt.startswith(done) or not whole.startswith(answered)
+            parts += [(prompt[len(done) :], False), (answer, True)]
+            each_answer.append([(prompt, False), (answer, True)])
             done = answered
-        return [*parts, (whole[len(done) :], False)]
+        return each_answer if rewrites else [[*parts, (whole[len(done) :], False)]]
 
     def _find_end(self, tokens: Tokens, conversation: Conversation) -> int:
         """Find how many tokens of an answer come up to its last end token, included."""
@@ -180,7 +187,7 @@ class ChatEncoder:
 def refuse_without_template(conversation: Conversation) -> NoReturn:
     """Raise DataError for a conversation where no chat template says how it is written."""
     raise DataError(
-        f"{conversation.place}: a conversation, but the tokenizer has no chat template; train "
-        f"--from an instruct model, or make text of it, for example with: "
+        f"{conversation.place}: a conversation, but the tokenizer has no chat template; train a "
+        f"new model, or --from an instruct model; or make text of it, for example with: "
         f"{TEXT_COMMAND % conversation.field}"
     )

@@ -22,15 +22,14 @@ import numpy as np
 from gptmini import files
 from gptmini.config.settings import Config, DataConfig
 from gptmini.console import show_byte_progress
-from gptmini.data import formats, hub_dataset, sources, token_file
-from gptmini.data.chats import refuse_without_template
+from gptmini.data import formats, hub_dataset, numbers, sources, token_file
 from gptmini.data.sources import Side, Source, SourceSide, SourceSplit
 from gptmini.data.token_file import ConcatTokenFile, Corpus, TokenFile, TokenOutput
 from gptmini.errors import ConfigError, DataError, MachineError, describe_os_error
 from gptmini.tokenizer.choose import choose_tokenizer
 from gptmini.tokenizer.chunks import TextChunk, count_utf8_bytes
 from gptmini.tokenizer.load import create_tokenizer, load_tokenizer
-from gptmini.tokenizer.tokenizers import Tokenizer
+from gptmini.tokenizer.tokenizers import IdsTokenizer, Tokenizer
 
 MAX_HELD_OUT_BYTES = 1_500_000  # evaluating on more takes time and adds little precision
 MAX_LEARNED_FROM_BYTES = 10_000_000  # of text that a vocabulary is learned from
@@ -69,8 +68,9 @@ def prepare_token_file(config: Config, out: Path, cache: Path) -> TokenFile:
     with _open_cache(config.data, cache) as paths:
         splits = _split_sources(config.data, paths)
         training: list[TextSource] = [SourceSide(split, "training") for split in splits]
-        tokenizer = _get_tokenizer(config, training, cache)
         source = sources.find_source(paths, config.data)
+        chat = _has_conversations([source], cache)
+        tokenizer = _get_tokenizer(config, training, cache, chat)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             _write_token_file(source, tokenizer, out, prepared=True)
@@ -88,6 +88,7 @@ def learns_vocabulary(config: Config) -> bool:
         config.tokenizer.kind in ("auto", "bpe")
         and config.tokenizer.vocab_size is None
         and find_token_files(config.data.path) is None
+        and find_number_files(config.data.path) is None
     )
 
 
@@ -109,7 +110,7 @@ def check_paths(paths: list[str], settings: DataConfig) -> None:
             hub_dataset.parse_dataset_name(path)
         else:
             local.append(path)
-    if local and find_token_files(local) is None:
+    if local and find_token_files(local) is None and find_number_files(local) is None:
         sources.find_source(local, settings)
 
 
@@ -128,6 +129,56 @@ def find_token_files(paths: list[str]) -> list[Path] | None:
                 f"--out FILE.tokens"
             )
     return [file for listed in found for file in listed]
+
+
+def find_number_files(paths: list[str]) -> list[list[Path]] | None:
+    """Find the files of token numbers of each path, in order; None if they name texts.
+
+    DataError for both in one list.
+    """
+    found = []
+    for path in paths:
+        place = Path(os.path.expanduser(path))  # Path.expanduser can raise
+        matches = [place]
+        if not place.exists() and set(path) & set("*?["):
+            matches = [Path(match) for match in sorted(glob.glob(str(place)))]
+        found.append([match for match in matches if numbers.holds_numbers(match)])
+    if not any(found):
+        return None
+    for path, listed in zip(paths, found, strict=True):
+        if not listed:
+            raise DataError(f"{path}: a text beside token numbers; train on one kind")
+    return found
+
+
+def _copy_numbers(found: list[list[Path]], tokenizer: Tokenizer, cache: Path) -> list[str]:
+    """Copy the token numbers of each path into a token file of the cache."""
+    copied = []
+    for listed in found:
+        digest = hashlib.sha256(tokenizer.fingerprint.encode())
+        for file in listed:
+            with files.open_regular(file) as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())  # type: ignore[arg-type]
+        path = cache / f"{digest.hexdigest()[:40]}.tokens"
+        if not token_file.is_prepared(path):
+            numbers.write_numbers(listed, tokenizer, TokenOutput(path, digest.hexdigest()))
+        copied.append(str(path))
+    return copied
+
+
+def _get_number_tokenizer(config: Config, found: list[list[Path]]) -> Tokenizer:
+    """Get the tokenizer that made token numbers, which must be named; `ids` stands for none."""
+    kind = config.tokenizer.kind
+    if kind in ("auto", "bpe", "char"):
+        raise ConfigError(
+            f"{found[0][0]}: token numbers; name the tokenizer that made them, such as --set "
+            f"tokenizer.kind=gpt2, or ids if there is none"
+        )
+    if kind != "ids":
+        return create_tokenizer(kind)
+    held_out = find_number_files(config.data.validation_path or []) or []
+    every = [file for listed in [*found, *held_out] for file in listed]
+    return IdsTokenizer(numbers.find_largest(every) + 1)
 
 
 def _find_token_files_at(path: str) -> list[Path]:
@@ -172,6 +223,15 @@ def _delete_stale_files(cache: Path) -> None:
 def _prepare(
     config: Config, paths: list[str], cache: Path, with_test: bool, tokenizer: Tokenizer | None
 ) -> Corpus:
+    found = find_number_files(paths)
+    if found is not None:
+        tokenizer = tokenizer or _get_number_tokenizer(config, found)
+        paths = _copy_numbers(found, tokenizer, cache)
+    elif config.tokenizer.kind == "ids" and tokenizer is None:
+        raise ConfigError(
+            f"tokenizer.kind: ids is for token numbers (.bin, .npy, lists in JSON), not for "
+            f"{_name_corpus(config.data)}; leave it out"
+        )
     token_files = find_token_files(paths)
     if token_files is None:
         corpus = _prepare_sources(config, paths, cache, with_test, tokenizer)
@@ -201,7 +261,10 @@ def _prepare_sources(
     if settings.validation_path is not None:
         separate = sources.find_source(settings.validation_path, settings)
         validation = [separate]
-    tokenizer = tokenizer or _get_tokenizer(config, training, cache)
+    if tokenizer is None:
+        whole = [split.source for split in splits]
+        chat = _has_conversations(whole if separate is None else [*whole, separate], cache)
+        tokenizer = _get_tokenizer(config, training, cache, chat)
     digests = "".join(text.digest for text in training + validation)
 
     sides: list[Side] = ["training"]
@@ -292,6 +355,9 @@ def _prepare_whole(
     paths: list[str], settings: DataConfig, tokenizer: Tokenizer, cache: Path
 ) -> TokenFile:
     """Prepare all that the paths name as one text."""
+    found = find_number_files(paths)
+    if found is not None:
+        paths = _copy_numbers(found, tokenizer, cache)
     token_files = find_token_files(paths)
     if token_files is not None:
         return _open_token_files(token_files, tokenizer)
@@ -341,7 +407,23 @@ def _warn_of_small_weights(settings: DataConfig) -> None:
             )
 
 
-def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> Tokenizer:
+def _has_conversations(whole: list[Source], cache: Path) -> bool:
+    """Tell whether texts have conversations; the cache remembers it of those that are records."""
+    records = [text for text in whole if {file.kind for file in text.files} & {*formats.CHAT_KINDS}]
+    if not records:
+        return False
+    digest = hashlib.sha256("".join(text.digest for text in records).encode()).hexdigest()[:20]
+    path = cache / f"{digest}-chat.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+        return bool(files.read_json(path)["conversations"])
+    found = any(text.has_conversations for text in records)
+    files.atomic_write_bytes(path, json.dumps({"conversations": found}).encode())
+    return found
+
+
+def _get_tokenizer(
+    config: Config, training: list[TextSource], cache: Path, chat: bool
+) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
     vocab_size = config.tokenizer.vocab_size
@@ -354,13 +436,13 @@ def _get_tokenizer(config: Config, training: list[TextSource], cache: Path) -> T
             training_tokens = train.steps * train.batch_size * config.seq_len
         kind, vocab_size = choose_tokenizer(kind, text_bytes, config.model.d_model, training_tokens)
     if kind not in ("char", "bpe"):
-        return create_tokenizer(kind)
-    path = cache / f"{digest}-{kind}-{vocab_size}.json"
+        return create_tokenizer(kind, chat=chat)
+    path = cache / f"{digest}-{kind}-{vocab_size}{'-chat' if chat else ''}.json"
     try:
         return load_tokenizer(path)
     except DataError:  # not there yet, or damaged
         pass
-    tokenizer = learn_tokenizer(kind, vocab_size, training)
+    tokenizer = learn_tokenizer(kind, vocab_size, training, chat)
     files.atomic_write_bytes(path, tokenizer.to_json().encode())
     return tokenizer
 
@@ -374,21 +456,27 @@ def _measure_training(training: list[TextSource], path: Path) -> int:
     return text_bytes
 
 
-def learn_tokenizer(kind: str, vocab_size: int | None, training: Sequence[TextSource]) -> Tokenizer:
-    """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones."""
+def learn_tokenizer(
+    kind: str, vocab_size: int | None, training: Sequence[TextSource], chat: bool = False
+) -> Tokenizer:
+    """Learn a tokenizer from texts: `char` reads all, `bpe` every n-th chunk of large ones.
+
+    To `chat`, it gets the special tokens and the template of ChatML.
+    """
     size = sum(source.bytes for source in training)
     every = 1 if kind == "char" else max(1, size // MAX_LEARNED_FROM_BYTES)
     chunks = chain.from_iterable(source.iter_chunks() for source in training)
-    texts = map(_get_text, islice(chunks, 0, None, every))
+    texts = map(_get_learned_text, islice(chunks, 0, None, every))
     with show_byte_progress("learning the vocabulary", size // every) as advance:
-        return create_tokenizer(kind, vocab_size, _report_progress(texts, advance))
+        return create_tokenizer(kind, vocab_size, _report_progress(texts, advance), chat)
 
 
-def _get_text(chunk: TextChunk) -> str:
-    """Get the text of a chunk; DataError for a conversation, which needs a chat template."""
-    if chunk.conversation is not None:
-        refuse_without_template(chunk.conversation)
-    return chunk.text
+def _get_learned_text(chunk: TextChunk) -> str:
+    """Get what a vocabulary is learned from: of a conversation also the roles, as in ChatML."""
+    if chunk.conversation is None:
+        return chunk.text
+    messages = chunk.conversation.messages
+    return "".join(f"{message['role']}\n{message['content']}\n" for message in messages)
 
 
 def measure_tokenizer(tokenizer: Tokenizer, paths: list[str]) -> dict[str, float]:

@@ -433,6 +433,7 @@ READER_BY_KIND: dict[str, Reader] = {
     "parquet": _read_parquet,
     "topics": _read_topics,
 }
+CHAT_KINDS = ("jsonl", "parquet")  # whose records may be conversations
 KIND_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 

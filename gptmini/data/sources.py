@@ -26,6 +26,7 @@ from gptmini.config.settings import DataConfig
 from gptmini.console import escape_control_characters, say, show_byte_progress
 from gptmini.data import hub_dataset
 from gptmini.data.formats import (
+    CHAT_KINDS,
     SNIFFED_BYTES,
     File,
     detect_binary,
@@ -107,19 +108,29 @@ class Source:
             say_once(f"{_abbreviate(converted)}: Windows line ends (CR LF) are read as LF")
         return hashed.hexdigest(), size if is_verbatim and not is_blank else None
 
-    @cached_property
+    @property
     def text_bytes(self) -> int:
         """Size of the text in UTF-8; DataError if it is all white space."""
         _, size = self._digest_and_size
-        if size is not None:
-            return size
+        return self._size_and_kind[0] if size is None else size
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether some of its documents are conversations, which only records can be."""
+        return any(file.kind in CHAT_KINDS for file in self.files) and self._size_and_kind[1]
+
+    @cached_property
+    def _size_and_kind(self) -> tuple[int, bool]:
+        """Read the text for its size in UTF-8, and for whether it has conversations."""
         size = 0
+        has_conversations = False
         with show_byte_progress("reading the text", self.bytes) as advance:
             for chunk in self.iter_checked_chunks():
                 length = count_utf8_bytes(chunk.text)
                 size += length
+                has_conversations = has_conversations or chunk.conversation is not None
                 advance(length)
-        return size
+        return size, has_conversations
 
     def iter_chunks(self) -> Iterator[TextChunk]:
         """Yield the text, document by document, without empty ones.

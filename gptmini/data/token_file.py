@@ -86,7 +86,7 @@ def write_token_files(
     """
     with ExitStack() as stack:
         writers = {
-            label: _TokenWriter(
+            label: TokenWriter(
                 stack.enter_context(files.atomic_write(output.path)), output.digest, tokenizer
             )
             for label, output in outputs.items()
@@ -99,7 +99,7 @@ def write_token_files(
             writer.finish(prepared)
 
 
-class _TokenWriter:
+class TokenWriter:
     """Writes the parts of a token file; the header comes last, when the counts are known."""
 
     def __init__(self, file: BinaryIO, digest: str, tokenizer: Tokenizer) -> None:
@@ -466,6 +466,18 @@ class Corpus:
         file = self.training[0]
         tokens = file.read(0, min(len(file), 10_000))
         return self.tokenizer.decode(tokens.tolist())
+
+    def read_question(self) -> list[int]:
+        """Read the tokens before the first answer to validate on; none if it is not near."""
+        file = self.validation[0]
+        marked = file.read_marked(0, min(len(file), 10_000))  # (N,)
+        ignored_eos = IGNORED | np.uint32(self.tokenizer.eos_token_id)  # before a conversation
+        (starts,) = (marked == ignored_eos).nonzero()
+        if not len(starts):
+            return []
+        marked = marked[starts[0] :]
+        (learned,) = (marked < IGNORED).nonzero()
+        return (marked[: learned[0]] & ~IGNORED).tolist() if len(learned) else []
 
     def format_summary(self, kind: str) -> str:
         """Describe the text and its tokens in a line; `kind` is the tokenizer requested."""

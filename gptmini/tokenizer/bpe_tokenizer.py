@@ -14,7 +14,14 @@ from gptmini.console import show_elapsed
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe import split_words
 from gptmini.tokenizer.chunks import split_text
-from gptmini.tokenizer.tokenizers import END_OF_TEXT, IMPORTED_KIND, Tokenizer, Tokens
+from gptmini.tokenizer.tokenizers import (
+    CHAT_TEMPLATE,
+    CHAT_TOKENS,
+    END_OF_TEXT,
+    IMPORTED_KIND,
+    Tokenizer,
+    Tokens,
+)
 
 MAX_TOKEN_NUMBER = 1_000_000
 
@@ -190,6 +197,20 @@ def load_published_encoding(name: str) -> BpeTokenizer:
             f"tokenizer {name}: download failed ({type(error).__name__}); use byte, char or bpe, "
             f"or set TIKTOKEN_CACHE_DIR to a folder that has its files"
         ) from error
+
+
+def add_chat(tokenizer: BpeTokenizer) -> BpeTokenizer:
+    """Add the tokens and the template of ChatML to a published encoding, behind its own tokens."""
+    encoding = tokenizer.encoding
+    added = {name: number for number, name in enumerate(CHAT_TOKENS, encoding.n_vocab)}
+    return create_bpe_tokenizer(
+        encoding.name,
+        encoding._pat_str,
+        encoding._mergeable_ranks,
+        encoding._special_tokens | added,
+        ends=[CHAT_TOKENS[1]],
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def _find_missing_bytes(mergeable_ranks: dict[bytes, int]) -> bytes:

@@ -10,38 +10,49 @@ from gptmini.errors import DataError, describe_os_error
 from gptmini.tokenizer.bpe import WORD_PATTERN, learn_bpe
 from gptmini.tokenizer.bpe_tokenizer import (
     BpeTokenizer,
+    add_chat,
     create_bpe_tokenizer,
     list_published_encodings,
     load_published_encoding,
 )
 from gptmini.tokenizer.foreign import ForeignTokenizer
 from gptmini.tokenizer.tokenizers import (
+    CHAT_TEMPLATE,
+    CHAT_TOKENS,
     END_OF_TEXT,
     IMPORTED_KIND,
     TOKENIZER_FORMAT_VERSION,
     ByteTokenizer,
     CharTokenizer,
+    IdsTokenizer,
     Tokenizer,
 )
 
 
 def create_tokenizer(
-    kind: str, vocab_size: int | None = None, texts: Iterable[str] = ()
+    kind: str, vocab_size: int | None = None, texts: Iterable[str] = (), chat: bool = False
 ) -> Tokenizer:
     """Create a tokenizer of a kind; only `char` and `bpe` read `texts`.
 
+    To `chat`, it gets the special tokens and the template of ChatML; a file keeps what it has.
     Raises DataError for an unknown kind, and for files that are missing and cannot be downloaded.
     """
+    template = CHAT_TEMPLATE if chat else None
     if kind == "byte":
-        return ByteTokenizer()
+        return ByteTokenizer(template)
     if kind == "char":
         characters = set[str]()
         for text in texts:
             characters.update(text)
-        return CharTokenizer("".join(characters))
+        return CharTokenizer("".join(characters), template)
     if kind == "bpe":
-        ranks = learn_bpe(texts, (vocab_size or 0) - 1)  # the end-of-text token is the last
-        return create_bpe_tokenizer("bpe", WORD_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
+        names = [END_OF_TEXT, *CHAT_TOKENS] if chat else [END_OF_TEXT]
+        ranks = learn_bpe(texts, (vocab_size or 0) - len(names))  # special tokens are the last
+        special_tokens = {name: number for number, name in enumerate(names, len(ranks))}
+        ends = [CHAT_TOKENS[1]] if chat else []
+        return create_bpe_tokenizer(
+            "bpe", WORD_PATTERN, ranks, special_tokens, ends=ends, chat_template=template
+        )
     if kind.endswith(".json"):
         return load_tokenizer(Path(kind))
     if kind == IMPORTED_KIND:
@@ -53,7 +64,8 @@ def create_tokenizer(
     if kind not in published:
         known = ", ".join(["auto", "byte", "char", "bpe", *published])
         raise DataError(f"{kind}: no such tokenizer; choose one of {known}, or a .json file")
-    return load_published_encoding(kind)
+    published_encoding = load_published_encoding(kind)
+    return add_chat(published_encoding) if chat else published_encoding
 
 
 def find_tokenizer(name: str) -> Tokenizer:
@@ -95,11 +107,20 @@ def from_dict(data: dict[str, Any]) -> Tokenizer:
     if data["format"] != TOKENIZER_FORMAT_VERSION:
         raise ValueError(f"format {data['format']}, not {TOKENIZER_FORMAT_VERSION}")
     if data["kind"] == "byte":
-        return ByteTokenizer()
+        return ByteTokenizer(_read_template(data))
     if data["kind"] == "char":
-        return CharTokenizer(data["characters"])
+        return CharTokenizer(data["characters"], _read_template(data))
+    if data["kind"] == "ids":
+        return IdsTokenizer(data["n_ids"])
     if not isinstance(data["kind"], str):
         raise ValueError("kind is not a string")
     if "file" in data:
         return ForeignTokenizer.from_dict(data)
     return BpeTokenizer.from_dict(data)
+
+
+def _read_template(data: dict[str, Any]) -> str | None:
+    template = data.get("chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError("chat_template is not a text")
+    return template

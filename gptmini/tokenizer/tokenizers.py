@@ -15,9 +15,19 @@ from typing import Any
 
 import numpy as np
 
+from gptmini.errors import DataError, shorten
+
 TOKENIZER_FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"  # its usual name; some imported tokenizers have another
 IMPORTED_KIND = "imported"  # the kind of a tokenizer that came with somebody else's model
+# ChatML: a model that learns to answer from scratch gets these tokens and this template.
+CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")  # before a message, and behind it
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 
@@ -120,12 +130,40 @@ class Tokenizer(ABC):
         return json.dumps(header | settings, indent=0)
 
 
-class ByteTokenizer(Tokenizer):
+class _PlainTokenizer(Tokenizer):
+    """A tokenizer without merges, whose special tokens come last: those of ChatML only to chat."""
+
+    def __init__(self, n_plain: int, chat_template: str | None) -> None:
+        """`n_plain` tokens stand for text."""
+        self.eos_token_id = n_plain
+        self.chat_template = chat_template
+        names = [END_OF_TEXT] if chat_template is None else [END_OF_TEXT, *CHAT_TOKENS]
+        self._special_tokens = {name: number for number, name in enumerate(names, n_plain)}
+        self.vocab_size = n_plain + len(names)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return self._special_tokens
+
+    @property
+    def end_tokens(self) -> list[int]:
+        names = [END_OF_TEXT] if self.chat_template is None else [CHAT_TOKENS[1], END_OF_TEXT]
+        return [self._special_tokens[name] for name in names]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {} if self.chat_template is None else {"special_tokens": self._special_tokens}
+
+    def chat_settings(self) -> dict[str, Any]:
+        return {} if self.chat_template is None else {"chat_template": self.chat_template}
+
+
+class ByteTokenizer(_PlainTokenizer):
     """The 256 bytes: encodes any text, learns nothing."""
 
     kind = "byte"
-    vocab_size = 257
-    eos_token_id = 256
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        super().__init__(256, chat_template)
 
     def encode(self, text: str, continues: bool = False) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
@@ -133,19 +171,15 @@ class ByteTokenizer(Tokenizer):
     def decode_token(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {}
 
-
-class CharTokenizer(Tokenizer):
+class CharTokenizer(_PlainTokenizer):
     """Bytes, plus one token per non-ASCII character of a corpus; others are split into bytes."""
 
     kind = "char"
 
-    def __init__(self, characters: str) -> None:
+    def __init__(self, characters: str, chat_template: str | None = None) -> None:
         self.characters = "".join(sorted(c for c in set(characters) if ord(c) > 127))
-        self.eos_token_id = 256 + len(self.characters)
-        self.vocab_size = self.eos_token_id + 1
+        super().__init__(256 + len(self.characters), chat_template)
         # A 0 at the end lets the place of a character beyond the last be looked up.
         self._code_points = np.append(_to_code_points(self.characters), [0])
 
@@ -172,7 +206,34 @@ class CharTokenizer(Tokenizer):
         return b""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"characters": self.characters}
+        return {"characters": self.characters} | super().to_dict()
+
+
+class IdsTokenizer(_PlainTokenizer):
+    """Numbers for which there is no text, such as notes or measurements, written in decimal."""
+
+    kind = "ids"
+
+    def __init__(self, n_ids: int) -> None:
+        """Numbers from 0 to `n_ids` - 1; the end-of-text token is the next."""
+        super().__init__(n_ids, None)
+
+    def encode(self, text: str, continues: bool = False) -> Tokens:
+        numbers = []
+        for word in text.replace(",", " ").split():
+            if not (word.isdecimal() and len(word) < 10 and int(word) < self.eos_token_id):
+                raise DataError(
+                    f"{shorten(word)}: not a token; write numbers from 0 to "
+                    f"{self.eos_token_id - 1}, with spaces between them"
+                )
+            numbers.append(int(word))
+        return np.array(numbers, np.uint32)
+
+    def decode_token(self, token: int) -> bytes:
+        return f" {token}".encode() if token < self.eos_token_id else b""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"n_ids": self.eos_token_id}
 
 
 def _to_code_points(text: str) -> Tokens:

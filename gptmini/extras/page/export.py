@@ -163,6 +163,8 @@ def escape_json(data: Any) -> str:
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Raise DataError for a tokenizer that model.js cannot run."""
+    if tokenizer.kind == "ids":
+        raise DataError("tokenizer ids: a page shows texts; use gptmini generate")
     if isinstance(tokenizer, ForeignTokenizer):
         raise DataError(
             "tokenizer imported: a page cannot run it, as a library does that; use gptmini serve"

@@ -15,26 +15,28 @@
 // -- tokenizer: text to tokens and back ----------------------------------------------------------
 
 const END_OF_TEXT = "<|endoftext|>";
+const CHAT_END = "<|im_end|>"; // behind each message of a chat
 
 /** Create the tokenizer that a run's tokenizer.json describes. */
 function createTokenizer(data) {
-  if (data.kind === "byte") return new ByteTokenizer();
-  if (data.kind === "char") return new CharTokenizer(data.characters);
+  if (data.kind === "byte") return new ByteTokenizer(data);
+  if (data.kind === "char") return new CharTokenizer(data);
   return new BpeTokenizer(data);
 }
 
 /** What all tokenizers share; each kind adds `encode`, `decodeToken` and its special tokens. */
 class Tokenizer {
   addsBos = false; // whether the end-of-text token stands before prompts, too
+  specialTokens = {}; // the tokens that no text encodes to, by name
+  endTokens = []; // the tokens that end a text
 
-  /** The tokens that no text encodes to, by name. */
-  get specialTokens() {
-    return { [END_OF_TEXT]: this.eosToken };
-  }
-
-  /** The tokens that end a text. */
-  get endTokens() {
-    return [this.eosToken];
+  /** Put the special tokens behind `nPlain` others: the end-of-text token, and those of a chat. */
+  addSpecial(nPlain, data) {
+    this.eosToken = nPlain;
+    this.specialTokens = data.special_tokens ?? { [END_OF_TEXT]: nPlain };
+    this.endTokens = [nPlain];
+    if (CHAT_END in this.specialTokens) this.endTokens.unshift(this.specialTokens[CHAT_END]);
+    this.vocabSize = nPlain + Object.keys(this.specialTokens).length;
   }
 
   /** Encode a text in which the name of a special token is that token. */
@@ -64,8 +66,11 @@ class Tokenizer {
 /** The 256 bytes: encodes any text, learns nothing. */
 class ByteTokenizer extends Tokenizer {
   kind = "byte";
-  eosToken = 256;
-  vocabSize = 257;
+
+  constructor(data) {
+    super();
+    this.addSpecial(256, data);
+  }
 
   encode(text) {
     return [...new TextEncoder().encode(text)];
@@ -81,11 +86,10 @@ class ByteTokenizer extends Tokenizer {
 class CharTokenizer extends Tokenizer {
   kind = "char";
 
-  constructor(characters) {
+  constructor(data) {
     super();
-    this.characters = [...characters]; // by code point
-    this.eosToken = 256 + this.characters.length;
-    this.vocabSize = this.eosToken + 1;
+    this.characters = [...data.characters]; // by code point
+    this.addSpecial(256 + this.characters.length, data);
     this.tokens = new Map(this.characters.map((character, index) => [character, 256 + index]));
   }
 
@@ -108,14 +112,15 @@ class BpeTokenizer extends Tokenizer {
     super();
     this.kind = data.kind;
     this.pattern = translatePattern(data.pattern);
-    this.special = data.special_tokens;
-    this.eosToken = this.special[data.document ?? END_OF_TEXT];
-    this.ends = [...new Set([...(data.ends ?? []), data.document ?? END_OF_TEXT])];
+    this.specialTokens = data.special_tokens;
+    this.eosToken = this.specialTokens[data.document ?? END_OF_TEXT];
+    const ends = new Set([...(data.ends ?? []), data.document ?? END_OF_TEXT]);
+    this.endTokens = [...ends].map((name) => this.specialTokens[name]);
     this.addsBos = data.adds_bos ?? false;
     // A string of characters below 256 stands for bytes: it can be a key, and a part of another.
     this.ranks = new Map(Object.entries(data.ranks).map(([token, rank]) => [atob(token), rank]));
     this.pieces = new Map([...this.ranks].map(([bytes, rank]) => [rank, toBytes(bytes)]));
-    for (const [name, token] of Object.entries(this.special)) {
+    for (const [name, token] of Object.entries(this.specialTokens)) {
       this.pieces.set(token, new TextEncoder().encode(name));
     }
     this.pieces.set(this.eosToken, new Uint8Array());
@@ -124,14 +129,6 @@ class BpeTokenizer extends Tokenizer {
     for (let byte = 0; byte < 256; byte++) {
       if (!this.ranks.has(String.fromCharCode(byte))) this.missing.add(byte);
     }
-  }
-
-  get specialTokens() {
-    return this.special;
-  }
-
-  get endTokens() {
-    return this.ends.map((name) => this.special[name]);
   }
 
   encode(text) {

@@ -10,6 +10,7 @@ from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import TokenEvents
 from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
+from gptmini.tokenizer.chat_template import ROLES, UNSUPPORTED
 
 # Fields that mean the same in both formats.
 SHARED_FIELDS = {"model", "n", "stream", "stream_options", "logit_bias", "user", *SAMPLE_SETTINGS}
@@ -21,7 +22,6 @@ OWN_FIELDS = {
     "top_logprobs",
     "response_format",
 }
-ROLES = ("system", "developer", "user", "assistant")  # as in training
 SPELLED_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 
 
@@ -34,7 +34,7 @@ class ChatCompletion(Completion):
         messages = _check_messages(fields.get("messages"))
         self._n_top_logprobs = _check_logprobs(fields)
         for key in fields.keys() - SHARED_FIELDS - OWN_FIELDS:
-            raise ConfigError(f"{shorten(key)}: not supported here; leave it out")
+            raise ConfigError(f"{shorten(key)}: {UNSUPPORTED}")
         if fields.get("response_format", {"type": "text"}) != {"type": "text"}:
             raise ConfigError("response_format: only text is supported; leave it out")
         # With null, which turns top_k and its kin off.
@@ -120,7 +120,7 @@ def _check_messages(messages: Any) -> list[dict[str, Any]]:
             raise ConfigError(f"{where}.role: must be one of {', '.join(ROLES)}")
         for field, value in message.items():
             if field not in ("role", "content") and value is not None:
-                raise ConfigError(f"{where}.{shorten(field)}: not supported here; leave it out")
+                raise ConfigError(f"{where}.{shorten(field)}: {UNSUPPORTED}")
         checked.append({"role": message["role"], "content": _join_content(message, where)})
     return checked
 

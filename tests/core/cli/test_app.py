@@ -54,11 +54,10 @@ ERRORS = [
     (["train", "--epochs", "3"], 2, "--minutes"),
     (["train", "--resume"], 2, "gptmini train RUN"),
     (["train", "--finetune", "runs/a"], 2, "--from"),
-    (["train", "--init_from=gpt2"], 2, "gptmini import"),
-    (["train", "--from", "gpt2", "--data", "a.txt"], 4, "gptmini import openai-community/gpt2"),
+    (["train", "--init_from=gpt2"], 2, "use --from"),
     (["train", "--lora_r", "4"], 2, "--from"),
-    (["generate", "gpt2"], 4, "gptmini import openai-community/gpt2"),
-    (["generate", "Owner/Name"], 4, "gptmini import Owner/Name"),
+    (["score", "gpt2"], 4, "gptmini import openai-community/gpt2"),
+    (["score", "Owner/Name"], 4, "gptmini import Owner/Name"),
     (["generate", "--start", "It was"], 2, "--prompt"),
     (["convert-hf"], 2, "gptmini export"),
     (["train", "nanogpt.py"], 2, "--data nanogpt.py"),
@@ -173,7 +172,7 @@ def test_an_internal_error_is_one_line_and_a_traceback_only_with_debug(gptmini, 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(generate, "resolve_run", broken)
+    monkeypatch.setattr(generate, "open_run", broken)
     code, _, err = gptmini("generate")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("gptmini: internal error: ZeroDivisionError()")

@@ -59,7 +59,7 @@ def test_every_name_of_other_projects_has_an_answer(names):
         ("max_iters=100", "--set max_iters: no such setting; did you mean train.steps?"),
         ("train.beta1=0.9", "--set train.beta1: no such setting; set train.betas, a list of both"),
         ("sample.max_tokens=9", "--set sample.max_tokens: no such setting; set sample.max_new_"),
-        ("model_name_or_path=x", "--set model_name_or_path: no such setting; use --from RUN"),
+        ("model_name_or_path=x", "--set model_name_or_path: no such setting; use --from"),
     ],
 )
 def test_a_foreign_name_is_answered_with_ours(assignment, line):

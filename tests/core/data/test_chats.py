@@ -14,16 +14,20 @@ from gptmini.config.settings import DataConfig
 from gptmini.data import corpus, sources
 from gptmini.data.chats import IGNORED, ChatEncoder
 from gptmini.data.formats import read_documents
+from gptmini.data.token_file import Corpus
 from gptmini.errors import DataError
 from gptmini.tokenizer.bpe_tokenizer import BpeTokenizer
 from gptmini.tokenizer.chunks import Conversation
+from gptmini.tokenizer.load import create_tokenizer, parse_tokenizer
 from gptmini.tokenizer.tokenizers import Tokenizer
 from tests.samples import CHAT_TOKENIZER, TOKENIZER
+from tests.support import gpt2, tiny
 
 ASK = {"role": "user", "content": "What is it?"}
 ANSWER = {"role": "assistant", "content": "A cat."}
 SYSTEM = {"role": "system", "content": "Be brief"}
 END = "<|im_end|>"
+SHAREGPT = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat."}]
 
 
 def write(path: Path, *records: object) -> Path:
@@ -80,6 +84,19 @@ def test_messages_are_read_from_parquet(tmp_path):
         read(path)
 
 
+def test_messages_of_sharegpt_are_read_as_ours(tmp_path):
+    system = {"from": "system", "value": "Be brief"}
+    path = write(tmp_path / "a.jsonl", {"conversations": [system, *SHAREGPT]})
+    (chunk,) = read(path)
+    assert chunk.conversation.messages == [SYSTEM, ASK, ANSWER]
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"conversations": [[system, *SHAREGPT]]}), path)
+    (chunk,) = read(path)
+    assert chunk.conversation.messages == [SYSTEM, ASK, ANSWER]
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: empty"),
     ({"messages": ["Hi"]}, r"messages\[0\]: not an object"),
@@ -97,7 +114,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [ASK, {**ANSWER, "tool_calls": [1]}]}, r"messages\[1\]\.tool_calls: not supp"),
     ({"messages": [ASK, {**ANSWER, "weight": 0}]}, r"messages\[1\]\.weight: not supported"),
     ({"messages": [ASK, ANSWER], "tools": [{}]}, "tools: not supported"),
-    ({"conversations": [{"from": "human", "value": "Hi"}]}, "has messages of from and value"),
+    ({"conversations": [{"from": "tool", "value": "Hi"}]}, r"conversations\[0\]\.role: 'tool'"),
+    ({"conversations": SHAREGPT, "tools": "[]"}, "tools: not supported"),
 ]
 
 
@@ -139,13 +157,6 @@ def test_a_template_that_writes_the_separator_gets_no_second():
 
 
 REFUSED = {
-    # As Qwen3's, which leaves the thoughts out of all answers but the last.
-    "writes earlier messages otherwise": (
-        "{% for m in messages %}{{ m.role }}"
-        "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
-        "{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant{% endif %}"
-    ),
     # As DeepSeek-R1's, whose prompts begin the thoughts.
     "writes an answer otherwise": (
         "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
@@ -165,6 +176,29 @@ def test_a_template_that_hides_the_answers_is_refused(problem):
     assert len(error.value.lines) == 1
 
 
+# As Qwen3's, which leaves the thoughts out of all answers but the last.
+FORGETFUL = (
+    "{% for m in messages %}{{ m.role }}"
+    "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_turns_makes_a_document_of_each_answer():
+    tokenizer = with_template(FORGETFUL)
+    second = {**ANSWER, "content": "Two cats."}
+    tokens = encode(ASK, ANSWER, ASK, second, tokenizer=tokenizer)
+    begun = f"userWhat is it?{END}assistant"
+    answers = [f"<think></think>A cat.{END}", f"<think></think>Two cats.{END}"]
+    assert spell_learned(tokenizer, tokens) == answers
+    whole = spell(tokenizer, tokens & ~IGNORED)
+    document = "<|endoftext|>"
+    assert whole == (
+        f"{document}{begun}{answers[0]}{document}{begun}A cat.{END}{begun}{answers[1]}"
+    )
+
+
 def run_advice(error: DataError, path: Path) -> Any:
     """Run the command that a message advises on a file; return what it prints."""
     words = shlex.split(error.lines[0].partition("for example with: ")[2])
@@ -173,17 +207,6 @@ def run_advice(error: DataError, path: Path) -> Any:
         pytest.skip("no jq here")
     done = subprocess.run([*words, path], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
-
-
-def test_messages_of_from_and_value_are_refused_with_a_command_that_converts_them(tmp_path):
-    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "system"}]
-    path = write(tmp_path / "a.jsonl", {"conversations": talk})
-    with pytest.raises(DataError) as error:
-        read(path)
-    roles = ["user", "assistant", "system"]
-    contents = ["a", "b", None]
-    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
-    assert run_advice(error.value, path) == {"messages": messages}
 
 
 def test_without_a_template_conversations_are_refused_with_a_command_that_makes_text(tmp_path):
@@ -195,11 +218,60 @@ def test_without_a_template_conversations_are_refused_with_a_command_that_makes_
     assert run_advice(error.value, path) == {"text": "user: What is it?\nassistant: A cat."}
 
 
-def test_no_vocabulary_is_learned_from_conversations(tmp_path):
-    path = write(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER]})
-    source = sources.find_source([str(path)], DataConfig())
-    with pytest.raises(DataError, match=r"a\.jsonl:1: a conversation, but"):
-        corpus.learn_tokenizer("bpe", 300, [source])
+def prepared(path: Path, cache: Path, kind: str, **data: Any) -> Corpus:
+    config = tiny(data={"path": str(path), **data}, tokenizer={"kind": kind})
+    return corpus.prepare_corpus(config, cache)
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "gpt2"])
+def test_a_new_model_gets_the_tokens_and_the_template_of_chatml(tmp_path, kind):
+    if kind == "gpt2":
+        gpt2()
+    turns = [SYSTEM, {**ASK, "content": "Why?"}, ANSWER, ASK, {**ANSWER, "content": "No."}]
+    records = [{"messages": turns}] * 40 + [{"text": "plain prose. " * 10}] * 9
+    learned = prepared(write(tmp_path / "a.jsonl", *records), tmp_path / "cache", kind)
+    tokenizer = learned.tokenizer
+    names = ["<|endoftext|>", "<|im_start|>", END]
+    assert list(tokenizer.special_tokens) == names
+    if kind != "gpt2":
+        assert sorted(tokenizer.special_tokens.values())[-1] == tokenizer.vocab_size - 1
+    ends = [tokenizer.special_tokens[name] for name in (END, "<|endoftext|>")]
+    assert tokenizer.end_tokens == ends
+    marked = learned.training[0].read_marked(0, len(learned.training[0]))
+    whole = spell(tokenizer, marked & ~IGNORED)
+    assert whole.startswith(
+        f"<|endoftext|><|im_start|>system\nBe brief{END}\n<|im_start|>user\nWhy?{END}\n"
+        f"<|im_start|>assistant\nA cat.{END}\n"
+    )
+    answers = {f"A cat.{END}", f"No.{END}"}
+    found = spell_learned(tokenizer, marked)
+    assert set(found[:-1]) == answers
+    assert found[-1].startswith("<|endoftext|>plain prose.")  # beside them, prose counts whole
+    again = parse_tokenizer(tokenizer.to_json())
+    assert again.to_json() == tokenizer.to_json()
+    assert again.chat_fingerprint == tokenizer.chat_fingerprint != tokenizer.fingerprint
+    assert again.fingerprint != create_tokenizer("byte").fingerprint
+
+
+def test_a_question_to_validate_on_is_read(tmp_path):
+    records = [{"messages": [ASK, ANSWER]}] * 90
+    learned = prepared(write(tmp_path / "a.jsonl", *records), tmp_path / "cache", "bpe")
+    question = spell(learned.tokenizer, np.array(learned.read_question()))
+    asked = f"<|im_start|>user\nWhat is it?{END}\n<|im_start|>assistant\n"
+    assert question == f"<|endoftext|>{asked}"
+
+
+def test_prose_alone_gets_neither(tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"text": "plain prose. " * 10}] * 9)
+    tokenizer = prepared(path, tmp_path / "cache", "byte").tokenizer
+    assert (tokenizer.chat_template, tokenizer.vocab_size) == (None, 257)
+
+
+def test_a_file_of_a_tokenizer_without_a_template_refuses_conversations(tmp_path):
+    (tmp_path / "t.json").write_text(TOKENIZER.to_json())
+    path = write(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER]}] * 90)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: a conversation"):
+        prepared(path, tmp_path / "cache", str(tmp_path / "t.json"))
 
 
 @pytest.mark.parametrize("split", ["tail", "documents"])

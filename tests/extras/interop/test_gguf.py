@@ -43,13 +43,15 @@ REFUSED = [
     "starcoder2, relu2",
     "gpt2, no positions",
 ]
-KINDS = ["byte", "char", "bpe", "digits", "partial"]
+KINDS = ["byte", "char", "chat", "chat of bytes", "bpe", "digits", "partial"]
 
 
 def with_tokenizer(run: Run, kind: str) -> Run:
     """The same shape with another vocabulary."""
     made: dict[str, Tokenizer] = {"bpe": TOKENIZER, "digits": CHAT_TOKENIZER}
     made["partial"] = chat_tokenizer(missing=b"\x04\xf1\xff")
+    made["chat"] = create_tokenizer("char", None, ["é東👍"], chat=True)
+    made["chat of bytes"] = create_tokenizer("byte", chat=True)
     tokenizer = made.get(kind) or create_tokenizer(kind, None, ["é東👍" + TEXT])
     model = run.config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     torch.manual_seed(1)

@@ -55,6 +55,8 @@ def ranks() -> dict[bytes, int]:
 def make(kind: str) -> Tokenizer:
     if kind in ("byte", "char", "bpe"):
         return create_tokenizer(kind, 420, [prose(), "".join(ODD) * 3])
+    if kind.startswith("chat of "):
+        return create_tokenizer(kind.removeprefix("chat of "), 420, ODD, chat=True)
     if kind == "missing bytes":
         few = [token for token in ranks() if b"\xe4" not in token and b"q" not in token]
         numbers = {token: number for number, token in enumerate(few)}
@@ -65,7 +67,14 @@ def make(kind: str) -> Tokenizer:
     return create_bpe_tokenizer("bpe", pattern, ranks(), {END_OF_TEXT: len(ranks())})
 
 
-KINDS = ["byte", "char", "missing bytes", *(f"pattern {n}" for n in range(len(KNOWN_PATTERNS)))]
+KINDS = [
+    "byte",
+    "char",
+    "chat of byte",
+    "chat of char",
+    "missing bytes",
+    *(f"pattern {n}" for n in range(len(KNOWN_PATTERNS))),
+]
 
 
 def check_tokens(visit: Any, kind: str, count: int) -> None:
