@@ -26,8 +26,9 @@ class TextChunk(NamedTuple):
     conversation: Conversation | None = None
 
 
-def split_text(text: str, block_size: int = TEXT_BLOCK_SIZE) -> Iterator[str]:
-    """Split a text into stretches of at most `block_size` characters."""
+def split_text(text: str, block_size: int | None = None) -> Iterator[str]:
+    """Split a text into stretches of at most `block_size` characters, or TEXT_BLOCK_SIZE."""
+    block_size = block_size or TEXT_BLOCK_SIZE
     start = 0
     while len(text) - start > block_size:
         end = start + find_boundary(text[start : start + block_size], block_size)
