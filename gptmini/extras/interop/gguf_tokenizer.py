@@ -52,10 +52,15 @@ def check_supported(tokenizer: Tokenizer) -> None:
         return
     if isinstance(tokenizer, ForeignTokenizer):
         content = json.loads(tokenizer.file)
-        is_known = content["model"].get("byte_fallback") or _find_pattern_name(content)
+        # Metaspace puts no space before a text that begins with one; llama.cpp does.
+        kind = (content["pre_tokenizer"] or {}).get("type")
+        is_known = bool(_find_pattern_name(content))
+        if content["model"].get("byte_fallback"):
+            is_known = kind != "Metaspace"
     else:
         pattern, _, _ = tokenizer_json.get_vocabulary(tokenizer)
-        is_known = tokenizer_json.KNOWN_PATTERNS[pattern].llama_cpp or tokenizer.kind == "byte"
+        llama_cpp_name = tokenizer_json.KNOWN_PATTERNS[pattern].llama_cpp
+        is_known = bool(llama_cpp_name) or tokenizer.kind == "byte"
     if not is_known:
         raise ConfigError(
             f"tokenizer.kind: {tokenizer.kind} splits words in a way that llama.cpp does not know; "
@@ -132,8 +137,7 @@ def _write_foreign(writer: Any, tokenizer: ForeignTokenizer) -> Spelled:
         scores = [0.0] * tokenizer.vocab_size
         for rank, (left, right) in reversed([*enumerate(merges)]):  # the first merge counts
             scores[model["vocab"][left + right]] = -float(rank)
-        begins_with_space = len(tokenizer.encode(" ", continues=True)) < len(tokenizer.encode(" "))
-        _add_sentencepiece(writer, scores, begins_with_space)
+        _add_sentencepiece(writer, scores, tokenizer.drops_first_space)
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_find_pattern_name(content))

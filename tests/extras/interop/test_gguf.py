@@ -289,6 +289,19 @@ def test_llama_cpp_reads_texts_as_the_library_does(name, tmp_path):
 
 
 @installed
+@pytest.mark.parametrize("name", ["Mistral", "prefix", "Unigram"])
+def test_tokenizers_of_others_that_llama_cpp_reads_otherwise_are_refused(name, tmp_path):
+    library = MAKERS[name]()
+    tokenizer = adopt_tokenizer(
+        library.to_str(), Path("tokenizer.json"), library.get_vocab_size(), [1], 1
+    )
+    run = run_of(tmp_path / "run", tokenizer, **LLAMA, attention=NO_NORM)
+    with pytest.raises(ConfigError, match=r"tokenizer\.kind: imported"):
+        export_run(run, tmp_path / "out.gguf", "gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@installed
 @pytest.mark.parametrize("case", LLAMA_CPP)
 def test_llama_cpp_computes_the_same(case, tmp_path):
     name, weights, kind, limit = LLAMA_CPP[case]
