@@ -3,6 +3,8 @@
 A line reads `where: what is wrong; what to do`. Any other exception is a bug in gptmini.
 """
 
+UNSUPPORTED = "not supported; leave it out"  # said of tools, and of fields unknown to us
+
 
 class GptminiError(Exception):
     """Base class; `lines` holds one problem each."""

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gptmini.errors import CheckpointError, ConfigError, DataError, shorten
-from gptmini.tokenizer.chat_template import ROLES, UNSUPPORTED, ChatTemplate, Message
+from gptmini.errors import UNSUPPORTED, CheckpointError, ConfigError, DataError, shorten
+from gptmini.tokenizer.chat_template import ROLES, ChatTemplate, Message
 from gptmini.tokenizer.chunks import Conversation
 from gptmini.tokenizer.tokenizers import Tokenizer, Tokens
 

@@ -24,7 +24,6 @@ from gptmini.errors import CheckpointError, ConfigError, shorten
 
 MAX_LENGTH = 10_000_000  # characters of a text
 ROLES = ("system", "developer", "user", "assistant")
-UNSUPPORTED = "not supported; leave it out"  # what is said of tools, and of any field unknown to us
 Message = dict[str, Any]
 
 

@@ -4,13 +4,12 @@ import re
 import secrets
 from typing import Any
 
-from gptmini.errors import ConfigError, shorten
+from gptmini.errors import UNSUPPORTED, ConfigError, shorten
 from gptmini.extras.serve.completions import MAX_LOGPROBS, SAMPLE_SETTINGS, Completion, TooLongError
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import TokenEvents
 from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
-from gptmini.tokenizer.chat_template import ROLES, UNSUPPORTED
 
 # Fields that mean the same in both formats.
 SHARED_FIELDS = {"model", "n", "stream", "stream_options", "logit_bias", "user", *SAMPLE_SETTINGS}
@@ -22,6 +21,7 @@ OWN_FIELDS = {
     "top_logprobs",
     "response_format",
 }
+ROLES = ("system", "developer", "user", "assistant")  # as in training
 SPELLED_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 
 
