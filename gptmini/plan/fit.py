@@ -283,6 +283,8 @@ def _time_step(
             limit = math.inf
         if time.perf_counter() - timing_started > limit:
             break
+    if compiled and not has_finite_gradients(model):
+        raise ArithmeticError("compiled code computes gradients that are not finite")
     optimizer = Optimizer(model, train, compute.dtype)
     updates = []
     for _ in range(3):
@@ -296,6 +298,15 @@ def _time_step(
             break
     fastest_pass = min(passes[1:] or passes)
     return StepTime(fastest_pass * train.batch_size / size, min(updates))
+
+
+def has_finite_gradients(model: GPT) -> bool:
+    """Check that a pass left no infinity and no NaN, as some compilers' kernels do.
+
+    torch 2.13 does on some AVX512 machines, with heads of 64 (scripts/LOG.md, 2026-11-26).
+    """
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return all(bool(each.isfinite().all()) for each in gradients if each is not None)
 
 
 def estimate_evaluation_seconds(config: Config, per_step: float, held_out: int) -> float:

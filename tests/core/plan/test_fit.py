@@ -288,6 +288,23 @@ def test_a_broken_compiler_is_an_error_only_where_compiling_was_asked_for(monkey
         fit.try_compile(config.with_train(compile="on"), fit.Machine(CPU))
 
 
+def test_compiled_gradients_that_are_not_finite_are_not_used(monkeypatch):
+    """As torch 2.13's with AVX512, for heads of 64 in bfloat16."""
+
+    def spoil(model: GPT) -> None:
+        weight = model.blocks[0].attn.k_proj.weight
+        weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
+
+    monkeypatch.setattr(fit, "compile_blocks", spoil)
+    monkeypatch.setattr(fit, "is_worth_compiling", lambda *_: True)
+    config = tiny(train={"compile": "auto"}).with_tokenizer("byte", 257)
+    compiled, _, outcome = fit.try_compile(config, fit.Machine(CPU))
+    assert not compiled
+    assert "gradients" in outcome
+    with pytest.raises(MachineError, match=r"train\.compile"):
+        fit.try_compile(config.with_train(compile="on"), fit.Machine(CPU))
+
+
 def test_a_compiled_run_without_a_compiler_says_so(monkeypatch):
     monkeypatch.setattr(fit, "has_compiler", lambda: False)
     model = GPT(tiny().with_tokenizer("byte", 257).model)
