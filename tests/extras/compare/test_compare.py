@@ -226,6 +226,36 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
+def test_the_picture_and_the_page_draw_the_same_figures():
+    pytest.importorskip("matplotlib")
+    one, two = variant("a", 2.0, 2.5), variant("b", 4.0)
+    two.cache_bytes = 2048
+    history = [(step * 1_000_000, step * 60.0, 9.0 - step) for step in range(8)]
+    for run in (*one.runs, *two.runs):
+        run.history[:] = history
+    left, right = draw_comparison([one, two]).axes
+    dots = [each.get_offsets().tolist() for each in left.collections]
+    assert dots == [[[32, 2], [32, 2.5]], [[32, 2.25]], [[2, 4]], [[2, 4]]]
+    curve = [[step, 9 - step] for step in range(8)]
+    assert [line.get_xydata().tolist() for line in right.lines] == [curve] * 3
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["a", "b"]
+    assert right.get_ylim()[1] == pytest.approx(7.5)  # a tenth above the first that is not steep
+    colors = [line.get_color() for line in right.lines]
+    assert colors == ["C0", "C0", "C1"]
+    *_, charts = data_of(compare.build_page([one, two]))["parts"]
+    cache, time = charts["items"]
+    series = lambda chart: [
+        (line["name"], line["points"], line["color"]) for line in chart["series"]
+    ]
+    assert series(cache) == [("a", [[32, 2], [32, 2.5]], 0), ("b", [[2, 4]], 1)]
+    assert series(time) == [("a", curve[2:], 0)] * 2 + [("b", curve[2:], 1)]
+    assert "KiB" in str(cache)
+    assert left.get_xlabel() == "KV cache at full context (KiB)"
+    assert right.get_xlabel() == "tokens seen (millions)"
+    assert "tokens seen (millions)" in str(time)
+    assert left.get_ylabel() == "bits per byte"
+
+
 def test_usage_is_checked(gptmini, text_file, tmp_path):
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "config.yaml").touch()
