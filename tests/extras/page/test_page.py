@@ -470,3 +470,75 @@ def test_a_text_that_is_slow_to_read_waits_for_a_pause_in_typing(visit):
     tab.locator("textarea").fill("a third")
     tab.get_by_role("button", name="One token").click()  # before the pause
     assert tab.locator("textarea").input_value().startswith("a third")
+
+
+def test_numbers_and_names_are_written_at_their_edges(visit):
+    tab = opened(visit, random_run())
+    shares = [0, 0.00009, 0.0001, 0.00099, 0.001, 0.0994, 0.0995, 0.5, 1]
+    assert tab.evaluate("shares => shares.map(formatPercent)", shares) == [
+        *("0 %", "<0.01 %", "0.01 %", "0.10 %", "0.1 %", "9.9 %", "10 %", "50 %", "100 %")
+    ]
+    assert tab.evaluate("[0, -0.5, 999.25, -1234.5].map((x) => formatReal(x, 1))") == [
+        *("0.0", f"{MINUS}0.5", "999.3", f"{MINUS}1235")
+    ]
+    assert tab.evaluate("formatReal(-Infinity)") == f"{MINUS}\N{INFINITY}"
+    assert tab.evaluate("[999, 1000].map(formatCount)") == ["999", "1,000"]
+    assert tab.evaluate("['abc', 'abcd', '😀😀😀😀'].map((x) => shorten(x, 3))") == [
+        *("abc", "ab…", "😀😀…")
+    ]
+    assert tab.evaluate("findTop([1, 3, 3, 2], 3)") == [1, 2, 3]
+    assert tab.evaluate("findLargest([1, 3, 3])") == 1
+    assert tab.evaluate("findScale([0, -5, -Infinity], [2])") == 5
+    assert tab.evaluate("findScale([])") == 1
+    spelled = {
+        32: "␣",
+        10: "↵",
+        13: "␍",
+        9: "⇥",
+        97: "a",
+        128: "\u203980\u203a",
+        0: "\u20390\u203a",
+        256: "<|end",
+    }
+    for token, text in spelled.items():
+        assert tab.evaluate("spellText", token).startswith(text)
+
+
+def test_each_slider_moves_its_setting_and_both_ends_are_there(visit):
+    sample = {"temperature": 0.83, "top_k": 6, "top_p": 0.42, "min_p": 0.07}
+    tab = opened(visit, random_run(sample=sample))
+    tab.locator("#settings summary").click()
+    ends: dict[str, list[float | None]] = {
+        "temperature": [0, 2],
+        "top_k": [1, None],
+        "top_p": [0.05, None],
+        "min_p": [None, 1],
+    }
+    for name, (first, last) in ends.items():
+        slider = tab.locator(f"#slider-{name}")
+        output = slider.locator("xpath=following-sibling::output")
+        assert output.inner_text() == str(sample[name])  # though it is between two of the list
+        for key, value in (("Home", first), ("End", last)):
+            slider.press(key)
+            assert tab.evaluate("name => state.sample[name]", name) == value
+            assert output.inner_text() == ("off" if value is None else f"{value:g}")
+
+
+def test_settings_that_no_slider_moves_are_named_where_they_do_something(visit):
+    assert opened(visit, random_run()).evaluate("listOtherSettings()") == []
+    sample = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    sample |= {"bias": {"a": 1}, "ban": ["b"], "stop": ["c"]}
+    tab = opened(visit, random_run(sample=sample))
+    assert tab.evaluate("listOtherSettings()") == [
+        *("repetition_penalty 1.5", "presence_penalty 0.5", "frequency_penalty -0.5"),
+        *("bias", "ban", "stop"),
+    ]
+
+
+def test_a_window_ends_where_that_of_the_model_does(visit):
+    tab = opened(visit, random_run("window"))  # of 5, and none in every second layer
+    assert tab.evaluate("[8, 9, 10].map((key) => canSee(0, 9, key))") == [True, True, False]
+    assert tab.evaluate("[4, 5].map((key) => canSee(0, 9, key))") == [False, True]
+    assert tab.evaluate("canSee(1, 9, 0)") is True
+    assert tab.evaluate("range(now.T).filter((place) => isKept(0, place))") == [18, 19, 20, 21]
+    assert tab.evaluate("range(now.T).every((place) => isKept(1, place))") is True
