@@ -17,6 +17,7 @@ from tests.support import HOSTILE
 FOLDER = Path(export.__file__).parent
 PROMPT = "the cat sat on the mat"
 MINUS = "\N{MINUS SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 # A model of its own in the page, so that the page's caches are not asked about themselves.
 FRESH = """
@@ -36,6 +37,8 @@ def opened(visit: Any, run: Any, prompt: str = PROMPT) -> Any:
     tab = visit(build_page(run, prompt=prompt))
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.evaluate(FRESH)
+    # However busy the machine, no text is slow to read, which would make typing wait.
+    tab.evaluate("performance.now = () => 0; readingTime = 0; 0")
     return tab
 
 
@@ -385,7 +388,10 @@ def test_a_hostile_name_of_a_special_token_runs_nothing(visit):
 def test_it_speaks_chinese(visit, browser):
     tab = opened(visit, random_run())
     assert tab.get_by_role("button", name="Generate").count() == 1
+    for section in ("#kinds", "#cause"):
+        tab.locator(f"{section} > summary").click()
     tab.get_by_role("button", name="中文").click()
+    assert tab.locator("#kinds[open], #cause[open]").count() == 2
     assert tab.get_by_role("button", name="生成").count() == 1
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
     assert tab.locator("textarea").input_value() == PROMPT
@@ -542,3 +548,61 @@ def test_a_window_ends_where_that_of_the_model_does(visit):
     assert tab.evaluate("canSee(1, 9, 0)") is True
     assert tab.evaluate("range(now.T).filter((place) => isKept(0, place))") == [18, 19, 20, 21]
     assert tab.evaluate("range(now.T).every((place) => isKept(1, place))") is True
+
+
+def test_the_bar_names_what_is_off_and_what_that_did(visit):
+    tab = opened(visit, random_run())
+    whole = tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT)[ord("t")]
+    for (part, item), name in (
+        (("heads", [1, 2]), f"layer 1, head 2 {TIMES}"),
+        (("mlps", 0), f"layer 0 MLP {TIMES}"),
+        (("layers", 1), f"layer 1 {TIMES}"),
+        (("attentions", [1, 0, 20, 3]), f"layer 1, head 0: 20 → 3 {TIMES}"),
+        (("attentions", [None, None, 20, 3]), f"all heads: 20 → 3 {TIMES}"),
+    ):
+        tab.evaluate("([part, item]) => toggleOff(part, item)", [part, item])
+        assert tab.locator(".off button").first.inner_text() == name
+        changed = "([text, off]) => chances(fresh(text, 20, off).logits, 0.8)"
+        after = tab.evaluate(changed, [PROMPT, {part: [item]}])[ord("t")]
+        said = re.findall(r"([\d.]+) %", tab.locator(".off .change").inner_text())
+        shown = [float(each) / 100 for each in said]
+        assert shown == pytest.approx([whole, after], abs=0.006), name
+        tab.evaluate("([part, item]) => toggleOff(part, item)", [part, item])
+
+
+def test_stations_say_the_sizes_of_the_model(visit):
+    tab = opened(visit, random_run("gqa"))
+    open_station(tab, "attn:0")
+    H, G, K = tab.evaluate("(({ H, G, K }) => [H, G, K])(now.gpt.blocks[0].attn)")
+    said = tab.locator("#station").inner_text()
+    assert f"(KV heads: {G}) {TIMES} (size of a head: {K}) = {2 * G * K} numbers" in said
+    assert f"{H // G} times as much" in said
+
+
+def test_a_neuron_pushes_what_its_column_raises_as_it_fires(visit):
+    tab = opened(visit, random_run("llama"))  # whose neurons also fire below 0
+    open_station(tab, "mlp:0")
+    expected = """() => Array.from(document.querySelectorAll(".neurons tbody tr"), (row) => {
+      const n = Number(row.querySelector("button").textContent);
+      const { inner } = now.entry.layers[0];
+      const down = now.gpt.blocks[0].mlp.downProj.weight;
+      const column = range(now.config.d_model).map((d) => down[d * inner.length + n] * inner[n]);
+      return [inner[n], spellText(findLargest(readThroughHead(Float32Array.from(column))))];
+    })"""
+    rows = tab.evaluate(expected)
+    assert min(firing for firing, _ in rows) < 0
+    shown = tab.locator(".neurons tbody tr td:last-child").all_inner_texts()
+    assert shown == [token for _, token in rows]
+
+
+def test_a_pair_is_drawn_as_it_turns(visit):
+    tab = opened(visit, random_run())
+    drawn = tab.evaluate("""() => {
+      const drawing = drawPlane([2, 0], [0, 2], Math.PI / 2, 2);
+      const place = (name) => ["cx", "cy"].map(
+        (key) => Number(drawing.querySelector(`circle.${name}`).getAttribute(key)));
+      return [place("before"), place("after"), drawing.querySelector(".turn").getAttribute("d")];
+    }""")
+    assert drawn[:2] == [[100, 0], [0, -100]]  # up is negative in SVG
+    assert drawn[2].startswith("M50.0 ")
+    assert drawn[2].endswith("L0.0 -50.0")
