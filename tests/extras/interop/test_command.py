@@ -159,3 +159,10 @@ def test_each_option_reaches_the_import(gptmini, monkeypatch, words, out, contex
     monkeypatch.setattr(importing, "write_imported_run", note)
     gptmini("import", *words)
     assert imported == [(Path(words[0]), Path(out), context_length)]
+
+
+def test_a_folder_that_is_a_dot_has_a_name(tmp_path, monkeypatch):
+    (tmp_path / "my 0.2.gguf").mkdir()
+    monkeypatch.chdir(tmp_path / "my 0.2.gguf")
+    assert importing.choose_run_name(Path()) == "my 0.2"
+    assert importing.choose_run_name(Path("..")) == tmp_path.name
