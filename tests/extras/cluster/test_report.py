@@ -156,3 +156,11 @@ def test_each_figure_has_its_unit(gptmini, text_file, monkeypatch, peak, fits):
         "3.00 MB all-gathered, 5.00 kB reduce-scattered",
         "(80% of 450 GB/s within a machine of 8, 12.5 Gbit/s per rank between)",
     ]
+
+
+def test_a_configuration_may_ask_for_shards(gptmini, text_file):
+    words = ["--accelerator", "h100", "--set", "train.shard=true", "--ranks"]
+    assert planned(gptmini, *words, "2")["time"]["sharded"] is True
+    assert planned(gptmini, *words, "1")["time"]["sharded"] is False
+    code, _, err = gptmini("size", *WORDS, "--accelerator", "h100", "--minutes", "5")
+    assert (code, "--minutes" in err) == (2, True)
