@@ -147,6 +147,8 @@ def test_replicas_reduce_their_gradients_once_a_step():
     tokens = torch.zeros(1, 64, dtype=torch.long)
     model(tokens, tokens).backward()
     assert plan.traffic == {"all_reduce": sum(p.grad.nbytes for p in model.parameters())}
+    carried = 2 * plan.traffic["all_reduce"]  # each sum is sent to one rank, and back
+    assert plan.communication_seconds == pytest.approx(carried / 2 / (0.8 * 450e9))
     alone = cluster.plan_rank(config_of(8), H100)
     assert (alone.traffic, alone.communication_seconds) == ({}, 0)
     assert plan.memory == alone.memory  # each replica is a whole training of its rows

@@ -1,10 +1,17 @@
 """`gptmini size --accelerator`."""
 
 import json
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gptmini.errors import GptminiError
+from gptmini.extras.cluster import cluster
+from gptmini.extras.cluster import report as for_accelerators
 from gptmini.plan import report
+from gptmini.plan.memory import Memory
 from tests.support import SMALL
 
 WORDS = ["--data", "text.txt", *SMALL]
@@ -75,3 +82,85 @@ def test_an_accelerator_that_is_too_small_is_named_with_its_memory(gptmini, text
     assert "the run does not fit in the 24 GB of one l4;\n" in out
     advice = "set train.gradient_checkpointing=true or lower model.d_model or model.n_layer"
     assert out.endswith(f"{report.INDENT}{advice}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ([], {}),
+        (["--ranks", "1024"], {"ranks": 1024}),
+        (["--ranks", "2", "--shard"], {"ranks": 2, "shard": True}),
+        (["--utilization", "1"], {"utilization": 1.0}),
+        (["--utilization", "0.01"], {"utilization": 0.01}),
+        (["--network", "0.1"], {"network": 0.1}),
+        (["--cache", "other"], {"cache": Path("other")}),
+    ],
+)
+def test_each_option_reaches_the_estimate(gptmini, monkeypatch, words, changed):
+    seen: dict[str, Any] = {}
+
+    def note(config: Any, cache: Path, hardware: Any, ranks: int, shard: bool) -> None:
+        seen.update(name=hardware.name, ranks=ranks, shard=shard, cache=cache)
+        seen.update(utilization=hardware.utilization, network=hardware.network_gbit_per_second)
+        raise GptminiError("noted")
+
+    monkeypatch.setattr(for_accelerators, "estimate_on_accelerators", note)
+    gptmini("size", *WORDS, "--accelerator", "A100", *words)
+    expected = {"name": "a100", "ranks": 1, "shard": False, "utilization": 0.55, "network": 200}
+    assert seen == expected | {"cache": Path(os.environ["GPTMINI_CACHE"])} | changed
+
+
+@pytest.mark.parametrize(("peak", "fits"), [(80e9 - 1, True), (80e9 + 1, False)])
+def test_each_figure_has_its_unit(gptmini, text_file, monkeypatch, peak, fits):
+    def plan(config: Any, *_: Any) -> cluster.RankPlan:
+        return cluster.RankPlan(
+            config=config.with_train(micro_batch_size=1),
+            memory=Memory(0, 0, 0, int(peak)),
+            memory_otherwise=int(8e9),
+            traffic={"all_gather": 3_000_000, "reduce_scatter": 5_000},
+            bandwidth=7e9,
+            compute_seconds=30.0,
+            communication_seconds=60.0,
+        )
+
+    monkeypatch.setattr(cluster, "plan_rank", plan)
+    words = ["--accelerator", "h100", "--ranks", "4", "--shard", "--network", "12.5"]
+    facts = planned(gptmini, *words)
+    assert (facts["memory_otherwise"], facts["micro_batch_size"]) == (8_000_000_000, 1)
+    assert facts["time"] == {
+        "on": "4 x h100, sharded",
+        "ranks": 4,
+        "sharded": True,
+        "minutes": 4.0,  # 4 steps
+        "seconds_per_step": 60.0,
+        "compute_seconds": 30.0,
+        "communication_seconds": 60.0,
+        "tokens_per_second": pytest.approx(64 / 60),
+        "tokens_per_second_per_rank": pytest.approx(16 / 60),
+        "collectives": {"all_gather": 3_000_000, "reduce_scatter": 5_000},
+        "teraflops": 989,
+        "utilization": 0.4,
+        "bandwidth": 7e9,
+        "reached": 0.8,
+        "machine": 8,
+        "link": 450,
+        "network": 12.5,
+        "memory": "the 80 GB of one h100",
+        "fits": fits,
+    }
+    assert for_accelerators.format_speed(facts["time"]) == [
+        "the run fits in the 80 GB of one h100",
+        "60 s per step, 1 tokens/s, 0 per rank",
+        "compute 30 s, at 40% of 989 TFLOP/s",
+        "meanwhile communication 60 s, at 7 GB/s:",
+        "3.00 MB all-gathered, 5.00 kB reduce-scattered",
+        "(80% of 450 GB/s within a machine of 8, 12.5 Gbit/s per rank between)",
+    ]
+
+
+def test_a_configuration_may_ask_for_shards(gptmini, text_file):
+    words = ["--accelerator", "h100", "--set", "train.shard=true", "--ranks"]
+    assert planned(gptmini, *words, "2")["time"]["sharded"] is True
+    assert planned(gptmini, *words, "1")["time"]["sharded"] is False
+    code, _, err = gptmini("size", *WORDS, "--accelerator", "h100", "--minutes", "5")
+    assert (code, "--minutes" in err) == (2, True)

@@ -226,6 +226,83 @@ def test_the_picture_copes_with_runs_without_history(tmp_path):
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
+def test_the_picture_and_the_page_draw_the_same_figures():
+    pytest.importorskip("matplotlib")
+    one, two = variant("a", 2.0, 2.5), variant("b", 4.0)
+    two.cache_bytes = 2048
+    history = [(step * 1_000_000, step * 60.0, 9.0 - step) for step in range(8)]
+    for run in (*one.runs, *two.runs):
+        run.history[:] = history
+    left, right = draw_comparison([one, two]).axes
+    dots = [each.get_offsets().tolist() for each in left.collections]
+    assert dots == [[[32, 2], [32, 2.5]], [[32, 2.25]], [[2, 4]], [[2, 4]]]
+    curve = [[step, 9 - step] for step in range(8)]
+    assert [line.get_xydata().tolist() for line in right.lines] == [curve] * 3
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["a", "b"]
+    assert right.get_ylim()[1] == pytest.approx(7.5)  # a tenth above the first that is not steep
+    # Names stand beside their dots, left and right in turn.
+    names = [(text.get_text(), text.get_ha(), text.xyann[0]) for text in left.texts]
+    assert names == [("a", "left", 9), ("b", "right", -9)]
+    colors = [line.get_color() for line in right.lines]
+    assert colors == ["C0", "C0", "C1"]
+    *_, charts = data_of(compare.build_page([one, two]))["parts"]
+    cache, time = charts["items"]
+    series = lambda chart: [
+        (line["name"], line["points"], line["color"]) for line in chart["series"]
+    ]
+    assert series(cache) == [("a", [[32, 2], [32, 2.5]], 0), ("b", [[2, 4]], 1)]
+    assert series(time) == [("a", curve[2:], 0)] * 2 + [("b", curve[2:], 1)]
+    assert "KiB" in str(cache)
+    assert left.get_xlabel() == "KV cache at full context (KiB)"
+    assert right.get_xlabel() == "tokens seen (millions)"
+    assert "tokens seen (millions)" in str(time)
+    assert left.get_ylabel() == "bits per byte"
+
+
+def test_a_finished_run_with_the_name_of_a_variant_is_measured_beside_it(tmp_path, monkeypatch):
+    old, other, new = Path("old/mha"), Path("old/b"), Path("new/mha")
+    monkeypatch.setattr(compare, "group_runs", lambda _: {"mha": [old], "b": [other]})
+    monkeypatch.setattr(compare, "train_all", lambda *_: {"mha": [new]})
+    monkeypatch.setattr(compare, "write_results", lambda *_: None)
+    monkeypatch.setattr(compare, "measure_variants", lambda *arguments: list(arguments))
+    cache, figures = tmp_path / "cache", tmp_path / "compare.json"
+    found = compare.compare({"mha": tiny()}, [], 1, ["text"], tmp_path, cache, "test")
+    measured = {str(old): [old], "b": [other], "mha": [new]}
+    assert found == [measured, None, cache, figures, "test"]
+    found = compare.compare({}, [old], 1, ["text"], tmp_path, cache)
+    assert found == [{"mha": [old], "b": [other]}, ["text"], cache, figures, "validation"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no SIGUSR1 on Windows")
+def test_a_request_to_save_is_passed_on_once(monkeypatch):
+    class Training:
+        returncode = 0
+
+        def __init__(self) -> None:
+            self.answers = [None, None, None, 0]
+            self.sent: list[int] = []
+
+        def poll(self) -> int | None:
+            return self.answers.pop(0)
+
+        def send_signal(self, number: int) -> None:
+            self.sent.append(number)
+
+    received = nullcontext(ReceivedSignals(save=True))
+    monkeypatch.setattr(compare.machine, "catch_signals", lambda: received)
+    training = Training()
+    assert compare._wait(training) == 0
+    assert training.sent == [signal.SIGUSR1]
+
+
+def test_each_configuration_needs_a_test_part(gptmini, text_file):
+    for name, share in (("a", 0.2), ("b", None)):
+        settings = {"data": {"path": ["text.txt"], "test": share}}
+        Path(f"{name}.yaml").write_text(json.dumps(settings))
+    code, _, err = gptmini("compare", "a.yaml", "b.yaml", "--split", "test")
+    assert (code, "no test part" in err) == (2, True)
+
+
 def test_usage_is_checked(gptmini, text_file, tmp_path):
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "config.yaml").touch()

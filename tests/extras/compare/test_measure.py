@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,3 +133,22 @@ def test_a_timing_lasts_long_enough_to_mean_something(monkeypatch):
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
     assert measure._measure_decode_speed(engine, 11) == pytest.approx(1000)
     assert now == pytest.approx(0.055)  # five texts, each with a prompt of one token
+
+
+def test_figures_of_training_are_read_from_all_of_its_log(text_file, tmp_path):
+    cache = new_cache(tmp_path)
+    one, _ = trained(text_file, tmp_path / "one", cache)
+    log = [
+        {"tokens_per_second": 1.0, "seconds": 3.0, "peak_memory": 9},  # the start of the run
+        {"tokens_per_second": 5.0, "seconds": 4.0, "peak_memory": 11},
+        {"tokens_per_second": 6.0, "seconds": 5.0, "peak_memory": 7},  # resumed
+        {"tokens_per_second": 20.0, "seconds": 6.0, "peak_memory": 7},
+    ]
+    file = one / "metrics.jsonl"
+    written: dict[str, Any] = {}  # every figure of a line
+    for line in file.read_text().splitlines():
+        written |= json.loads(line)
+    file.write_text("".join(json.dumps(written | each) + "\n" for each in log))
+    (found,) = measure.measure_variants({"a": [one]}, None, cache, tmp_path / "compare.json")
+    (run,) = found.runs
+    assert (run.tokens_per_second, run.seconds, run.peak_memory) == (6.0, 6.0, 11)

@@ -168,6 +168,15 @@ def test_unknown_spreads_get_no_verdict_and_do_not_count():
     assert known.confidence == 0.95
 
 
+def test_more_comparisons_need_more_seeds():
+    estimate = Estimate(0.005, (0.01**2,), (3,))
+    (alone,) = conclude([estimate], 0.01)
+    beside, *_ = conclude([estimate] * 3, 0.01)
+    assert alone.seeds_needed is not None
+    assert beside.seeds_needed == count_seeds_needed(estimate, 0.01, ERROR_RATE / 3)
+    assert beside.seeds_needed > alone.seeds_needed
+
+
 def test_equal_runs_differ_by_nothing():
     (same,) = conclude([estimate_difference({1: 2.0, 2: 2.1}, {1: 2.0, 2: 2.1})], 0.01)
     assert (same.verdict, same.p, same.half_width) == ("unresolved", 1, 0)

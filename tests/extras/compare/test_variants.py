@@ -53,7 +53,10 @@ def test_each_further_comparison_asks_for_more():
     assert beside[1] == alone[1]
     assert float(beside[2]) > float(alone[2])
     assert float(beside[3]) == pytest.approx(3 * float(alone[3]), abs=2e-3)
-    assert "corrected for 3 comparisons" in variants.format_comparison([first, b, *others])
+    for count in (2, 3):
+        text = variants.format_comparison([first, b, *others][: count + 1])
+        assert f"corrected for {count} comparisons" in text
+    assert "corrected" not in variants.format_comparison([first, b])
 
 
 def test_runs_of_other_seeds_are_compared_by_their_means():

@@ -1,14 +1,18 @@
 """`gptmini export` and `import` as they are typed."""
 
 import json
+import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gptmini as package
 from gptmini import console
+from gptmini.errors import GptminiError
 from gptmini.extras.interop import export as exporting
+from gptmini.extras.interop import import_model as importing
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
 from tests.samples import run_of
@@ -104,3 +108,61 @@ def test_a_model_of_its_own_is_not_exported(gptmini, text_file, tmp_path):
     code, _, err = gptmini("export", "runs/own", "--out", "out")
     assert code == 2
     assert "runs/own" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "out", "to", "weights"),
+    [
+        ([], "my.0 2-hf", "hf", "f16"),
+        (["--out", "a/b"], "a/b", "hf", "f16"),
+        (["--to", "gguf"], "my.0 2-f16.gguf", "gguf", "f16"),
+        (["--to", "gguf", "--weights", "q8_0"], "my.0 2-q8_0.gguf", "gguf", "q8_0"),
+        (["--to", "gguf", "--weights", "f32", "--out", "c"], "c", "gguf", "f32"),
+        (["--cache", "other"], "my.0 2-hf", "hf", "f16"),
+    ],
+)
+def test_each_option_reaches_the_export(gptmini, monkeypatch, words, out, to, weights):
+    run_of(Path("my.0 2").absolute())
+    exported: list[tuple[Any, ...]] = []
+
+    def note(*arguments: Any) -> exporting.Export:
+        exported.append(arguments)
+        return exporting.Export(Path("unused"), "llama", 0.25, 0.5, 2.0, 1234, "a program")
+
+    monkeypatch.setattr(exporting, "export_run", note)
+    code, printed, err = gptmini("export", "my.0 2", *words)
+    assert (code, printed) == (0, f"{out}\n"), err
+    cache = "other" if "--cache" in words else os.environ["GPTMINI_CACHE"]
+    assert exported == [(Path("my.0 2"), Path(out), to, weights, Path(cache))]
+    assert "differ by at most 2.5e-01 (the largest is 2.0) on 1,234 tokens" in err
+    assert f"rounding to {weights} changes logits by at most 5.0e-01" in err
+    assert "a program loads it" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "out", "context_length"),
+    [
+        (["a/my.model 0.2"], "runs/my.model 0.2", None),
+        (["a/my.0.2.gguf"], "runs/my.0.2", None),
+        (["a/b", "--out", "c d"], "c d", None),
+        (["a/b", "--context-length", "1"], "runs/b", 1),
+    ],
+)
+def test_each_option_reaches_the_import(gptmini, monkeypatch, words, out, context_length):
+    Path(words[0]).mkdir(parents=True)
+    imported: list[tuple[Any, ...]] = []
+
+    def note(*arguments: Any) -> None:
+        imported.append(arguments)
+        raise GptminiError("noted")
+
+    monkeypatch.setattr(importing, "write_imported_run", note)
+    gptmini("import", *words)
+    assert imported == [(Path(words[0]), Path(out), context_length)]
+
+
+def test_a_folder_that_is_a_dot_has_a_name(tmp_path, monkeypatch):
+    (tmp_path / "my 0.2.gguf").mkdir()
+    monkeypatch.chdir(tmp_path / "my 0.2.gguf")
+    assert importing.choose_run_name(Path()) == "my 0.2"
+    assert importing.choose_run_name(Path("..")) == tmp_path.name

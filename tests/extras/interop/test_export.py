@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.errors import ConfigError, GptminiError
 from gptmini.extras.interop import architectures, huggingface
+from gptmini.extras.interop import export as exporting
 from gptmini.extras.interop.export import (
     HARD_TEXTS,
     check_logits,
@@ -505,3 +507,37 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
     rounded = load_run(tmp_path / "fine", cache=tmp_path)
     with pytest.raises(ConfigError, match="weights='float32'"):
         export_run(rounded, tmp_path / "other")
+
+
+def test_transformers_speaks_again_after_an_export():
+    said: list[Any] = []
+    logging = SimpleNamespace(
+        CRITICAL=50,
+        get_verbosity=lambda: 20,
+        is_progress_bar_enabled=lambda: True,
+        set_verbosity=said.append,
+        disable_progress_bar=lambda: said.append("no bar"),
+        enable_progress_bar=lambda: said.append("bar"),
+    )
+    with exporting._silence(SimpleNamespace(utils=SimpleNamespace(logging=logging))):
+        assert said == [50, "no bar"]
+    assert said == [50, "no bar", 20, "bar"]
+
+
+@pytest.mark.parametrize(("window", "folded"), [(39, 39), (40, None), (41, None)])
+def test_a_window_as_long_as_the_context_is_none(window, folded, tmp_path):
+    run = run_of(tmp_path / "run", attention={"window": window, "full_every": 2})
+    attention = fold(run.config.model, run.model.state_dict())[0].attention
+    assert attention.window == folded
+    assert attention.full_every == (2 if folded else None)
+
+
+def test_the_card_gives_each_figure_its_unit(tmp_path):
+    run = run_of(tmp_path / "my 0.2")
+    run.state |= {"corpus": "abc", "step": 6789, "tokens": 12_345}
+    run.state |= {"best": {"val_loss": 1.5, "val_bpb": 2.25}}
+    card = huggingface._build_model_card(run, "llama")
+    assert "\n# my 0.2\n" in card
+    assert "after 6,789 steps and 12,345 tokens" in card
+    assert "1.5000 nats per token, 2.2500 bits per byte" in card
+    assert "SHA-256 abc" in card

@@ -326,3 +326,15 @@ def test_llama_cpp_computes_the_same(case, tmp_path):
             if weights == "f32":
                 assert listed[0]["id"] == int(expected.argmax())
         tokens.append(int(expected.argmax()))
+
+
+@installed
+@pytest.mark.parametrize(
+    ("weights", "kind"),
+    [("f32", "ALL_F32"), ("f16", "MOSTLY_F16"), ("bf16", "MOSTLY_BF16"), ("q8_0", "MOSTLY_Q8_0")],
+)
+def test_a_file_states_its_name_and_type(weights, kind, tmp_path):
+    export_run(run_of(tmp_path / "my 0.2"), tmp_path / "out", "gguf", weights)
+    fields = gguf.import_gguf().GGUFReader(tmp_path / "out").fields
+    assert fields["general.name"].contents() == "my 0.2"
+    assert fields["general.file_type"].contents() == gguf.import_gguf().LlamaFileType[kind]

@@ -361,3 +361,19 @@ def test_the_context_is_short_unless_asked_for_and_a_window_of_zero_is_none(llam
     config, _, _ = read_gguf(path)
     assert (config.context_length, config.attention.window) == (2048, None)
     assert read_gguf(path, 4096)[0].context_length == 4096
+
+
+def test_each_token_that_ends_a_text_is_found(llama, tmp_path):
+    _, path = llama
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    for number, key in enumerate(keys):
+        fields = {keys[0]: 299, keys[1]: REMOVED} | {key: 300}
+        found = read_whole(rewrite(path, tmp_path / f"{number}.gguf", fields))[2]
+        assert 300 in found.end_tokens, key
+
+
+def test_without_a_number_of_kv_heads_there_are_as_many_as_heads(llama, tmp_path):
+    run = run_of(tmp_path / "run", CHAT_TOKENIZER, **LLAMA, attention=NO_NORM)
+    path = export_run(run, tmp_path / "out.gguf", "gguf", "f32").path
+    bare = rewrite(path, tmp_path / "bare.gguf", {"llama.attention.head_count_kv": REMOVED})
+    assert read_whole(bare)[0].n_kv_head == 4

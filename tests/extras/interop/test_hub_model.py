@@ -220,7 +220,18 @@ def test_what_exists_here_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     assert parse_model_name("hf:gpt2@main") == ModelName("gpt2", "main", None)
     assert parse_model_name("a/b@refs/pr/3") == ModelName("a/b", "refs/pr/3", None)
     assert parse_model_name("a/b@v1/c/d.gguf") == ModelName("a/b", "v1", "c/d.gguf")
-    for path in ("nowhere", "./a/b", "/a/b", "a/b/c", "models/a.gguf", "../a", "a/", "C:\\a", ""):
+    for path in (
+        "nowhere",
+        "./a/b",
+        "/a/b",
+        "a/b/c",
+        "models/a.gguf",
+        "models/a.GGUF",
+        "../a",
+        "a/",
+        "C:\\a",
+        "",
+    ):
         assert parse_model_name(path) is None
     for name in ("hf:", "hf:a/b/c", "hf:a b/c", "hf:/a/b", "hf:a/b@", "hf:../b"):
         with pytest.raises(Exception, match=r"not a name on the Hub; write hf:OWNER/NAME"):

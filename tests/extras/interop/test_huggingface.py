@@ -664,3 +664,23 @@ def test_an_interrupted_import_leaves_nothing_and_can_be_repeated(right, tmp_pat
     monkeypatch.undo()
     import_model(right, tmp_path / "run", cache=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("model_type", architectures.ARCHITECTURES)
+def test_null_in_config_json_is_as_good_as_a_missing_key(model_type):
+    gpt2 = {"vocab_size": 310, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    size = gpt2 if model_type == "gpt2" else SIZE | {"head_dim": 8, "rope_theta": 5e5}
+    content = {"model_type": model_type, **size}
+
+    def read(content: dict[str, Any]) -> object:
+        try:
+            return architectures.from_hf_config(content, Path("config.json"), None)
+        except CheckpointError as error:
+            return str(error)
+
+    for _, _, keys in architectures.HF_TYPES:
+        for key in keys:
+            # Without a window, null says that there is none; the head size of Qwen3 is 128.
+            if key not in ("sliding_window", "head_dim"):
+                missing = {name: value for name, value in content.items() if name != key}
+                assert read(content | {key: None}) == read(missing), key

@@ -73,6 +73,9 @@ def test_the_better_precision_that_fits_is_chosen(monkeypatch, tmp_path):
     assert export.choose_precision(run) == "bfloat16"
     scripts = sum(path.stat().st_size for path in export.FOLDER.glob("*.[jch]*"))
     assert size == pytest.approx(len(build_page(run)) - scripts, abs=20_000)
+    with monkeypatch.context() as large:
+        large.setattr(type(run.tokenizer), "to_json", lambda self: " " * 1_000_000)
+        assert export.estimate_size(run, "bfloat16") == pytest.approx(size + 1e6, abs=1e4)
     monkeypatch.setattr(export, "MAX_PAGE_BYTES", size - 1)
     assert export.choose_precision(run) == "int8"
     with pytest.raises(ConfigError, match="gptmini serve"):

@@ -17,6 +17,7 @@ from tests.support import HOSTILE
 FOLDER = Path(export.__file__).parent
 PROMPT = "the cat sat on the mat"
 MINUS = "\N{MINUS SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 # A model of its own in the page, so that the page's caches are not asked about themselves.
 FRESH = """
@@ -36,6 +37,8 @@ def opened(visit: Any, run: Any, prompt: str = PROMPT) -> Any:
     tab = visit(build_page(run, prompt=prompt))
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.evaluate(FRESH)
+    # However busy the machine, no text is slow to read, which would make typing wait.
+    tab.evaluate("performance.now = () => 0; readingTime = 0; 0")
     return tab
 
 
@@ -385,7 +388,10 @@ def test_a_hostile_name_of_a_special_token_runs_nothing(visit):
 def test_it_speaks_chinese(visit, browser):
     tab = opened(visit, random_run())
     assert tab.get_by_role("button", name="Generate").count() == 1
+    for section in ("#kinds", "#cause"):
+        tab.locator(f"{section} > summary").click()
     tab.get_by_role("button", name="中文").click()
+    assert tab.locator("#kinds[open], #cause[open]").count() == 2
     assert tab.get_by_role("button", name="生成").count() == 1
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
     assert tab.locator("textarea").input_value() == PROMPT
@@ -470,3 +476,133 @@ def test_a_text_that_is_slow_to_read_waits_for_a_pause_in_typing(visit):
     tab.locator("textarea").fill("a third")
     tab.get_by_role("button", name="One token").click()  # before the pause
     assert tab.locator("textarea").input_value().startswith("a third")
+
+
+def test_numbers_and_names_are_written_at_their_edges(visit):
+    tab = opened(visit, random_run())
+    shares = [0, 0.00009, 0.0001, 0.00099, 0.001, 0.0994, 0.0995, 0.5, 1]
+    assert tab.evaluate("shares => shares.map(formatPercent)", shares) == [
+        *("0 %", "<0.01 %", "0.01 %", "0.10 %", "0.1 %", "9.9 %", "10 %", "50 %", "100 %")
+    ]
+    assert tab.evaluate("[0, -0.5, 999.25, -1234.5].map((x) => formatReal(x, 1))") == [
+        *("0.0", f"{MINUS}0.5", "999.3", f"{MINUS}1235")
+    ]
+    assert tab.evaluate("formatReal(-Infinity)") == f"{MINUS}\N{INFINITY}"
+    assert tab.evaluate("[999, 1000].map(formatCount)") == ["999", "1,000"]
+    assert tab.evaluate("['abc', 'abcd', '😀😀😀😀'].map((x) => shorten(x, 3))") == [
+        *("abc", "ab…", "😀😀…")
+    ]
+    assert tab.evaluate("findTop([1, 3, 3, 2], 3)") == [1, 2, 3]
+    assert tab.evaluate("findLargest([1, 3, 3])") == 1
+    assert tab.evaluate("findScale([0, -5, -Infinity], [2])") == 5
+    assert tab.evaluate("findScale([])") == 1
+    spelled = {
+        32: "␣",
+        10: "↵",
+        13: "␍",
+        9: "⇥",
+        97: "a",
+        128: "\u203980\u203a",
+        0: "\u20390\u203a",
+        256: "<|end",
+    }
+    for token, text in spelled.items():
+        assert tab.evaluate("spellText", token).startswith(text)
+
+
+def test_each_slider_moves_its_setting_and_both_ends_are_there(visit):
+    sample = {"temperature": 0.83, "top_k": 6, "top_p": 0.42, "min_p": 0.07}
+    tab = opened(visit, random_run(sample=sample))
+    tab.locator("#settings summary").click()
+    ends: dict[str, list[float | None]] = {
+        "temperature": [0, 2],
+        "top_k": [1, None],
+        "top_p": [0.05, None],
+        "min_p": [None, 1],
+    }
+    for name, (first, last) in ends.items():
+        slider = tab.locator(f"#slider-{name}")
+        output = slider.locator("xpath=following-sibling::output")
+        assert output.inner_text() == str(sample[name])  # though it is between two of the list
+        for key, value in (("Home", first), ("End", last)):
+            slider.press(key)
+            assert tab.evaluate("name => state.sample[name]", name) == value
+            assert output.inner_text() == ("off" if value is None else f"{value:g}")
+
+
+def test_settings_that_no_slider_moves_are_named_where_they_do_something(visit):
+    assert opened(visit, random_run()).evaluate("listOtherSettings()") == []
+    sample = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    sample |= {"bias": {"a": 1}, "ban": ["b"], "stop": ["c"]}
+    tab = opened(visit, random_run(sample=sample))
+    assert tab.evaluate("listOtherSettings()") == [
+        *("repetition_penalty 1.5", "presence_penalty 0.5", "frequency_penalty -0.5"),
+        *("bias", "ban", "stop"),
+    ]
+
+
+def test_a_window_ends_where_that_of_the_model_does(visit):
+    tab = opened(visit, random_run("window"))  # of 5, and none in every second layer
+    assert tab.evaluate("[8, 9, 10].map((key) => canSee(0, 9, key))") == [True, True, False]
+    assert tab.evaluate("[4, 5].map((key) => canSee(0, 9, key))") == [False, True]
+    assert tab.evaluate("canSee(1, 9, 0)") is True
+    assert tab.evaluate("range(now.T).filter((place) => isKept(0, place))") == [18, 19, 20, 21]
+    assert tab.evaluate("range(now.T).every((place) => isKept(1, place))") is True
+
+
+def test_the_bar_names_what_is_off_and_what_that_did(visit):
+    tab = opened(visit, random_run())
+    whole = tab.evaluate("text => chances(fresh(text, 20).logits, 0.8)", PROMPT)[ord("t")]
+    for (part, item), name in (
+        (("heads", [1, 2]), f"layer 1, head 2 {TIMES}"),
+        (("mlps", 0), f"layer 0 MLP {TIMES}"),
+        (("layers", 1), f"layer 1 {TIMES}"),
+        (("attentions", [1, 0, 20, 3]), f"layer 1, head 0: 20 → 3 {TIMES}"),
+        (("attentions", [None, None, 20, 3]), f"all heads: 20 → 3 {TIMES}"),
+    ):
+        tab.evaluate("([part, item]) => toggleOff(part, item)", [part, item])
+        assert tab.locator(".off button").first.inner_text() == name
+        changed = "([text, off]) => chances(fresh(text, 20, off).logits, 0.8)"
+        after = tab.evaluate(changed, [PROMPT, {part: [item]}])[ord("t")]
+        said = re.findall(r"([\d.]+) %", tab.locator(".off .change").inner_text())
+        shown = [float(each) / 100 for each in said]
+        assert shown == pytest.approx([whole, after], abs=0.006), name
+        tab.evaluate("([part, item]) => toggleOff(part, item)", [part, item])
+
+
+def test_stations_say_the_sizes_of_the_model(visit):
+    tab = opened(visit, random_run("gqa"))
+    open_station(tab, "attn:0")
+    H, G, K = tab.evaluate("(({ H, G, K }) => [H, G, K])(now.gpt.blocks[0].attn)")
+    said = tab.locator("#station").inner_text()
+    assert f"(KV heads: {G}) {TIMES} (size of a head: {K}) = {2 * G * K} numbers" in said
+    assert f"{H // G} times as much" in said
+
+
+def test_a_neuron_pushes_what_its_column_raises_as_it_fires(visit):
+    tab = opened(visit, random_run("llama"))  # whose neurons also fire below 0
+    open_station(tab, "mlp:0")
+    expected = """() => Array.from(document.querySelectorAll(".neurons tbody tr"), (row) => {
+      const n = Number(row.querySelector("button").textContent);
+      const { inner } = now.entry.layers[0];
+      const down = now.gpt.blocks[0].mlp.downProj.weight;
+      const column = range(now.config.d_model).map((d) => down[d * inner.length + n] * inner[n]);
+      return [inner[n], spellText(findLargest(readThroughHead(Float32Array.from(column))))];
+    })"""
+    rows = tab.evaluate(expected)
+    assert min(firing for firing, _ in rows) < 0
+    shown = tab.locator(".neurons tbody tr td:last-child").all_inner_texts()
+    assert shown == [token for _, token in rows]
+
+
+def test_a_pair_is_drawn_as_it_turns(visit):
+    tab = opened(visit, random_run())
+    drawn = tab.evaluate("""() => {
+      const drawing = drawPlane([2, 0], [0, 2], Math.PI / 2, 2);
+      const place = (name) => ["cx", "cy"].map(
+        (key) => Number(drawing.querySelector(`circle.${name}`).getAttribute(key)));
+      return [place("before"), place("after"), drawing.querySelector(".turn").getAttribute("d")];
+    }""")
+    assert drawn[:2] == [[100, 0], [0, -100]]  # up is negative in SVG
+    assert drawn[2].startswith("M50.0 ")
+    assert drawn[2].endswith("L0.0 -50.0")

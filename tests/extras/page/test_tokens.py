@@ -84,6 +84,7 @@ def check_tokens(visit: Any, kind: str, count: int) -> None:
     shown = tab.evaluate("texts => texts.map(text => opened.tokenizer.encode(text))", texts)
     for text, tokens in zip(texts, shown, strict=True):
         assert tokens == tokenizer.encode(text).tolist(), repr(text)
+    texts += [f"a{name}x" for name in tokenizer.special_tokens]  # "<|im_end|>x" is one, too
     encode_special = "texts => texts.map(text => opened.tokenizer.encodeSpecial(text))"
     for text, tokens in zip(texts, tab.evaluate(encode_special, texts), strict=True):
         assert tokens == tokenizer.encode_special(text).tolist(), repr(text)

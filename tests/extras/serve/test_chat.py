@@ -1,11 +1,13 @@
 """Requests with messages, without a server."""
 
+import time
 from typing import Any
 
 import pytest
 
 from gptmini.errors import ConfigError
-from gptmini.extras.serve.chat import ChatCompletion, _describe_token
+from gptmini.extras.serve.chat import OWN_FIELDS, SHARED_FIELDS, ChatCompletion, _describe_token
+from gptmini.extras.serve.completions import NULL_TURNS_OFF, Completion
 from gptmini.extras.serve.limits import Limits
 from gptmini.generate.run import Run
 from tests.samples import CHAT_TOKENIZER, run_of
@@ -93,3 +95,43 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_request_is_named(run, fields, message):
     with pytest.raises(ConfigError, match=message):
         ask(run, **fields)
+
+
+def test_null_in_a_field_is_as_good_as_leaving_it_out(run):
+    plain = ask(run, messages=HI, seed=1)
+    for key in (SHARED_FIELDS | OWN_FIELDS) - {"messages", "seed", *NULL_TURNS_OFF}:
+        other = ask(run, **{"messages": HI, "seed": 1, key: None})
+        assert other.sample == plain.sample, key
+        assert [each.n_logprobs for each in other.requests] == [None], key
+        assert not other.stream, key
+    message = {"role": "user", "content": "Hi", "name": None}
+    assert ask(run, messages=[message]).prompt_tokens == plain.prompt_tokens
+    part = {"type": "text", "text": "Hi", "image_url": None}
+    assert ask(run, messages=[{"role": "user", "content": [part]}]).prompt_tokens == (
+        plain.prompt_tokens
+    )
+
+
+def test_fields_reach_the_completion(run):
+    fields = {"temperature": 0.25, "stop": ["x"], "ban": ["a"], "overflow": "slide"}
+    whole = ask(run, messages=HI, **fields, logprobs=True, top_logprobs=20, n=8)
+    assert {key: getattr(whole.sample, key) for key in fields} == fields
+    assert [each.n_logprobs for each in whole.requests] == [20] * 8
+    assert [each.text.number for each in whole.requests] == list(range(8))
+    both = ask(run, messages=HI, max_tokens=3, max_completion_tokens=4)
+    assert both.sample.max_new_tokens == 4
+    stream = ask(run, messages=HI, stream=True, stream_options={"include_usage": True})
+    assert (stream.stream, stream.include_usage) == (True, True)
+
+
+def test_a_response_says_what_it_is(run):
+    now = time.time()
+    for completion, prefix, kind in (
+        (ask(run, messages=HI), "chatcmpl-", "chat.completion"),
+        (ask(run, messages=HI, stream=True), "chatcmpl-", "chat.completion.chunk"),
+        (Completion(run, "chat", Limits(), {}), "cmpl-", "text_completion"),
+    ):
+        response = completion.build_response([])
+        assert response["id"].startswith(prefix)
+        assert (response["object"], response["model"]) == (kind, "chat")
+        assert now - 1 <= response["created"] <= time.time()  # in seconds

@@ -1,11 +1,15 @@
 """`gptmini serve` as it is typed."""
 
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from gptmini.generate import run as loading
+from tests.samples import run_of
 
 
 def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypatch):
@@ -20,15 +24,64 @@ def test_without_the_packages_of_the_server_the_extra_is_named(gptmini, monkeypa
     assert re.search(r"serve: \w+ is not installed; run pip install -e '\.\[serve\]' in", err)
 
 
-def test_the_queue_grows_with_the_rows(gptmini, run, monkeypatch):
+PLAIN = {
+    "load": ("auto", "bfloat16", "CACHE"),
+    "listen": ("127.0.0.1", 8000),
+    "key": "",
+    "rows and queue": (32, 256),
+}
+OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
+    ([], {}),
+    (["--device", "cpu"], {"load": ("cpu", "bfloat16", "CACHE")}),
+    (["--weights", "int8"], {"load": ("auto", "int8", "CACHE")}),
+    (["--cache", "other"], {"load": ("auto", "bfloat16", Path("other"))}),
+    (["--host", "::1"], {"listen": ("::1", 8000)}),
+    (["--port", "65535"], {"listen": ("127.0.0.1", 65535)}),
+    (["--port", "0"], {"listen": ("127.0.0.1", 0)}),
+    (["--max-rows", "1"], {"rows and queue": (1, 8)}),
+    (["--max-rows", "1024"], {"rows and queue": (1024, 8192)}),
+    (["GPTMINI_API_KEY", " a key\n"], {"key": "a key"}),
+]
+
+
+@pytest.mark.parametrize(("words", "changed"), OPTIONS, ids=" ".join)
+def test_each_option_reaches_the_server(gptmini, tmp_path, monkeypatch, words, changed):
     server = pytest.importorskip("gptmini.extras.serve.server", reason="needs the extra serve")
-    served = []
+    folder = run_of(tmp_path / "run").path
+    listen, create, load = server.listen, server.Server, loading.load_run
+    seen: dict[str, Any] = {}
 
-    def note(app: Any, listening: Any) -> None:
-        served.append((app.limits.max_rows, app.limits.max_waiting))
-        listening.close()
+    def note_load(path: Path, *options: Any) -> Any:
+        seen["load"] = options
+        return load(path, "cpu")
 
-    monkeypatch.setattr(server, "serve", note)
-    code, _, err = gptmini("serve", run, "--port", "0", "--max-rows", "2")
+    def note_listen(*address: Any) -> Any:
+        seen["listen"] = address
+        return listen("127.0.0.1", 0)
+
+    def note_server(run: Any, limits: Any, key: str, hosts: list[str] | None) -> Any:
+        assert (run.path, hosts) == (folder, ["127.0.0.1", "localhost", "::1", "127.0.0.1"])
+        seen.update({"key": key, "rows and queue": (limits.max_rows, limits.max_waiting)})
+        return create(run, limits, key, hosts)
+
+    monkeypatch.setattr(loading, "load_run", note_load)
+    monkeypatch.setattr(server, "listen", note_listen)
+    monkeypatch.setattr(server, "Server", note_server)
+    monkeypatch.setattr(server, "serve", lambda app, listening: listening.close())
+    if words[:1] == ["GPTMINI_API_KEY"]:
+        monkeypatch.setenv(*words)
+        words = []
+    code, _, err = gptmini("serve", str(folder), *words)
     assert code == 0, err
-    assert served == [(2, 16)]
+    cache = Path(os.environ["GPTMINI_CACHE"])
+    plain = PLAIN | {"load": ("auto", "bfloat16", cache)} | changed
+    plain["load"] = tuple(cache if each == "CACHE" else each for each in plain["load"])
+    assert seen == plain
+
+
+@pytest.mark.parametrize(
+    "words", [["--port", "65536"], ["--max-rows", "0"], ["--max-rows", "1025"]]
+)
+def test_options_beyond_their_limits_are_refused(gptmini, words):
+    code, _, err = gptmini("serve", *words)
+    assert (code, words[0] in err) == (2, True)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gptmini.extras.serve.completions import Completion
+from gptmini.errors import ConfigError
+from gptmini.extras.serve.completions import DEFAULT_FIELDS, SAMPLE_SETTINGS, Completion
 from gptmini.extras.serve.limits import Limits
 from gptmini.extras.serve.scheduler import Scheduler, TokenEvent, TokenEvents
 from gptmini.generate.engine import TorchEngine
@@ -167,3 +168,97 @@ def test_the_token_before_a_prompt_is_no_part_of_its_text(special):
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
     (request,) = complete(run, prompt=[97, 98], **fields).requests
     assert request.text.prompt_tokens == [97, 98]
+
+
+SETTINGS: dict[str, Any] = {
+    "temperature": 0.25,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "seed": 11,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "bias": {"a": 1.0},
+    "ban": ["b"],
+    "stop": ["x", "y"],
+    "start": "z",
+    "overflow": "stop",
+}
+
+
+def test_each_setting_of_sample_is_a_field_and_null_leaves_it_or_turns_it_off():
+    assert SETTINGS.keys() == SAMPLE_SETTINGS
+    run = run_of(sample={**SETTINGS, "seed": 5})
+    for key, value in SETTINGS.items():
+        other = complete(run_of(), prompt="a", **{key: value}).sample
+        assert getattr(other, key) == value, key
+        if key != "seed":  # without one it is a random number
+            kept = None if key in ("top_k", "top_p", "min_p") else value
+            assert getattr(complete(run, prompt="a", **{key: None}).sample, key) == kept, key
+        assert getattr(complete(run, prompt="a", seed=5).sample, key) == (
+            5 if key == "seed" else value
+        )
+
+
+def test_null_in_a_field_is_as_good_as_leaving_it_out():
+    plain = complete(run_of(), seed=1, prompt="")
+    for key in DEFAULT_FIELDS:
+        other = complete(run_of(), **{"seed": 1, "prompt": "", key: None})
+        assert other.sample == plain.sample, key
+        assert (other.stream, other.include_usage) == (False, False), key
+        (request,), (expected,) = other.requests, plain.requests
+        assert request.text.prompt_tokens == expected.text.prompt_tokens, key
+        assert (request.n_logprobs, request.score_prompt) == (None, False), key
+
+
+BIASES = {f"{number % 257:0{number // 257 + 3}}": 1 for number in range(1025)}
+AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"n": 8}, {"n": 9}),
+    ({"n": 1}, {"n": 0}),
+    ({"prompt": ["a"] * 8}, {"prompt": ["a"] * 9}),
+    ({"prompt": ["a"] * 2, "n": 4}, {"prompt": ["a"] * 3, "n": 3}),
+    ({"prompt": "a" * 16}, {"prompt": "a" * 17}),
+    ({"prompt": ["a", [0, 256]]}, {"prompt": ["a", [257]]}),
+    ({"prompt": [256]}, {"prompt": [0, -1]}),
+    ({"max_tokens": 4096}, {"max_tokens": 4097}),
+    ({"max_tokens": 1}, {"max_tokens": 0}),
+    ({"max_tokens": 0, "echo": True}, {"max_tokens": -1, "echo": True}),
+    ({"logprobs": 20}, {"logprobs": 21}),
+    ({"logprobs": 0}, {"logprobs": -1}),
+    ({"logit_bias": {"256": 100}}, {"logit_bias": {"257": 100}}),
+    ({"logit_bias": {"0": -100}}, {"logit_bias": {"0": -100.5}}),
+    ({"logit_bias": {"0": 100.0}}, {"logit_bias": {"0": 100.5}}),
+    ({"logit_bias": dict(list(BIASES.items())[:1024])}, {"logit_bias": BIASES}),
+    ({"n": 2, "best_of": 2}, {"n": 2, "best_of": 1}),
+    ({"suffix": ""}, {"suffix": " "}),
+    ({"stop": ["x"] * 16}, {"stop": ["x"] * 17}),
+    ({"stream_options": {}}, {"stream_options": {"include_usage": None}}),
+]
+
+
+@pytest.mark.parametrize(("allowed", "refused"), AT_LIMITS, ids=range(len(AT_LIMITS)))
+def test_limits_are_where_they_are_said_to_be(allowed, refused):
+    run = run_of()
+    complete(run, **allowed)
+    with pytest.raises(ConfigError) as error:
+        complete(run, **refused)
+    name = error.value.lines[0].partition(":")[0]
+    assert name.replace("sample.", "").replace("max_new_", "max_") in {*refused, "n"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_values"),
+    [
+        ({"n": 2, "max_tokens": 5, "logprobs": 2}, 2 * 5 * 3),
+        ({"prompt": ["a", "b"], "max_tokens": 5}, 2 * 5),
+        ({"prompt": ["ab", "c"], "n": 2, "max_tokens": 5, "logprobs": 0, "echo": True}, 20 + 2 * 3),
+        ({"prompt": "ab", "max_tokens": 0, "logprobs": 1, "echo": True}, 2 * (1 + 2)),
+    ],
+    ids=range(4),
+)
+def test_the_values_of_a_response_are_counted(fields, n_values):
+    run = run_of()
+    Completion(run, "small", Limits(max_values=n_values), fields)
+    with pytest.raises(ConfigError, match="max_tokens: over"):
+        Completion(run, "small", Limits(max_values=n_values - 1), fields)

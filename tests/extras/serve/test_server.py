@@ -655,6 +655,39 @@ def test_a_run_whose_name_is_not_utf8_is_served(run: Run):
         assert HTTP.get(f"{url}/v1/models").json()["data"][0]["id"] == "caf?"
 
 
+def test_a_run_whose_name_looks_like_markup_is_text(run: Run):
+    named = copy.copy(run)
+    named.path = Path("<b>&\"'")
+    with serving(named) as url:
+        assert "<h1>&lt;b&gt;&amp;&quot;&#x27;</h1>" in HTTP.get(url).text
+        assert HTTP.get(f"{url}/v1/models").json()["data"][0]["id"] == named.path.name
+
+
+def test_times_add_up_to_that_of_the_request(run: Run):
+    body = {"prompt": "the", "max_tokens": 50, "logit_bias": {"256": -100}}
+    with serving(run) as url:
+        began = time.perf_counter()
+        assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
+        seconds = time.perf_counter() - began
+        lines = dict(
+            line.rsplit(" ", 1)
+            for line in HTTP.get(f"{url}/metrics").text.splitlines()
+            if line[0] != "#"
+        )
+    counts = [lines[f"gptmini_time_{name}_seconds_count"] for name in TIMES]
+    assert list(map(float, counts)) == [1, 49]
+    assert 0 < sum(float(lines[f"gptmini_time_{name}_seconds_sum"]) for name in TIMES) <= seconds
+
+
+TIMES = ("to_first_token", "between_tokens")
+
+
+def test_a_body_has_less_time_than_a_request(run: Run):
+    with serving(run, read_seconds=1) as url, connection(url, HALF) as half:
+        half.settimeout(60)
+        assert half.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
 def test_a_key_is_asked_for(run: Run):
     with serving(run, "voilà") as url:
         assert HTTP.get(url).status_code == 200
@@ -769,6 +802,7 @@ def test_a_request_has_its_time(run: Run):
         answer = HTTP.post(f"{url}/v1/completions", json=LONG | {"stream": False})
         assert answer.status_code == 504
         assert answer.json()["error"]["message"].startswith("not done in 2 seconds")
+        assert answer.headers["x-should-retry"] == "false"  # it would take as long again
         stream = HTTP.post(f"{url}/v1/completions", json=LONG)
         *_, last = filter(None, stream.text.splitlines())  # an event, or all if none came before
         assert "not done in 2 seconds" in last
@@ -812,7 +846,7 @@ def test_a_request_that_a_stop_ends_is_told_so(run: Run, stream: bool, caplog):
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch):
+def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkeypatch, caplog):
     with serving(run, max_rows=2) as url:
         with monkeypatch.context() as broken:
             broken.setattr(NativeEngine, "__call__", lambda *_: 1 / 0)
@@ -820,6 +854,7 @@ def test_a_failing_engine_fails_its_requests_and_not_the_server(run: Run, monkey
             answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"})
             assert answer.status_code == 500
             assert answer.json()["error"]["type"] == "server_error"
+        assert any(record.exc_info for record in caplog.records)  # the answer names the log
         assert HTTP.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
