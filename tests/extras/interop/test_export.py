@@ -25,6 +25,7 @@ from gptmini.extras.interop.export import (
     compute_logits,
     export_run,
 )
+from gptmini.extras.interop.folding import fold
 from gptmini.extras.interop.import_model import import_model
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
 from gptmini.generate.run import Run, load_run
