@@ -29,7 +29,7 @@ let continuation; // the text
 let now; // what the model computes, see `compute`
 let timer = null; // of a text that is being generated
 let typing = null; // a timer, while a text that was typed waits to be read
-let readingTime = 0; // milliseconds, of the last text
+let updateTime = 0; // milliseconds that reading and showing a text took last
 const places = {}; // the elements that are filled again and again
 let textBox;
 
@@ -84,10 +84,8 @@ function compute() {
   const off = listOff().length ? state.off : null;
   const tokens = continuation.context;
   const reader = off ? readers.changed : readers.whole;
-  const began = performance.now();
   readers.whole.read(tokens);
   if (off) reader.read(tokens, off);
-  readingTime = performance.now() - began;
   continuation.reader = reader;
   continuation.off = off;
   const T = tokens.length;
@@ -457,6 +455,7 @@ function makeHeader() {
           {
             "aria-pressed": String(code === language),
             lang: code,
+            "data-focus": `language-${code}`,
             onclick: () => switchLanguage(code),
           },
           name,
@@ -476,13 +475,14 @@ function countWeights() {
 function makeSettings() {
   const others = listOtherSettings();
   const settings = make("details", { id: "settings" }, make("summary", {}, say("settingsHeading")));
+  settings.open = document.getElementById("settings")?.open ?? false; // as it was
   settings.append(
     make(
       "div",
       {},
+      makePlace("filters", "div.removed", { "aria-live": "polite" }),
       makeFilterSliders(),
       makeSeedField(),
-      makePlace("filters", "div.removed", { "aria-live": "polite" }),
       others.length ? make("p.note", {}, say("alsoSet", { settings: others.join(", ") })) : "",
     ),
   );
@@ -509,10 +509,10 @@ function buildPage() {
   makeTextBox(() => {
     pause();
     state.hasTyped = true;
-    // A text whose reading takes long is read when the keys pause, so that typing does not.
+    // A text that takes long to read and show waits for a pause, so that typing does not.
     clearTimeout(typing);
-    if (readingTime < 50) update();
-    else typing = setTimeout(update, 250);
+    if (updateTime < 100) update();
+    else typing = setTimeout(update, 200);
   });
   const fold = (name, heading) => {
     const details = make(
@@ -582,10 +582,12 @@ function switchLanguage(code) {
     buildPage();
     update();
   } else buildRemotePage();
+  document.querySelector(`[data-focus="language-${code}"]`).focus();
 }
 
 /** Compute and show everything, and leave the focus and what was scrolled where they were. */
 function update() {
+  const began = performance.now();
   const focused = document.activeElement?.dataset?.focus;
   const scrolled = Array.from(document.querySelectorAll("[data-scroll]"), (box) => [
     box.dataset.scroll,
@@ -607,6 +609,7 @@ function update() {
   if (focused && document.activeElement?.dataset?.focus !== focused) {
     document.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   }
+  updateTime = performance.now() - began;
 }
 
 /** Show what the filters do to the next token: all that a moving slider changes. */

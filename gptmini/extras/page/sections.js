@@ -401,7 +401,6 @@ function showKinds() {
       repeats
         ? makeSwitch(isHeadOff(state.off, ...best), "heads", best, "induction-switch")
         : null,
-      makeChange(),
     ),
     showHalves(),
     make("h4", {}, say("mapsHeading")),

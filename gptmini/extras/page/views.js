@@ -157,7 +157,7 @@ const STATIONS = {
     body: [make("p", {}, say("textFacts", countText()))],
     shape: "text → bytes",
     formula: "UTF-8",
-    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str) -> Tokens:"],
+    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str, continues: bool = False) -> Tokens:"],
   }),
 
   tokens: () => ({
@@ -183,7 +183,7 @@ const STATIONS = {
     ],
     shape: `text → (T,) = (${now.T},)`,
     formula: "",
-    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str) -> Tokens:"],
+    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str, continues: bool = False) -> Tokens:"],
   }),
 
   embed: () => {
@@ -481,7 +481,7 @@ function showAttention(layer) {
       `k, v (T, G, K) = (${now.T}, ${G}, ${K})`,
       `out (T, D) = (${now.T}, ${D})`,
     ].join("; "),
-    formula: `softmax(q kᵀ / √${K}${bias} + mask) v, then o_proj`,
+    formula: `softmax(q kᵀ / √${K}${bias} + mask) v → o_proj`,
     code: [`${MODEL}attention.py`, "mixed = self.mix(q, k, v, cache)  # (B, H, T, K)"],
   };
 }
@@ -810,7 +810,7 @@ function showCuts(layer, head, key) {
   const names = { query: labelAt(query), key: labelAt(key) };
   const here = [layer, head, query, key];
   const everywhere = [null, null, query, key];
-  const button = (item, name, focus) => {
+  const button = (item, name, mended, focus) => {
     const isCut = isListed("attentions", item);
     const press = () => {
       state.key = key; // cut, it is the strongest no more, and should stay in view
@@ -821,14 +821,13 @@ function showCuts(layer, head, key) {
       "aria-pressed": String(isCut),
       "data-focus": focus,
     };
-    const copies = { query: labelAt(query), key: labelAt(key) };
-    return make("button.switch", options, isCut ? say("mend", copies) : say(name, names));
+    return make("button.switch", options, say(isCut ? mended : name, names));
   };
   return make(
     "div.row",
     {},
-    button(here, "cutHere", "cut"),
-    button(everywhere, "cutAll", "cut-all"),
+    button(here, "cutHere", "mendHere", "cut"),
+    button(everywhere, "cutAll", "mendAll", "cut-all"),
   );
 }
 
@@ -925,6 +924,9 @@ function showMlp(layer) {
         makeSwitch(isOff, "mlps", layer, "mlp-switch"),
         isOff ? make("small", {}, say("mlpIsOff")) : null,
       ),
+      make("h4", {}, say("mlpAdds")),
+      makeVectors({ [sayText("added")]: added }),
+      isOff ? null : showPushes(added),
       make("h4", {}, say("neuronsHeading", { token: labelAt(now.at) })),
       make("p", {}, say("neuronsFiring", { count: formatCount(firing), all: formatCount(F) })),
       makeScroll(
@@ -937,9 +939,6 @@ function showMlp(layer) {
         (place) => `${place}: ${formatReal(over[place])}`,
       ),
       make("p.note", {}, say("neuronHelp", { most: formatReal(most, 2) })),
-      make("h4", {}, say("mlpAdds")),
-      makeVectors({ [sayText("added")]: added }),
-      isOff ? null : showPushes(added),
     ],
     shape: `(T, D) → (T, d_ff) → (T, D) = (${now.T}, ${D}) → (${now.T}, ${F}) → (${now.T}, ${D})`,
     formula: MLP_FORMULAS[mlp.activation],

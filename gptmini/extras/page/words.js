@@ -23,7 +23,7 @@ const WORDS = {
   toText: ["text", "文本"],
   toPath: ["path", "路径"],
   toKinds: ["heads", "头"],
-  toCause: ["switch off", "关闭"],
+  toCause: ["parts", "部件"],
   yourText: ["Your text", "你的文本"],
   generate: ["Generate", "生成"],
   pause: ["Pause", "暂停"],
@@ -31,8 +31,8 @@ const WORDS = {
   stepBack: ["Take back", "退一步"],
   tokensHeading: ["What the model reads: {count} tokens", "模型读到的：{count} 个词元"],
   tokensHelp: [
-    "Each box is a token; press one to select it. ␣ is a space, ↵ a line break, ⇥ a tab.",
-    "每个方框是一个词元，点按即可选中。␣ 是空格，↵ 是换行，⇥ 是制表符。",
+    "Each box is a token; press one to select it, or use the arrow keys. ␣ is a space, ↵ a line break, ⇥ a tab.",
+    "每个方框是一个词元，点按或用方向键选中。␣ 是空格，↵ 是换行，⇥ 是制表符。",
   ],
   writtenHelp: ["The underlined ones were drawn by the model.", "带下划线的由模型抽取。"],
   bytesHelp: [
@@ -62,15 +62,15 @@ const WORDS = {
   },
   expectHeading: ["What comes after {token}?", "{token} 之后是什么？"],
   expectCame: [
-    "In the text came {token}: {chance}, rank {rank}.",
-    "文本中是 {token}：{chance}，排名第 {rank}。",
+    "Your text goes on with {token}: {chance}, rank {rank}.",
+    "你的文本接着是 {token}：{chance}，排名第 {rank}。",
   ],
   expectOpen: ["Not written yet: “One token” draws it.", "尚未写出：按“一个词元”抽取。"],
   barsHelp: [
-    "Pale: what the model expects, at temperature {temperature}. Solid: the chance to be drawn after the filters.",
-    "浅色：温度 {temperature} 下模型的预期。深色：过滤之后被抽中的机会。",
+    "Pale bar and number: what the model expects, at temperature {temperature}. Solid bar: the chance to be drawn after the filters.",
+    "浅色条和数字：温度 {temperature} 下模型的预期。深色条：过滤之后被抽中的机会。",
   ],
-  barsHelpBefore: ["Outlined: with nothing switched off.", "边框：未关闭任何部分时。"],
+  barsHelpBefore: ["Outlined: with nothing switched off.", "边框：未关闭任何部件时。"],
   noToken: ["No token is left to draw.", "没有可抽取的词元。"],
   settingsHeading: ["How the next token is drawn", "下一个词元如何抽取"],
   temperature: ["temperature", "温度"],
@@ -81,7 +81,7 @@ const WORDS = {
   isOff: ["off", "关"],
   temperatureHelp: [
     "Divides the logits. 0 always takes the likeliest token.",
-    "除 logits。0 总取最可能的词元。",
+    "logits 除以它。为 0 时总取最可能的词元。",
   ],
   top_kHelp: ["Keeps the k likeliest tokens.", "保留最可能的 k 个词元。"],
   top_pHelp: [
@@ -119,8 +119,8 @@ const WORDS = {
   wouldSay: ["would say {token} {chance}", "会说 {token} {chance}"],
   adds: ["adds {length}", "加上 {length}"],
   streamHelp: [
-    "The vertical line is the residual stream: {width} numbers for each token, to which every part adds. “would say” is what the head would expect if the model ended there (at temperature 1).",
-    "竖线是残差流：每个词元 {width} 个数，各部分都往上加。“会说”是模型若到此为止时的预期（温度为 1）。",
+    "The vertical line is the residual stream: {width} numbers for each token, to which every part adds; “adds” is the length of what it adds. “would say” is what the head would expect if the model ended there (at temperature 1, which the sliders do not change).",
+    "竖线是残差流：每个词元 {width} 个数，各部分都往上加；“加上”后面是所加向量的长度。“会说”是模型若到此为止时的预期（温度为 1，不随滑块改变）。",
   ],
   tiedHelp: [
     "At the embedding a token mostly predicts itself: head and embedding are the same table here (tied).",
@@ -251,8 +251,8 @@ const WORDS = {
   switchOn: ["switch on", "打开"],
   mapHeading: ["Layer {layer}, head {head}: who looks at whom", "第 {layer} 层，头 {head}：谁看谁"],
   mapHelp: [
-    "A row looks, a column is looked at; the darker (in dark mode: the lighter), the more. Colors follow the square root of the weight. Press a cell, or use the arrow keys.",
-    "行是看者，列是被看者；颜色越深（深色模式下越浅）权重越大，颜色按权重的平方根。点按一格，或用方向键。",
+    "A row looks, a column is looked at; the darker (in dark mode: the lighter), the more. Colors follow the square root of the weight. Press a cell, or use the arrow keys. Columns run in the order of the rows.",
+    "行是看者，列是被看者，列的顺序与行相同；颜色越深（深色模式下越浅）权重越大，颜色按权重的平方根。点按一格，或用方向键。",
   ],
   mapCell: ["{query} looks at {key}: {weight}", "{query} 看 {key}：{weight}"],
   mapFuture: ["{query} cannot see {key}, which comes later", "{query} 看不到后来的 {key}"],
@@ -323,8 +323,9 @@ const WORDS = {
   windowKeys: ["Outside the window: {count}.", "在窗口之外：{count} 个。"],
   itself: ["itself", "自己"],
   cutHere: ["cut {query} → {key} in this head", "在此头中切断 {query} → {key}"],
-  cutAll: ["cut it in all heads", "在所有头中切断"],
-  mend: ["mend {query} → {key}", "恢复 {query} → {key}"],
+  cutAll: ["cut it in all heads of all layers", "在所有层的所有头中切断"],
+  mendHere: ["mend {query} → {key} in this head", "在此头中恢复 {query} → {key}"],
+  mendAll: ["mend it in all heads of all layers", "在所有层的所有头中恢复"],
   sumHeading: ["5. The weighted sum of the values", "5. 值的加权和"],
   sumPlain: [
     "Each value times its weight, summed over all keys:",
@@ -350,8 +351,8 @@ const WORDS = {
   ],
   neuronsHeading: ["Neurons that add most for {token}", "对 {token} 贡献最大的神经元"],
   neuronsFiring: [
-    "{count} of {all} neurons are above 0.01 here.",
-    "{all} 个神经元中有 {count} 个在此大于 0.01。",
+    "{count} of {all} neurons are above 0.01 here. Those that add most come first: firing times the length of what the neuron writes.",
+    "{all} 个神经元中有 {count} 个在此大于 0.01。按所加的多少排序：激活乘以该神经元写入向量的长度。",
   ],
   neuron: ["neuron", "神经元"],
   fires: ["fires", "激活"],
@@ -408,11 +409,14 @@ const WORDS = {
     "No token comes twice in this text: repeat it below.",
     "这段文本中没有词元出现两次：请在下面重复它。",
   ],
-  inductionNone: ["No head of this model does it clearly.", "这个模型中没有哪个头明显这样做。"],
+  inductionNone: [
+    "On this text no head does it clearly; repeat a few lines like those that the model was trained on.",
+    "在这段文本上没有哪个头明显这样做；请重复几行与训练文本相似的文字。",
+  ],
   tryHeading: ["Try it", "试一试"],
   tryRepeat: [
-    "Repeat your text: an induction head makes the second time easier than the first.",
-    "重复你的文本：归纳头使第二遍比第一遍容易。",
+    "Repeat your text: where an induction head works well, the second half is easier than the first, and switching it off costs the second half more. A small model does it best on text like its training text.",
+    "重复你的文本：归纳头起作用时，后一半比前一半容易，关闭它时后一半损失更多。小模型在与训练文本相似的文本上最明显。",
   ],
   trySwitch: [
     "Switch off {head}, which has the highest induction score, and see what changes.",
@@ -429,10 +433,10 @@ const WORDS = {
   mapsHelp: ["Maps of who looks at whom; a row for each layer.", "谁看谁的图；每层一行。"],
 
   // Cause.
-  causeHeading: ["Switch parts off", "关闭部分"],
+  causeHeading: ["Switch parts off", "逐个关闭部件"],
   causeHelp: [
     "Press a part to switch it off, and the expectation shows what it was good for. The number is what the part adds directly to the logit of {token} (blue raises, orange lowers).",
-    "点按一个部分将其关闭，预期的变化显示它有何用处。数字是该部分直接加到 {token} 的 logit 上的量（蓝色升高，橙色降低）。",
+    "点按一个部件将其关闭，预期的变化显示它有何用处。数字是该部件直接加到 {token} 的 logit 上的量（蓝色升高，橙色降低）。",
   ],
   causeSum: [
     "embedding {embedding} + position {position} + heads {heads} + MLPs {mlps} + biases {biases} = logit {logit}",
@@ -446,7 +450,7 @@ const WORDS = {
     "第 {layer} 层，头 {head}：{query} → {key}",
   ],
   cutNameAll: ["all heads: {query} → {key}", "所有头：{query} → {key}"],
-  changed: ["{token} {before} → {after}", "{token} {before} → {after}"],
+  changed: ["{token} next: {before} → {after}", "下一个是 {token}：{before} → {after}"],
   beforeAfter: [
     "The expectation, with all on (outlined) and now (filled)",
     "预期：全部打开时（边框）与现在（填充）",
