@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gptmini import files
 from gptmini.errors import CheckpointError, ConfigError, DataError
+from gptmini.extras.page.simplify import simplify_tokenizer
 from gptmini.generate.native.precision import quantize
 from gptmini.generate.run import Run
 from gptmini.runs.directory import RunDirectory
@@ -97,7 +98,7 @@ def build_page(
     `checkpoints` are earlier ones of the same run, by step; `server` is what page.js has to know of
     the server that gives the page, see served.py.
     """
-    check_tokenizer(run.tokenizer)
+    tokenizer = get_page_tokenizer(run.tokenizer)
     if estimate_size(run, precision) > MAX_PAGE_BYTES:
         raise ConfigError(
             f"{run.path}: in {precision} its page would be larger than {MAX_PAGE_BYTES:,} bytes; "
@@ -106,22 +107,22 @@ def build_page(
     checkpoints = checkpoints or {}
     blobs = {"weights": encode_weights(run.tensors, precision).text}
     blobs |= {f"weights-{step}": each.text for step, each in checkpoints.items()}
-    data = build_data(run, precision) | {"prompt": prompt, "server": server}
+    data = build_data(run, precision, tokenizer) | {"prompt": prompt, "server": server}
     data["checkpoints"] = [
         {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
     ]
     return render_page(data, blobs)
 
 
-def build_data(run: Run, precision: str) -> dict[str, Any]:
-    """Build what page.js has to know of a run, as JSON."""
+def build_data(run: Run, precision: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Build what page.js has to know of a run, as JSON; model.js must know the tokenizer."""
     return {
         "name": run.path.name or run.path.resolve().name,  # "." has no name
         "step": run.step,
         "prompt": "",
         "config": run.config.model.model_dump(mode="json"),
         "sample": run.config.sample.model_dump(mode="json"),
-        "tokenizer": json.loads(run.tokenizer.to_json()),
+        "tokenizer": tokenizer and json.loads(tokenizer.to_json()),
         "precision": precision,
         "tensors": list_tensors(run.tensors, precision),
         "checkpoints": [],
@@ -161,18 +162,17 @@ def escape_json(data: Any) -> str:
     return text
 
 
-def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise DataError for a tokenizer that model.js cannot run."""
+def get_page_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer in a form that model.js can run; DataError if there is none."""
     if tokenizer.kind == "ids":
         raise DataError("tokenizer ids: a page shows texts; use gptmini generate")
     if isinstance(tokenizer, ForeignTokenizer):
-        raise DataError(
-            "tokenizer imported: a page cannot run it, as a library does that; use gptmini serve"
-        )
+        return simplify_tokenizer(tokenizer)
     if isinstance(tokenizer, BpeTokenizer) and tokenizer.encoding._pat_str not in KNOWN_PATTERNS:
         raise DataError(
             f"tokenizer {tokenizer.kind}: a page cannot split words as it does; use gptmini serve"
         )
+    return tokenizer
 
 
 # -- weights ---------------------------------------------------------------------------------------

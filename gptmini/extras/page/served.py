@@ -14,16 +14,17 @@ from gptmini.extras.page.export import (
     MAX_PAGE_BYTES,
     build_data,
     build_page,
-    check_tokenizer,
     choose_precision,
     count_bytes,
     encode_tensors,
     escape_json,
     estimate_size,
+    get_page_tokenizer,
     read_checkpoints,
     render_page,
 )
 from gptmini.generate.run import Run
+from gptmini.tokenizer.tokenizers import Tokenizer
 
 # They take 1.3 GB of a tab, which is about all that a phone lets it have, and a second or two for
 # each token (scripts/LOG.md, 2026-11-26).
@@ -44,8 +45,8 @@ def build_served_page(run: Run, needs_key: bool, max_tokens: int) -> ServedPage:
     # Weights in int8 are multiples of a scale, and bfloat16 would round them once more.
     in_full = "int8" if run.weights == "int8" else "bfloat16"
     precision = "int8" if run.weights == "int8" else choose_precision(run)
-    is_known = knows_tokenizer(run)
-    is_small = is_known and estimate_size(run, precision) <= MAX_PAGE_BYTES
+    tokenizer = find_page_tokenizer(run)
+    is_small = tokenizer is not None and estimate_size(run, precision) <= MAX_PAGE_BYTES
     server: dict[str, Any] = {
         "chat": run.tokenizer.chat_template is not None,
         "max_tokens": max_tokens,
@@ -56,10 +57,13 @@ def build_served_page(run: Run, needs_key: bool, max_tokens: int) -> ServedPage:
         content = build_page(run, precision, read_checkpoints(run), server=server)
         return ServedPage(content, b"", 0, None)
     tensors = run.tensors
-    data = build_data(run, precision if is_small else in_full) | {"server": server}
+    data = build_data(run, precision if is_small else in_full, tokenizer) | {"server": server}
     size = count_bytes(data["tensors"])
     weights = None
-    if is_known and sum(tensor.numel() for tensor in tensors.values()) <= MAX_BROWSER_WEIGHTS:
+    if (
+        tokenizer is not None
+        and sum(tensor.numel() for tensor in tensors.values()) <= MAX_BROWSER_WEIGHTS
+    ):
         server["size"] = size
         weights = partial(encode_tensors, tensors, data["precision"])
     else:
@@ -70,10 +74,9 @@ def build_served_page(run: Run, needs_key: bool, max_tokens: int) -> ServedPage:
     return ServedPage(render_page(shown, {}), escape_json(data).encode(), size, weights)
 
 
-def knows_tokenizer(run: Run) -> bool:
-    """Check whether model.js can run the tokenizer of a run."""
+def find_page_tokenizer(run: Run) -> Tokenizer | None:
+    """Return the tokenizer of a run in a form that model.js can run, None if there is none."""
     try:
-        check_tokenizer(run.tokenizer)
+        return get_page_tokenizer(run.tokenizer)
     except DataError:
-        return False
-    return True
+        return None

@@ -112,4 +112,3 @@ def test_numbers_are_trained_on_and_generated(gptmini, tmp_path):
     assert gptmini("generate", "runs/tune", "--max-new-tokens", "3")[0] == 0
     assert gptmini("generate", "runs/tune", "--prompt", "a")[0] == 3
     assert gptmini("evaluate", "runs/tune")[0] == 0
-    assert gptmini("export", "runs/tune")[0] == 2

@@ -1,8 +1,10 @@
 """The tokenizers of model.js give the tokens of Python's, on odd texts too."""
 
+import json
 import random
 import unicodedata
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,12 @@ from gptmini.errors import DataError
 from gptmini.extras.page.export import build_page
 from gptmini.tokenizer.bpe import learn_bpe
 from gptmini.tokenizer.bpe_tokenizer import IMPORTED_KIND, create_bpe_tokenizer
+from gptmini.tokenizer.foreign import adopt_tokenizer
 from gptmini.tokenizer.load import create_tokenizer
-from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS
+from gptmini.tokenizer.tokenizer_json import KNOWN_PATTERNS, to_tokenizer_json
 from gptmini.tokenizer.tokenizers import END_OF_TEXT, Tokenizer
 from tests.extras.page.samples import random_run
-from tests.samples import thinking_tokenizer
+from tests.samples import CHAT_TOKENIZER, thinking_tokenizer
 from tests.support import prose
 
 # What patterns treat differently, in ways that differ between engines of regular expressions.
@@ -57,6 +60,10 @@ def make(kind: str) -> Tokenizer:
         return create_tokenizer(kind, 420, [prose(), "".join(ODD) * 3])
     if kind.startswith("chat of "):
         return create_tokenizer(kind.removeprefix("chat of "), 420, ODD, chat=True)
+    if kind == "adopted":
+        content = json.dumps(to_tokenizer_json(CHAT_TOKENIZER))
+        ends = CHAT_TOKENIZER.end_tokens
+        return adopt_tokenizer(content, Path(), CHAT_TOKENIZER.vocab_size, ends)
     if kind == "missing bytes":
         few = [token for token in ranks() if b"\xe4" not in token and b"q" not in token]
         numbers = {token: number for number, token in enumerate(few)}
@@ -73,6 +80,7 @@ KINDS = [
     "chat of byte",
     "chat of char",
     "missing bytes",
+    "adopted",
     *(f"pattern {n}" for n in range(len(KNOWN_PATTERNS))),
 ]
 
@@ -107,6 +115,40 @@ def test_tokens_are_those_of_python(visit, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_many_texts_are_those_of_python(visit, kind):
     check_tokens(visit, kind, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("normalizer", {"type": "NFC"}),
+        (
+            "pre_tokenizer",
+            {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            },
+        ),
+        ("pre_tokenizer", {"type": "Whitespace"}),
+    ],
+)
+def test_what_changes_the_tokens_of_another_model_is_refused(key, value):
+    content = to_tokenizer_json(CHAT_TOKENIZER) | {key: value}
+    ends = CHAT_TOKENIZER.end_tokens
+    tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size, ends)
+    with pytest.raises(DataError, match="tokenizer imported: "):
+        build_page(random_run({"n_layer": 1}, tokenizer))
+
+
+def test_merges_in_another_order_than_their_tokens_are_refused():
+    content = to_tokenizer_json(CHAT_TOKENIZER)
+    merges = content["model"]["merges"]
+    merges[-1], merges[-2] = merges[-2], merges[-1]
+    ends = CHAT_TOKENIZER.end_tokens
+    tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size, ends)
+    with pytest.raises(DataError, match="tokenizer imported: "):
+        build_page(random_run({"n_layer": 1}, tokenizer))
 
 
 def test_the_tokenizer_of_another_model_is_refused_by_name():
