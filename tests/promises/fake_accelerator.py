@@ -134,7 +134,7 @@ class ZeroBatches:
     def __init__(self) -> None:
         self.prepared: list[int] = []
 
-    def prepare(self, step: int) -> None:
+    def read_ahead(self, step: int) -> None:
         self.prepared.append(step)
 
     def get_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,10 +59,10 @@ def test_each_option_reaches_the_server(gptmini, tmp_path, monkeypatch, words, c
         seen["listen"] = address
         return listen("127.0.0.1", 0)
 
-    def note_server(run: Any, limits: Any, key: str, hosts: list[str] | None) -> Any:
+    def note_server(run: Any, limits: Any, key: str, hosts: list[str] | None, page: Any) -> Any:
         assert (run.path, hosts) == (folder, ["127.0.0.1", "localhost", "::1", "127.0.0.1"])
         seen.update({"key": key, "rows and queue": (limits.max_rows, limits.max_waiting)})
-        return create(run, limits, key, hosts)
+        return create(run, limits, key, hosts, page)
 
     monkeypatch.setattr(loading, "load_run", note_load)
     monkeypatch.setattr(server, "listen", note_listen)
