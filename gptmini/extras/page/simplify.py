@@ -5,7 +5,6 @@ than byte pairs. What is left here is exact, and everything else is refused.
 """
 
 import json
-from itertools import pairwise
 from typing import Any
 
 from gptmini.errors import DataError
@@ -16,6 +15,7 @@ from gptmini.tokenizer.tokenizer_json import (
     KNOWN_PATTERNS,
     build_pre_tokenizer,
     from_byte_level,
+    recover_merges,
 )
 from gptmini.tokenizer.tokenizers import IMPORTED_KIND
 
@@ -38,15 +38,16 @@ def simplify_tokenizer(tokenizer: ForeignTokenizer) -> BpeTokenizer:
     )
     if pattern is None or not is_plain:
         raise make_error()
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    made = [model["vocab"][left + right] for left, right in merges]
-    if not all(before < after for before, after in pairwise(made)):
-        raise make_error()  # in model.js the number of a token is the rank of its merge
     ranks = {
         from_byte_level(text): number
         for text, number in model["vocab"].items()
         if text not in special
     }
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    # In model.js the number of a token is the rank of its merge, and a word that is a token is it.
+    n_made = sum(len(token) > 1 for token in ranks)
+    if recover_merges(ranks) != [tuple(merge) for merge in merges] or n_made != len(merges):
+        raise make_error()
     names = {number: name for name, number in special.items()}
     return create_bpe_tokenizer(
         IMPORTED_KIND,

@@ -157,7 +157,10 @@ const STATIONS = {
     body: [make("p", {}, say("textFacts", countText()))],
     shape: "text → bytes",
     formula: "UTF-8",
-    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str, continues: bool = False) -> Tokens:"],
+    code: [
+      "gptmini/tokenizer/tokenizers.py",
+      "def encode(self, text: str, continues: bool = False) -> Tokens:",
+    ],
   }),
 
   tokens: () => ({
@@ -183,7 +186,10 @@ const STATIONS = {
     ],
     shape: `text → (T,) = (${now.T},)`,
     formula: "",
-    code: ["gptmini/tokenizer/tokenizers.py", "def encode(self, text: str, continues: bool = False) -> Tokens:"],
+    code: [
+      "gptmini/tokenizer/tokenizers.py",
+      "def encode(self, text: str, continues: bool = False) -> Tokens:",
+    ],
   }),
 
   embed: () => {

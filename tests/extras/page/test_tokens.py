@@ -151,6 +151,17 @@ def test_merges_in_another_order_than_their_tokens_are_refused():
         build_page(random_run({"n_layer": 1}, tokenizer))
 
 
+def test_a_token_that_no_merge_makes_is_refused():
+    """The library never finds it, and model.js would."""
+    content = to_tokenizer_json(CHAT_TOKENIZER)
+    content["model"]["merges"].pop()
+    content["model"]["ignore_merges"] = False
+    ends = CHAT_TOKENIZER.end_tokens
+    tokenizer = adopt_tokenizer(json.dumps(content), Path(), CHAT_TOKENIZER.vocab_size, ends)
+    with pytest.raises(DataError, match="tokenizer imported: "):
+        build_page(random_run({"n_layer": 1}, tokenizer))
+
+
 def test_the_tokenizer_of_another_model_is_refused_by_name():
     run = random_run({"n_layer": 1}, thinking_tokenizer())
     with pytest.raises(DataError, match="tokenizer imported: "):
