@@ -65,6 +65,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama with biases in the MLP alone": ("Llama", {"mlp_bias": True}),
     "Mistral": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
+    "Phi-3": ("Phi3", {"pad_token_id": 0, "num_key_value_heads": 4}),
+    "Phi-3 with windows": ("Phi3", {"pad_token_id": 0, "sliding_window": 9, "rms_norm_eps": 1e-3}),
     "StarCoder2": ("Starcoder2", {"sliding_window": 9}),
     "StarCoder2 without biases": ("Starcoder2", {"use_bias": False}),
 }
@@ -617,6 +619,7 @@ def test_windows_in_layers_that_we_do_not_have_are_refused(tmp_path):
         ("qwen2", WINDOW | {"num_hidden_layers": 28}, {"attention.window": None}),
         ("qwen3", WINDOW | {"max_window_layers": 0}, {"attention.window": 9, "head_dim": 128}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {"attention.window": 4096}),
+        ("phi3", {}, {"attention.window": None, "norm_eps": 1e-5, "rope_theta": 1e4}),
         ("llama", {}, {"norm_eps": 1e-6, "rope_theta": 1e4, "tie_embeddings": False}),
     ],
 )
