@@ -68,6 +68,8 @@ def read_settings(
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Return a folder's config.json and the settings in it; CheckpointError if one is not ours."""
     config_file = folder / "config.json"
+    if not config_file.exists():
+        _refuse_pickles(folder)
     hf_config = _read_json(
         config_file, "give a folder in Hugging Face's format, or OWNER/NAME on the Hub"
     )
@@ -237,13 +239,23 @@ def list_weight_files(folder: Path) -> list[str]:
                 )
         return sorted(set(names))
     if not (folder / WEIGHTS_FILE).exists():
-        pickle_files = [file for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES]
-        if pickle_files:
-            raise CheckpointError(
-                f"{min(pickle_files)}: a pickle, which could run code; convert it with "
-                f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            )
+        _refuse_pickles(folder)
     return [WEIGHTS_FILE]
+
+
+def _refuse_pickles(path: Path) -> None:
+    """Raise CheckpointError for a file that is a pickle, or a folder that has some."""
+    candidates = path.iterdir() if path.is_dir() else [path]
+    pickles = [file for file in candidates if file.suffix in PICKLE_SUFFIXES and file.is_file()]
+    if not pickles:
+        return
+    remedy = (
+        "convert it with transformers' AutoModelForCausalLM.from_pretrained(...)"
+        ".save_pretrained(...)"
+    )
+    if min(pickles).suffix != ".bin":  # of nanoGPT, litgpt and others
+        remedy = "write it with transformers' save_pretrained, as docs/coming-from.md shows"
+    raise CheckpointError(f"{min(pickles)}: a pickle, which could run code; {remedy}")
 
 
 def _match_names(

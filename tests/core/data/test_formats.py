@@ -138,6 +138,7 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
         ("a.png", b"\x89PNG\r\n", "a.png: a PNG picture, not plain text; choose a text file"),
         ("a.gz", gzip.compress(b"\0", mtime=0), "a.gz: binary data"),
         ("a.docx", b"PK\3\4...", "a.docx: a Word document, not plain text; .*pandoc"),
+        ("ckpt.pt", b"PK\3\4...", "ckpt.pt: a checkpoint"),
         ("a.zip", b"PK\3\4...", "a.zip: a ZIP archive, not plain text; unpack it"),
         ("a.PDF", b"%PDF-1.4\n", "a.PDF: a PDF document, .*pdftotext"),
         ("a.rtf", b"{\\rtf1", "a.rtf: an RTF document"),

@@ -422,6 +422,11 @@ def pickled_shards(folder: Path) -> None:
     (folder / "pytorch_model.bin.index.json").write_text("{}")
 
 
+def of_nanogpt(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "ckpt.pt")
+    (folder / "config.json").unlink()
+
+
 def without_decoder(folder: Path) -> None:
     data = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(data | {"decoder": None}))
@@ -499,6 +504,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokens without a decoder": (without_decoder, "it has no decoder"),
     "a pickle": (pickled, "pytorch_model.bin: a pickle, which could run code; convert it"),
     "shards of a pickle": (pickled_shards, "pytorch_model-1-of-2.bin: a pickle, which could run"),
+    "a checkpoint of nanoGPT": (of_nanogpt, "ckpt.pt: a pickle, which could run code; "),
     "a pointer": (
         lambda f: (f / "model.safetensors").write_text(POINTER),
         "model.safetensors: a Git LFS pointer, not the file itself; fetch that with: git lfs pull",
