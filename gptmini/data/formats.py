@@ -399,10 +399,10 @@ def _get_document(place: str, record: dict[str, Any], key: str, errors: str) -> 
 def _make_missing_error(place: str, record: dict[str, Any], key: str, also: str = "") -> DataError:
     """Make the error for a record that lacks the field of the text."""
     names = ", ".join(map(str, record)) or "none"
-    return DataError(
-        f"{place}: no field {key!r} (it has: {names}); choose one with --set data.text_key=KEY"
-        f"{also}"
-    )
+    remedy = f"choose one with --set data.text_key=KEY{also}"
+    if {"instruction", "output"} <= record.keys():
+        remedy = "write them as messages, as docs/training.md shows under Conversations"
+    return DataError(f"{place}: no field {key!r} (it has: {names}); {remedy}")
 
 
 def _check_text(place: str, key: str, text: Any, errors: str) -> str:

@@ -160,6 +160,7 @@ def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch):
             b'{"title": "a", "body": "b"}\n',
             r"a.jsonl:1: no field 'text' \(it has: title, body\)",
         ),
+        ("a.jsonl", b'{"instruction": "a", "output": "b"}\n', "a.jsonl:1: .* messages"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: not UTF-8 at byte 10; convert"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "field 'text' has half a character .* at position 0"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "a.jsonl: UTF-16, .*iconv"),
