@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,21 @@ import torch
 from tests.support import tiny, train
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+Output = Callable[..., str]
 
 
-def output(name: str, *words: str) -> str:
-    command = [sys.executable, str(SCRIPTS / name), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.fixture
+def output(start_ranks: Callable[..., tuple[list[int], str]], tmp_path: Path) -> Output:
+    """Runs a script in a process that has PyTorch already; returns what it prints."""
+
+    def run(name: str, *words: str) -> str:
+        printed = tmp_path / "printed.txt"
+        script = str(SCRIPTS / name)
+        (code,), said = start_ranks(1, *words, script=script, printed=printed)
+        assert code == 0, said
+        return printed.read_text()
+
+    return run
 
 
 def test_nano_trains_a_gpt_and_samples_from_it(tmp_path, monkeypatch, capsys):
@@ -99,7 +110,7 @@ def test_the_door_of_the_benchmarks_lists_them_for_an_unknown_name():
     assert "attention" in refused.stderr
 
 
-def test_bench_attention_prints_caches_by_the_formula():
+def test_bench_attention_prints_caches_by_the_formula(output: Output):
     rows = [
         line.strip("| ").split(" | ")
         for line in output("bench", "attention", "--quick").splitlines()
@@ -109,22 +120,22 @@ def test_bench_attention_prints_caches_by_the_formula():
     assert all(size == formula for size, formula in sizes.values())
 
 
-def test_gradient_checkpointing_saves_memory():
-    table = output("bench", "memory", "--rows", "8").splitlines()[2:]
+def test_gradient_checkpointing_saves_memory(output: Output):
+    table = output("bench", "memory", "--rows", "4").splitlines()[2:]
     rows = [line.strip("| ").split(" | ") for line in table]
     peaks = {row[0]: float(row[1]) for row in rows}
     # About half; either peak may be a quarter higher, as the allocator keeps what was freed.
     assert peaks["on"] < 0.8 * peaks["off"]
 
 
-def test_torture_loses_no_run():
-    words = output("torture.py", "4").split()
-    assert words[:2] == ["4", "runs,"]
+def test_torture_loses_no_run(output: Output):
+    words = output("torture.py", "2").split()
+    assert words[:2] == ["2", "runs,"]
     assert int(words[2]) > 0
-    assert words[6:] == ["4", "equal", "ends,", "0", "lost"]
+    assert words[6:] == ["2", "equal", "ends,", "0", "lost"]
 
 
-def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
+def test_bench_train_times_the_baseline_and_gptmini(output: Output, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
     printed = output("bench", "train", str(text), "--parts", "small,share", "--quick")
@@ -140,7 +151,7 @@ def test_bench_train_times_the_baseline_and_gptmini(tmp_path: Path):
     assert 0 < float(share[2][1].split()[-1].rstrip("%")) < 200  # of what a large product reaches
 
 
-def test_bench_generate_times_hugging_face_and_gptmini():
+def test_bench_generate_times_hugging_face_and_gptmini(output: Output):
     rows = output("bench", "generate", "--quick").splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[5:]]
     names = [cell.strip() for cell in rows[3].strip("|").split("|")]
@@ -152,7 +163,7 @@ def test_bench_generate_times_hugging_face_and_gptmini():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the clock of another process")
-def test_bench_llama_times_llama_cpp():
+def test_bench_llama_times_llama_cpp(output: Output):
     pytest.importorskip("xllamacpp")
     rows = output("bench", "llama", "--quick", "--cpu").splitlines()[4:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -165,9 +176,24 @@ def test_bench_llama_times_llama_cpp():
             assert float(ratio) == pytest.approx(float(ours) / float(llama), rel=0.05, abs=0.06)
 
 
-def test_bench_processes_times_each_way_of_adding_gradients():
+def test_bench_processes_times_each_way_of_adding_gradients(start_ranks, monkeypatch, capsys):
+    """Its ranks are forks; `test_torchrun_starts_a_run_again_after_a_rank_died` has torchrun."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from bench import processes
+
+    def start(command: list[str], **_: object) -> None:
+        options, words = command[: command.index("-m", 2)], command[command.index("-m", 2) :]
+        assert options[:-1] == [sys.executable, *processes.LAUNCH]
+        assert words[:2] == ["-m", "gptmini"]
+        size = int(options[-1].removeprefix("--nproc-per-node="))
+        codes, said = start_ranks(size, *words[2:])
+        assert codes == [0] * size, said
+
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(run=start))
     words = ["--sizes", "3M", "--ranks", "2", "--rows", "4", "--steps", "3", "--rounds", "1"]
-    table = output("bench", "processes", *words).splitlines()[2:]
+    monkeypatch.setattr(sys, "argv", ["processes", *words])
+    processes.main()
+    table = capsys.readouterr().out.splitlines()[2:]
     rows = [line.strip("| ").split(" | ") for line in table]
     assert [row[1:3] for row in rows] == [
         ["1", "fast"],
@@ -178,7 +204,7 @@ def test_bench_processes_times_each_way_of_adding_gradients():
     assert all(float(row[3]) > 0 for row in rows)
 
 
-def test_bench_serve_times_the_server(tmp_path: Path):
+def test_bench_serve_times_the_server(output: Output, tmp_path: Path):
     (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
     data = {"path": str(tmp_path / "text.txt")}
     train(tiny(data=data, train={"steps": 1}), tmp_path / "run", tmp_path / "cache")
@@ -190,7 +216,7 @@ def test_bench_serve_times_the_server(tmp_path: Path):
     assert first.count("/") == between.count("/") == 2
 
 
-def test_bench_learning_compares_recipes_on_the_same_tokens(tmp_path: Path):
+def test_bench_learning_compares_recipes_on_the_same_tokens(output: Output, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}, and {n % 7} is.\n" for n in range(9000)))
     results = tmp_path / "results.jsonl"
@@ -222,7 +248,7 @@ def test_the_update_of_nanochat_is_nearly_orthogonal(monkeypatch):
         torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=0.2)
 
 
-def check_gpu(run: str, folder: Path) -> dict[str, Any]:
+def check_gpu(output: Output, run: str, folder: Path) -> dict[str, Any]:
     """Run the check of a GPU on a CPU; return what each part found."""
     out = folder / "check.json"
     output("gpu_check", run, "--small", "--device", "cpu", "--out", str(out))
@@ -233,8 +259,8 @@ def check_gpu(run: str, folder: Path) -> dict[str, Any]:
     return {name: part["found"] for name, part in parts.items()}
 
 
-def test_gpu_check_runs_every_part_of_training_on_a_cpu(tmp_path: Path):
-    found = check_gpu("training", tmp_path)
+def test_gpu_check_runs_every_part_of_training_on_a_cpu(output: Output, tmp_path: Path):
+    found = check_gpu(output, "training", tmp_path)
     outcomes = found["tests"]["outcomes"]
     assert outcomes.pop("PASSED") >= 4
     assert outcomes == {"FAILED": 0, "ERROR": 0, "SKIPPED": 0}
@@ -248,8 +274,8 @@ def test_gpu_check_runs_every_part_of_training_on_a_cpu(tmp_path: Path):
     assert 0 < found["profile"]["busy"] <= 1
 
 
-def test_gpu_check_runs_every_part_of_generation_on_a_cpu(tmp_path: Path):
-    found = check_gpu("generation", tmp_path)
+def test_gpu_check_runs_every_part_of_generation_on_a_cpu(output: Output, tmp_path: Path):
+    found = check_gpu(output, "generation", tmp_path)
     assert found["texts"] == {"in company as alone": True, "as on the CPU": [True] * 4}
     assert found["decode"]["32 rows, bfloat16"]["tokens"] == 32 * 8
     assert found["precision"]["largest difference"] < 0.01

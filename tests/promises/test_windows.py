@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "PYTHONIOENCODING": "cp1252",  # of a pipe there
     "PATH": str(Path(sys.executable).parent),  # without a compiler
 }
+EVALUATE = ["evaluate", "run", "--data", "text.txt"]
 # As LLVM's for Windows: it refuses -fPIC, and would link a second OpenMP.
 CLANG = """#!/bin/sh
 for word; do
@@ -25,24 +26,30 @@ PATH=/usr/bin:/bin exec {compiler} -fPIC -O0 "$@" -O0
 """
 
 
-def test_every_command_runs_where_open_files_cannot_be_replaced(tmp_path: Path):
-    codes, out, said = run_in(WINDOWS, tmp_path, COMMANDS, **ENVIRONMENT)
-    assert codes == [0] * len(COMMANDS), said
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], str, str]:
+    """A folder in which every command has run; exit codes, stdout and stderr."""
+    folder = tmp_path_factory.mktemp("windows")
+    return folder, *run_in(WINDOWS, folder, [*COMMANDS, EVALUATE], **ENVIRONMENT)
+
+
+def test_every_command_runs_where_open_files_cannot_be_replaced(done):
+    folder, codes, out, said = done
+    assert codes == [0] * len([*COMMANDS, EVALUATE]), said
     assert "Übéra ✓" in out  # not `?`, which is all that cp1252 has for it
     assert '"object":"text_completion"' in out.replace(" ", "")  # the server has answered
-    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    steps = sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-*"))
     assert steps[-1] == "step-00000008"
     assert said.count("warning: clang++: not found; generating with PyTorch") == 1
 
 
-def test_a_damaged_token_file_is_written_again(tmp_path: Path):
-    prepare = ["evaluate", "run", "--data", "text.txt"]
-    train = [*TRAIN, "--out", "run"]
-    codes, _, said = run_in(WINDOWS, tmp_path, [train, prepare], **ENVIRONMENT)
-    assert codes == [0, 0], said
-    for path in (tmp_path / "cache").glob("*.tokens"):
+def test_a_damaged_token_file_is_written_again(done):
+    folder, *_ = done
+    damaged = sorted((folder / "cache").glob("*.tokens"))
+    assert damaged
+    for path in damaged:
         path.write_bytes(path.read_bytes()[:-1])
-    codes, _, said = run_in(WINDOWS, tmp_path, [prepare], **ENVIRONMENT)
+    codes, _, said = run_in(WINDOWS, folder, [EVALUATE], **ENVIRONMENT)
     assert codes == [0], said
 
 

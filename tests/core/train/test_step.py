@@ -11,6 +11,7 @@ import torch
 
 from gptmini.config.settings import Config
 from gptmini.errors import CheckpointError, DivergedError
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import load_run
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
@@ -148,7 +149,7 @@ def test_a_checkpoint_of_an_older_version_is_not_resumed(text_file, tmp_path, mo
         finish(config, tmp_path / "run")
     with pytest.raises(CheckpointError, match="own_model"):
         finish(config.with_train(steps=6), tmp_path / "run")
-    run = load_run(tmp_path / "run", "cpu", cache=tmp_path)
+    run = load_run(tmp_path / "run", "cpu", cache=DEFAULT_CACHE_DIR)
     assert run.generate("The", max_new_tokens=2)
 
 

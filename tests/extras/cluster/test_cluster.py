@@ -1,8 +1,6 @@
 """Plans for many accelerators, against real shards on two processes and against arithmetic."""
 
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import astuple
 
@@ -37,6 +35,7 @@ def config_of(batch_size: int = 8, vocab_size: int = 256, **settings):
 # One of two processes: the shards, gradients and optimizer of training runs, for a step of each.
 WORKER = """
 import json, sys
+from pathlib import Path
 import torch
 from torch import distributed
 from gptmini.config.settings import Config
@@ -79,13 +78,14 @@ def found(config):
 def find_least(config):  # a busy machine may hold what was sent a little longer
     return min((found(config) for _ in range(3)), key=lambda each: each["peak"])
 
-print(json.dumps([find_least(Config.model_validate(each)) for each in json.loads(texts)]))
+found_by_rank = [find_least(Config.model_validate(each)) for each in json.loads(texts)]
+Path(folder, f"found-{rank}.json").write_text(json.dumps(found_by_rank))
 distributed.barrier()
 distributed.destroy_process_group()
 """
 
 
-def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
+def test_a_rank_holds_and_sends_what_a_training_does(tmp_path, start_ranks):
     """For gradients that are added once, and to others, to the byte."""
     configs = [
         config_of(
@@ -96,18 +96,18 @@ def test_a_rank_holds_and_sends_what_a_training_does(tmp_path):
         )
         for passes, again in ((1, True), (2, False), (3, False))
     ]
-    words = [sys.executable, "-c", WORKER, str(tmp_path)]
-    words.append(json.dumps([config.model_dump() for config in configs]))
-    processes = [
-        subprocess.Popen([*words[:-1], rank, words[-1]], stdout=subprocess.PIPE) for rank in "01"
-    ]
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    texts = json.dumps([config.model_dump() for config in configs])
+    codes, said = start_ranks(2, str(tmp_path), "{rank}", texts, script=str(script))
+    assert codes == [0, 0], said
     planned = []
     for config in configs:
         with cluster.simulate_rank(config, 2, shard=True) as measure:
             rows = config.train.batch_size // 2
             planned.append(measure(config.with_train(batch_size=rows)))
-    for process in processes:
-        found = json.loads(process.communicate(timeout=500)[0])
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-{rank}.json").read_text())
         for (memory, traffic), real in zip(planned, found, strict=True):
             assert memory.weights == real["weights"] == real["gradients"]
             assert memory.optimizer == real["optimizer"]

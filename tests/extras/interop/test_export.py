@@ -27,6 +27,7 @@ from gptmini.extras.interop.export import (
 )
 from gptmini.extras.interop.folding import fold
 from gptmini.extras.interop.import_model import import_model
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.filters import LogitsProcessor, filter_probabilities
 from gptmini.generate.run import Run, load_run
 from gptmini.model.gpt import GPT
@@ -199,7 +200,7 @@ def test_chat_template_and_ends_go_out_and_come_back(tmp_path):
     assert text.prompt_tokens.count(301) == 1
     (plain,) = run.start([prompt]).samples
     assert max(plain.prompt_tokens) < 299
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
     for name in ("special_tokens", "end_tokens", "chat_template", "template_tokens"):
         assert getattr(back.tokenizer, name) == getattr(run.tokenizer, name)
     export_run(back, tmp_path / "again")
@@ -219,7 +220,7 @@ def test_added_tokens_that_are_not_special_stay_in_decoded_texts(tmp_path):
     assert theirs(text)["input_ids"] == tokens
     answer = theirs.decode(tokens, skip_special_tokens=True)
     assert answer == "assistant\n<think>\nIt was</think>\n\nyes"
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
     assert back.tokenizer.to_json() == run.tokenizer.to_json()
     assert back.tokenizer.encode("<think>").tolist() == [302]
 
@@ -231,7 +232,7 @@ def test_added_tokens_that_are_not_special_stay_in_decoded_texts(tmp_path):
 def test_an_export_comes_back_as_a_run_that_computes_the_same(case, tmp_path):
     run = run_of(tmp_path / "run", **CASES[case][1])
     export_run(run, tmp_path / "out")
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
     tokens = torch.arange(40)[None]
     expected = run.model(tokens)
     limit = 1e-5 * float(expected.detach().abs().max())
@@ -247,7 +248,7 @@ def test_where_nothing_is_folded_every_bit_and_setting_comes_back(tmp_path):
     for name in ("swiglu, untied", "llama", "starcoder2", "gpt2"):
         run = run_of(tmp_path / f"{name} run", **CASES[name][1])
         export_run(run, tmp_path / name)
-        back = import_model(tmp_path / name, tmp_path / f"{name} back", cache=tmp_path)
+        back = import_model(tmp_path / name, tmp_path / f"{name} back", cache=DEFAULT_CACHE_DIR)
         for key, tensor in run.model.state_dict().items():
             assert torch.equal(back.model.state_dict()[key], tensor), key
         ours, theirs = ({**each.config.model.model_dump()} for each in (run, back))
@@ -478,7 +479,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
     assert len(shards) > 2
     assert all(shard.stat().st_size < 60_000 for shard in shards)
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
     again = import_model(tmp_path / "out", tmp_path / "short", 20, tmp_path)
     assert (back.config.seq_len, again.config.seq_len) == (40, 20)
     tokens = torch.arange(20)[None]
@@ -505,7 +506,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="already exists"):
         export_run(fine, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
-    rounded = load_run(tmp_path / "fine", cache=tmp_path)
+    rounded = load_run(tmp_path / "fine", cache=DEFAULT_CACHE_DIR)
     with pytest.raises(ConfigError, match="weights='float32'"):
         export_run(rounded, tmp_path / "other")
 

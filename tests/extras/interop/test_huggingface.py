@@ -18,6 +18,7 @@ from gptmini.errors import CheckpointError, ConfigError, DataError, GptminiError
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run, load_run
 from gptmini.generate.score import score_text
 from gptmini.runs.directory import RunDirectory
@@ -118,7 +119,7 @@ def test_an_import_gives_the_same_logits_and_the_same_greedy_text(name, tmp_path
 def imported(tmp_path: Path) -> Run:
     written("Llama 3.1", tmp_path / "there")
     new_cache(tmp_path)
-    return import_model(tmp_path / "there", tmp_path / "run", cache=tmp_path / "cache")
+    return import_model(tmp_path / "there", tmp_path / "run", cache=DEFAULT_CACHE_DIR)
 
 
 def test_an_imported_run_is_measured_inspected_converted_and_exported(imported, tmp_path):
@@ -210,7 +211,7 @@ def test_every_file_that_names_an_end_is_read(name, tmp_path):
     file = there / name.partition(",")[0]
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | NAMED_IN[name]))
-    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
     assert run.tokenizer.end_tokens == [SAYS_END, 299]
     settings = {"temperature": 0, "max_new_tokens": 9}
     (text,) = run.start([PROMPT], special=True, **settings).finish()
@@ -230,16 +231,16 @@ def test_a_chat_template_is_read_from_its_file_or_from_the_configuration(tmp_pat
     cases = [(None, None), ("A", "A"), (several, "A"), ({"default": "A"}, "A"), (tools, None)]
     for number, (template, kept) in enumerate(cases):
         config.write_text(json.dumps({"chat_template": template}))
-        run = import_model(there, tmp_path / f"run{number}", cache=tmp_path)
+        run = import_model(there, tmp_path / f"run{number}", cache=DEFAULT_CACHE_DIR)
         assert run.tokenizer.chat_template == kept
     assert capfd.readouterr().err.count("chat_template: has several, none called default") == 1
     for damaged in ([1], [{"name": "default"}], {"default": 3}, 3):
         config.write_text(json.dumps({"chat_template": damaged}))
         with pytest.raises(DataError):
-            import_model(there, tmp_path / "damaged", cache=tmp_path)
+            import_model(there, tmp_path / "damaged", cache=DEFAULT_CACHE_DIR)
     config.write_text(json.dumps({"chat_template": "A"}))
     (there / "chat_template.jinja").write_text(TEMPLATE)
-    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
     assert run.tokenizer.chat_template == TEMPLATE
 
 
@@ -284,14 +285,14 @@ def test_a_template_sees_the_special_tokens_that_transformers_shows_it(case, tmp
     messages = [{"role": "user", "content": "Hi"}]
     theirs = transformers.AutoTokenizer.from_pretrained(there)
     expected = theirs.apply_chat_template(messages, tokenize=False)
-    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
     assert run.render_chat(messages) == expected
     if case == "none":
         return
     # Exports state a token for padding, bos and eos.
-    export_run(run, tmp_path / "out", cache=tmp_path)
+    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
     assert back.render_chat(messages) == exported.apply_chat_template(messages, tokenize=False)
     assert run.tokenizer.template_tokens.items() <= back.tokenizer.template_tokens.items()
 
@@ -352,7 +353,7 @@ def test_narrow_weights_and_models_saved_without_a_head_are_read(tmp_path):
         if name != "GPT-2":
             tensors["layers.0.self_attn.rotary_emb.inv_freq"] = tensors.pop("rotary_emb.inv_freq")
         save_file(tensors, there / "model.safetensors", {"format": "pt"})
-        run = import_model(there, tmp_path / f"{name} run", cache=tmp_path)
+        run = import_model(there, tmp_path / f"{name} run", cache=DEFAULT_CACHE_DIR)
         tokens = torch.arange(60)[None]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -377,7 +378,7 @@ def test_the_context_is_cut_to_what_is_asked(tmp_path):
 
 def test_an_import_has_2048_positions_unless_more_are_asked_for(tmp_path):
     written("SmolLM2", tmp_path / "there", max_position_embeddings=4096)
-    run = import_model(tmp_path / "there", tmp_path / "run", cache=tmp_path)
+    run = import_model(tmp_path / "there", tmp_path / "run", cache=DEFAULT_CACHE_DIR)
     assert run.config.model.context_length == 2048
     assert (run.config.train.batch_size, run.config.seq_len) == (4, 256)
     run = import_model(tmp_path / "there", tmp_path / "long", 4096, tmp_path)
@@ -563,7 +564,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(case, right, tmp_pa
     shutil.copytree(right, bad)
     spoil(bad)
     with pytest.raises(GptminiError) as error:
-        import_model(bad, tmp_path / "runs" / "new", cache=tmp_path)
+        import_model(bad, tmp_path / "runs" / "new", cache=DEFAULT_CACHE_DIR)
     (line,) = error.value.lines
     assert named in line
     assert len(line) < len(str(bad)) + 300
@@ -651,7 +652,7 @@ def test_gpt2_variants_that_we_do_not_have_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=f"{key}: .* is not supported"):
             import_model(tmp_path / "there", tmp_path / "run")
         config(**{key: "DELETE"})(tmp_path / "there")
-    import_model(tmp_path / "there", tmp_path / "run", cache=tmp_path)
+    import_model(tmp_path / "there", tmp_path / "run", cache=DEFAULT_CACHE_DIR)
 
 
 def test_an_existing_target_is_left_alone(right, tmp_path):
@@ -671,7 +672,7 @@ def test_an_interrupted_import_leaves_nothing_and_can_be_repeated(right, tmp_pat
     assert not list(tmp_path.iterdir())
     (tmp_path / ".partial-run").mkdir()  # as a killed process leaves it
     monkeypatch.undo()
-    import_model(right, tmp_path / "run", cache=tmp_path)
+    import_model(right, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -15,6 +15,7 @@ from gptmini.errors import CheckpointError
 from gptmini.extras.interop import architectures
 from gptmini.extras.interop.export import export_run
 from gptmini.extras.interop.import_model import import_model
+from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.run import Run
 from gptmini.generate.score import score_text
 from gptmini.plan.cost import count_parameters
@@ -57,7 +58,7 @@ def import_exactly(model: Published, tmp_path: Path, **changes: Any) -> Run:
     """Import a tiny model, which must give the logits that transformers gives."""
     there = tmp_path / "there"
     model.write(there, **changes)
-    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
     tokens = torch.randint(N_TOKENS, (2, 64), generator=torch.Generator().manual_seed(1))
     expected = compute_expected(there, tokens)
     scale = float(expected.abs().max())
@@ -131,18 +132,18 @@ def test_prompts_begin_with_the_token_that_transformers_puts_there(tmp_path, gpt
 
 def test_an_export_keeps_the_token_that_prompts_begin_with(tmp_path):
     run = import_exactly(MODELS["Llama-3.2-1B"], tmp_path, rope_scaling=None)
-    export_run(run, tmp_path / "out", cache=tmp_path)
+    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     before = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
     assert theirs("It was").input_ids == before("It was").input_ids == run.encode("It was")
     assert theirs("a", "b").input_ids == before("a", "b").input_ids
-    back = import_model(tmp_path / "out", tmp_path / "back", cache=tmp_path)
+    back = import_model(tmp_path / "out", tmp_path / "back", cache=DEFAULT_CACHE_DIR)
     back.tokenizer.template_tokens.pop("pad_token")  # which exports add
     assert back.tokenizer.to_json() == run.tokenizer.to_json()
     if find_spec("gguf") is None:
         return
-    export_run(run, tmp_path / "out.gguf", "gguf", cache=tmp_path)
-    back = import_model(tmp_path / "out.gguf", tmp_path / "from-gguf", cache=tmp_path)
+    export_run(run, tmp_path / "out.gguf", "gguf", cache=DEFAULT_CACHE_DIR)
+    back = import_model(tmp_path / "out.gguf", tmp_path / "from-gguf", cache=DEFAULT_CACHE_DIR)
     assert back.encode("It was") == run.encode("It was")
 
 
@@ -224,7 +225,7 @@ def test_variants_of_published_settings_are_read_exactly(case, tmp_path):
 def test_linear_scaling_survives_an_export(tmp_path):
     model, changes = EXACT["linear scaling"]
     run = import_exactly(model, tmp_path, **changes)
-    export_run(run, tmp_path / "out", cache=tmp_path)
+    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
     tokens = torch.arange(60)[None]
     expected = compute_expected(tmp_path / "out", tokens)
     torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-4)
@@ -270,7 +271,7 @@ def test_tokenizers_of_sentencepiece_are_read_and_given_back(name, kind, tmp_pat
     (there / "tokenizer.json").write_text(file)
     config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (there / "tokenizer_config.json").write_text(json.dumps(config))
-    run = import_model(there, tmp_path / "run", cache=tmp_path)
+    run = import_model(there, tmp_path / "run", cache=DEFAULT_CACHE_DIR)
     assert run.tokenizer.end_tokens == [2, 1]
     theirs = transformers.AutoTokenizer.from_pretrained(there, split_special_tokens=True)
     for text in odd_texts():
@@ -282,5 +283,5 @@ def test_tokenizers_of_sentencepiece_are_read_and_given_back(name, kind, tmp_pat
     torch.testing.assert_close(run.model(tokens), expected, rtol=0, atol=1e-4)
     (text,) = run.start([""], temperature=0, max_new_tokens=12).finish()
     assert text.text[:4] == theirs.decode(text.tokens)[:4]  # without a space before it
-    export_run(run, tmp_path / "out", cache=tmp_path)
+    export_run(run, tmp_path / "out", cache=DEFAULT_CACHE_DIR)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == file

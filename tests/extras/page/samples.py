@@ -106,3 +106,9 @@ def random_texts(count: int, vocab_size: int = 257) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, CONTEXT + 1, (count,), generator=generator).tolist()
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def texts_of_every_length() -> list[list[int]]:
+    """Random texts, one of each length up to `CONTEXT`."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(257, (n,), generator=generator).tolist() for n in range(1, CONTEXT + 1)]

@@ -9,14 +9,20 @@ from gptmini.generate.filters import filter_probabilities
 from gptmini.generate.run import Run
 from gptmini.model.gpt import GPT
 from gptmini.tokenizer.load import create_tokenizer
-from tests.extras.page.samples import CONTEXT, SHAPES, random_run, random_texts, rounded
+from tests.extras.page.samples import (
+    CONTEXT,
+    SHAPES,
+    random_run,
+    random_texts,
+    rounded,
+    texts_of_every_length,
+)
 from tests.support import prose
 
 
-def check_logits(visit, shape: str, precision: str, count: int) -> None:
+def check_logits(visit, shape: str, precision: str, texts: list[list[int]]) -> None:
     run = random_run(shape)
     tab = visit(build_page(run, precision))
-    texts = random_texts(count)
     shown = tab.evaluate(
         "texts => texts.map(tokens => Array.from(opened.gpt.forward(tokens)))", texts
     )
@@ -31,18 +37,18 @@ def check_logits(visit, shape: str, precision: str, count: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_pytorch(visit, shape):
-    check_logits(visit, shape, "bfloat16", 10)
+    check_logits(visit, shape, "bfloat16", random_texts(10))
 
 
 @pytest.mark.parametrize("shape", ["default", "gpt2"])
 def test_logits_in_int8_are_those_of_pytorch(visit, shape):
-    check_logits(visit, shape, "int8", 3)
+    check_logits(visit, shape, "int8", random_texts(3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_of_many_texts_are_those_of_pytorch(visit, shape):
-    check_logits(visit, shape, "bfloat16", 200)
+def test_logits_of_texts_of_every_length_are_those_of_pytorch(visit, shape):
+    check_logits(visit, shape, "bfloat16", texts_of_every_length())
 
 
 def test_a_cache_changes_nothing_and_can_step_back(visit):

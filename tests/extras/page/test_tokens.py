@@ -114,7 +114,7 @@ def test_tokens_are_those_of_python(visit, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_many_texts_are_those_of_python(visit, kind):
-    check_tokens(visit, kind, 10_000)
+    check_tokens(visit, kind, 2_000)
 
 
 @pytest.mark.parametrize(
