@@ -30,6 +30,7 @@ def fit(
     cache: Path = DEFAULT_CACHE_DIR,
     *,
     model: Callable[[ModelConfig], GPT] | None = None,
+    loss: Callable[[GPT, Tensor, Tensor], Tensor] | None = None,
     optimizer: Callable[[GPT], torch.optim.Optimizer] | None = None,
     schedule: Callable[[int], float] | None = None,
     batches: Callable[[int], tuple[Tensor, Tensor]] | None = None,
@@ -47,8 +48,10 @@ def fit(
     example of each. Give the same ones to resume:
 
     - `model` builds the GPT of a ModelConfig, such as a subclass of GPT or one with other modules;
-    - `optimizer` makes an optimizer of torch for it, whose first learning rate is that of the
-      schedule and whose others keep their ratio to it;
+    - `loss` computes the loss of the model on tokens and targets (B, T), a scalar: a mean over all
+      targets, to which those below 0 add nothing;
+    - `optimizer` makes an optimizer of torch for the model, whose first learning rate is that of
+      the schedule and whose others keep their ratio to it;
     - `schedule` gives the learning rate of a step, counted from 0;
     - `batches` gives the tokens and targets of a step, int64 (B, T) each; a target below 0 does not
       count. The text of `config` then serves to learn a vocabulary and to validate;
@@ -61,7 +64,7 @@ def fit(
     else:
         requested = config if isinstance(config, Config) else validate(dict(config), {})
     directory = RunDirectory(Path(out))
-    own = OwnParts(model, optimizer, schedule, batches, on_step)
+    own = OwnParts(model, loss, optimizer, schedule, batches, on_step)
     with join_group() as group:
         plan = plan_on_all_ranks(requested, directory, cache, started, group)
         trainer.train(plan, directory.path, own)

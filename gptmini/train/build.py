@@ -1,5 +1,7 @@
 """Builds a run at step 0: model, optimizer and batches, whole or sharded over the ranks."""
 
+from functools import partial
+
 import torch
 
 from gptmini import machine
@@ -49,8 +51,10 @@ def build_training(plan: Plan, run: RunDirectory, own: OwnParts | None = None) -
     if train.compile == "on":
         compile_blocks(model)
     compute_loss: Loss = model
+    if own.loss is not None:
+        compute_loss = partial(own.loss, model)
     # A model of one's own may do something else in each pass.
-    if own.model is None and group.world_size == 1:
+    elif own.model is None and group.world_size == 1:
         compute_loss = create_loss(model, compute.device)
 
     rank_rows = train.batch_size // group.world_size

@@ -37,6 +37,7 @@ class OwnParts:
     """Parts of a training that its owner makes; `gptmini.fit` describes them."""
 
     model: Callable[[ModelConfig], GPT] | None = None
+    loss: Callable[[GPT, Tensor, Tensor], Tensor] | None = None
     optimizer: Callable[[GPT], torch.optim.Optimizer] | None = None
     schedule: Callable[[int], float] | None = None
     batches: Callable[[int], tuple[Tensor, Tensor]] | None = None
