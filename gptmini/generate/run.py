@@ -27,7 +27,8 @@ from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
 from gptmini.copies.find import Sources, find_sources
-from gptmini.copies.index import TextIndex, open_index
+from gptmini.copies.index import TextIndex
+from gptmini.copies.training_text import open_index
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from gptmini.copies import index as indexes
+from gptmini.copies import training_text
 from gptmini.copies.find import Sources, find_sources
-from gptmini.copies.index import TextIndex, open_index
+from gptmini.copies.index import TextIndex
+from gptmini.copies.training_text import open_index
 from gptmini.data.corpus import prepare_corpus, prepare_token_file
 from gptmini.errors import DataError
 from tests.support import tiny
@@ -140,7 +142,7 @@ def test_it_is_made_once_and_again_if_it_is_damaged(monkeypatch):
     (path,) = Path("cache").glob("*.copies")
     whole = path.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexes, "build_index", None)
+        patch.setattr(training_text, "build_index", None)
         assert places(open_of("a.txt", "char"), SEA) == ["a.txt:1 #1 47"]
     for damaged in (whole[:-1], whole[:5], b"", whole[:99] + b"?" + whole[100:], b"\n" * 99):
         path.write_bytes(damaged)
@@ -174,7 +176,7 @@ def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
 
 def test_a_text_that_is_too_large_is_refused(monkeypatch):
     Path("a.txt").write_text(f"{SEA}\n{FILLER}")
-    monkeypatch.setattr(indexes, "MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr(training_text, "MAX_TEXT_BYTES", 1000)
     with pytest.raises(DataError, match=r"a\.txt: .*too much"):
         open_of("a.txt")
     assert not list(Path("cache").glob("*.copies"))
