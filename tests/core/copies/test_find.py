@@ -77,6 +77,15 @@ def test_a_copy_may_be_longer_than_what_is_measured_and_a_text_of_one_character(
     assert found.longest.length == 8000
 
 
+def test_long_copies_that_overlap_are_whole():
+    draw = random.Random(0)
+    text = "".join(draw.choices("abc", k=5000))
+    index = index_of(text[:3000], text[100:4000], text[3950:])
+    found = find_sources(index, text)
+    spans = [(copy.start, copy.end) for copy in found.copies]
+    assert spans == [(0, 3000), (100, 4000), (3950, 5000)]
+
+
 def test_no_copy_goes_on_behind_a_document():
     index = index_of("a" * 30, "b" * 30)
     found = find_sources(index, "a" * 30 + "b" * 30)
@@ -89,6 +98,9 @@ def test_the_prompt_is_not_counted_but_a_copy_may_begin_in_it():
     assert found.copies == [Copy(0, 12, "1.txt", 2, 1)]
     assert found.share == 12 / 16
     assert find_sources(index, "?", "two three four five six").copies == []
+    lines = index_of("zero\none two three\nfour five six seven")
+    (copy,) = find_sources(lines, " five", "one two three\nfour").copies
+    assert copy.line == 3
     # Both begin in the prompt: the one within the other is left out.
     two = index_of("abcdefghijklmnopqrstuvwxyz", "bcdefghijklmnopqrstuvwxyz!")
     (copy,) = find_sources(two, "klmnopqrstuvwxyz!", "abcdefghij").copies

@@ -144,7 +144,9 @@ def test_it_is_made_once_and_again_if_it_is_damaged(monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_text, "build_index", None)
         assert places(open_of("a.txt", "char"), SEA) == ["a.txt:1 #1 47"]
-    for damaged in (whole[:-1], whole[:5], b"", whole[:99] + b"?" + whole[100:], b"\n" * 99):
+    middle = len(whole) // 2
+    flipped = [whole[:at] + b"?" + whole[at + 1 :] for at in (9, 500, middle, len(whole) - 40)]
+    for damaged in (whole[:-1], whole[:5], b"", b"\n" * 99, *flipped):
         path.write_bytes(damaged)
         assert places(open_of("a.txt"), SEA) == ["a.txt:1 #1 47"]
         assert path.read_bytes() == whole

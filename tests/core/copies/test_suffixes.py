@@ -26,6 +26,13 @@ def test_one_character_and_a_text_that_comes_twice():
     assert sort(text) == sorted(range(len(text)), key=lambda at: text[at:])
 
 
+def test_repetitions_of_repetitions():
+    one, other = b"a", b"ab"  # Fibonacci words
+    while len(other) < 3000:
+        one, other = other, other + one
+    assert sort(other) == sorted(range(len(other)), key=lambda at: other[at:])
+
+
 def test_nul_bytes_at_the_end_are_its_end():
     order = sort(b"b\0a" + bytes(40))
     assert sorted(order) == list(range(43))
