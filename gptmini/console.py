@@ -19,6 +19,8 @@ from tqdm import tqdm
 from gptmini.files import IS_WINDOWS
 
 T = TypeVar("T")
+MARK = "\x1b[4;35m"  # underlined and magenta, which can be read on black and on white
+UNMARK = "\x1b[0m"
 
 _silent = False
 
@@ -94,6 +96,29 @@ def stream_to_stdout(texts: Iterable[str], raw: bool = False) -> bool:
         discard_stdout()
         return False
     return True
+
+
+def shows_colours() -> bool:
+    """Check whether stdout is a terminal on which colours are welcome (https://no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return not IS_WINDOWS or "WT_SESSION" in os.environ  # its old console shows the codes
+
+
+def mark(text: str, stretches: Iterable[tuple[int, int]], raw: bool = False) -> Iterator[str]:
+    """Yield a text with some stretches of its characters in colour, where stdout shows colours.
+
+    Control characters are escaped as in `stream_to_stdout`, which would escape the colours, too.
+    """
+    colours = shows_colours()
+    escape = escape_control_characters if sys.stdout.isatty() and not raw else str
+    at = 0
+    for start, end in stretches:
+        yield escape(text[at:start])
+        marked = escape(text[start:end])
+        yield f"{MARK}{marked}{UNMARK}" if colours else marked
+        at = end
+    yield escape(text[at:])
 
 
 def is_closed_pipe(error: BaseException | None) -> bool:

@@ -24,14 +24,17 @@ from gptmini.cli.options import (
     resolve_run,
 )
 from gptmini.cli.pretrained import open_run
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, shorten
 from gptmini.files import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
+    from gptmini.copies.find import Sources
     from gptmini.generate.run import Run
     from gptmini.generate.texts import Generation
 
 Settings = dict[str, Any]
+SHOWN_COPIES = 10
+QUOTED_CHARACTERS = 60  # of each
 
 
 def generate(
@@ -87,6 +90,11 @@ def generate(
     threads: Threads = None,
     no_cache: bool = flag("Disable the KV cache and the compiled engine; slower.", "--no-cache"),
     raw: bool = flag("Do not escape control characters on a terminal.", "--raw"),
+    show_sources: bool = flag(
+        "Mark what stands verbatim in the training text, from 20 characters on, and name its files "
+        "and lines.",
+        "--sources",
+    ),
     as_json: AsJson = False,
     cache: Cache = DEFAULT_CACHE_DIR,
 ) -> None:
@@ -104,14 +112,16 @@ def generate(
         "seed": seed,
     }
     settings = _parse_sampling(sampling, assignments)
-    sources = {
+    given = {
         "--prompt": prompt,
         "--prompt-file": prompt_file,
         "--prompts": prompts,
         "--interactive": interactive or None,
     }
-    named = [name for name, value in sources.items() if value is not None]
-    _check_sources(named, chat, as_json, samples)
+    named = [name for name, value in given.items() if value is not None]
+    _check_prompts(named, chat, as_json, samples)
+    if show_sources and prompts is not None:
+        raise ConfigError("--sources: cannot be combined with --prompts; leave one out")
     if (prompts is None) != (out is None):
         raise ConfigError("--prompts, --out: one needs the other; give both")
     if str(out) == "-":
@@ -128,6 +138,8 @@ def generate(
     _point_out_line_breaks(prompt, stop)
     if not named and _has_piped_input():
         say("standard input is not read; to continue it, add --prompt-file -")
+    if show_sources:
+        trained.find_sources("")  # refuses now
     drafter: Run | str | None = "lookup" if lookup else None
     if draft_path is not None:
         drafter = load_run(draft_path, device, weights, cache)
@@ -141,17 +153,19 @@ def generate(
         prompts_file.generate_file(trained, prompts, out, samples, batch_size, settings, **how)
     elif interactive:
         converse = _chat if chat else _continue_lines
-        converse(trained, settings | how, raw)
+        converse(trained, settings | how, raw, show_sources)
     else:
         text = prompt or read_text(prompt_file).removesuffix("\n").removesuffix("\r")
         start: str | list[int] = text
         if chat:
             start = trained.encode_chat([{"role": "user", "content": text}])
             text = ""
-        _print_texts(trained, start, samples, batch_size, settings | how, raw, as_json, text)
+        _print_texts(
+            trained, start, samples, batch_size, settings | how, raw, as_json, show_sources, text
+        )
 
 
-def _check_sources(named: list[str], chat: bool, as_json: bool, samples: int) -> None:
+def _check_prompts(named: list[str], chat: bool, as_json: bool, samples: int) -> None:
     """Check that the options that give prompts, those `named`, go together with the others."""
     if len(named) > 1:
         raise ConfigError(f"{named[0]}: cannot be combined with {named[1]}; leave one out")
@@ -209,32 +223,59 @@ def _print_texts(
     settings: Settings,
     raw: bool,
     as_json: bool,
+    show_sources: bool,
     shown: str,
 ) -> None:
     """Print the texts of one prompt: a single one while it is generated, several in turn.
 
-    What is `shown` stands before each: the prompt, or nothing before an answer.
+    What is `shown` stands before each: the prompt, or nothing before an answer. A text that is to
+    be marked is printed when it is complete.
     """
-    from gptmini.console import say, stream_to_stdout
+    from gptmini.console import mark, say, show_elapsed, shows_colours, stream_to_stdout
 
     batches = [range(n, min(n + batch_size, samples)) for n in range(0, samples, batch_size)]
     generations = (run.start([prompt] * len(numbers), numbers, **settings) for numbers in batches)
     if as_json:
-        started = list(generations)
-        for generation in started:
-            generation.finish()
-        stream_to_stdout([json.dumps(_build_json(started)), "\n"])
+        _print_json(run, list(generations), show_sources)
         return
+    streams = samples == 1 and not (show_sources and shows_colours())
     for generation in generations:
-        if samples == 1:
-            stream_to_stdout(chain([shown], (piece for _, piece in generation), ["\n"]), raw)
-        else:
-            texts = generation.finish()
-            blocks = [f"--- {text.number + 1}\n{shown}{text.text}\n" for text in texts]
-            if not stream_to_stdout(blocks, raw):
+        if streams:
+            pieces = chain([shown], (piece for _, piece in generation), ["\n"])
+            if not stream_to_stdout(pieces, raw):
                 return
+        with show_elapsed("generating"):
+            texts = generation.finish()
+        for text in texts:
+            sources = run.find_sources(text.text, text.prompt) if show_sources else None
+            if not streams:
+                before = shown if samples == 1 else f"--- {text.number + 1}\n{shown}"
+                stretches = _shift(sources, len(before))
+                marked = mark(f"{before}{text.text}\n", stretches, raw)
+                if not stream_to_stdout(marked, raw=True):
+                    return
+            if sources is not None:
+                _say_sources(sources, text.text)
         if sys.stderr.isatty():
             say(_describe_speed(generation))
+
+
+def _shift(sources: "Sources | None", by: int) -> list[tuple[int, int]]:
+    """Return the copied stretches of a text that something stands before."""
+    return [(start + by, end + by) for start, end in sources.stretches] if sources else []
+
+
+def _say_sources(sources: "Sources", text: str) -> None:
+    """Say how much of a text is copied, and where the longest copies stand."""
+    from gptmini.console import say
+
+    say(f"\n{sources.describe()}")
+    longest_first = sorted(sources.copies, key=lambda copy: -copy.length)
+    for copy in longest_first[:SHOWN_COPIES]:
+        words = " ".join(text[copy.start : copy.end].split())
+        say(f"{copy.length:6,}  {copy.place}: {shorten(words, QUOTED_CHARACTERS)}")
+    if len(sources.copies) > SHOWN_COPIES:
+        say(f"        and {len(sources.copies) - SHOWN_COPIES:,} shorter ones")
 
 
 def _describe_speed(generation: "Generation") -> str:
@@ -246,6 +287,17 @@ def _describe_speed(generation: "Generation") -> str:
     if generation.drafted:
         line += f"; {generation.accepted:,} of {generation.drafted:,} drafted tokens accepted"
     return line
+
+
+def _print_json(run: "Run", generations: "list[Generation]", show_sources: bool) -> None:
+    from gptmini.console import stream_to_stdout
+
+    texts = [text for generation in generations for text in generation.finish()]
+    facts = _build_json(generations)
+    if show_sources:
+        for text, sample in zip(texts, facts["samples"], strict=True):
+            sample["sources"] = run.find_sources(text.text, text.prompt).to_dict()
+    stream_to_stdout([json.dumps(facts), "\n"])
 
 
 def _build_json(generations: "list[Generation]") -> dict[str, Any]:
@@ -283,7 +335,7 @@ def _read_line() -> str | None:
         return None if line.strip() in ("exit", "quit") else line
 
 
-def _continue_lines(run: "Run", settings: Settings, raw: bool) -> None:
+def _continue_lines(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None:
     """Continue prompts as they are typed; Ctrl-C stops the current text, not the program."""
     from gptmini.console import say, stream_to_stdout
 
@@ -302,11 +354,14 @@ def _continue_lines(run: "Run", settings: Settings, raw: bool) -> None:
             stream_to_stdout(chain([line], (piece for _, piece in generation), ["\n"]), raw)
         except KeyboardInterrupt:
             stream_to_stdout(["\n"])
-        text += generation.samples[0].text if generation else ""
+        new = generation.samples[0].text if generation else ""
+        if show_sources:
+            _say_sources(run.find_sources(new, text), new)
+        text += new
         turn += 1
 
 
-def _chat(run: "Run", settings: Settings, raw: bool) -> None:
+def _chat(run: "Run", settings: Settings, raw: bool, show_sources: bool) -> None:
     """Answer messages as they are typed, each with what was said before, as far as it fits."""
     from gptmini.console import say, stream_to_stdout
     from gptmini.generate.chat import drop_oldest_turns
@@ -335,4 +390,6 @@ def _chat(run: "Run", settings: Settings, raw: bool) -> None:
         except KeyboardInterrupt:
             stream_to_stdout(["\n"])
         answer = generation.samples[0].text if generation else ""
+        if show_sources:
+            _say_sources(run.find_sources(answer), answer)
         messages.append({"role": "assistant", "content": answer})

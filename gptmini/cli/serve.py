@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, option
+from gptmini.cli.options import Cache, Device, PretrainedName, WeightsType, flag, option
 from gptmini.cli.pretrained import open_run
 from gptmini.errors import ConfigError, make_missing_package_error
 from gptmini.files import DEFAULT_CACHE_DIR
@@ -20,6 +20,11 @@ def serve(
     host: str = option("127.0.0.1", "NAME", "Address to listen on; 0.0.0.0 is every one."),
     port: int = option(8000, "N", "Port to listen on; 0 picks a free one.", min=0, max=65535),
     max_rows: int = option(32, "N", "Texts drawn at a time; others wait.", min=1, max=1024),
+    show_sources: bool = flag(
+        "Tell requests with sources: true what of a text stands verbatim in the training text, and "
+        "in which files.",
+        "--sources",
+    ),
     weights: WeightsType = "bfloat16",
     device: Device = "auto",
     cache: Cache = DEFAULT_CACHE_DIR,
@@ -41,7 +46,9 @@ def serve(
     key = _read_key()
     listening = server.listen(host, port)
     trained = load_run(path, device, weights, cache)
-    limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows)
+    if show_sources:
+        trained.find_sources("")  # refuses now, and indexes the text before there are requests
+    limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows, sources=show_sources)
     hosts = server.list_host_names(listening)
     app = server.Server(trained, limits, key, hosts, _build_page(trained, bool(key), limits))
     name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets

@@ -6,9 +6,10 @@ What can be wrong with the command line is checked before torch is loaded and th
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,8 +31,12 @@ from gptmini.cli.options import (
     resolve_run,
 )
 from gptmini.cli.pretrained import import_once, locate_run
-from gptmini.errors import ConfigError
+from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
+
+if TYPE_CHECKING:
+    from gptmini.generate.run import Run
+    from gptmini.plan.plan import Plan
 
 
 def train(
@@ -97,23 +102,43 @@ def train(
     if not trained or no_sample or group.rank:
         return
     run = load_run(out, settings.train.device, cache=cache)
-    question = plan.corpus.read_question() if plan.corpus.has_ignored else []
-    sample = "an answer" if question else "sample"
-    console.say(f"\n{sample} from the best checkpoint, step {run.step}:\n")
     end = math.inf
     if plan.requested.steps_follow_minutes and settings.train.minutes is not None:
         end = started + 60 * settings.train.minutes
         end = max(end, time.perf_counter() + FINAL_SAMPLE_SECONDS)
-    special = run.tokenizer.special_tokens.values()
-    shown = run.decode([token for token in question if token not in special])
-    texts = (characters for _, characters in run.start([question]))
-    console.stream_to_stdout(chain([shown], _take_until(end, texts), ["\n"]))
+    _show_sample(run, plan, end)
     ask = "continue your own prompt with"
     chat = ""
     if plan.corpus.has_ignored:  # it learned to answer
         ask = "ask it with"
         chat = "--chat "
     console.say(f"\n{ask}: gptmini generate {console.quote(out)} {chat}--prompt TEXT")
+
+
+def _show_sample(run: "Run", plan: "Plan", end: float) -> None:
+    """Print what the model writes until a moment of `time.perf_counter`, and how much it copied."""
+    from gptmini.console import say, stream_to_stdout
+    from gptmini.copies.index import QUICK_TEXT_BYTES
+
+    corpus = plan.corpus
+    question = corpus.read_question() if corpus.has_ignored else []
+    sample = "an answer" if question else "sample"
+    say(f"\n{sample} from the best checkpoint, step {run.step}:\n")
+    special = run.tokenizer.special_tokens.values()
+    shown = run.decode([token for token in question if token not in special])
+    written: list[str] = []
+    texts = (characters for _, characters in run.start([question]))
+    stream_to_stdout(chain([shown], _keep(_take_until(end, texts), written), ["\n"]))
+    if sum(file.text_bytes for file in corpus.training) <= QUICK_TEXT_BYTES:
+        with suppress(DataError):  # standard input, or a text that has changed meanwhile
+            say(f"\n{run.find_sources(''.join(written)).describe()}")
+
+
+def _keep(texts: Iterable[str], kept: list[str]) -> Iterator[str]:
+    """Yield texts, and add them to a list."""
+    for text in texts:
+        kept.append(text)
+        yield text
 
 
 def _take_until(end: float, texts: Iterable[str]) -> Iterator[str]:

@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 
@@ -49,13 +51,13 @@ def prepare_corpus(
     `tokenizer` that is given is used in place of the one which the configuration names.
     Raises DataError for a text that cannot be used, MachineError for a cache that cannot.
     """
-    with _open_cache(config.data, cache) as paths:
+    with open_cache(config.data, cache) as paths:
         return _prepare(config, paths, cache, with_test, tokenizer)
 
 
 def prepare_text(settings: DataConfig, tokenizer: Tokenizer, cache: Path) -> TokenFile:
     """Encode all of a text with an existing tokenizer; raises as prepare_corpus does."""
-    with _open_cache(settings, cache) as paths:
+    with open_cache(settings, cache) as paths:
         return _prepare_whole(paths, settings, tokenizer, cache)
 
 
@@ -65,7 +67,7 @@ def prepare_token_file(config: Config, out: Path, cache: Path) -> TokenFile:
     A vocabulary is learned, or taken from the cache, as if the text were trained on by itself.
     Raises as prepare_corpus does.
     """
-    with _open_cache(config.data, cache) as paths:
+    with open_cache(config.data, cache) as paths:
         splits = _split_sources(config.data, paths)
         training: list[TextSource] = [SourceSide(split, "training") for split in splits]
         source = sources.find_source(paths, config.data)
@@ -195,7 +197,7 @@ def _find_token_files_at(path: str) -> list[Path]:
 
 
 @contextmanager
-def _open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
+def open_cache(settings: DataConfig, cache: Path) -> Iterator[list[str]]:
     """Open a cache to prepare a text in; yields the text's paths."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -254,18 +256,13 @@ def _prepare_sources(
 ) -> Corpus:
     """Split texts, learn or create their tokenizer, and encode them."""
     settings = config.data
-    splits = _split_sources(settings, paths)
-    training: list[TextSource] = [SourceSide(split, "training") for split in splits]
-    validation: list[TextSource] = [SourceSide(split, "validation") for split in splits]
-    separate = None  # the text of validation_path
-    if settings.validation_path is not None:
-        separate = sources.find_source(settings.validation_path, settings)
-        validation = [separate]
+    text = find_training_text(settings, paths)
+    splits = text.splits
+    separate = text.separate
     if tokenizer is None:
         whole = [split.source for split in splits]
         chat = _has_conversations(whole if separate is None else [*whole, separate], cache)
-        tokenizer = _get_tokenizer(config, training, cache, chat)
-    digests = "".join(text.digest for text in training + validation)
+        tokenizer = _get_tokenizer(config, text.training, cache, chat)
 
     sides: list[Side] = ["training"]
     if separate is None:
@@ -284,8 +281,45 @@ def _prepare_sources(
         token_files["training"],
         token_files["validation"],
         token_files["test"],
-        hashlib.sha256(digests.encode()).hexdigest(),
+        text.content,
     )
+
+
+@dataclass(frozen=True)
+class SplitText:
+    """The texts that a configuration names, split but not yet tokens.
+
+    `separate` is the text to hold out, if that is another.
+    """
+
+    splits: list[SourceSplit]
+    separate: Source | None
+
+    @property
+    def training(self) -> list[SourceSide]:
+        """What is trained on."""
+        return [SourceSide(split, "training") for split in self.splits]
+
+    @cached_property
+    def content(self) -> str:
+        """SHA-256 (hex) of the texts and their split, as of the corpus that they become."""
+        held_out: list[TextSource] = [SourceSide(split, "validation") for split in self.splits]
+        if self.separate is not None:
+            held_out = [self.separate]
+        digests = "".join(text.digest for text in [*self.training, *held_out])
+        return hashlib.sha256(digests.encode()).hexdigest()
+
+    def iter_chunks(self) -> Iterator[TextChunk]:
+        """Yield what is trained on; DataError if a file has changed since it was found."""
+        return chain.from_iterable(side.iter_chunks() for side in self.training)
+
+
+def find_training_text(settings: DataConfig, paths: list[str]) -> SplitText:
+    """Find the texts of a configuration at their paths, and how they are split."""
+    separate = None
+    if settings.validation_path is not None:
+        separate = sources.find_source(settings.validation_path, settings)
+    return SplitText(_split_sources(settings, paths), separate)
 
 
 def _load_prepared_tokenizer(path: Path, config: Config) -> Tokenizer:
@@ -422,7 +456,7 @@ def _has_conversations(whole: list[Source], cache: Path) -> bool:
 
 
 def _get_tokenizer(
-    config: Config, training: list[TextSource], cache: Path, chat: bool
+    config: Config, training: Sequence[TextSource], cache: Path, chat: bool
 ) -> Tokenizer:
     """Get the tokenizer requested or chosen; one learned from the training text is cached."""
     kind = config.tokenizer.kind
@@ -447,7 +481,7 @@ def _get_tokenizer(
     return tokenizer
 
 
-def _measure_training(training: list[TextSource], path: Path) -> int:
+def _measure_training(training: Sequence[TextSource], path: Path) -> int:
     """Measure the bytes of the training text; `path` keeps them, so that it is read only once."""
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
         return int(files.read_json(path)["text_bytes"])

@@ -32,6 +32,7 @@ from gptmini.errors import (
 from gptmini.tokenizer.chunks import (
     TEXT_BLOCK_SIZE,
     Conversation,
+    Place,
     TextChunk,
     find_boundary,
     split_text,
@@ -43,6 +44,7 @@ PANDOC_REMEDY = "extract its text, for example with pandoc -t plain"
 UTF16_PROBLEM = "UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8"
 CHOOSE_REMEDY = "choose a text file"
 UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+PYTHON_DOCS = "builtin:python-docs"
 SNIFFED_BYTES = 8192  # enough to see that a file is not text: a signature, or a NUL byte as in git
 
 # The first bytes of files that people take for text; their names, and what to do with them.
@@ -86,7 +88,7 @@ PARQUET_BATCH_ROWS = 1000
 
 warn_once = cache(warn)  # a text is read several times
 Document = str | Conversation
-Record = tuple[str, dict[str, Any]]  # where it stands, and its fields
+Record = tuple[str, int, dict[str, Any]]  # its name in messages, its line or row, its fields
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,19 @@ def read_documents(file: File, text_key: str, separator: str) -> Iterator[TextCh
     with open_unchanged(file) as raw, _report_damage(file):
         stream = _decompress(file, raw)
         if file.kind == "text":
-            yield from _split_documents(_decode_blocks(file, stream), separator)
+            blocks = _decode_blocks(file, stream)
+            yield from _split_documents(blocks, separator, Place(str(file.path), 1))
         else:
             records = READER_BY_KIND[file.kind](file, stream, text_key)
-            for document in _find_documents(file, records, text_key):
+            for name, number, document in _find_documents(file, records, text_key):
+                place = Place(str(file.path), number, is_record=True)
+                if file.kind == "topics":
+                    place = Place(f"{PYTHON_DOCS}, {name}", 1)
                 if isinstance(document, Conversation):
                     contents = [message["content"] for message in document.messages]
-                    yield TextChunk("\n".join(contents), True, document)
+                    yield TextChunk("\n".join(contents), True, document, place)
                 else:
-                    yield from _split_chunks(document, True)
+                    yield from _split_chunks(document, True, place)
 
 
 @contextmanager
@@ -234,8 +240,8 @@ def _decodes(block: bytes, encoding: str) -> bool:
     return True
 
 
-def _split_documents(blocks: Iterable[str], separator: str) -> Iterator[TextChunk]:
-    """Split a text into documents at separators, and these into chunks."""
+def _split_documents(blocks: Iterable[str], separator: str, place: Place) -> Iterator[TextChunk]:
+    """Split a text that begins at a place into documents at separators, and these into chunks."""
     rest = ""
     starts_document = True
     for block in blocks:
@@ -243,22 +249,25 @@ def _split_documents(blocks: Iterable[str], separator: str) -> Iterator[TextChun
         if separator:
             *complete, rest = rest.split(separator)
             for text in complete:
-                yield from _split_chunks(text, starts_document)
+                yield from _split_chunks(text, starts_document, place)
                 starts_document = True
+                place = place.after(text + separator)
         # Keep the length of a separator back: half of one may stand at the end of the block.
         while len(rest) >= TEXT_BLOCK_SIZE + len(separator):
             cut = find_boundary(rest, TEXT_BLOCK_SIZE)
-            yield TextChunk(rest[:cut], starts_document)
+            yield TextChunk(rest[:cut], starts_document, place=place)
             starts_document = False
+            place = place.after(rest[:cut])
             rest = rest[cut:]
-    yield from _split_chunks(rest, starts_document)
+    yield from _split_chunks(rest, starts_document, place)
 
 
-def _split_chunks(text: str, starts_document: bool) -> Iterator[TextChunk]:
+def _split_chunks(text: str, starts_document: bool, place: Place) -> Iterator[TextChunk]:
     """Split a text into chunks of at most TEXT_BLOCK_SIZE characters; none if it is empty."""
     for part in split_text(text):
-        yield TextChunk(part, starts_document)
+        yield TextChunk(part, starts_document, place=place)
         starts_document = False
+        place = place.after(part)
 
 
 def _decode_lines(file: File, stream: BinaryIO) -> Iterator[str]:
@@ -292,7 +301,7 @@ def _read_json_lines(file: File, stream: BinaryIO, key: str) -> Iterator[Record]
             raise DataError(f"{place}: not valid JSON ({reason}); fix or remove the line") from None
         if not isinstance(record, dict):
             raise DataError(f'{place}: not a JSON object; write it as {{"{key}": "..."}}')
-        yield place, record
+        yield place, number, record
 
 
 def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
@@ -305,7 +314,8 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
         return
     delimiter, columns = _split_header(f"{file.path}:1", header, key)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    place = f"{file.path}:2"
+    number = 2
+    place = f"{file.path}:{number}"
     try:
         for row in rows:
             # Excel leaves out empty fields at the end of a row.
@@ -315,8 +325,9 @@ def _read_csv(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
                     f'in quotes, and write a quote in them as ""'
                 )
             if row:  # not an empty line
-                yield place, dict(zip(columns, row, strict=False))
-            place = f"{file.path}:{rows.line_num + 2}"  # of the next row; one may have many lines
+                yield place, number, dict(zip(columns, row, strict=False))
+            number = rows.line_num + 2  # of the next row; one may have many lines
+            place = f"{file.path}:{number}"
     except csv.Error as error:
         raise DataError(
             f'{place}: not valid CSV ({error}); close its quotes, and write a quote in a text as ""'
@@ -353,22 +364,26 @@ def _read_parquet(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
         for batch in table.iter_batches(n_rows, row_groups=[group], columns=wanted):
             for record in batch.to_pylist():
                 number += 1
-                yield f"{file.path}: row {number}", record
+                yield f"{file.path}: row {number}", number, record
 
 
-def _find_documents(file: File, records: Iterable[Record], key: str) -> Iterator[Document]:
-    """Find the document of each record; a warning counts those that have none.
+def _find_documents(
+    file: File, records: Iterable[Record], key: str
+) -> Iterator[tuple[str, int, Document]]:
+    """Find the document of each record, after its name and its line or row.
+
+    A warning counts the records that have none.
 
     The first record must have the field, or a wrong `data.text_key` would leave out everything.
     """
     n_records = 0
     n_empty = 0
     first_empty = ""
-    for place, record in records:
+    for place, number, record in records:
         n_records += 1
         document = _get_document(place, record, key, file.errors)
         if document is not None:
-            yield document
+            yield place, number, document
             continue
         if n_records == 1 and key not in record:
             raise _make_missing_error(place, record, key, ", or remove this record")
@@ -425,7 +440,7 @@ def _read_topics(file: File, stream: BinaryIO, key: str) -> Iterator[Record]:
     """Read the language reference that help() shows, one record per topic."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, seldom needed
 
-    return ((name, {key: topics[name]}) for name in sorted(topics))
+    return ((name, 1, {key: topics[name]}) for name in sorted(topics))
 
 
 Reader = Callable[[File, BinaryIO, str], Iterator[Record]]

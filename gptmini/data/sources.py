@@ -27,6 +27,7 @@ from gptmini.console import escape_control_characters, say, show_byte_progress
 from gptmini.data import hub_dataset
 from gptmini.data.formats import (
     CHAT_KINDS,
+    PYTHON_DOCS,
     SNIFFED_BYTES,
     File,
     detect_binary,
@@ -49,7 +50,7 @@ WARNING_BY_SUFFIXES = {
         ".jsonl file, for example with: jq -c '.[]'"
     ),
 }
-BUILTIN_CORPORA = ("builtin:python-docs", "builtin:python-code")
+BUILTIN_CORPORA = (PYTHON_DOCS, "builtin:python-code")
 Side = Literal["training", "validation", "test"]
 
 
@@ -196,7 +197,9 @@ class SourceSplit:
                 first = _find_cut(text, length, begin - at, reach)
                 last = _find_cut(text, length, end - at, reach)
                 if first < last:
-                    yield side, TextChunk(text[first:last], chunk.starts_document and first == 0)
+                    starts_document = chunk.starts_document and first == 0
+                    place = chunk.place.after(text[:first])
+                    yield side, TextChunk(text[first:last], starts_document, place=place)
             at += length
 
     def locate_stretches(self, size: int) -> dict[Side, tuple[int, int]]:
@@ -348,7 +351,7 @@ def _has_suffix(file: File, suffixes: tuple[str, ...]) -> bool:
 
 def _find_builtin_files(name: str, errors: str) -> list[File]:
     """Find the files of a corpus that every Python installation has."""
-    if name == "builtin:python-docs":
+    if name == PYTHON_DOCS:
         topics = _describe_file(Path(pydoc_data.__path__[0]) / "topics.py", errors)
         return [replace(topics, kind="topics")]
     if name == "builtin:python-code":

@@ -197,7 +197,7 @@ def _encode_chunks(
     document = np.array([tokenizer.eos_token_id], np.uint32)
     text_bytes: defaultdict[Label, int] = defaultdict(int)
     parts: defaultdict[Label, list[Tokens]] = defaultdict(list)
-    for label, (text, starts_document, conversation) in batch:
+    for label, (text, starts_document, conversation, _) in batch:
         text_bytes[label] += count_utf8_bytes(text)
         if conversation is not None:
             parts[label].append(chat_encoder.encode(conversation))

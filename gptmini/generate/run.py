@@ -26,6 +26,9 @@ from gptmini import files
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
+from gptmini.copies.find import Sources, find_sources
+from gptmini.copies.index import TextIndex
+from gptmini.copies.training_text import open_index
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
@@ -59,6 +62,7 @@ MIN_PARAMETERS_FOR_GPU = 50_000_000
 
 # Threads that share a run share what is made from its model. Making one may need the other.
 _preparing = threading.RLock()
+_indexing = threading.Lock()  # apart, as it may take a minute
 
 
 @dataclass
@@ -129,6 +133,7 @@ class Run:
         self.weights = weights
         self._cache = cache
         self._prepared: _Prepared | None = None
+        self._index: TextIndex | None = None
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self._model.parameters())
@@ -136,8 +141,11 @@ class Run:
         return f"<Run {self.path}: step {self.step}, {size:,} parameters, {tokenizer}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy everything but the engines, which hold pointers into the memory of this run."""
-        state = {**self.__dict__, "_prepared": None}
+        """Copy everything but the engines, which hold pointers into the memory of this run.
+
+        The index of the training text lies in the cache.
+        """
+        state = {**self.__dict__, "_prepared": None, "_index": None}
         state.pop("_chat_template", None)
         return state
 
@@ -271,6 +279,26 @@ class Run:
         compiled = use_cache and (self._prepared or self._prepare()).library is not None
         engine = NativeEngine.name if compiled else TorchEngine.name
         return Generation(tokens, texts, logprobs, engine)
+
+    def find_sources(self, text: str, prompt: str = "") -> Sources:
+        """Find what of a text stands verbatim in the training text, and where it stands there.
+
+            sources = run.find_sources(run.generate("The "), "The ")
+            print(sources.describe())
+            for copy in sources.copies:
+                print(copy.start, copy.end, copy.file, copy.line)
+
+        A copy has 20 characters or more. The `prompt` that the text continues is not counted, but a
+        copy may begin in it. The first call indexes the training text, which is kept in the cache.
+        DataError if the training text is gone or has changed, for a run that was not trained here,
+        and for a text that is not valid Unicode.
+        """
+        with _indexing:
+            if self._index is None:
+                self._index = open_index(
+                    self.path, self.config, self.tokenizer, self.corpus, self._cache
+                )
+        return find_sources(self._index, text, prompt)
 
     def create_text(
         self,

@@ -15,6 +15,18 @@ class Conversation(NamedTuple):
     field: str  # of the line
 
 
+class Place(NamedTuple):
+    """Where a text begins: in a line of a plain text, or in a line or row that is a record."""
+
+    file: str
+    line: int  # from 1 on
+    is_record: bool = False  # whose line ends are not those of the file
+
+    def after(self, text: str) -> "Place":
+        """Return where a text ends that begins here."""
+        return self if self.is_record else self._replace(line=self.line + text.count("\n"))
+
+
 class TextChunk(NamedTuple):
     """A stretch of text; a long document comes in several, a conversation in one.
 
@@ -24,6 +36,7 @@ class TextChunk(NamedTuple):
     text: str
     starts_document: bool
     conversation: Conversation | None = None
+    place: Place = Place("", 1)
 
 
 def split_text(text: str, block_size: int | None = None) -> Iterator[str]:

@@ -21,6 +21,7 @@ ROOMS = [  # generate/native and generate/gpu are wings of generate: they import
     "config",
     "tokenizer",
     "data",
+    "copies",
     "model",
     "runs",
     "distributed",
@@ -92,7 +93,7 @@ SOURCES = {name_of(path): path.read_text() for path in sorted(PACKAGE.rglob("*.p
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 FILES = [name for name in TREES if not name.endswith(("__init__", "__main__"))]
 for name in FILES:
-    if room_of(name) in ("config", "tokenizer", "data"):
+    if room_of(name) in ("config", "tokenizer", "data", "copies"):
         NEVER_LOADS[f"gptmini.{name}"] = ["torch", "gptmini.model"]
 
 

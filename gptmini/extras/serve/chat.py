@@ -12,7 +12,16 @@ from gptmini.generate.run import Run
 from gptmini.generate.texts import Text
 
 # Fields that mean the same in both formats.
-SHARED_FIELDS = {"model", "n", "stream", "stream_options", "logit_bias", "user", *SAMPLE_SETTINGS}
+SHARED_FIELDS = {
+    "model",
+    "n",
+    "stream",
+    "stream_options",
+    "logit_bias",
+    "user",
+    "sources",
+    *SAMPLE_SETTINGS,
+}
 OWN_FIELDS = {
     "messages",
     "max_tokens",

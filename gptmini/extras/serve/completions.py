@@ -37,6 +37,7 @@ DEFAULT_FIELDS: dict[str, Any] = {
     "stream": False,
     "stream_options": {},
     "special": True,
+    "sources": False,
 }
 SAMPLE_SETTINGS = SampleConfig.model_fields.keys() - {"max_new_tokens"}
 NULL_TURNS_OFF = {"top_k", "top_p", "min_p"}
@@ -83,6 +84,11 @@ class Completion:
             self.sample.max_new_tokens <= limits.max_tokens,
             f"max_tokens: must be at most {limits.max_tokens}; send what came as a new prompt",
         )
+        _require(
+            limits.sources or not fields["sources"],
+            "sources: not shown by this server; start it with gptmini serve --sources",
+        )
+        self._find_sources = run.find_sources if fields["sources"] else None
         self.stream = fields["stream"]
         self.include_usage = fields["stream_options"].get("include_usage", False)
         prompts = _parse_prompts(fields["prompt"], run.tokenizer.vocab_size)
@@ -215,12 +221,17 @@ class Completion:
         if self._n_hidden:
             finish_reason = "length"
             events = events[: -self._n_hidden]
-        return {
+        built = {
             "index": index,
             "text": echo + "".join(event.characters for event in events),
             "logprobs": self._build_logprobs(choice, events),
             "finish_reason": finish_reason,
         }
+        if self._find_sources is not None and finish_reason:
+            text = choice.request.text
+            generated = "" if self._n_hidden else text.text
+            built["sources"] = self._find_sources(generated, text.prompt).to_dict()
+        return built
 
     def adds_something(self, choice: dict[str, Any]) -> bool:
         """Tell whether a choice is worth an event of its own in a stream."""
@@ -295,7 +306,7 @@ def _check_fields(data: dict[str, Any]) -> dict[str, Any]:
         n_logprobs is None or (type(n_logprobs) is int and 0 <= n_logprobs <= MAX_LOGPROBS),
         f"logprobs: must be 0 to {MAX_LOGPROBS}",
     )
-    for key in ("echo", "stream", "special"):
+    for key in ("echo", "stream", "special", "sources"):
         _require(isinstance(fields[key], bool), f"{key}: must be true or false")
     for key in ("model", "user"):
         _require(fields[key] is None or isinstance(fields[key], str), f"{key}: must be text")

@@ -358,3 +358,72 @@ def test_wrong_settings_when_generating(gptmini, run):
         code, out, err = gptmini("generate", run, "--prompt", "The ", *words)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert line in err
+
+
+# -- where a text comes from -----------------------------------------------------------------------
+
+
+def test_sources_are_marked_in_colour_and_listed(gptmini, run, monkeypatch):
+    words = ["generate", "--prompt", "quick brown fox", *FEW]
+    code, expected, _ = gptmini(*words)
+    # The model has learned little: put the beginning of its text where it was trained.
+    monkeypatch.setattr("gptmini.generate.run.find_sources", copies_of(5))
+    code, out, err = gptmini(*words, "--sources")
+    assert (code, out) == (0, expected)  # a pipe gets the text alone
+    assert "%" in err
+    assert "a.txt:3" in err
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(console, "IS_WINDOWS", False)
+    code, out, _ = gptmini(*words, "--sources", "--raw")
+    start = len("quick brown fox")
+    copied = expected[start : start + 5]
+    assert out == expected.replace(copied, f"{console.MARK}{copied}{console.UNMARK}", 1)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert gptmini(*words, "--sources", "--raw")[1] == expected
+
+
+def copies_of(length: int):
+    """A search that finds the beginning of every text."""
+    from gptmini.copies.find import Copy, Sources
+
+    def find(index: object, text: str, prompt: str) -> Sources:
+        return Sources(len(text), [Copy(0, length, "a.txt", 3, 1)] if text else [])
+
+    return find
+
+
+def test_sources_in_json_and_for_each_of_several_texts(gptmini, run):
+    words = ["generate", run, "--prompt", "the quick", "--samples", "2", *FEW]
+    code, out, err = gptmini(*words, "--sources", "--json")
+    assert (code, err) == (0, "")
+    for sample in json.loads(out)["samples"]:
+        assert set(sample["sources"]) == {"share", "longest", "copies"}
+    code, out, err = gptmini(*words, "--sources")
+    assert out == gptmini(*words)[1]
+    assert err.count("training text") == 2
+
+
+def test_sources_while_typing(gptmini, run, monkeypatch):
+    give(monkeypatch, b"the \n")
+    code, _, err = gptmini("generate", "-i", "--sources", *FEW)
+    assert code == 0
+    assert "training text" in err
+
+
+def test_sources_need_the_text_of_training(gptmini, run, trained):
+    text = trained.parents[1] / "text.txt"
+    whole = text.read_bytes()
+    words = ["generate", "--prompt", "the ", "--sources", *FEW]
+    try:
+        text.write_bytes(whole.replace(b"fox", b"cat", 1))
+        code, out, err = gptmini(*words)
+        assert (code, out, err.count("\n")) == (3, "", 2)  # the run is named, too
+        assert "text.txt" in err
+    finally:
+        text.write_bytes(whole)
+    assert gptmini(*words)[0] == 0
+    code, _, err = gptmini("generate", run, "--prompts", "a", "--out", "b", "--sources")
+    assert code == 2
+    assert "--sources" in err

@@ -458,3 +458,20 @@ def test_an_empty_prompt_gets_a_text_whatever_the_seed(weights, tmp_path):
     for seed in range(40):
         text = run.start([""], seed=seed, max_new_tokens=3).finish()[0]
         assert text.tokens[0] not in tokenizer.end_tokens
+
+
+def test_a_run_finds_the_sources_of_a_text(trained: Path):
+    run = load_run(trained, cache=trained.parent / "cache")
+    text = "The quick brown fox jumps over the lazy dog."
+    with ThreadPoolExecutor(4) as pool:  # one of them makes the index
+        results = list(pool.map(run.find_sources, [text] * 8))
+    for sources in results:
+        (found,) = sources.copies
+        assert (found.start, found.end, found.line) == (1, len(text), 1)
+        assert Path(found.file).name == "text.txt"
+    copied = copy.deepcopy(run)
+    assert copied._index is None
+    assert copied.find_sources("lazy dog.", "jumps over the ").share == 1
+    assert copied.find_sources("lazy dog.").share == 0
+    with pytest.raises(DataError, match="no record of a text"):
+        Run("runs/x", run.config, run.tokenizer, run.model).find_sources(text)

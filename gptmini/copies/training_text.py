@@ -1,0 +1,100 @@
+"""The index of a run's training text: taken from the cache, or made if the text is the same.
+
+Its name there is a digest of the text and of the names of its files.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from gptmini.config.settings import Config
+from gptmini.console import format_bytes, say, show_elapsed
+from gptmini.copies.index import (
+    Piece,
+    TextIndex,
+    build_index,
+    decode_pieces,
+    read_index,
+    write_index,
+)
+from gptmini.data.corpus import (
+    find_number_files,
+    find_token_files,
+    find_training_text,
+    open_cache,
+    prepare_corpus,
+)
+from gptmini.errors import DataError
+from gptmini.tokenizer.chunks import TextChunk
+from gptmini.tokenizer.tokenizers import Tokenizer
+
+# Sorting takes 25 bytes of memory for each of the text, and half a second a million of them
+# (scripts/LOG.md, 2026-11-27).
+MAX_TEXT_BYTES = 300_000_000
+SLOW_TEXT_BYTES = 20_000_000
+
+
+def open_index(
+    run: Path, config: Config, tokenizer: Tokenizer, content: str, cache: Path
+) -> TextIndex:
+    """Open the index of a run's training text; make it if it is not in the cache.
+
+    `content` is the SHA-256 of the text that the run was trained on. DataError for a text that is
+    not there any more or has changed, for a run without one, and for a text that is too large.
+    """
+    if not content:
+        raise DataError(
+            f"{run}: has no record of a text, as it was not trained here; sources are found for "
+            f"runs of gptmini train"
+        )
+    if "-" in config.data.path:
+        raise DataError(
+            f"{run}: was trained on standard input, which is gone; train on a file to find sources"
+        )
+    with open_cache(config.data, cache) as paths:
+        if find_token_files(paths) is None and find_number_files(paths) is None:
+            text = find_training_text(config.data, paths)
+            found = text.content
+            size = sum(side.text_bytes for side in text.training)
+            pieces = _read_pieces(text.iter_chunks())
+            named = [str(file.path) for split in text.splits for file in split.source.files]
+        else:
+            corpus = prepare_corpus(config, cache, tokenizer=tokenizer)
+            found = corpus.content
+            size = sum(file.text_bytes for file in corpus.training)
+            labels = config.data.path if config.data.weights else [", ".join(paths)]
+            pieces = decode_pieces(corpus.training, labels, tokenizer)
+            named = [*labels, tokenizer.fingerprint]
+        # The same text may lie in files of other names.
+        digest = hashlib.sha256(json.dumps([content, named]).encode()).hexdigest()
+        path = cache / f"{digest[:20]}.copies"
+        names = ", ".join(config.data.path)
+        if found != content:
+            raise DataError(f"{names}: not the text that {run} was trained on; restore it")
+        try:
+            return read_index(path)
+        except FileNotFoundError:
+            pass
+        except DataError:  # damaged; it is made again
+            pass
+        if size > MAX_TEXT_BYTES:
+            raise DataError(
+                f"{names}: {format_bytes(size)} of text, too much for an index; sources are found "
+                f"in up to {format_bytes(MAX_TEXT_BYTES)}"
+            )
+        if size > SLOW_TEXT_BYTES:
+            say(f"sorting {format_bytes(size)} of text to find sources in it; this is done once")
+        with show_elapsed("indexing the text"):
+            write_index(build_index(pieces), path)
+    return read_index(path)
+
+
+def _read_pieces(chunks: Iterable[TextChunk]) -> Iterator[Piece]:
+    """Yield the pieces of a text; the messages of a conversation count as documents."""
+    for text, starts_document, conversation, place in chunks:
+        if conversation is None:
+            yield text.encode(), starts_document, place
+            continue
+        for message in conversation.messages:
+            yield message["content"].encode(), True, place

@@ -1,0 +1,184 @@
+"""The index of a run's training text: what is in it, where it says that stands, what is refused."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from gptmini.copies import index as indexes
+from gptmini.copies import training_text
+from gptmini.copies.find import Sources, find_sources
+from gptmini.copies.index import TextIndex
+from gptmini.copies.training_text import open_index
+from gptmini.data.corpus import prepare_corpus, prepare_token_file
+from gptmini.errors import DataError
+from tests.support import tiny
+
+SEA = "The sea was calm and the sky was grey that day."
+HILL = "".join(map(chr, range(0x4E00, 0x4E18)))
+FILLER = "".join(f"{n:06} " for n in range(400))
+RUN = Path("runs/my")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def open_of(path: str | list[str], kind: str = "byte", **data) -> TextIndex:
+    """The index of what a run would be trained on."""
+    config = tiny(data={"path": path, **data}, tokenizer={"kind": kind})
+    cache = Path("cache")
+    corpus = prepare_corpus(config, cache)
+    return open_index(RUN, config, corpus.tokenizer, corpus.content, cache)
+
+
+def places(index: TextIndex, text: str) -> list[str]:
+    found: Sources = find_sources(index, text)
+    return [f"{copy.place} #{copy.document} {copy.length}" for copy in found.copies]
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_files_and_lines_of_plain_texts(kind):
+    Path("notes").mkdir()
+    Path("notes/a.md").write_bytes(f"one\r\ntwo\r\n{SEA}\r\n".encode())
+    Path("notes/b.md").write_text(f"\ufeff{HILL}\n{FILLER}{FILLER}")
+    index = open_of("notes", kind)
+    assert places(index, f"? {SEA} ?") == ["notes/a.md:3 #1 47"]
+    assert places(index, HILL) == [f"notes/b.md:1 #2 {len(HILL)}"]
+    assert places(index, f"two\n{SEA}\n") == ["notes/a.md:2 #1 52"]
+    assert places(index, f"two\r\n{SEA}") == ["notes/a.md:3 #1 48"]  # with the line break
+
+
+def test_lines_behind_separators_and_in_long_files(monkeypatch):
+    Path("a.txt").write_text(f"one\n\n\n\n{SEA}\n\n{FILLER}\nnext\n\n\n{HILL}\n\n{FILLER}")
+    index = open_of("a.txt", separator="\n\n")
+    assert places(index, SEA) == ["a.txt:5 #2 47"]
+    assert places(index, HILL) == [f"a.txt:11 #4 {len(HILL)}"]
+    assert places(index, f"{SEA}?{HILL}") == ["a.txt:5 #2 47", f"a.txt:11 #4 {len(HILL)}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gptmini.tokenizer.chunks.TEXT_BLOCK_SIZE", 100)
+        patch.setattr("gptmini.data.formats.TEXT_BLOCK_SIZE", 100)
+        Path("b.txt").write_text(f"{FILLER}\n{SEA}\n" * 3 + f"{HILL}\n" + FILLER)
+        pieces = open_of("b.txt")
+    assert len(pieces.pieces) > 50
+    assert places(pieces, HILL) == [f"b.txt:7 #1 {len(HILL)}"]
+
+
+def test_lines_of_records():
+    rows = [{"text": FILLER}, {"text": f"a\n{SEA}"}, {"text": f"{HILL}\n{FILLER}"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    Path("a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert places(open_of("a.jsonl.gz"), SEA) == ["a.jsonl.gz:2 #2 47"]
+    Path("a.csv").write_text(f'id,text\n1,"x\ny"\n2,"{FILLER}"\n3,"{SEA}"\n4,"{FILLER}"\n')
+    assert places(open_of("a.csv"), SEA) == ["a.csv:5 #3 47"]
+
+
+def test_the_topics_of_python_have_names():
+    text = "The assert statement is a convenient way to insert debugging"
+    index = open_of("builtin:python-docs")
+    (copy,) = find_sources(
+        index, "Assert statements are a convenient way to insert debugging"
+    ).copies
+    assert copy.file == "builtin:python-docs, assert"
+    assert copy.line is not None
+    assert find_sources(index, text).longest is not None
+
+
+def test_messages_of_a_conversation_are_texts_of_their_own():
+    rows = []
+    for n in range(60):
+        ask = {"role": "user", "content": f"{n} {FILLER[:200]}"}
+        answer = {"role": "assistant", "content": f"of {n}, that is: {SEA}"}
+        rows.append(json.dumps({"messages": [ask, answer]}))
+    Path("a.jsonl").write_text("\n".join(rows))
+    index = open_of("a.jsonl")
+    found = find_sources(index, f"of 7, that is: {SEA}")
+    assert (found.share, found.longest.line) == (1, 8)
+    assert len(find_sources(index, f"{FILLER[:200]}of 7, that is: {SEA}").copies) == 2
+
+
+def test_only_what_was_trained_on_is_in_it():
+    Path("a.txt").write_text(f"{FILLER}\n{SEA}")
+    index = open_of("a.txt", validation=0.05)
+    assert places(index, SEA) == []
+    assert find_sources(index, FILLER[:100]).share == 1
+    Path("b.txt").write_text(f"{SEA}\n{FILLER}")
+    Path("c.txt").write_text(f"{HILL}\n{FILLER}")
+    both = open_of(["b.txt", "c.txt"], weights=[1, 3])
+    assert places(both, SEA + HILL) == ["b.txt:1 #1 47", f"c.txt:1 #2 {len(HILL)}"]
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_token_files_have_documents_but_no_lines(kind):
+    Path("a.txt").write_text(f"{HILL}\n\nnext\n{SEA}\n\n{FILLER}{FILLER}")
+    config = tiny(data={"path": "a.txt", "separator": "\n\n"}, tokenizer={"kind": kind})
+    prepare_token_file(config, Path("a.tokens"), Path("cache"))
+    index = open_of("a.tokens", "auto")
+    assert places(index, SEA) == ["a.tokens, document 2 #2 47"]
+    assert places(index, f"{HILL}next") == [f"a.tokens, document 1 #1 {len(HILL)}"]
+
+
+def test_token_files_are_read_in_blocks(monkeypatch):
+    Path("a.txt").write_text(f"{SEA}\n{HILL}\n\n{FILLER}{FILLER}")
+    config = tiny(data={"path": "a.txt", "separator": "\n\n"})
+    prepare_token_file(config, Path("a.tokens"), Path("cache"))
+    monkeypatch.setattr(indexes, "TOKENS_AT_ONCE", 7)
+    index = open_of("a.tokens", "auto")
+    assert places(index, f"{SEA}\n{HILL}") == [f"a.tokens, document 1 #1 {48 + len(HILL)}"]
+    assert index.locate(len(f"{SEA}\n{HILL}".encode()) + 9)[2] == 2
+
+
+def test_numbers_are_found_as_numbers():
+    Path("a.json").write_text(json.dumps([n % 60 for n in range(900)]))
+    index = open_of("a.json", "ids")
+    assert find_sources(index, " 3 4 5 6 7 8 9 10 11 12").share == 1
+
+
+def test_it_is_made_once_and_again_if_it_is_damaged(monkeypatch):
+    Path("a.txt").write_text(f"{SEA}\n{FILLER}")
+    open_of("a.txt")
+    (path,) = Path("cache").glob("*.copies")
+    whole = path.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_text, "build_index", None)
+        assert places(open_of("a.txt", "char"), SEA) == ["a.txt:1 #1 47"]
+    middle = len(whole) // 2
+    flipped = [whole[:at] + b"?" + whole[at + 1 :] for at in (9, 500, middle, len(whole) - 40)]
+    for damaged in (whole[:-1], whole[:5], b"", b"\n" * 99, *flipped):
+        path.write_bytes(damaged)
+        assert places(open_of("a.txt"), SEA) == ["a.txt:1 #1 47"]
+        assert path.read_bytes() == whole
+    Path("b.txt").write_text(Path("a.txt").read_text())
+    assert places(open_of("b.txt"), SEA) == ["b.txt:1 #1 47"]
+    Path("a.txt").write_text(f"{FILLER}\n{SEA}{FILLER}")
+    assert places(open_of("a.txt"), SEA) == ["a.txt:2 #1 47"]
+    assert len(list(Path("cache").glob("*.copies"))) == 3
+
+
+def test_a_text_that_changed_or_is_gone_is_refused(monkeypatch):
+    Path("a.txt").write_text(f"{SEA}\n{FILLER}")
+    config = tiny(data={"path": "a.txt"})
+    corpus = prepare_corpus(config, Path("cache"))
+    arguments = (RUN, config, corpus.tokenizer)
+    open_index(*arguments, corpus.content, Path("cache"))
+    Path("a.txt").write_text(f"{SEA}\n{FILLER}".replace("calm", "wild"))
+    with pytest.raises(DataError, match=r"a\.txt: .*runs.my.*restore"):
+        open_index(*arguments, corpus.content, Path("cache"))
+    Path("a.txt").unlink()
+    with pytest.raises(DataError, match=r"a\.txt: no such file"):
+        open_index(*arguments, corpus.content, Path("cache"))
+    with pytest.raises(DataError, match=r"runs.my: .*no record of a text"):
+        open_index(*arguments, "", Path("cache"))
+    piped = tiny(data={"path": "-"})
+    with pytest.raises(DataError, match=r"runs.my: .*standard input"):
+        open_index(RUN, piped, corpus.tokenizer, corpus.content, Path("cache"))
+
+
+def test_a_text_that_is_too_large_is_refused(monkeypatch):
+    Path("a.txt").write_text(f"{SEA}\n{FILLER}")
+    monkeypatch.setattr(training_text, "MAX_TEXT_BYTES", 1000)
+    with pytest.raises(DataError, match=r"a\.txt: .*too much"):
+        open_of("a.txt")
+    assert not list(Path("cache").glob("*.copies"))
