@@ -22,5 +22,5 @@ def test_every_program_of_the_page_runs(tmp_path, monkeypatch, capsys):
         "my",
         "sgd",
         "sin",
-        "taught",
+        "smooth",
     ]
