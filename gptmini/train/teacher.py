@@ -23,11 +23,7 @@ TEACHER_SHARE = 0.5  # of what is learned; the rest is the text
 
 
 class TeacherLoss:
-    """Computes the loss of a model between the next tokens of the text and what a teacher expects.
-
-    It is the cross-entropy of the mean of both, so where the teacher is sure and right, it is that
-    of the text alone.
-    """
+    """Computes a model's cross-entropy with what the text has next and what a teacher expects."""
 
     def __init__(self, model: GPT, teacher: GPT) -> None:
         self._model = model
