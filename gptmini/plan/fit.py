@@ -301,10 +301,7 @@ def _time_step(
 
 
 def has_finite_gradients(model: GPT) -> bool:
-    """Check that a pass left no infinity and no NaN, as some compilers' kernels do.
-
-    torch 2.13 does on some AVX512 machines, with heads of 64 (scripts/LOG.md, 2026-11-26).
-    """
+    """Check that a pass left no infinity and no NaN, as miscompiled kernels may."""
     gradients = [parameter.grad for parameter in model.parameters()]
     return all(bool(each.isfinite().all()) for each in gradients if each is not None)
 
@@ -365,9 +362,25 @@ def compile_blocks(model: GPT) -> None:
     """
     if model.device.type == "cpu" and not has_compiler():
         raise MachineError("train.compile: no C++ compiler found; use auto or off")
+    options = _choose_compiler_options(model.device)
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
-    model.overwrite_by_softmax = torch.compile(model.overwrite_by_softmax, dynamic=False)
+        block.forward = torch.compile(block.forward, dynamic=False, options=options)
+    model.overwrite_by_softmax = torch.compile(
+        model.overwrite_by_softmax, dynamic=False, options=options
+    )
+
+
+def _choose_compiler_options(device: torch.device) -> dict[str, str] | None:
+    """Keep g++ from removing stores that are needed, as versions 11 and 12 do with AVX512.
+
+    Gradients of keys, in bfloat16 with RoPE and heads of 64, were NaN (scripts/LOG.md, 2026-11-27).
+    torch has no option for flags of the compiler; this one is appended to that of another.
+    """
+    from torch._inductor.cpp_builder import is_gcc  # noqa: PLC0415 - slow
+
+    if device.type != "cpu" or not is_gcc():
+        return None
+    return {"cpp.enable_floating_point_contract_flag": "off -fno-dse"}
 
 
 def is_worth_compiling(config: Config, seconds: float, machine: Machine) -> bool:
