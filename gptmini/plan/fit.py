@@ -7,7 +7,7 @@ so measuring never touches the run.
 import math
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -370,7 +370,7 @@ def compile_blocks(model: GPT) -> None:
     )
 
 
-def _choose_compiler_options(device: torch.device) -> dict[str, str] | None:
+def _choose_compiler_options(device: torch.device) -> dict[str, Any] | None:
     """Keep g++ from removing stores that are needed, as versions 11 and 12 do with AVX512.
 
     Gradients of keys, in bfloat16 with RoPE and heads of 64, were NaN (scripts/LOG.md, 2026-11-27).
