@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gptmini.generate.run import load_run as load
     from gptmini.model.cache import KVCache
     from gptmini.model.gpt import GPT
-    from gptmini.model.optim import Optimizer, get_learning_rate
+    from gptmini.model.optim import Optimizer, compute_learning_rate
     from gptmini.tokenizer.tokenizers import Tokenizer
     from gptmini.train.api import fit
     from gptmini.train.batches import Batches, iter_validation_batches
@@ -45,11 +45,11 @@ _HOMES = {  # where each public name lives; after a colon, what it is called the
     "GPT": "model.gpt",
     "KVCache": "model.cache",
     "Optimizer": "model.optim",
-    "get_learning_rate": "model.optim",
+    "compute_learning_rate": "model.optim",
     "make_random_number": "generate.filters",
     "sample_token": "generate.filters",
 }
-__all__ = [
+__all__ = [  # without the guests, which may be missing
     "GPT",
     "Batches",
     "Config",
@@ -59,12 +59,10 @@ __all__ = [
     "Optimizer",
     "Run",
     "Tokenizer",
+    "compute_learning_rate",
     "errors",
     "evaluate",
-    "export_run",
     "fit",
-    "get_learning_rate",
-    "import_model",
     "iter_validation_batches",
     "load",
     "make_random_number",
@@ -82,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*_HOMES, "errors", "__version__"]

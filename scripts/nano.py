@@ -24,7 +24,7 @@ from gptmini import (
     KVCache,
     Optimizer,
     Run,
-    get_learning_rate,
+    compute_learning_rate,
     iter_validation_batches,
     make_random_number,
     prepare_corpus,
@@ -95,7 +95,7 @@ def train(model: GPT, corpus: Corpus, config: Config) -> None:
         loss = model(tokens, targets)  # cross-entropy, in nats per token
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
-        optimizer.step(get_learning_rate(settings, step))  # also clears the gradients
+        optimizer.step(compute_learning_rate(settings, step))  # also clears the gradients
         if (step + 1) % 20 == 0 or step + 1 == settings.steps:
             seconds = time.perf_counter() - started
             print(f"step {step + 1} of {settings.steps}: loss {loss.item():.3f}, {seconds:.0f} s")

@@ -219,8 +219,8 @@ def _explain_usage(error: typer.exceptions.TyperException) -> str:
     remedy = ""
     if hasattr(error, "possibilities"):  # of names for an option that does not exist
         remedy = _find_remedy(getattr(error, "option_name", ""), command, known)
-    elif "'convert-hf'" in problem:
-        problem, remedy = problem.partition(".")[0], "use gptmini export"
+    elif (name := re.match("No such command '([a-z-]+)", problem)) and name[1] in _OTHER_COMMANDS:
+        problem, remedy = problem.partition(".")[0], f"use gptmini {_OTHER_COMMANDS[name[1]]}"
     elif problem.startswith("Got unexpected") and "--prompt" in known:
         remedy = "put the text after --prompt, in quotes"
     elif problem.startswith("Got unexpected") and "--data" in known and "--data" in sys.argv:
@@ -240,7 +240,7 @@ def _find_remedy(option: str, command: str, known: list[str]) -> str:
         from gptmini.config.load import find_full_key, find_remedy
 
         section = "sample." if command.endswith(" generate") else ""
-        name = option.lstrip("-").replace("-", "_")
+        name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
         key = find_full_key(name, section)
         if key:
             return f"use --set {key}=VALUE"
@@ -249,13 +249,27 @@ def _find_remedy(option: str, command: str, known: list[str]) -> str:
     return ""
 
 
+# Commands of other programs, up to an underscore, and ours.
+_OTHER_COMMANDS = {
+    "chat": "generate --chat -i",
+    "convert-hf": "export",
+    "download": "import",
+    "finetune": "train --from",
+    "pretrain": "train",
+    "sample": "generate",
+}
+
+_NAME_REMEDY = "name the run or model, without an option"
 # Options of other programs: one of ours that the command must have, and what to write instead.
 _OTHER_OPTIONS = {
     "--epochs": ("--steps", "use --steps or --minutes"),
     "--resume": ("--steps", "name the run: gptmini train RUN"),
-    "--init-from": ("--from", PRETRAINED_REMEDY),
     "--finetune": ("--from", PRETRAINED_REMEDY),
-    "--start": ("--prompt", "use --prompt TEXT"),
+    "--init-from": ("--prompt", _NAME_REMEDY),
+    "--out-dir": ("--prompt", _NAME_REMEDY),
+    "--checkpoint-dir": ("--prompt", _NAME_REMEDY),
+    "--start": ("--prompt", "use --prompt TEXT or --prompt-file FILE"),
+    "--tasks": ("--split", "use gptmini export, and lm-eval on that"),
 }
 
 

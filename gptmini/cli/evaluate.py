@@ -54,7 +54,7 @@ def evaluate(
         get_held_out,
         load_corpus,
         load_text,
-        measure_xz,
+        measure_compressors,
     )
 
     trained = load_run(path, pick_device(device).type, weights, cache)
@@ -67,7 +67,7 @@ def evaluate(
     texts = load_text(trained, data, cache) if own is None else get_held_out(own, split)
     say(f"{path}: step {trained.step}; windows of {window} tokens, stride {stride or window}")
     facts = evaluate_run(trained, texts, batch_size, stride).to_dict()
-    facts["xz_bits_per_byte"] = None if own is None else measure_xz(own, split)
+    facts["compressors"] = {} if own is None else measure_compressors(own, split)
     print(json.dumps(facts) if as_json else _format_evaluation(facts))
 
 
@@ -87,7 +87,6 @@ def _format_evaluation(facts: dict[str, Any]) -> str:
         f"accuracy       {100 * facts['accuracy']:.2f} % (top-1)",
         f"text           {facts['tokens']:,} tokens, {facts['bytes']:,} bytes",
     ]
-    xz = facts["xz_bits_per_byte"]
-    if xz is not None:
-        lines.append(f"xz             {xz:.4f} bits per byte, once it has read the training text")
+    for name, figure in facts["compressors"].items():
+        lines.append(f"{name:14} {figure:.4f} bits per byte, once it has read the training text")
     return "\n".join(lines)

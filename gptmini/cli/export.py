@@ -75,7 +75,10 @@ def export(
     name = quote(path.name)
     modelfile = quote(out.parent / "Modelfile")
     source = quote(f"FROM ./{out.name}")
-    say(f"llama.cpp:  llama-cli -m {file} -no-cnv -p TEXT")
+    if exported.chats:
+        say(f"llama.cpp:  llama-cli -m {file}")
+    else:  # llama-cli does nothing but chat
+        say(f"llama.cpp:  llama-completion -m {file} -p TEXT")
     say(
         f"Ollama:     echo {source} > {modelfile} && "
         f"ollama create {name} -f {modelfile} && ollama run {name}"

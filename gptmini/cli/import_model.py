@@ -17,7 +17,7 @@ def import_model(
         None, "N", "Longest context.", min=1, show_default="the model's, at most 2048"
     ),
 ) -> None:
-    """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen2 or 3, Mistral, StarCoder2."""
+    """Make a run of a pretrained model: GPT-2, Llama, SmolLM2, Qwen, Mistral, Phi-3, StarCoder2."""
     from gptmini.console import quote, say
     from gptmini.extras.interop.import_model import (
         choose_run_name,

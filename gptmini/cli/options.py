@@ -157,7 +157,10 @@ def _find_config(name: str) -> Path:
     """Find the file of a configuration; suggest the nearest run if the name looks like one."""
     from gptmini.config import load
 
-    if name.endswith(".py"):  # nanoGPT's are programs
+    if name.endswith(".py"):  # nanoGPT's are programs, such as config/train_shakespeare_char.py
+        ours = Path(name).stem.removeprefix("train_").replace("_", "-")
+        if ours in load.map_config_names():
+            raise ConfigError(f"{name}: Python, not a configuration; did you mean {ours}?")
         raise ConfigError(
             f"{name}: Python, not a configuration; write YAML with the keys of gptmini settings, "
             f"or train on the program with --data {name}"

@@ -41,7 +41,9 @@ def locate_run(run: Path | None) -> tuple[Path | None, str | None]:
 def _is_pretrained(run: Path) -> bool:
     """Check whether this is a model of others: a folder, a GGUF file or a name on the Hub."""
     if os.path.exists(run):
-        return run.suffix.lower() == ".gguf" or os.path.isfile(run / "config.json")
+        # The import says what to do with checkpoints of nanoGPT (.pt) and litgpt (.pth).
+        is_file = run.suffix.lower() in (".gguf", ".pt", ".pth")
+        return is_file or os.path.isfile(run / "config.json") or any(run.glob("*.pt*"))
     is_misspelled = difflib.get_close_matches(run.parts[0], [RUNS_FOLDER.name], 1)
     return PRETRAINED_NAME.fullmatch(str(run)) is not None and not is_misspelled
 

@@ -85,6 +85,7 @@ ALIASES = {
     "wandb_run_name": _RUN_NAME,
     "warmup_iters": "train.warmup_steps",
     # -- litgpt ------------------------------------------------------------------------------------
+    "checkpoint_dir": PRETRAINED_REMEDY,
     "devices": _TORCHRUN,
     "eval": "set train.eval_every and train.eval_tokens",
     "epochs": _STEPS_OR_MINUTES,
@@ -93,6 +94,7 @@ ALIASES = {
     "initial_checkpoint_dir": PRETRAINED_REMEDY,
     "initial_validation": "leave it out; a run with --from is evaluated before its first step",
     "interval": "train.eval_every",
+    "json_path": "data.path",
     "logger_name": "train.log_to",
     "lr_warmup_fraction": "set train.warmup_steps, by default steps / 40, at most 100",
     "lr_warmup_steps": "train.warmup_steps",
@@ -106,6 +108,7 @@ ALIASES = {
     "resume": "run the same command again, which resumes",
     "save_interval": "train.save_every",
     "tokenizer_dir": "tokenizer.kind",
+    "train_data_path": "data.path",
     # -- transformers ------------------------------------------------------------------------------
     "adam_beta1": "set train.betas, a list of both",
     "adam_beta2": "set train.betas, a list of both",

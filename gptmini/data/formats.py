@@ -60,12 +60,14 @@ SIGNATURES = {
     b"\xff\xd8\xff": ("a JPEG picture", CHOOSE_REMEDY),
     b"GIF8": ("a GIF picture", CHOOSE_REMEDY),
 }
-ZIPPED_DOCUMENTS = {
+ZIPPED_FILES = {
     ".docx": ("a Word document", PANDOC_REMEDY),
     ".xlsx": ("an Excel document", "save it as CSV"),
     ".pptx": ("a PowerPoint document", SAVE_REMEDY),
     ".odt": ("an OpenDocument text", PANDOC_REMEDY),
     ".epub": ("an EPUB book", PANDOC_REMEDY),
+    ".pt": ("a checkpoint of PyTorch", CHOOSE_REMEDY),
+    ".pth": ("a checkpoint of PyTorch", CHOOSE_REMEDY),
 }
 
 # Encodings that a text may have instead of UTF-8. Its reader must choose: a wrong one may well
@@ -143,8 +145,8 @@ def detect_binary(path: Path, head: bytes) -> tuple[str, str] | None:
         if not head.startswith(signature):
             continue
         suffix = path.suffix.lower()
-        if kind == "a ZIP archive" and suffix in ZIPPED_DOCUMENTS:
-            return ZIPPED_DOCUMENTS[suffix]
+        if kind == "a ZIP archive" and suffix in ZIPPED_FILES:
+            return ZIPPED_FILES[suffix]
         return kind, remedy
     if b"\0" in head and not head.startswith(UTF16_BOMS):
         return "binary data", CHOOSE_REMEDY
@@ -412,10 +414,10 @@ def _get_document(place: str, record: dict[str, Any], key: str, errors: str) -> 
 def _make_missing_error(place: str, record: dict[str, Any], key: str, also: str = "") -> DataError:
     """Make the error for a record that lacks the field of the text."""
     names = ", ".join(map(str, record)) or "none"
-    return DataError(
-        f"{place}: no field {key!r} (it has: {names}); choose one with --set data.text_key=KEY"
-        f"{also}"
-    )
+    remedy = f"choose one with --set data.text_key=KEY{also}"
+    if {"instruction", "output"} <= record.keys():
+        remedy = "write them as messages, as docs/training.md shows under Conversations"
+    return DataError(f"{place}: no field {key!r} (it has: {names}); {remedy}")
 
 
 def _check_text(place: str, key: str, text: Any, errors: str) -> str:

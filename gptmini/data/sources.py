@@ -37,6 +37,7 @@ from gptmini.data.formats import (
     read_documents,
     warn_once,
 )
+from gptmini.data.numbers import holds_numbers
 from gptmini.errors import DataError
 from gptmini.tokenizer.chunks import TEXT_BLOCK_SIZE, TextChunk, count_utf8_bytes, find_boundary
 
@@ -101,7 +102,7 @@ class Source:
                 if file.kind == "text" and (has_returns or file.compression):
                     # The same bytes gave other tokens when CR was kept.
                     hashed.update(b"line feeds")
-                    if not file.compression:
+                    if not file.compression and _detect_binary_file(file) is None:
                         converted.append(file.path)
                 is_plain = file.kind == "text" and file.errors == "strict" and not file.compression
                 is_verbatim = is_verbatim and is_plain and not (has_returns or has_mark)
@@ -405,6 +406,9 @@ def _skip_binary_files(path: str, files: list[File]) -> list[File]:
     if len(binary) == len(files):
         raise DataError(f"{path}: no text files found, only {names}; give a folder that has some")
     warn_once(f"{path}: files that are not text are skipped: {names}")
+    numbers = [file.path for file in binary if holds_numbers(file.path)]
+    if numbers:
+        warn_once(f"{numbers[0]}: token numbers are read where the file is named, not its folder")
     return [file for file in files if file not in binary]
 
 

@@ -4,6 +4,6 @@ Read sampler.py first, the loop from one token to the next; then filters.py (log
 texts.py (one text as it grows) and engine.py (the model with its KV cache). run.py ties a model to
 its tokenizer, chat.py keeps a conversation within its context, and prompts_file.py reads many
 prompts. score.py says how likely a text is, and attention_maps.py what the model looks at.
-snapshot.py notices that a model was changed. The others make it faster and change nothing but
+fingerprint.py notices that a model was changed. The others make it faster and change nothing but
 rounding: ranking.py and speculative.py, native/ (the forward pass in C++) and gpu/.
 """

@@ -31,12 +31,12 @@ from gptmini.copies.index import TextIndex, open_index
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
+from gptmini.generate.fingerprint import Fingerprint
 from gptmini.generate.native import engine as native
 from gptmini.generate.native import precision
 from gptmini.generate.native.build import build_library
 from gptmini.generate.native.engine import NativeEngine
 from gptmini.generate.sampler import check_overflow, sample_tokens
-from gptmini.generate.snapshot import Snapshot
 from gptmini.generate.speculative import DraftModel, PromptLookup, sample_speculatively
 from gptmini.generate.texts import (
     Generation,
@@ -68,7 +68,7 @@ _indexing = threading.Lock()  # apart, as it may take a minute
 class _Prepared:
     """What was made of a model to generate with it; made anew once the model has changed."""
 
-    snapshot: Snapshot
+    fingerprint: Fingerprint
     library: ctypes.CDLL | None  # the compiled step; None where torch generates
     model: GPT  # as the engine runs it
     # The weights in the layout of the compiled step, shared by all engines.
@@ -443,11 +443,11 @@ class Run:
     def _prepare(self) -> _Prepared:
         """Prepare to generate with the model as it is now, unless that has been done."""
         with _preparing:
-            if self._prepared is None or not self._prepared.snapshot.matches(self._model):
+            if self._prepared is None or not self._prepared.fingerprint.matches(self._model):
                 self._prepared = None
                 library = native.load_library(self._model, self.weights, self._cache)
                 model = self._convert_for_torch() if library is None else self._model
-                self._prepared = _Prepared(Snapshot(self._model), library, model)
+                self._prepared = _Prepared(Fingerprint(self._model), library, model)
             return self._prepared
 
     def _convert_for_torch(self) -> GPT:

@@ -15,7 +15,7 @@ from gptmini.errors import ConfigError
 from gptmini.model.gpt import GPT
 
 
-def get_learning_rate(config: TrainConfig, step: int) -> float:
+def compute_learning_rate(config: TrainConfig, step: int) -> float:
     """Warm up linearly, stay at lr, then decay to min_lr: a warmup-stable-decay schedule.
 
     The decay is linear or a cosine, over the last `cooldown` of the steps. Until it begins, the

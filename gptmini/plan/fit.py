@@ -25,9 +25,9 @@ from gptmini.machine import (
 from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters
+from gptmini.plan.cuda_graph import create_loss
 from gptmini.plan.estimates import Estimates, get_estimates
 from gptmini.plan.memory import Memory, estimate_memory
-from gptmini.plan.recorded import create_loss
 
 # Layers of the model that is timed in place of a deeper one.
 PROXY_LAYERS = 3

@@ -165,17 +165,23 @@ class ForeignTokenizer(Tokenizer):
         return ForeignTokenizer.from_dict, (self.to_dict() | self.chat_settings(),)
 
 
+def import_library() -> type["Library"]:
+    """Import the class of the library; MachineError if it is not installed."""
+    try:
+        from tokenizers import Tokenizer as Library  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise make_missing_package_error("imported models", "tokenizers", "hub") from None
+    return Library
+
+
 def load_library(file: str) -> "Library":
     """Let the library read a tokenizer.json; ValueError if it cannot.
 
     MachineError if it is not installed.
     """
+    library_class = import_library()
     try:
-        from tokenizers import Tokenizer as Library  # noqa: PLC0415 - an extra
-    except ImportError:
-        raise make_missing_package_error("imported models", "tokenizers", "hub") from None
-    try:
-        library = Library.from_str(file)
+        library = library_class.from_str(file)
     except Exception as error:  # the library raises no narrower one
         raise ValueError(shorten(str(error), 120)) from None
     library.encode_special_tokens = True  # as text

@@ -4,14 +4,18 @@ import torch
 
 from gptmini import machine
 from gptmini.console import show_elapsed
-from gptmini.distributed.checkpoints import CheckpointStore, ShardedCheckpoints, WholeCheckpoints
+from gptmini.distributed.checkpoint_store import (
+    CheckpointStore,
+    ShardedCheckpoints,
+    WholeCheckpoints,
+)
 from gptmini.distributed.placement import Placement, Replicated
 from gptmini.errors import ConfigError
 from gptmini.generate.texts import build_token_bias
 from gptmini.model.optim import Optimizer
+from gptmini.plan.cuda_graph import Loss, create_loss
 from gptmini.plan.fit import compile_blocks
 from gptmini.plan.plan import Plan
-from gptmini.plan.recorded import Loss, create_loss
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches, GivenBatches, seed_from

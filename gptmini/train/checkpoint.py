@@ -3,7 +3,7 @@
 A run exists once its configuration is written. Weights that are not drawn from the seed must be
 saved before that: a run without a checkpoint begins from random weights.
 
-How ranks share the work is the business of `training.checkpoints` (distributed/checkpoints.py).
+How ranks share the work is for distributed/checkpoint_store.py to know.
 """
 
 from dataclasses import asdict, fields

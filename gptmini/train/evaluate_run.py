@@ -2,6 +2,9 @@
 
 import lzma
 import math
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +23,10 @@ from gptmini.train.batches import iter_validation_batches
 from gptmini.train.evaluate import Evaluation, evaluate
 
 Split = Literal["validation", "test"]
-MAX_XZ_BYTES = 5_000_000  # of the text to train on; it takes about 5 seconds a million
-MAX_XZ_TOKENS = MAX_XZ_BYTES  # a token has a byte at least
+MAX_COMPRESSED_BYTES = 5_000_000  # of the text to train on; xz takes a second for each million
+MAX_COMPRESSED_TOKENS = MAX_COMPRESSED_BYTES  # a token has a byte at least
+PPMD_ORDERS = (6, 32)  # bytes of context: best for prose, and for texts that repeat themselves
+PPMD_MEMORY = 1 << 28
 
 
 def evaluate_text(
@@ -86,20 +91,40 @@ def get_held_out(corpus: Corpus, split: Split) -> list[TokenFile]:
     return corpus.test if split == "test" else corpus.validation
 
 
-def measure_xz(corpus: Corpus, split: Split = "validation") -> float | None:
-    """Measure the bits per byte of xz on a held-out part, once it has read the training part.
+def measure_compressors(corpus: Corpus, split: Split = "validation") -> dict[str, float]:
+    """Measure the bits per byte of compressors on a held-out part, after the training part.
 
-    A scale for a model's own figure: it shows how much of the part repeats what was trained on.
-    None where xz would take long.
+    They are a scale for a model's own figure: they show how much of the part repeats what was
+    trained on. xz is there always, PPMd where pyppmd is installed; neither where it would take
+    long.
     """
-    if sum(map(len, corpus.training)) > MAX_XZ_TOKENS:
-        return None
+    if sum(map(len, corpus.training)) > MAX_COMPRESSED_TOKENS:
+        return {}
     training = read_bytes(corpus.training, corpus.tokenizer)
     held_out = read_bytes(get_held_out(corpus, split), corpus.tokenizer)
-    if len(training) > MAX_XZ_BYTES or not held_out:
-        return None
-    sizes = [len(lzma.compress(text, preset=9)) for text in (training, training + held_out)]
-    return 8 * (sizes[1] - sizes[0]) / len(held_out)
+    if len(training) > MAX_COMPRESSED_BYTES or not held_out:
+        return {}
+    compressors = {"xz": lambda text: len(lzma.compress(text, preset=9))} | _list_ppmd()
+    figures: dict[str, float] = {}
+    for label, measure_size in compressors.items():
+        added = measure_size(training + held_out) - measure_size(training)
+        name, _, _ = label.partition(" ")
+        figures[name] = min(figures.get(name, math.inf), 8 * added / len(held_out))
+    return figures
+
+
+def _list_ppmd() -> dict[str, Callable[[bytes], int]]:
+    """List what measures the size of a text by PPMd, for each order; nothing without pyppmd."""
+    try:
+        ppmd = import_module("pyppmd")
+    except ImportError:
+        return {}
+
+    def measure_size(text: bytes, order: int) -> int:
+        encoder = ppmd.Ppmd7Encoder(order, PPMD_MEMORY)
+        return len(encoder.encode(text)) + len(encoder.flush())
+
+    return {f"PPMd {order}": partial(measure_size, order=order) for order in PPMD_ORDERS}
 
 
 def read_bytes(files: list[TokenFile], tokenizer: Tokenizer) -> bytes:

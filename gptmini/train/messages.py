@@ -5,7 +5,7 @@ import statistics
 
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.console import format_bytes, format_count, format_duration, say_header, warn
-from gptmini.model.optim import get_cooldown_steps, get_learning_rate
+from gptmini.model.optim import compute_learning_rate, get_cooldown_steps
 from gptmini.plan import cost
 from gptmini.plan.memory import Memory, approximate_memory
 from gptmini.plan.plan import Plan
@@ -233,8 +233,8 @@ def say_if_rate_rises(existing: Config, config: Config, step: int) -> None:
     steps = config.train.steps
     if step == 0 or steps <= steps_before or step < config.train.warmup_steps:
         return
-    before = get_learning_rate(existing.train, step - 1)
-    now = get_learning_rate(config.train, step)
+    before = compute_learning_rate(existing.train, step - 1)
+    now = compute_learning_rate(config.train, step)
     if now > before:
         say_header(
             f"  rate      rises again, from {before:.1e} to {now:.1e}: it is cooled down over the "

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.data.token_file import Corpus
-from gptmini.distributed.checkpoints import CheckpointStore
+from gptmini.distributed.checkpoint_store import CheckpointStore
 from gptmini.distributed.gradients import Gradients
 from gptmini.distributed.group import Group
 from gptmini.distributed.placement import Placement
 from gptmini.machine import Compute
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import Optimizer, get_learning_rate
+from gptmini.model.optim import Optimizer, compute_learning_rate
+from gptmini.plan.cuda_graph import Loss
 from gptmini.plan.recipe import TextSize
-from gptmini.plan.recorded import Loss
 from gptmini.runs.directory import RunDirectory
 from gptmini.runs.progress import Progress
 from gptmini.train.batches import Batches
@@ -89,7 +89,7 @@ class Training:
         if self.own.schedule is not None:
             rate = self.own.schedule(self.step)
         else:
-            rate = get_learning_rate(self.config.train, self.step)
+            rate = compute_learning_rate(self.config.train, self.step)
         return rate * self.progress.lr_scale
 
     @property

@@ -115,6 +115,13 @@ _LLAMA_TENSORS = {
     "head": "lm_head",
 }
 _STARCODER2_TENSORS = _LLAMA_TENSORS | {"up_proj": "c_fc", "down_proj": "c_proj"}
+_PHI3_TENSORS = _LLAMA_TENSORS | {
+    "q_proj": "qkv_proj",  # q, k and v are one matrix, and so are gate and up
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 _GPT2_TENSORS = {
     "embed": "transformer.wte",
     "positions": "transformer.wpe",
@@ -154,6 +161,10 @@ _GPT2_KEYS = {
 }
 
 _GATED_ACTIVATIONS = {"silu": "swiglu"}
+_PHI3_CODE = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
 
 ARCHITECTURES = {
     "qwen2": Architecture(
@@ -207,6 +218,16 @@ ARCHITECTURES = {
             "bias": (False,),
             "attention.qkv_bias": (None, False),
         },
+    ),
+    "phi3": Architecture(
+        hf_class="Phi3ForCausalLM",
+        tensor_names=_PHI3_TENSORS,
+        config_keys=_LLAMA_KEYS,
+        activation_key="hidden_act",
+        activations=_GATED_ACTIVATIONS,
+        required_settings=None,
+        # The code of their own that these models name is in transformers since.
+        supported_values={"auto_map": (None, _PHI3_CODE)},
     ),
     "starcoder2": Architecture(
         hf_class="Starcoder2ForCausalLM",
@@ -283,19 +304,23 @@ def hf_name(model_type: str, name: str) -> str:
     return ".".join(tensor_names.get(part, part) for part in name.split("."))
 
 
-def from_hf(model_type: str, name: str, tensor: Tensor) -> Tensor:
+def from_hf(model_type: str, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     """Return our tensor `name`, given theirs that holds it.
 
-    GPT-2 stores the matrices of its blocks transposed, and q, k and v as one.
+    GPT-2 stores the matrices of its blocks transposed, and q, k and v as one; Phi-3 these, and
+    gate and up. A matrix of another size gives a tensor of another shape.
     """
-    if model_type != "gpt2" or not name.startswith("blocks."):
+    if model_type not in ("gpt2", "phi3") or not name.startswith("blocks."):
         return tensor
-    if tensor.ndim == 2:
+    if model_type == "gpt2" and tensor.ndim == 2:
         tensor = tensor.mT
+    q_end = config.n_head * config.head_dim
+    k_end = q_end + config.n_kv_head * config.head_dim
+    rows = {"q_proj": slice(q_end), "k_proj": slice(q_end, k_end), "v_proj": slice(k_end, None)}
+    if model_type == "phi3":
+        rows |= {"gate_proj": slice(config.d_ff), "up_proj": slice(config.d_ff, None)}
     module = name.split(".")[-2]
-    if module in ("q_proj", "k_proj", "v_proj"):
-        return tensor.chunk(3)["qkv".index(module[0])]
-    return tensor
+    return tensor[rows[module]] if module in rows else tensor
 
 
 def to_hf(model_type: str, config: ModelConfig, weights: Tensors) -> Tensors:
@@ -487,7 +512,7 @@ def _convert_settings(hf_config: dict[str, Any], model_type: str, where: Path) -
     defaults: dict[str, Any] = {
         "layer_norm_epsilon": 1e-5,
         "norm_epsilon": 1e-5,
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": 1e-5 if model_type == "phi3" else 1e-6,
         "tie_word_embeddings": model_type in ("gpt2", "starcoder2"),
     }
     given = {key: value for key, value in hf_config.items() if value is not None}
@@ -569,7 +594,7 @@ def _read_rope_number(scaling: dict[str, Any], key: str, where: Path) -> float:
 
 def _convert_window(hf_config: dict[str, Any], model_type: str, where: Path) -> dict[str, Any]:
     """Return their windows as ours: in every layer, or in all but every n-th."""
-    default_window = None if model_type == "starcoder2" else 4096
+    default_window = None if model_type in ("starcoder2", "phi3") else 4096
     window = hf_config.get("sliding_window", default_window)
     if model_type == "llama" or window is None:
         return {}

@@ -72,8 +72,8 @@ class Export:
     """A finished export and its proof.
 
     `difference` is how far its logits are from the run's, the largest of which is `scale`;
-    `rounding` is how far they move by rounding weights to a narrower type. `generated_by` is the
-    program that generated with it, if that is installed.
+    `rounding` is how far they move by rounding weights to a narrower type. `chats` says whether it
+    has a chat template. `generated_by` is the program that generated with it, if that is installed.
     """
 
     path: Path
@@ -82,6 +82,7 @@ class Export:
     rounding: float
     scale: float
     tokens: int
+    chats: bool
     generated_by: str | None
 
 
@@ -139,7 +140,8 @@ def export_run(
             difference += check_logits(out, expected, wide)
             generated_by = generate_by_llama_cpp(out, partial, config, rounded, tokens)
     scale = float(expected.abs().max())
-    return Export(out, model_type, difference, rounding, scale, tokens.numel(), generated_by)
+    chats = run.tokenizer.chat_template is not None
+    return Export(out, model_type, difference, rounding, scale, tokens.numel(), chats, generated_by)
 
 
 def check_tokens(out: Path, tokenizer: Tokenizer, read_back: Tokenizer) -> None:

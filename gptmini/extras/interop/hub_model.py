@@ -13,13 +13,17 @@ from pathlib import Path
 from gptmini import hub
 from gptmini.console import say
 from gptmini.errors import CheckpointError, shorten
+from gptmini.extras.interop.gguf import import_gguf
 from gptmini.extras.interop.huggingface import (
     INDEX_FILE,
     PICKLE_SUFFIXES,
     WEIGHTS_FILE,
+    check_tokenizer_file,
     list_weight_files,
+    read_settings,
 )
 from gptmini.hub import Snapshot
+from gptmini.tokenizer.foreign import import_library
 
 NAME = re.compile(
     rf"(?P<name>{hub.OWNER_AND_NAME})(@(?P<revision>{hub.REVISION}))?(/(?P<file>.+\.gguf))?",
@@ -84,17 +88,22 @@ def fetch_model(model: ModelName) -> tuple[ModelName, Path]:
     Returns its name with the commit as the revision, and its folder in the cache or its GGUF file.
 
     Raises CheckpointError for one that does not exist, may not be read or has no weights that can
-    be imported, MachineError for trouble with the network or the disk.
+    be imported, MachineError for trouble with the network or the disk and for a package that is
+    missing. What cannot be imported is refused before its weights are downloaded, if that is known.
     """
+    import_library()
     snapshot = hub.open_snapshot("model", model.name, model.revision)
     say(f"{hub.PREFIX}{model.name}: revision {snapshot.commit}")
     gguf_file = _choose_gguf_file(model, snapshot)
     fetched = replace(model, revision=snapshot.commit, file=gguf_file)
     if gguf_file is not None:
+        import_gguf("GGUF files")
         (path,) = hub.download(snapshot, [gguf_file])
         return fetched, path
     settings = [name for name in (*SETTINGS_FILES, INDEX_FILE) if name in snapshot.files]
     hub.download(snapshot, settings)
+    read_settings(snapshot.folder)
+    check_tokenizer_file(snapshot.folder)
     weights = list_weight_files(snapshot.folder)
     missing = [name for name in weights if name not in snapshot.files]
     if missing:

@@ -53,11 +53,7 @@ def read_model(folder: Path, context_length: int | None = None) -> tuple[ModelCo
 
     The weights are read when they are asked for, one after the other.
     """
-    config_file = folder / "config.json"
-    hf_config = _read_json(
-        config_file, "give a folder in Hugging Face's format, or OWNER/NAME on the Hub"
-    )
-    config = architectures.from_hf_config(hf_config, config_file, context_length)
+    hf_config, config = read_settings(folder, context_length)
     stored = _find_tensors(folder)
     output_biases = [tensor for name, tensor in stored.items() if name.endswith("o_proj.bias")]
     if not config.bias and any(tensor.read().any() for tensor in output_biases):
@@ -67,14 +63,33 @@ def read_model(folder: Path, context_length: int | None = None) -> tuple[ModelCo
     return config, _convert_weights(stored, names, hf_config, config, folder)
 
 
-def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer, with the tokens that end a text and the chat template."""
+def read_settings(
+    folder: Path, context_length: int | None = None
+) -> tuple[dict[str, Any], ModelConfig]:
+    """Return a folder's config.json and the settings in it; CheckpointError if one is not ours."""
+    config_file = folder / "config.json"
+    if not config_file.exists():
+        _refuse_pickles(folder)
+    hf_config = _read_json(
+        config_file, "give a folder in Hugging Face's format, or OWNER/NAME on the Hub"
+    )
+    return hf_config, architectures.from_hf_config(hf_config, config_file, context_length)
+
+
+def check_tokenizer_file(folder: Path) -> Path:
+    """Return the tokenizer's file; DataError if it is missing."""
     file = folder / "tokenizer.json"
     if not file.exists():
         raise DataError(
             f"{file}: missing; write it with transformers' "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
+    return file
+
+
+def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer, with the tokens that end a text and the chat template."""
+    file = check_tokenizer_file(folder)
     check_no_lfs_pointer(file)
     hf_config = _read_optional_json(folder / "config.json")
     template_tokens = _read_template_tokens(folder)
@@ -224,13 +239,23 @@ def list_weight_files(folder: Path) -> list[str]:
                 )
         return sorted(set(names))
     if not (folder / WEIGHTS_FILE).exists():
-        pickle_files = [file for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES]
-        if pickle_files:
-            raise CheckpointError(
-                f"{min(pickle_files)}: a pickle, which could run code; convert it with "
-                f"transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            )
+        _refuse_pickles(folder)
     return [WEIGHTS_FILE]
+
+
+def _refuse_pickles(path: Path) -> None:
+    """Raise CheckpointError for a file that is a pickle, or a folder that has some."""
+    candidates = path.iterdir() if path.is_dir() else [path]
+    pickles = [file for file in candidates if file.suffix in PICKLE_SUFFIXES and file.is_file()]
+    if not pickles:
+        return
+    remedy = (
+        "convert it with transformers' AutoModelForCausalLM.from_pretrained(...)"
+        ".save_pretrained(...)"
+    )
+    if min(pickles).suffix != ".bin":  # of nanoGPT, litgpt and others
+        remedy = "write it with transformers' save_pretrained, as docs/coming-from.md shows"
+    raise CheckpointError(f"{min(pickles)}: a pickle, which could run code; {remedy}")
 
 
 def _match_names(
@@ -278,7 +303,8 @@ def _convert_weights(
         if their_name is None:
             yield name, torch.zeros(meta.shape)
             continue
-        tensor = architectures.from_hf(hf_config["model_type"], name, stored[their_name].read())
+        stored_tensor = stored[their_name].read()
+        tensor = architectures.from_hf(hf_config["model_type"], config, name, stored_tensor)
         if name == "positions.weight":
             tensor = tensor[: len(meta)]  # the context may be shorter than theirs
         yield name, architectures.check_tensor(tensor, meta, f"{folder}: tensor {their_name}")

@@ -1,12 +1,14 @@
 """`gptmini evaluate`: its figures, its options, its refusals."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gptmini.runs.directory import RunDirectory
+from gptmini.train import evaluate_run
 from tests.support import SMALL
 
 TRAIN = ["train", "--data", "text.txt", *SMALL]
@@ -29,25 +31,32 @@ def test_evaluate_prints_the_figures_of_its_json_and_the_same_every_time(trained
     assert rows["bits per byte"] == f"{facts['bits_per_byte']:.4f}"
     assert rows["text"] == f"{facts['tokens']:,} tokens, {facts['bytes']:,} bytes"
     assert 0 < facts["accuracy"] < 1
-    assert rows["xz"].startswith(f"{facts['xz_bits_per_byte']:.4f}")
+    assert list(facts["compressors"]) == ["xz", "PPMd"]
+    for name, figure in facts["compressors"].items():
+        assert rows[name].startswith(f"{figure:.4f}")
 
 
-def test_xz_is_a_scale_for_the_held_out_text(gptmini, tmp_path):
-    """Of a text that repeats what was trained on it needs next to nothing, of noise all bits."""
+def test_compressors_are_a_scale_for_the_held_out_text(gptmini, tmp_path, monkeypatch):
+    """Text that repeats what was trained on costs them next to nothing, noise all of its bits."""
     noise = np.random.default_rng(0).integers(0, 2**32, 4000)
     repeated = "".join(f"{number:08x}\n" for number in noise[:1000])
     (tmp_path / "noise.txt").write_text("".join(f"{number:08x}\n" for number in noise))
     (tmp_path / "repeated.txt").write_text(repeated * 4)
 
-    def measure(name: str) -> float | None:
-        words = ["--data", f"{name}.txt", *SMALL, "--out", f"runs/{name}"]
-        assert gptmini("train", *words)[0] == 0
-        return json.loads(gptmini("evaluate", f"runs/{name}", "--json")[1])["xz_bits_per_byte"]
+    def measure(*words: str) -> dict[str, float]:
+        return json.loads(gptmini("evaluate", *words, "--json")[1])["compressors"]
 
-    assert measure("repeated") < 0.1
-    assert 8 * 4 / 9 < measure("noise") < 5  # four bits a digit, nine bytes a line
-    words = ["evaluate", "runs/noise", "--data", "repeated.txt", "--json"]
-    assert json.loads(gptmini(*words)[1])["xz_bits_per_byte"] is None  # no text of its own
+    for name in ("noise", "repeated"):
+        assert gptmini("train", "--data", f"{name}.txt", *SMALL, "--out", f"runs/{name}")[0] == 0
+    assert max(measure("runs/repeated").values()) < 0.1
+    noise_figures = measure("runs/noise")
+    for figure in noise_figures.values():
+        assert 8 * 4 / 9 < figure < 5  # four bits a digit, nine bytes a line
+    assert measure("runs/noise", "--data", "repeated.txt") == {}  # no text of its own
+    monkeypatch.setitem(sys.modules, "pyppmd", None)  # not installed
+    assert measure("runs/noise") == {"xz": noise_figures["xz"]}
+    monkeypatch.setattr(evaluate_run, "MAX_COMPRESSED_BYTES", 1)
+    assert measure("runs/noise") == {}
 
 
 def test_evaluate_says_how_far_to_trust_its_interval(trained):

@@ -24,7 +24,8 @@ LITGPT = """
 save_interval log_interval global_batch_size micro_batch_size lr_warmup_steps lr_warmup_fraction
 epochs max_tokens max_steps max_time max_seq_length tie_embeddings max_norm min_lr interval
 max_new_tokens max_iters initial_validation final_validation model_name out_dir precision
-initial_checkpoint_dir resume devices num_nodes tokenizer_dir logger_name seed
+initial_checkpoint_dir checkpoint_dir resume devices num_nodes tokenizer_dir logger_name seed
+json_path train_data_path
 """
 
 

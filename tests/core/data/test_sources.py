@@ -94,7 +94,7 @@ def test_a_loop_of_links_ends(folder: Path):
 
 def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
     (folder / "cover.jpg").write_bytes(b"\xff\xd8\xff\xe0")
-    (folder / "sub" / "x.bin").write_bytes(b"a\0")
+    (folder / "sub" / "x.dat").write_bytes(b"a\0")
     for path, expected in [("", ["a", "b", "c", "d"]), ("/*", ["a", "b"])]:
         assert texts(f"{folder}{path}") == expected
         more = "" if path else " and 1 more"
@@ -111,6 +111,13 @@ def test_files_that_are_not_text_are_skipped_in_folders(folder: Path, capsys):
     (folder / "sub" / "utf16.txt").write_text("text", "utf-16")
     with pytest.raises(DataError, match=r"utf16.txt: UTF-16, not UTF-8; .*iconv"):
         texts(str(folder))
+
+
+def test_token_numbers_in_a_folder_are_skipped_with_a_hint(folder: Path, capsys):
+    (folder / "meta.pkl").write_bytes(b"\x80\4\0")
+    (folder / "train.bin").write_bytes(b"a\0")
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    assert f"{folder}/train.bin: token numbers" in capsys.readouterr().err
 
 
 def test_html_is_read_with_a_warning(folder: Path, capsys):
@@ -143,6 +150,8 @@ def test_carriage_returns_change_the_digest_and_are_announced(folder: Path, caps
     assert capsys.readouterr().err == (
         f"{folder}/a.txt: Windows line ends (CR LF) are read as LF\n"
     )
+    digest(b"PK\3\4\r\n")  # no text, which the reader will say
+    assert capsys.readouterr().err == ""
 
 
 def test_unusable_paths_are_reported(tmp_path: Path, folder: Path):

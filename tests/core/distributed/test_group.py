@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptmini.distributed.checkpoints import WholeCheckpoints
+from gptmini.distributed.checkpoint_store import WholeCheckpoints
 from gptmini.distributed.gradients import ExactGradients, FastGradients, Gradients
 from gptmini.distributed.group import Group, RemoteFailure
 from gptmini.distributed.placement import Replicated

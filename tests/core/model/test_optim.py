@@ -9,7 +9,7 @@ from gptmini.model.gpt import GPT
 from gptmini.model.optim import (
     Muon,
     Optimizer,
-    get_learning_rate,
+    compute_learning_rate,
     iterate_newton_schulz,
     orthogonalize,
 )
@@ -17,7 +17,7 @@ from gptmini.model.optim import (
 
 def rates(**settings) -> list[float]:
     config = TrainConfig.model_validate({"lr": 1.0, "min_lr": 0.1} | settings)
-    return [get_learning_rate(config, step) for step in range(config.steps)]
+    return [compute_learning_rate(config, step) for step in range(config.steps)]
 
 
 def test_linear_cooldown_after_a_plateau():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.data.corpus import prepare_corpus
-from gptmini.model.optim import get_learning_rate
+from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import cost, estimates, minutes, recipe
 from gptmini.plan.fit import Machine, StepTime
 from gptmini.plan.recipe import (
@@ -462,4 +462,4 @@ def test_no_step_made_depends_on_the_new_number(
     found = minutes.compute_steps_for_minutes(Config(train=settings), (0, 0.0), now, 0.0, held_out)
     changed = settings.model_copy(update={"steps": found})
     for made in range(step):
-        assert get_learning_rate(changed, made) == get_learning_rate(settings, made)
+        assert compute_learning_rate(changed, made) == compute_learning_rate(settings, made)

@@ -18,7 +18,7 @@ from gptmini.errors import CheckpointError, ConfigError, DataError, DivergedErro
 from gptmini.generate.run import Run
 from gptmini.machine import catch_signals, pick_device
 from gptmini.model.gpt import GPT
-from gptmini.model.optim import get_learning_rate
+from gptmini.model.optim import compute_learning_rate
 from gptmini.plan import recipe
 from gptmini.plan.reconcile import check_same_settings
 from gptmini.plan.settle import make_plan
@@ -267,8 +267,8 @@ def test_a_learning_rate_that_rises_again_is_explained(train, config, capsys):
     assert "  rate  " not in capsys.readouterr().err
     train(config.with_train(steps=9))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "  rate  " in line]
-    before = get_learning_rate(config.with_train(steps=6).train, 5)
-    now = get_learning_rate(config.with_train(steps=9).train, 6)
+    before = compute_learning_rate(config.with_train(steps=6).train, 5)
+    now = compute_learning_rate(config.with_train(steps=9).train, 6)
     assert f"rises again, from {before:.1e} to {now:.1e}: it is cooled down over the last" in line
     assert line.endswith("of 9 steps, no longer of 6")
     logged = [line["lr"] for line in metrics(train(config.with_train(steps=9)))]

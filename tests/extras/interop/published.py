@@ -494,6 +494,39 @@ MISTRAL_7B_03 = MISTRAL_7B_01 | {
     "transformers_version": "4.42.0.dev0",
     "vocab_size": 32768,
 }
+PHI3_MINI_4K = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.2",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
 STARCODER2_3B = {
     "architectures": ["Starcoder2ForCausalLM"],
     "attention_dropout": 0.1,
@@ -582,7 +615,7 @@ MODELS = {
     "Llama-3.2-1B": Published(
         LLAMA_32_1B, 1_235_814_400, size(32, 96, 4, 2, head_dim=8, **TINY_LLAMA3), LLAMA3_TOKENIZER
     ),
-    # These two have SentencePiece tokenizers, which are refused; here they get one that is not.
+    # These have SentencePiece tokenizers; here they get another.
     "TinyLlama": Published(TINYLLAMA, 1_100_048_384, size(32, 88, 8, 1, **ENDS), GPT2_TOKENIZER),
     "Mistral-7B-v0.1": Published(
         MISTRAL_7B_01,
@@ -593,6 +626,13 @@ MODELS = {
     ),
     "Mistral-7B-v0.3": Published(
         MISTRAL_7B_03, 7_248_023_552, size(32, 112, 4, 2, **ENDS), GPT2_TOKENIZER, n_shards=3
+    ),
+    "Phi-3-mini-4k": Published(
+        PHI3_MINI_4K,
+        3_821_079_552,
+        size(32, 88, 4, 2, sliding_window=9, pad_token_id=0, **ENDS),
+        GPT2_TOKENIZER,
+        n_shards=2,
     ),
     "StarCoder2-3B": Published(
         STARCODER2_3B, 3_030_371_328, size(48, 192, 6, 2, sliding_window=9), STARCODER2_TOKENIZER

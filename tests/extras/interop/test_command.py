@@ -15,7 +15,7 @@ from gptmini.extras.interop import export as exporting
 from gptmini.extras.interop import import_model as importing
 from gptmini.model.gpt import GPT
 from gptmini.runs.directory import RunDirectory
-from tests.samples import run_of
+from tests.samples import CHAT_TOKENIZER, run_of
 from tests.support import TINY
 
 
@@ -53,11 +53,13 @@ def test_gguf_comes_with_the_lines_to_run_it(gptmini, tmp_path):
     code, out, err = gptmini("export", "runs/my", "--to", "gguf")
     assert (code, out) == (0, "runs/my-f16.gguf\n")
     assert "proof: rounding to f16 changes logits by at most" in err
-    assert "llama-cli -m runs/my-f16.gguf -no-cnv -p TEXT" in err
+    assert "llama-completion -m runs/my-f16.gguf -p TEXT" in err
     assert "echo 'FROM ./my-f16.gguf' > runs/Modelfile && ollama create my -f" in err
     _, _, err = gptmini("export", "runs/my", "--to", "gguf", "--out", "it's.gguf")
     (line,) = [line for line in err.splitlines() if "ollama" in line]
     assert shlex.split(line)[1:4] == ["echo", "FROM ./it's.gguf", ">"]
+    run_of(tmp_path / "runs" / "chat", CHAT_TOKENIZER)
+    assert "llama-cli -m runs/chat-f16.gguf" in gptmini("export", "runs/chat", "--to", "gguf")[2]
 
 
 def test_wrong_usage_is_named(gptmini, tmp_path, monkeypatch):
@@ -127,7 +129,7 @@ def test_each_option_reaches_the_export(gptmini, monkeypatch, words, out, to, we
 
     def note(*arguments: Any) -> exporting.Export:
         exported.append(arguments)
-        return exporting.Export(Path("unused"), "llama", 0.25, 0.5, 2.0, 1234, "a program")
+        return exporting.Export(Path("unused"), "llama", 0.25, 0.5, 2.0, 1234, False, "a program")
 
     monkeypatch.setattr(exporting, "export_run", note)
     code, printed, err = gptmini("export", "my.0 2", *words)

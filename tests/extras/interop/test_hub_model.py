@@ -370,6 +370,28 @@ def test_without_the_package_the_extra_is_named(gptmini, monkeypatch):
     expect_one_line(gptmini("import", NAME), 5, "huggingface_hub")
 
 
+def test_what_cannot_be_imported_is_refused_before_its_weights_come(
+    gptmini, local_hub, published, monkeypatch
+):
+    def refuse(code: int, named: str, files: dict[str, bytes]) -> None:
+        local_hub.add(NAME, files)
+        found, _, err = gptmini("import", NAME)
+        assert found == code
+        assert named in err.splitlines()[-1]
+        assert not any(line.endswith(("safetensors", "gguf")) for line in local_hub.requests)
+
+    refuse(4, "gemma", published | {"config.json": b'{"model_type": "gemma"}'})
+    without = {name: file for name, file in published.items() if name != "tokenizer.json"}
+    refuse(3, "tokenizer.json", without)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "gguf", None)
+        refuse(5, "[gguf]", {"a.gguf": b"x"})
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    local_hub.requests.clear()
+    refuse(5, "[hub]", published)
+    assert not local_hub.requests
+
+
 def test_an_existing_run_is_refused_before_the_download(gptmini, local_hub, published):
     local_hub.add(NAME, published)
     Path("runs/Tiny-1M").mkdir(parents=True)

@@ -65,6 +65,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama with biases in the MLP alone": ("Llama", {"mlp_bias": True}),
     "Mistral": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
+    "Phi-3": ("Phi3", {"pad_token_id": 0, "num_key_value_heads": 4}),
+    "Phi-3 with windows": ("Phi3", {"pad_token_id": 0, "sliding_window": 9, "rms_norm_eps": 1e-3}),
     "StarCoder2": ("Starcoder2", {"sliding_window": 9}),
     "StarCoder2 without biases": ("Starcoder2", {"use_bias": False}),
 }
@@ -420,6 +422,11 @@ def pickled_shards(folder: Path) -> None:
     (folder / "pytorch_model.bin.index.json").write_text("{}")
 
 
+def of_nanogpt(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "ckpt.pt")
+    (folder / "config.json").unlink()
+
+
 def without_decoder(folder: Path) -> None:
     data = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(data | {"decoder": None}))
@@ -497,6 +504,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokens without a decoder": (without_decoder, "it has no decoder"),
     "a pickle": (pickled, "pytorch_model.bin: a pickle, which could run code; convert it"),
     "shards of a pickle": (pickled_shards, "pytorch_model-1-of-2.bin: a pickle, which could run"),
+    "a checkpoint of nanoGPT": (of_nanogpt, "ckpt.pt: a pickle, which could run code; "),
     "a pointer": (
         lambda f: (f / "model.safetensors").write_text(POINTER),
         "model.safetensors: a Git LFS pointer, not the file itself; fetch that with: git lfs pull",
@@ -617,6 +625,7 @@ def test_windows_in_layers_that_we_do_not_have_are_refused(tmp_path):
         ("qwen2", WINDOW | {"num_hidden_layers": 28}, {"attention.window": None}),
         ("qwen3", WINDOW | {"max_window_layers": 0}, {"attention.window": 9, "head_dim": 128}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {"attention.window": 4096}),
+        ("phi3", {}, {"attention.window": None, "norm_eps": 1e-5, "rope_theta": 1e4}),
         ("llama", {}, {"norm_eps": 1e-6, "rope_theta": 1e4, "tie_embeddings": False}),
     ],
 )

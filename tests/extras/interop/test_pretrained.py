@@ -56,6 +56,18 @@ def test_a_folder_and_a_file_are_imported(gptmini, tmp_path):
         assert (Path("runs") / where / "config.yaml").exists()
 
 
+def test_a_checkpoint_of_nanogpt_or_litgpt_is_refused_by_its_name(gptmini, tmp_path):
+    for name in ("out/ckpt.pt", "checkpoints/Owner/Tiny/lit_model.pth"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"PK\3\4")
+        for source in (name, str(Path(name).parent)):
+            for words in (("import", source), ("generate", source, *WORDS)):
+                code, _, err = gptmini(*words)
+                assert code == 4
+                assert f"{name}: a pickle" in err
+
+
 def test_another_run_of_that_name_is_not_taken(gptmini, tmp_path, local_hub, published):
     local_hub.add("Owner/Tiny", published)
     run_of(tmp_path / "runs" / "Tiny")

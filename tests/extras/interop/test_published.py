@@ -23,6 +23,7 @@ from tests.extras.interop.published import (
     MODELS,
     N_TOKENS,
     N_WORDS,
+    PHI3_MINI_4K,
     QWEN3_06B,
     REMOVED,
     TINY_SCALING,
@@ -235,6 +236,9 @@ REFUSED: dict[str, tuple[JsonObject, JsonObject, str]] = {
     "YaRN": (QWEN3_06B, {"rope_scaling": YARN}, "rope_scaling: 'yarn' is not supported"),
     "LongRoPE": (LLAMA_32_1B, {"rope_scaling": LONGROPE}, "rope_scaling: 'longrope' is not"),
     "multimodal": (QWEN3_06B, {"rope_scaling": {"type": "mrope"}}, "rope_scaling: 'mrope' is not"),
+    "Phi-3.5": (PHI3_MINI_4K, {"rope_scaling": LONGROPE}, "rope_scaling: 'longrope' is not"),
+    "Phi-4-mini": (PHI3_MINI_4K, {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
+    "code of its own": (PHI3_MINI_4K, {"auto_map": {"AutoModel": "x.Y"}}, "auto_map: .* is not"),
     "in transformers 5": (QWEN3_06B, {"rope_parameters": YARN}, "rope_scaling: 'yarn' is not"),
     "part of a head": (LLAMA_32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
     "chunks": (

@@ -1,7 +1,7 @@
 """Notice that a model was changed since something was made from its weights.
 
 PyTorch counts changes of a tensor, but not all: fused optimizers and what is written through
-`.data` leave the count as it is. So a snapshot also holds a few values of every tensor.
+`.data` leave the count as it is. So a fingerprint also holds a few values of every tensor.
 """
 
 import operator
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 N_VALUES = 16
 
 
-class Snapshot:
+class Fingerprint:
     """What a model consisted of at some time.
 
     It sees every change but those of few elements that are written through `.data` or NumPy. It

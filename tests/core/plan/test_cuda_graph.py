@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gptmini.model.gpt import GPT
-from gptmini.plan import recorded
-from gptmini.plan.recorded import WARM_UP_PASSES, RecordedLoss, create_loss
+from gptmini.plan import cuda_graph
+from gptmini.plan.cuda_graph import WARM_UP_PASSES, RecordedLoss, create_loss
 from tests.support import tiny
 
 N_TOKENS = 50
@@ -45,7 +45,7 @@ def made(**settings: Any) -> GPT:
     return GPT(config.model).train()
 
 
-def update(model: GPT, compute_loss: recorded.Loss, lengths: tuple[int, ...]) -> list[Tensor]:
+def update(model: GPT, compute_loss: cuda_graph.Loss, lengths: tuple[int, ...]) -> list[Tensor]:
     """Add the gradients of micro-batches up; return their losses, and then the gradients."""
     losses = []
     for number, length in enumerate(lengths):
@@ -60,7 +60,7 @@ def update(model: GPT, compute_loss: recorded.Loss, lengths: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("lengths", [(9,) * 5, (9, 9, 9, 5, 9)], ids=["equal", "one is shorter"])
 def test_losses_and_gradients_have_the_bits_of_the_model(lengths, monkeypatch):
-    monkeypatch.setattr(recorded, "_Recording", MadeAgain)
+    monkeypatch.setattr(cuda_graph, "_Recording", MadeAgain)
     MadeAgain.made = 0
     plain = made()
     expected = update(plain, plain, lengths)
@@ -71,7 +71,7 @@ def test_losses_and_gradients_have_the_bits_of_the_model(lengths, monkeypatch):
 
 
 def test_weights_that_are_frozen_stay_without_gradients(monkeypatch):
-    monkeypatch.setattr(recorded, "_Recording", MadeAgain)
+    monkeypatch.setattr(cuda_graph, "_Recording", MadeAgain)
     model = made()
     model.embed.requires_grad_(False)
     update(model, RecordedLoss(model), (9,) * 4)
@@ -90,8 +90,8 @@ def test_where_nothing_can_be_recorded_there_is_one_warning_and_the_same_loss(ca
 
 
 def test_nothing_is_recorded_where_memory_is_short(monkeypatch, capsys):
-    monkeypatch.setattr(recorded, "_Recording", MadeAgain)
-    monkeypatch.setattr(recorded.machine, "get_total_memory", lambda _: 1)
+    monkeypatch.setattr(cuda_graph, "_Recording", MadeAgain)
+    monkeypatch.setattr(cuda_graph.machine, "get_total_memory", lambda _: 1)
     MadeAgain.made = 0
     model = made()
     update(model, RecordedLoss(model), (9,) * (WARM_UP_PASSES + 2))
