@@ -27,8 +27,9 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 class Copy:
     """A stretch of a text, from the character `start` up to `end`, that the training text has.
 
-    Where that has it first, its words begin in `line` of `file`, which is the line or row of the record in a file of
-    records, and None in token files; and in the n-th `document`. All of these count from 1.
+    Where that has it first, its words begin in `line` of `file`, which is the line or row of the
+    record in a file of records, and None in token files; and in the n-th `document`. All of these
+    count from 1.
     """
 
     start: int
