@@ -51,6 +51,7 @@ def build_served_page(run: Run, needs_key: bool, max_tokens: int) -> ServedPage:
         "chat": run.tokenizer.chat_template is not None,
         "max_tokens": max_tokens,
         "is_small": is_small,
+        "sources": run.corpus != "",  # none of a model that was not trained here
         "size": None,  # bytes of the weights, if they can be fetched
     }
     if is_small and not needs_key:
