@@ -44,20 +44,20 @@ def serve(
     from gptmini.generate.run import load_run
 
     key = _read_key()
-    listening = server.listen(host, port)
-    trained = load_run(path, device, weights, cache)
-    if show_sources:
-        trained.find_sources("")  # refuses now, and indexes the text before there are requests
-    limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows, sources=show_sources)
-    hosts = server.list_host_names(listening)
-    app = server.Server(trained, limits, key, hosts, _build_page(trained, bool(key), limits))
-    name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets
-    url = f"http://{name}:{listening.getsockname()[1]}"
-    with suppress(OSError):  # a log on a full disk stops no server
-        say(f"{path}, step {trained.step}: {url}; the API is {url}/v1; Ctrl-C stops")
-        if hosts is None and not key:
-            warn(f"anyone who can reach {host} can use this; set GPTMINI_API_KEY")
-    server.serve(app, listening)
+    with server.listen(host, port) as listening:
+        trained = load_run(path, device, weights, cache)
+        if show_sources:
+            trained.find_sources("")  # refuses now, and indexes the text before there are requests
+        limits = Limits(max_rows=max_rows, max_waiting=8 * max_rows, sources=show_sources)
+        hosts = server.list_host_names(listening)
+        app = server.Server(trained, limits, key, hosts, _build_page(trained, bool(key), limits))
+        name = f"[{host}]" if ":" in host else host  # an IPv6 address stands in brackets
+        url = f"http://{name}:{listening.getsockname()[1]}"
+        with suppress(OSError):  # a log on a full disk stops no server
+            say(f"{path}, step {trained.step}: {url}; the API is {url}/v1; Ctrl-C stops")
+            if hosts is None and not key:
+                warn(f"anyone who can reach {host} can use this; set GPTMINI_API_KEY")
+        server.serve(app, listening)
 
 
 def _build_page(run: "Run", needs_key: bool, limits: "Limits") -> "ServedPage | None":
@@ -66,7 +66,7 @@ def _build_page(run: "Run", needs_key: bool, limits: "Limits") -> "ServedPage | 
         from gptmini.extras.page.served import build_served_page
     except ModuleNotFoundError:
         return None
-    return build_served_page(run, needs_key, limits.max_tokens)
+    return build_served_page(run, needs_key, limits.max_tokens, limits.sources)
 
 
 def _read_key() -> str:

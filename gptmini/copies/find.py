@@ -4,7 +4,7 @@ A copy is a stretch of at least SHORTEST_COPY characters that cannot be made lon
 overlap, as two that stand in different files, but none lies within another.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,8 +27,9 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 class Copy:
     """A stretch of a text, from the character `start` up to `end`, that the training text has.
 
-    There its words begin in `line` of `file`, which is the line or row of the record in a file of
-    records, and None in token files; and in the n-th `document`. All of these count from 1.
+    Where that has it first, its words begin in `line` of `file`, which is the line or row of the
+    record in a file of records, and None in token files; and in the n-th `document`. All of these
+    count from 1.
     """
 
     start: int
@@ -109,9 +110,10 @@ def find_sources(
     """
     spans = find_matches(index, prompt + text, shortest)
     copies: list[Copy] = []
-    for start, end, position in spans:
+    for start, end in spans:
         if end <= len(prompt):
             continue
+        position = find_first(index, (prompt + text)[start:end].encode())
         begin = max(0, start - len(prompt))
         words = text[begin : end - len(prompt)]
         # A copy that begins with line breaks is looked up where its words begin.
@@ -123,10 +125,10 @@ def find_sources(
     return Sources(len(text), copies)
 
 
-def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, int, int]]:
+def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, int]]:
     """Find the longest stretches of a text that the index has, with none within another.
 
-    Returns for each its first character, the one behind its last, and where it begins in the index.
+    Returns for each its first character and the one behind its last.
     """
     try:
         encoded = text.encode()
@@ -138,7 +140,7 @@ def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, 
     characters = np.cumsum(begins_character) - 1
     (bounds,) = begins_character[: len(encoded) + 1].nonzero()
     starts = bounds[:-1]
-    lengths, positions = match(index, query, starts)
+    lengths = match(index, query, starts)
     ends = starts + lengths
     lasts = characters[ends]
     # Copies are among those that reach further than any match before, and are long enough.
@@ -146,32 +148,44 @@ def find_matches(index: TextIndex, text: str, shortest: int) -> list[tuple[int, 
     (likely,) = (reaches_further & (lasts - np.arange(len(starts)) >= shortest)).nonzero()
     is_long = lengths >= MEASURED_BYTES
 
-    def follow(n: int) -> tuple[int, int]:
-        """Return the character behind the match from the n-th, and where the match begins."""
-        length, position = _follow(index, query[bounds[n] :])
-        return int(characters[bounds[n] + length]), position
+    def follow(n: int) -> int:
+        """Return the character behind the match from the n-th."""
+        return int(characters[bounds[n] + _follow(index, query[bounds[n] :])])
 
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int]] = []
     for first in likely.tolist():
         if found and lasts[first] <= found[-1][1]:
             continue  # it lies within one that was followed to its end
-        begin, last, position = first, int(lasts[first]), int(positions[first])
+        begin, last = first, int(lasts[first])
         if is_long[first]:
-            last, position = follow(first)
+            last = follow(first)
         if found and (is_long[first] or is_long[found[-1][0]]):
             # An earlier long match may reach further than the copy before, too. As matches from
             # later characters never end earlier, the first that does can be searched for.
             earlier = range(found[-1][0] + 1, first)
-            number = bisect_right(earlier, found[-1][1], key=lambda n: follow(n)[0])
+            number = bisect_right(earlier, found[-1][1], key=follow)
             if number < len(earlier) and is_long[earlier[number]]:
                 begin = earlier[number]
-                last, position = follow(begin)
-        found.append((begin, last, position))
+                last = follow(begin)
+        found.append((begin, last))
     return found
 
 
-def match(index: TextIndex, query: Bytes, starts: Numbers) -> tuple[Numbers, Numbers]:
-    """Return how many bytes from each start (S,) of a query the index has, and where, (S,) each.
+def find_first(index: TextIndex, copied: bytes) -> int:
+    """Return where the index has first what it has somewhere."""
+
+    def read(n: int) -> bytes:
+        begin = int(index.order[n])
+        return index.text[begin : begin + len(copied)].tobytes()
+
+    numbers = range(len(index.order))
+    low = bisect_left(numbers, copied, key=read)
+    high = bisect_right(numbers, copied, lo=low, key=read)
+    return int(index.order[low:high].min())
+
+
+def match(index: TextIndex, query: Bytes, starts: Numbers) -> Numbers:
+    """Return how many bytes from each start (S,) of a query the index has, (S,).
 
     The query ends in PADDING bytes that no text has. A binary search for all starts at once; what
     a suffix shares with both ends of a range, it shares with all between (Manber and Myers 1993).
@@ -181,9 +195,8 @@ def match(index: TextIndex, query: Bytes, starts: Numbers) -> tuple[Numbers, Num
     query_blocks = windows(query, COMPARED_BYTES)
     low = np.zeros(len(starts), np.int64)
     high = np.full(len(starts), len(index.order), np.int64)
-    # What is shared with the suffix below the range and above it, and where these begin.
+    # What is shared with the suffix below the range and above it.
     shared = np.zeros((2, len(starts)), np.int64)
-    positions = np.zeros((2, len(starts)), np.int64)
     (open_starts,) = (low < high).nonzero()
     while len(open_starts):
         middle = (low[open_starts] + high[open_starts]) // 2
@@ -204,36 +217,31 @@ def match(index: TextIndex, query: Bytes, starts: Numbers) -> tuple[Numbers, Num
             left = left[is_same & (equal[left] < MEASURED_BYTES)]
         side = is_above.astype(np.int64)
         shared[side, open_starts] = equal
-        positions[side, open_starts] = suffixes
         low[open_starts] = np.where(is_above, low[open_starts], middle + 1)
         high[open_starts] = np.where(is_above, middle, high[open_starts])
         open_starts = open_starts[low[open_starts] < high[open_starts]]
-    best = shared.argmax(axis=0)
-    columns = np.arange(len(starts))
-    return shared[best, columns], positions[best, columns]
+    return shared.max(axis=0)
 
 
-def _follow(index: TextIndex, query: Bytes) -> tuple[int, int]:
-    """Return how many bytes from the beginning of a query the index has, however many, and where.
+def _follow(index: TextIndex, query: Bytes) -> int:
+    """Return how many bytes from the beginning of a query the index has, however many.
 
     The query ends as in `match`.
     """
     low, high = 0, len(index.order)
     shared = [0, 0]
-    best = (0, 0)
     while low < high:
         middle = (low + high) // 2
         suffix = int(index.order[middle])
         equal = min(shared)
         equal += _count_equal(query[equal:], index.text[suffix + equal :])
-        best = max(best, (equal, suffix))
         is_above = bool(index.text[suffix + equal] > query[equal])
         shared[is_above] = equal
         if is_above:
             high = middle
         else:
             low = middle + 1
-    return best
+    return max(shared)
 
 
 def _count_equal(one: Bytes, other: Bytes) -> int:

@@ -62,7 +62,7 @@ def measure_overlap(index: TextIndex, held_out: Iterable[Piece]) -> Overlap:
     n_characters = n_copied = n_repeated = documents = documents_repeated = 0
     for texts in _group_texts(held_out):
         joined = BETWEEN_DOCUMENTS.join(texts)
-        spans = [span[:2] for span in find_matches(index, joined, SHORTEST_COPY)]
+        spans = find_matches(index, joined, SHORTEST_COPY)
         long = [span for span in spans if span[1] - span[0] >= REPEATED_CHARACTERS]
         n_copied += int(_cover(spans, len(joined)).sum())
         covered = _cover(long, len(joined))

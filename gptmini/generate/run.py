@@ -293,12 +293,16 @@ class Run:
         DataError if the training text is gone or has changed, for a run that was not trained here,
         and for a text that is not valid Unicode.
         """
+        return find_sources(self.open_index(), text, prompt)
+
+    def open_index(self) -> TextIndex:
+        """Open the index of the training text, or make it; DataError as `find_sources` does."""
         with _indexing:
             if self._index is None:
                 self._index = open_index(
                     self.path, self.config, self.tokenizer, self.corpus, self._cache
                 )
-        return find_sources(self._index, text, prompt)
+        return self._index
 
     def create_text(
         self,

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from gptmini import files
+from gptmini.console import format_bytes
+from gptmini.copies.index import PADDING, TextIndex
 from gptmini.errors import CheckpointError, ConfigError, DataError
 from gptmini.extras.page.simplify import simplify_tokenizer
 from gptmini.generate.native.precision import quantize
@@ -35,11 +37,13 @@ PAGE_SCRIPTS = (  # in this order
     "draw.js",
     "views.js",
     "sections.js",
+    "sources.js",
     "ask.js",
     "remote.js",
     "page.js",
 )
 MAX_PAGE_BYTES = 30_000_000  # browsers open pages of this size without a pause
+MAX_SOURCES_BYTES = 2_000_000  # of a training text; a browser searches it in 30 ms
 MAX_CHECKPOINT_BYTES = 3_000_000  # of all earlier checkpoints together
 PRECISIONS = ("bfloat16", "int8")  # of matrices, the better first; everything else is float32
 
@@ -60,16 +64,18 @@ class ExportedPage(NamedTuple):
 
 
 def export_page(
-    run: Run, out: Path, precision: str | None = None, prompt: str = ""
+    run: Run, out: Path, precision: str | None = None, prompt: str = "", sources: bool = False
 ) -> ExportedPage:
     """Write a run as a page, which opens on a prompt or writes a text itself.
 
-    `precision` is chosen by size if not given. Raises ConfigError for a model that is too large,
-    DataError for a tokenizer that the page cannot run.
+    `precision` is chosen by size if not given. With `sources` the page holds the training text, to
+    say where a text comes from. Raises ConfigError for a model or text that is too large, DataError
+    for a tokenizer that the page cannot run, and for a training text that is gone.
     """
+    index = run.open_index() if sources else None
     precision = precision or choose_precision(run)
     checkpoints = read_checkpoints(run)
-    page = build_page(run, precision, checkpoints, prompt)
+    page = build_page(run, precision, checkpoints, prompt, index=index)
     files.atomic_write_bytes(out, page)
     return ExportedPage(len(page), precision, list(checkpoints))
 
@@ -92,11 +98,13 @@ def build_page(
     checkpoints: Mapping[int, EncodedWeights] | None = None,
     prompt: str = "",
     server: dict[str, Any] | None = None,
+    index: TextIndex | None = None,
 ) -> bytes:
     """Build the page of a run; it opens on a prompt.
 
     `checkpoints` are earlier ones of the same run, by step; `server` is what page.js has to know of
-    the server that gives the page, see served.py.
+    the server that gives the page, see served.py; `index` has the training text, if the page is to
+    hold it.
     """
     tokenizer = get_page_tokenizer(run.tokenizer)
     if estimate_size(run, precision) > MAX_PAGE_BYTES:
@@ -111,6 +119,15 @@ def build_page(
     data["checkpoints"] = [
         {"step": step, "tensors": each.tensors} for step, each in checkpoints.items()
     ]
+    if index is not None:
+        text = index.text[:-PADDING].tobytes()
+        if len(text) > MAX_SOURCES_BYTES:
+            raise ConfigError(
+                f"{run.path}: its training text has {format_bytes(len(text))}, and a page holds "
+                f"{format_bytes(MAX_SOURCES_BYTES)}; leave --sources out, or use gptmini serve"
+            )
+        blobs["sources-text"] = base64.b64encode(text).decode()
+        data["sources"] = {"files": index.names, "pieces": index.pieces.tolist()}
     return render_page(data, blobs)
 
 
@@ -126,6 +143,7 @@ def build_data(run: Run, precision: str, tokenizer: Tokenizer | None) -> dict[st
         "precision": precision,
         "tensors": list_tensors(run.tensors, precision),
         "checkpoints": [],
+        "sources": None,
     }
 
 

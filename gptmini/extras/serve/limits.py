@@ -12,6 +12,7 @@ class Limits:
     max_tokens: int = 4096  # of a text
     max_values: int = 1 << 18  # tokens and log-probabilities in the response to a request
     sources: bool = False  # whether a request may ask where in the training text its texts stand
+    max_searched: int = 10_000  # characters of a text whose sources are asked for
     max_body_bytes: int = 1 << 20
     read_seconds: int = 20  # for the body of a request, and between requests
     request_seconds: float = 600  # from the request's first line to the response's last

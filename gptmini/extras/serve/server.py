@@ -106,6 +106,7 @@ class Server:
             Route("/", self._send_page),
             Route("/page.json", guard(self._send_page_data)),
             Route("/weights", guard(self._send_weights)),
+            Route("/sources", guard(self._find_sources), methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", guard(self._metrics)),
             Route("/v1/models", guard(self._models)),
@@ -158,6 +159,7 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
+        self._finding = asyncio.Lock()  # one at a time, as the first may index a text for a minute
         self._scheduler.start()
         yield
         # In a thread, as it waits for the scheduler's present step.
@@ -217,6 +219,22 @@ class Server:
         pieces = self._page.weights()
         return self._send_pieces(pieces, self._page.size, "application/octet-stream", headers)
 
+    async def _find_sources(self, request: Request) -> Response:
+        """Find where a text comes from that the page shows."""
+        if not self.limits.sources:
+            raise HTTPException(404, "sources: not shown; start gptmini serve with --sources")
+        text = _parse_object(await self._read_in_time(request)).get("text")
+        if not isinstance(text, str):
+            raise HTTPException(400, "text: must be text")
+        if len(text) > self.limits.max_searched:
+            most = f"{self.limits.max_searched:,}"
+            raise HTTPException(413, f"text: over {most} characters; shorten it")
+        async with self._finding:
+            found = await run_in_threadpool(self._run.find_sources, text)
+        # In ASCII, as the names of files may be any bytes.
+        headers = {"Cache-Control": "no-store"}
+        return Response(json.dumps(found.to_dict()), media_type="application/json", headers=headers)
+
     def _send_pieces(
         self, content: Iterable[memoryview], size: int, media_type: str, headers: dict[str, str]
     ) -> Response:
@@ -255,12 +273,7 @@ class Server:
     async def _answer(self, request: Request, kind: type[Completion]) -> Response:
         """Answer a request for a completion of a kind, once its texts are under way."""
         deadline = self._loop.time() + self.limits.request_seconds
-        read_seconds = min(self.limits.read_seconds, self.limits.request_seconds)
-        try:
-            async with asyncio.timeout(read_seconds):
-                body = await self._read_body(request)
-        except TimeoutError:
-            raise HTTPException(408, "body: did not arrive in time; send it faster") from None
+        body = await self._read_in_time(request)
         # In a thread, as splitting a long prompt into tokens takes a while.
         completion = await run_in_threadpool(self._prepare, body, kind)
         if not self._scheduler.submit(completion.requests):
@@ -268,6 +281,14 @@ class Server:
         self._prompt_tokens.inc(completion.prompt_tokens)
         stream = self._stream_events(completion, deadline)
         return _CompletionResponse(completion, stream, deadline)
+
+    async def _read_in_time(self, request: Request) -> bytes:
+        """Read the body before a deadline of its own."""
+        try:
+            async with asyncio.timeout(min(self.limits.read_seconds, self.limits.request_seconds)):
+                return await self._read_body(request)
+        except TimeoutError:
+            raise HTTPException(408, "body: did not arrive in time; send it faster") from None
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, whatever its Content-Type."""
@@ -285,12 +306,7 @@ class Server:
         return bytes(body)
 
     def _prepare(self, body: bytes, kind: type[Completion]) -> Completion:
-        try:
-            data = json.loads(body.decode())
-        except (ValueError, RecursionError) as error:
-            raise HTTPException(400, f"body: not valid JSON ({str(error)[:80]})") from None
-        if not isinstance(data, dict):
-            raise HTTPException(400, "body: must be a JSON object")
+        data = _parse_object(body)
         if b"\\u" in body:  # only an escape can spell half of a character
             _check_unicode(data)
         try:
@@ -460,6 +476,16 @@ class _CompletionResponse(_TimedResponse):
 
 def _format_event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"body: not valid JSON ({str(error)[:80]})") from None
+    if not isinstance(data, dict):
+        raise HTTPException(400, "body: must be a JSON object")
+    return data
 
 
 def _parse_host(header: str) -> str | None:
