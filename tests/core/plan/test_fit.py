@@ -207,7 +207,7 @@ def test_a_proxy_is_as_large_as_its_device_needs(micro_batch_size, tokens_on_cpu
 def test_the_peak_of_an_accelerator_is_not_that_of_timing(monkeypatch, text_file, tmp_path):
     """When memory is given back, compiled models, which are in reference cycles, are gone."""
     monkeypatch.setattr(fit, "has_compiler", lambda: True)
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     models: list[weakref.ref[GPT]] = []
     made = fit.GPT
 
