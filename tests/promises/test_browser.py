@@ -88,7 +88,7 @@ def plotted(gptmini, text_file: Path) -> Path:
 
 def test_a_plot_shows_curves_of_each_run(visit, plotted):
     tab = visit(plotted / "plot.html")
-    assert tab.locator(".charts svg").count() == 4
+    assert tab.locator(".charts svg").count() == 5
     assert "runs/a, validation" in tab.locator(".charts svg").first.get_attribute("aria-label")
 
 
