@@ -14,7 +14,7 @@ from gptmini.copies.index import PADDING, TextIndex
 from gptmini.copies.suffixes import Bytes
 from gptmini.errors import DataError
 
-SHORTEST_COPY = 20  # characters; two English texts of 100 MB share hardly any longer by chance
+SHORTEST_COPY = 20  # characters; few as long are chance (scripts/LOG.md, 2026-11-27)
 # Bytes to which all matches are measured; the few longer ones are then followed to their end.
 # Without a limit a long text of one character would take the square of its length.
 MEASURED_BYTES = 1024
@@ -105,8 +105,8 @@ def find_sources(
 ) -> Sources:
     """Find the copies of a text that continues a prompt.
 
-    The prompt counts only to recognize a copy that goes on behind it. A copy is on whole
-    characters. DataError for a text that is not valid Unicode.
+    The prompt is searched only to see a copy that begins in it and goes on in the text. A copy is
+    on whole characters. DataError for a text that is not valid Unicode.
     """
     spans = find_matches(index, prompt + text, shortest)
     copies: list[Copy] = []

@@ -101,7 +101,9 @@ def write_index(index: TextIndex, path: Path) -> None:
     """Write an index; the file appears when it is complete."""
     sizes = {"text": index.text.nbytes, "order": len(index.order), "pieces": len(index.pieces)}
     header = json.dumps({"magic": MAGIC, "names": index.names, **sizes}).encode()
-    header += b" " * (-(len(header) + 1) % 64) + b"\n"
+    n_spaces = -(len(header) + 1) % 64
+    header += b" " * n_spaces
+    header += b"\n"
     arrays = [index.text, index.order.astype("<i4"), index.pieces.astype("<i8")]
     parts: list[bytes | memoryview] = [header, *(array.data for array in arrays)]
     digest = hashlib.sha256()

@@ -21,8 +21,8 @@ from gptmini.model.gpt import GPT
 from gptmini.model.optim import Optimizer
 from gptmini.plan.cost import count_parameters_by_part
 
-# There torch keeps freed blocks, and a recording (recorded.py) gradients of its own: 12.8 GB for a
-# step of GPT-2 whose tensors take 11.6 (scripts/LOG.md, 2026-11-26). Compiled steps need less.
+# There torch keeps freed blocks, and a recording (cuda_graph.py) gradients of its own: 12.8 GB for
+# a step of GPT-2 whose tensors take 11.6 (scripts/LOG.md, 2026-11-26). Compiled steps need less.
 KEPT_ON_ACCELERATORS = 1.12
 
 

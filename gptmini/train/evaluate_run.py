@@ -104,27 +104,30 @@ def measure_compressors(corpus: Corpus, split: Split = "validation") -> dict[str
     held_out = read_bytes(get_held_out(corpus, split), corpus.tokenizer)
     if len(training) > MAX_COMPRESSED_BYTES or not held_out:
         return {}
-    compressors = {"xz": lambda text: len(lzma.compress(text, preset=9))} | _list_ppmd()
-    figures: dict[str, float] = {}
-    for label, measure_size in compressors.items():
-        added = measure_size(training + held_out) - measure_size(training)
-        name, _, _ = label.partition(" ")
-        figures[name] = min(figures.get(name, math.inf), 8 * added / len(held_out))
+    figures = {}
+    for name, measures in (("xz", [_measure_xz]), ("PPMd", _list_ppmd())):
+        if measures:
+            added = min(measure(training + held_out) - measure(training) for measure in measures)
+            figures[name] = 8 * added / len(held_out)
     return figures
 
 
-def _list_ppmd() -> dict[str, Callable[[bytes], int]]:
+def _measure_xz(text: bytes) -> int:
+    return len(lzma.compress(text, preset=9))
+
+
+def _list_ppmd() -> list[Callable[[bytes], int]]:
     """List what measures the size of a text by PPMd, for each order; nothing without pyppmd."""
     try:
         ppmd = import_module("pyppmd")
     except ImportError:
-        return {}
+        return []
 
     def measure_size(text: bytes, order: int) -> int:
         encoder = ppmd.Ppmd7Encoder(order, PPMD_MEMORY)
         return len(encoder.encode(text)) + len(encoder.flush())
 
-    return {f"PPMd {order}": partial(measure_size, order=order) for order in PPMD_ORDERS}
+    return [partial(measure_size, order=order) for order in PPMD_ORDERS]
 
 
 def read_bytes(files: list[TokenFile], tokenizer: Tokenizer) -> bytes:

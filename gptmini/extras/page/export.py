@@ -124,7 +124,8 @@ def build_page(
         if len(text) > MAX_SOURCES_BYTES:
             raise ConfigError(
                 f"{run.path}: its training text has {format_bytes(len(text))}, and a page holds "
-                f"{format_bytes(MAX_SOURCES_BYTES)}; leave --sources out, or use gptmini serve"
+                f"{format_bytes(MAX_SOURCES_BYTES)}; leave --sources out, or use gptmini serve "
+                f"--sources"
             )
         blobs["sources-text"] = base64.b64encode(text).decode()
         data["sources"] = {"files": index.names, "pieces": index.pieces.tolist()}

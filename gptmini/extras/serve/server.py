@@ -459,19 +459,24 @@ class _CompletionResponse(_TimedResponse):
         collected: list[TokenEvents] = [[] for _ in self._completion.requests]
         async for index, events in self._stream:
             collected[index] += events
-        build_choice = self._completion.build_choice
-        choices = [build_choice(index, events) for index, events in enumerate(collected)]
+        choices = [await self._build_choice(*each) for each in enumerate(collected)]
         yield json.dumps(self._completion.build_response(choices))
 
     async def _format_events(self) -> AsyncIterator[str]:
         """Yield server-sent events, one for each token that adds something."""
         async for index, events in self._stream:
-            choice = self._completion.build_choice(index, events)
+            choice = await self._build_choice(index, events)
             if self._completion.adds_something(choice):
                 yield _format_event(self._completion.build_response([choice], usage=False))
         if self._completion.include_usage:
             yield _format_event(self._completion.build_response([]))
         yield "data: [DONE]\n\n"
+
+    async def _build_choice(self, index: int, events: TokenEvents) -> dict[str, Any]:
+        """Build a choice; that of a text's end in a thread, as its sources may be searched for."""
+        if events[-1].finish_reason is None:
+            return self._completion.build_choice(index, events)
+        return await run_in_threadpool(self._completion.build_choice, index, events)
 
 
 def _format_event(data: dict[str, Any]) -> str:
