@@ -116,9 +116,13 @@ def train(
 
 
 def _show_sample(run: "Run", plan: "Plan", end: float) -> None:
-    """Print what the model writes until a moment of `time.perf_counter`, and how much it copied."""
+    """Print what the model writes until a moment of `time.perf_counter`, and how much it copied.
+
+    What compressors make of the held-out text is a scale for the model's own bits per byte.
+    """
     from gptmini.console import say, stream_to_stdout
     from gptmini.copies.index import QUICK_TEXT_BYTES
+    from gptmini.train.evaluate_run import measure_compressors
 
     corpus = plan.corpus
     question = corpus.read_question() if corpus.has_ignored else []
@@ -129,9 +133,13 @@ def _show_sample(run: "Run", plan: "Plan", end: float) -> None:
     written: list[str] = []
     texts = (characters for _, characters in run.start([question]))
     stream_to_stdout(chain([shown], _keep(_take_until(end, texts), written), ["\n"]))
-    if sum(file.text_bytes for file in corpus.training) <= QUICK_TEXT_BYTES:
-        with suppress(DataError):  # standard input, or a text that has changed meanwhile
-            say(f"\n{run.find_sources(''.join(written)).describe()}")
+    if sum(file.text_bytes for file in corpus.training) > QUICK_TEXT_BYTES:
+        return
+    with suppress(DataError):  # standard input, or a text that has changed meanwhile
+        say(f"\n{run.find_sources(''.join(written)).describe()}")
+    figures = [f"{name} {figure:.3f}" for name, figure in measure_compressors(corpus).items()]
+    if figures:
+        say(f"bits/byte of compressors that have read the same text: {', '.join(figures)}")
 
 
 def _keep(texts: Iterable[str], kept: list[str]) -> Iterator[str]:

@@ -22,6 +22,7 @@ def test_train_then_generate(gptmini, text_file: Path):
     assert code == 0, err
     assert out  # the sample
     assert "runs/text" in err
+    assert re.search(r"(?m)^bits/byte of compressors .* xz \d\.\d{3}", err)
     assert re.search(r"(?s)step 4/4 100%  loss \d.*step 4/4 100%  val \d.*bits/byte", err)
     assert "\r" not in err  # no progress bar where nobody looks
     code, out, err = gptmini("generate", "--prompt", "The ", "--max-new-tokens", "5")
