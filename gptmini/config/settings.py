@@ -255,7 +255,7 @@ class TrainConfig(Section):
     """Recompute blocks in the backward pass: less memory, more time."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Equal bits when a run is repeated or resumed on a GPU, as always on a CPU; auto: on NVIDIA's
-    GPUs, where it costs a few percent."""
+    GPUs, where it costs some speed."""
     compile: OnOrOff = "auto"
     """Use torch.compile; auto: if there is a C++ compiler and a measurement shows that it pays."""
     patience: Count | None = 5
