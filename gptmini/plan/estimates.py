@@ -13,12 +13,14 @@ import torch
 class CandidateModel(NamedTuple):
     """A model to choose.
 
+    batch_tokens: those of a step, in rows of its context unless others are stated.
     min_tokens_per_weight: what it must see for each weight of its blocks to beat the next smaller.
     """
 
     n_layer: int
     width: int
-    batch_size: int
+    context_length: int
+    batch_tokens: int
     min_tokens_per_weight: float
 
 
@@ -49,28 +51,29 @@ class Estimates:
     many_epochs: tuple[CandidateModel, ...]
 
 
-# Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md, 2026-11-25).
+# Text read once or twice: two layers are enough, as they can copy (scripts/LOG.md, 2026-11-25),
+# and a longer context gives them more to copy (scripts/LOG.md, 2026-11-27).
 CPU_FEW_EPOCHS = (
-    CandidateModel(2, 128, 8, 2.0),
-    CandidateModel(2, 192, 16, 2.0),
-    CandidateModel(2, 256, 16, 2.0),
-    CandidateModel(2, 384, 16, 2.0),
-    CandidateModel(4, 384, 16, 2.0),  # from here on not measured
-    CandidateModel(6, 384, 16, 2.0),
-    CandidateModel(8, 512, 32, 2.0),
-    CandidateModel(12, 768, 64, 2.0),
+    CandidateModel(2, 128, 512, 2048, 2.0),
+    CandidateModel(2, 192, 512, 4096, 2.0),
+    CandidateModel(2, 256, 512, 4096, 2.0),
+    CandidateModel(2, 384, 512, 4096, 2.0),
+    CandidateModel(4, 384, 512, 4096, 2.0),  # from here on not measured
+    CandidateModel(6, 384, 512, 4096, 2.0),
+    CandidateModel(8, 512, 512, 8192, 2.0),
+    CandidateModel(12, 768, 512, 16_384, 2.0),
 )
 
 # Text read often: more weights are better than more epochs (scripts/LOG.md, 2026-11-25).
 CPU_MANY_EPOCHS = (
-    CandidateModel(2, 128, 8, 0.7),
-    CandidateModel(2, 192, 16, 1.0),
-    CandidateModel(4, 192, 16, 0.7),
-    CandidateModel(4, 256, 16, 0.7),
-    CandidateModel(6, 256, 16, 0.7),
-    CandidateModel(6, 384, 16, 0.7),
-    CandidateModel(8, 512, 32, 0.7),
-    CandidateModel(12, 768, 64, 0.7),
+    CandidateModel(2, 128, 256, 2048, 0.7),
+    CandidateModel(2, 192, 256, 4096, 1.0),
+    CandidateModel(4, 192, 256, 4096, 0.7),
+    CandidateModel(4, 256, 256, 4096, 0.7),
+    CandidateModel(6, 256, 256, 4096, 0.7),
+    CandidateModel(6, 384, 256, 4096, 0.7),
+    CandidateModel(8, 512, 256, 8192, 0.7),
+    CandidateModel(12, 768, 256, 16_384, 0.7),
 )
 
 CPU = Estimates(
@@ -87,14 +90,14 @@ CPU = Estimates(
 )
 
 ACCELERATOR_MODELS = (
-    CandidateModel(2, 128, 16, 1.8),
-    CandidateModel(4, 192, 16, 1.8),
-    CandidateModel(4, 256, 32, 1.8),
-    CandidateModel(6, 384, 32, 1.8),
-    CandidateModel(8, 512, 64, 1.8),
-    CandidateModel(12, 768, 64, 1.8),
-    CandidateModel(16, 1024, 128, 1.8),
-    CandidateModel(24, 1024, 128, 1.8),
+    CandidateModel(2, 128, 256, 4096, 1.8),
+    CandidateModel(4, 192, 256, 4096, 1.8),
+    CandidateModel(4, 256, 256, 8192, 1.8),
+    CandidateModel(6, 384, 256, 8192, 1.8),
+    CandidateModel(8, 512, 256, 16_384, 1.8),
+    CandidateModel(12, 768, 256, 16_384, 1.8),
+    CandidateModel(16, 1024, 256, 32_768, 1.8),
+    CandidateModel(24, 1024, 256, 32_768, 1.8),
 )
 
 # Mostly not measured. An accelerator computes smaller passes than these in the time of launching

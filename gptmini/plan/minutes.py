@@ -42,11 +42,12 @@ TARGET_HEAD_DIM = 64
 # Until the text is read.
 ASSUMED_VOCAB_SIZE = 1024
 
-# Fine-tuning aims at this many updates. Where the base's own batch leaves time for fewer, rows
-# become shorter, down to MIN_ROW_LENGTH, which also spares memory; then fewer. It ends where the
-# optimizer's update takes longer than the passes: smaller batches would hardly be faster.
-TARGET_UPDATES = 60
+# Rows that the minutes choose are never shorter, so no text need be longer.
 MIN_ROW_LENGTH = 256
+# Fine-tuning aims at this many updates. Where the base's own batch leaves time for fewer, rows
+# become shorter, which also spares memory; then fewer. It ends where the optimizer's update takes
+# longer than the passes: smaller batches would hardly be faster.
+TARGET_UPDATES = 60
 
 
 def states_all_sizes(config: Config) -> bool:
@@ -91,8 +92,12 @@ def _choose_largest(
     unit = machine.world_size * (config.train.micro_batch_size or 1)  # a batch is a multiple of it
     for model in models:
         sizes = {"n_layer": model.n_layer, **_choose_width_and_heads(config.model, model.width)}
-        batch = {"batch_size": math.ceil(model.batch_size / unit) * unit}
-        candidate = config.fill_open({"model": sizes, "train": batch})
+        if config.train.seq_len is None:  # else no position beyond a row is trained
+            fits_text = model.context_length < text.shortest
+            sizes["context_length"] = model.context_length if fits_text else MIN_ROW_LENGTH
+        candidate = config.fill_open({"model": sizes})
+        rows = math.ceil(model.batch_tokens / candidate.seq_len / unit) * unit
+        candidate = candidate.fill_open({"train": {"batch_size": rows}})
         if steps and candidate == chosen:  # the sizes in which the two differ are stated
             continue
         if steps and _is_too_large(candidate, machine):
@@ -134,6 +139,13 @@ def _estimate_updating_seconds(config: Config, seconds: float) -> float:
     sized = _assume_vocabulary(config)
     end = _estimate_saving_seconds(sized) + _estimate_final_sample_seconds(sized)
     return (1 - MAX_EVALUATION_SHARE) * seconds - end
+
+
+def shorten_rows(config: Config) -> Config:
+    """Cut the tokens of a step into the shortest rows that the minutes may choose."""
+    length = min(MIN_ROW_LENGTH, config.seq_len)
+    rows = config.train.batch_size * config.seq_len // length
+    return config.with_train(seq_len=length, batch_size=rows)
 
 
 def choose_batch(

@@ -55,16 +55,22 @@ class TextSize:
 
     per_epoch: tokens that training reads for an epoch. Of weighted texts, the one that is visited
     most counts, so it may differ from `total`.
+    shortest: those of its shortest file, training or held out; rows must be shorter.
     """
 
     total: float
     per_epoch: float
+    shortest: float = math.inf
 
 
 def measure_corpus(config: Config, corpus: Corpus) -> TextSize:
     """Measure the text to train on, in rows as long as this configuration has them."""
     epochs_of_row = corpus.count_epochs(config.seq_len, 1, 1, config.data.weights)
-    return TextSize(sum(map(len, corpus.training)), config.seq_len / epochs_of_row)
+    return TextSize(
+        total=sum(map(len, corpus.training)),
+        per_epoch=config.seq_len / epochs_of_row,
+        shortest=min(map(len, corpus.training + corpus.validation)),
+    )
 
 
 def count_epochs(config: Config, text: TextSize) -> float:

@@ -133,18 +133,22 @@ def open_text(asked: Requested, cache: Path, draft: Draft | None = None) -> Corp
     DataError for a text that cannot be used, or that is not the one which the run began with.
     """
     config = asked.config if draft is None else draft.config
-    if config.base.run is None:
-        corpus = prepare_corpus(config, cache)
-    else:
-        if asked.minutes is not None and asked.stated.train.seq_len is None:
-            # The minutes may choose rows as short as this, so a text need not be longer.
-            config = config.with_train(seq_len=min(minutes.MIN_ROW_LENGTH, config.seq_len))
-        corpus = prepare_corpus(config, cache, tokenizer=asked.tokenizer)
+    if _chooses_row_length(asked):
+        config = minutes.shorten_rows(config)  # a text that is too short for others will do
+    corpus = prepare_corpus(config, cache, tokenizer=asked.tokenizer if config.base.run else None)
     own = asked.tokenizer
     if own is not None and own.fingerprint != corpus.tokenizer.fingerprint:
         assert asked.run is not None  # the text is prepared in the very tokenizer of a base
         raise DataError(describe_changed_text(config.data.path, asked.run))
     return corpus
+
+
+def _chooses_row_length(asked: Requested) -> bool:
+    """Return whether the minutes choose how long rows are."""
+    if asked.minutes is None or asked.stated.train.seq_len is not None:
+        return False
+    is_new_model = asked.config.base.run is None
+    return not (is_new_model and "context_length" in asked.stated.model.model_fields_set)
 
 
 def say_text(asked: Requested, corpus: Corpus) -> None:
@@ -245,13 +249,15 @@ def settle_sizes(plan: Plan, draft: Draft | None) -> Plan:
         return replace(plan, config=config, text_size=text_size, step_time=step_time)
     if not minutes.states_all_sizes(config):
         config, _ = minutes.choose_sizes(config, seconds, machine, plan.text_size)
-    return replace(plan, config=config)
+    return replace(plan, config=config, text_size=measure_corpus(config, plan.corpus))
 
 
 def _still_holds(draft: Draft, plan: Plan) -> bool:
     """Return whether the sizes of a draft suit the text, now that it is read, and the time left."""
     left = plan.machine.get_seconds_left(plan.requested.minutes or 0)
     if left < MIN_TIME_SHARE_LEFT * draft.seconds:
+        return False
+    if draft.sized.seq_len >= plan.text_size.shortest:
         return False
     error = draft.text_size.total / plan.text_size.total
     is_off = not 1 / MAX_GUESS_ERROR < error < MAX_GUESS_ERROR

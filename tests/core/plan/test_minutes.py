@@ -55,7 +55,7 @@ def planned(
 
 def test_a_text_that_is_read_often_gets_a_deeper_model():
     def compute(config: Config) -> StepTime:
-        return StepTime(config.model.n_layer * config.train.batch_size / 2000, 0.0)
+        return StepTime(config.model.n_layer * config.train.batch_size * config.seq_len / 5e5, 0.0)
 
     machine = FakeMachine(step=compute)
     config = Config().with_tokenizer("byte", 257)
@@ -167,7 +167,27 @@ def test_the_batch_of_a_stated_model_does_not_grow_with_the_minutes(seconds):
         for by_heads in ({"d_model": width}, {"n_head": width // 32, "head_dim": 32}):
             stated = validate({"model": {"n_layer": layers, **by_heads}}, {})
             plan = planned(stated, seconds)
-            assert (plan.model.d_model, plan.train.batch_size) == (width, rows)
+            assert plan.model.d_model == width
+            assert plan.train.batch_size * plan.seq_len == rows * 256
+
+
+def test_rows_are_long_where_a_text_is_read_once_or_twice_and_fits_them():
+    config = Config().with_tokenizer("byte", 257)
+    read_once = TextSize(1e9, per_epoch=1e9)
+    short_files = replace(read_once, shortest=512)
+    read_often = TextSize(1e6, per_epoch=1e6)
+    short = validate({"model": {"context_length": 100}}, {}).with_tokenizer("byte", 257)
+    rows = validate({"train": {"seq_len": 128}}, {}).with_tokenizer("byte", 257)
+    for requested, text, context, n_rows in (
+        (config, read_once, 512, 8),
+        (config, replace(short_files, shortest=513), 512, 8),
+        (config, short_files, 256, 16),
+        (config, read_often, 256, 16),
+        (short, read_once, 100, 41),
+        (rows, read_once, 256, 32),
+    ):
+        sizes, _ = minutes.choose_sizes(requested, 300, SLOW, text)
+        assert (sizes.model.context_length, sizes.train.batch_size) == (context, n_rows)
 
 
 def test_stated_evaluations_take_their_time_from_the_steps():

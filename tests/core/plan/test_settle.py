@@ -298,9 +298,9 @@ def test_sizes_are_chosen_again_if_the_text_took_long(tmp_path: Path, monkeypatc
     gone = [0.0]
     prepare = settle.prepare_corpus
 
-    def slow(*given: Any) -> Corpus:
+    def slow(*given: Any, **options: Any) -> Corpus:
         gone[0] += 500
-        return prepare(*given)
+        return prepare(*given, **options)
 
     monkeypatch.setattr(settle, "prepare_corpus", slow)
     machine = replace(HALF_A_SECOND, seconds_gone=lambda: gone[0])
@@ -325,3 +325,21 @@ def test_sizes_are_chosen_again_if_the_guess_how_often_a_text_is_read_was_wrong(
     config = plan_on(HALF_A_SECOND, sections, tmp_path).config
     assert config.model.n_layer == layers
     assert config.model.tie_embeddings == (layers == 4)
+
+
+@pytest.mark.parametrize("kind", ["auto", "byte"])
+@pytest.mark.parametrize(("held_out", "context"), [(3000, 512), (400, 256)])
+def test_minutes_choose_rows_that_fit_the_held_out_text(
+    tmp_path: Path, kind: str, held_out: int, context: int
+):
+    letters = random.Random(0)
+    text = " ".join("".join(letters.choices("abcdefghijklmnop", k=5)) for _ in range(100_000))
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "other.txt").write_text(text[: held_out * (1 if kind == "byte" else 2)])
+    paths = {"path": str(tmp_path / "text.txt"), "validation_path": str(tmp_path / "other.txt")}
+    train = {"minutes": 0.5, "compile": "off", "device": "cpu", "dtype": "float32"}
+    sections = {"data": paths, "tokenizer": {"kind": kind}, "train": train}
+    plan = plan_on(HALF_A_SECOND, sections, tmp_path)
+    assert plan.config.model.context_length == context
+    assert plan.config.train.batch_size * context == 2048
+    assert plan.text_size == measure_corpus(plan.config, plan.corpus)
