@@ -284,7 +284,7 @@ def measure_memory(sizes: tuple[str, ...], rounds: int) -> Table:
         for size in sizes:
             for who in names:
                 command = [sys.executable, "-m", "bench.generate", size, who]
-                said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
                 table.append(size, who, float(said))
     return table
 

@@ -262,12 +262,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 # What is compared, unless options say otherwise.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "trial": {"sizes": "2x32", "steps": 4, "seeds": "1337", "regimes": "fresh"},
-    "quick": {},
-    "full": {"texts": "docs,code,numpy", "regimes": "fresh,once,many", "seeds": "1337,1338,1339"},
-}
-QUICK = {
+QUICK: Settings = {
     "texts": "numpy",
     "recipes": "gptmini,nanochat",
     "regimes": "fresh,once",
@@ -275,12 +270,17 @@ QUICK = {
     "seeds": "1337,1338",
     "steps": 400,
 }
+OTHERS: dict[Extent, Settings] = {
+    "trial": {"sizes": "2x32", "steps": 4, "seeds": "1337", "regimes": "fresh"},
+    "quick": {},
+    "full": {"texts": "docs,code,numpy", "regimes": "fresh,once,many", "seeds": "1337,1338,1339"},
+}
 
 
 def measure(
     extent: Extent, recipe: Sequence[str] = (), jobs: int = 2, **given: Any
 ) -> Iterator[Table]:
-    chosen = QUICK | DEFAULTS[extent] | {key: value for key, value in given.items() if value}
+    chosen = QUICK | OTHERS[extent] | {key: value for key, value in given.items() if value}
     recipes = parse_recipes(chosen["recipes"], list(recipe))
     texts = dict(parse_texts(chosen["texts"]))
     trials = [

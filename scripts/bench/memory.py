@@ -27,7 +27,7 @@ def measure(extent: Extent, rows: int = 8) -> Iterator[Table]:
     for _ in range(1 if extent == "trial" else 5):
         for case in ("off", "on"):
             command = [sys.executable, "-m", "bench.memory", case, str(rows)]
-            words = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            words = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             peak, seconds = map(float, words.split())
             table.append("peak MiB", case, peak)
             table.append("seconds a step", case, seconds)

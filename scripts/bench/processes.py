@@ -43,7 +43,7 @@ def measure_step(size: str, ranks: int, reduce: str, rows: int, steps: int) -> f
         command = [sys.executable, *LAUNCH, f"--nproc-per-node={ranks}", "-m", "gptmini", "train"]
         command += ["--no-sample", f"--data={text}", f"--out={folder}/run", f"--cache={folder}"]
         command += [f"--set={key}={value}" for key, value in settings.items()]
-        subprocess.run(command, capture_output=True, check=True)
+        subprocess.run(command, stdout=subprocess.PIPE, check=True)
         metrics = Path(folder, "run/metrics.jsonl").read_text()
         lines = [json.loads(line) for line in metrics.splitlines()]
     return float((lines[-1]["seconds"] - lines[0]["seconds"]) / (len(lines) - 1))

@@ -7,6 +7,7 @@ commit and date. Keys that do not exist are named with their file and line.
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -60,9 +61,9 @@ def rewrite(text: str, results: Results) -> tuple[str, list[tuple[int, str]]]:
 
 
 def replace_last_number(text: str, value: float) -> str:
-    """Write a value in place of the last number of a text; ValueError if it has none."""
+    """Write a value in place of the last number of a text; ValueError if one of them is none."""
     numbers = list(NUMBER.finditer(text))
-    if not numbers:
+    if not numbers or math.isnan(value):
         raise ValueError("no number")
     number = numbers[-1]
     decimals = len(number[0].partition(".")[2])

@@ -193,7 +193,7 @@ def test_bench_processes_times_each_way_of_adding_gradients(start_ranks, monkeyp
         codes, said = start_ranks(size, *words[2:])
         assert codes == [0] * size, said
 
-    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(run=start))
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(run=start, PIPE=subprocess.PIPE))
     (table,) = processes.measure("trial", ranks="2", rows=4)
     assert table.rows.keys() == {"3M, exact", "3M, fast"}
     for row in table.rows.values():
