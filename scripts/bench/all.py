@@ -26,17 +26,17 @@ from gptmini.files import atomic_write_bytes
 
 # The minutes that each takes on two cores of a Xeon with AMX, quick and full; None: only in full.
 MINUTES: dict[str, tuple[float | None, float]] = {
-    "first": (2.5, 2.5),
-    "attention": (2, 2),
-    "memory": (0.5, 0.5),
-    "processes": (2, 3),
-    "generate": (8, 20),
+    "first": (3, 3),
+    "attention": (1, 1),
+    "memory": (1, 1),
+    "processes": (3, 4),
+    "generate": (8, 25),
     "llama": (5, 5),
     "serve": (4, 12),
-    "learning": (7, 60),
-    "train": (12, 40),
+    "learning": (7, 40),
+    "train": (12, 50),
     "scale": (10, 30),
-    "compare": (None, 60),
+    "compare": (None, 35),
 }
 COMMAND = (sys.executable, str(Path(__file__).parent))
 PACKAGES = ("torch", "transformers", "xllamacpp", "gguf", "pyppmd", "numpy")
@@ -47,7 +47,8 @@ def describe_machine() -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((x.split(": ")[1] for x in lines if x.startswith("model name")), processor)
+        names = (line.split(": ")[1] for line in lines if line.startswith("model name"))
+        processor = next(names, processor).replace("(R)", "")
     return {
         "processor": processor,
         "cores": psutil.cpu_count(),

@@ -92,6 +92,8 @@ def main(words: list[str]) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("pages", type=Path, nargs="*", help="default: all that quote")
     options = parser.parse_args(words)
+    if not options.results.exists():
+        sys.exit(f"{options.results} is not there; python scripts/bench all writes it")
     problems = list(rewrite_pages(options.pages or list_pages(), Results.read(options.results)))
     print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
     sys.exit(1 if problems else 0)

@@ -14,6 +14,7 @@ import math
 import operator
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,12 +48,8 @@ class Table:
     digits: int = 3
     rows: dict[str, dict[str, Runs]] = field(default_factory=dict)
 
-    def add(self, row: str, **columns: float) -> None:
-        """Add a run to columns whose names are identifiers."""
-        for column, value in columns.items():
-            self.append(row, column, value)
-
     def append(self, row: str, column: str, value: float) -> None:
+        assert ": " not in row + column  # it separates the parts of a key
         self.rows.setdefault(row, {}).setdefault(column, []).append(value)
 
     def compute(self, row: str, expression: str) -> Runs:
@@ -148,12 +145,14 @@ class Results:
 
     def _describe(self) -> str:
         """A paragraph on where and when all of this was measured."""
-        machine = self.facts["machine"]
-        versions = ", ".join(map(" ".join, self.facts["versions"].items()))
-        full = [name for name, bench in self.facts["benches"].items() if bench["extent"] == "full"]
-        return (
-            f"All of it was measured at commit {self.facts['commit']}, on {self.facts['date']}, "
-            f"on {machine['cores']} cores of an {machine['processor']} with "
-            f"{machine['memory GiB']} GiB of memory,\n{machine['system']}, {versions}, "
-            f"{machine['threads']} threads; by `--full`: {', '.join(full) or 'nothing'}."
+        facts = self.facts
+        machine = facts["machine"]
+        versions = ", ".join(map(" ".join, facts["versions"].items()))
+        full = [name for name, bench in facts["benches"].items() if bench["extent"] == "full"]
+        about = (
+            f"All of it was measured at commit {facts['commit']} on {facts['date']}, with "
+            f"{machine['threads']} threads on {machine['cores']} cores ({machine['processor']}, "
+            f"{machine['memory GiB']} GiB of memory, {machine['system']}): {versions}. Measured by "
+            f"`--full`: {', '.join(full) or 'nothing'}."
         )
+        return textwrap.fill(about, 120)

@@ -120,6 +120,14 @@ def test_a_table_is_drawn_with_medians_of_values_and_of_ratios():
     ]
 
 
+def test_a_page_can_say_where_its_figures_are_from():
+    from bench.results import Results
+
+    about = " ".join(Results(FACTS).draw("about").split())
+    for fact in ("abc1234", "2026-01-01", "2 cores (abacus, 8 GiB", "Python 3.11"):
+        assert fact in about
+
+
 def test_quote_names_every_unknown_key_with_its_file_and_line(tmp_path, capsys):
     from bench import quote
 
