@@ -276,16 +276,14 @@ def print_memory(size: str, who: str) -> None:
     print(read_peak())
 
 
-def measure_memory(sizes: tuple[str, ...], rounds: int) -> Table:
-    names = ["HF float32", *PRECISIONS]
-    shown = [*names, *(f"{name} / HF float32" for name in PRECISIONS)]
+def measure_memory(trial: bool) -> Table:
+    shown = ["HF float32", *PRECISIONS, *(f"{name} / HF float32" for name in PRECISIONS)]
     table = Table("generate memory", "peak MiB, 1 x 32", shown)
-    for _ in range(rounds):
-        for size in sizes:
-            for who in names:
-                command = [sys.executable, "-m", "bench.generate", size, who]
-                said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-                table.append(size, who, float(said))
+    for size in ("tiny",) if trial else ("10M", "124M"):
+        for who in shown[:2] if trial else shown[:4]:
+            command = [sys.executable, "-m", "bench.generate", size, who]
+            said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            table.append(size, who, float(said))
     return table
 
 
@@ -315,7 +313,7 @@ def measure(extent: Extent, draft: tuple[str, str] | None = None) -> Iterator[Ta
                 for batch, length in ((1, 32), (1, 512), (8, 32), (32, 32)):
                     tables.time(size, variant, batch, length, 3 if extent == "quick" else 5)
     yield from (tables.speeds, tables.firsts, tables.reads)
-    yield measure_memory(("tiny",) if extent == "trial" else ("10M", "124M"), 1)
+    yield measure_memory(extent == "trial")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,8 @@ def test_bench_generate_times_hugging_face_and_gptmini(output: Output):
     speeds, firsts, reads, memory = read_tables(output("bench", "generate", "--trial"))
     assert speeds.keys() == firsts.keys() == {"tiny gqa, 2 x 8", "tiny mha, 1 x 32"}
     assert reads.keys() == {"tiny mha, 1 x 32"}
-    for row in (*speeds.values(), *firsts.values(), *memory.values()):
+    assert all(to_float(memory["tiny"][name]) > 0 for name in ("HF float32", "float32"))
+    for row in (*speeds.values(), *firsts.values()):
         assert {"HF float32", "float32"} <= row.keys()
         assert all(to_float(cell) > 0 for cell in row.values())
 
