@@ -1,27 +1,76 @@
 """Run a benchmark: python scripts/bench NAME [options]
 
+  all        all of these, and keep their runs in scripts/results.json
+  quote      rewrite the figures and tables of the pages from that file
+
   attention  a layer by variant, length and window: training, decoding, cache
+  compare    kinds of attention, five seeds on text that nothing was chosen on
+  first      the commands of the README
   generate   tokens per second beside transformers on the same weights
   learning   what recipes learn from the same tokens
   llama      tokens per second beside llama.cpp on the same weights
   memory     a step with and without gradient checkpointing
   processes  a step on several processes of this machine
-  serve      the server under concurrent clients
+  scale      what two minutes of training predict, beside xz and PPMd
+  serve      the server under concurrent clients, beside llama.cpp's
   train      training beside plain PyTorch that follows nanoGPT's recipes
 
-`python scripts/bench NAME --help` lists the options of one. Each prints Markdown tables.
+`python scripts/bench NAME --help` lists the options of one. Each prints Markdown tables; with
+--full it measures more, with --trial it only shows that it runs.
 """
 
 import argparse
 import importlib
+import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a checkout need not be installed
+ROOT = Path(__file__).parents[2]
+# A checkout need not be installed, nor for the processes that a benchmark starts.
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
 # Each is imported only when it runs, as what it needs differs.
-BENCHMARKS = ("attention", "generate", "learning", "llama", "memory", "processes", "serve", "train")
+BENCHMARKS = (
+    "attention",
+    "compare",
+    "first",
+    "generate",
+    "learning",
+    "llama",
+    "memory",
+    "processes",
+    "scale",
+    "serve",
+    "train",
+)
+
+
+def run_benchmark(bench: Any, name: str, words: list[str]) -> None:
+    """Print the tables of a benchmark, or write their runs to a file."""
+    parser = argparse.ArgumentParser(
+        prog=f"bench {name}",
+        description=bench.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    extents = parser.add_mutually_exclusive_group()
+    extents.add_argument("--full", dest="extent", action="store_const", const="full")
+    extents.add_argument("--trial", dest="extent", action="store_const", const="trial")
+    extents.add_argument("--extent", help=argparse.SUPPRESS)
+    parser.set_defaults(extent="quick")
+    parser.add_argument("--json", type=Path, help="write the raw runs to this file")
+    if hasattr(bench, "add_options"):
+        bench.add_options(parser)
+    options = vars(parser.parse_args(words))
+    out = options.pop("json")
+    tables = []
+    for table in bench.measure(**options):
+        print(f"{table.draw()}\n", flush=True)
+        tables.append(table)
+    if out is not None:
+        out.write_text(json.dumps({table.name: table.dump() for table in tables}), "utf-8")
 
 
 def main() -> None:
@@ -30,10 +79,13 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
+    parser.add_argument("name", choices=["all", "quote", *BENCHMARKS], metavar="NAME")
     name = parser.parse_args(sys.argv[1:2]).name
-    sys.argv[:2] = [f"bench {name}"]  # the options that are left are the benchmark's own
-    importlib.import_module(f"bench.{name}").main()
+    bench = importlib.import_module(f"bench.{name}")
+    if name in BENCHMARKS:
+        run_benchmark(bench, name, sys.argv[2:])
+    else:
+        bench.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

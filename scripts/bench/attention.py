@@ -1,17 +1,15 @@
-"""Time attention by variant, length and window: python scripts/bench attention [--quick]
+"""Time attention by variant, length and window: python scripts/bench attention
 
-The variants take turns in one process, because a machine's speed drifts. The table gives medians
-and the ratio to MHA, which travels better than milliseconds. Width 768, 12 query heads of size 64,
-float32: a layer of GPT-2 small; trainings take 4 rows.
+The variants take turns in one process, because a machine's speed drifts. Width 768, 12 query heads
+of size 64, float32: a layer of GPT-2 small; trainings take 4 rows.
 """
 
-import argparse
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
+from bench.results import Extent, Table
 from gptmini.config.settings import ModelConfig
 from gptmini.machine import keep_freed_memory
 from gptmini.model.attention import Attention, attend
@@ -40,18 +38,17 @@ def build_config(name: str, context_length: int) -> ModelConfig:
 
 
 def time_in_turns(
-    calls: dict[str, Callable[[], object]], rounds: int, repeat: int
-) -> dict[str, float]:
-    """Median seconds per call; the calls take turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    table: Table, row: str, calls: dict[str, Callable[[], object]], rounds: int, repeat: int
+) -> None:
+    """Add the seconds of calls, in the unit of the table, to a row; the calls take turns."""
+    scale = {"ms": 1e3, "µs": 1e6}[table.unit.split(", ")[-1]]
     for turn in range(rounds + 1):
         for name, call in calls.items():
             started = time.perf_counter()
             for _ in range(repeat):
                 call()
             if turn:  # the first turn warms up
-                times[name].append((time.perf_counter() - started) / repeat)
-    return {name: statistics.median(values) for name, values in times.items()}
+                table.append(row, name, (time.perf_counter() - started) / repeat * scale)
 
 
 def make_training_call(name: str, length: int, rows: int) -> Callable[[], object]:
@@ -78,36 +75,24 @@ def make_decode_call(name: str, length: int) -> tuple[Callable[[], object], int]
     return torch.inference_mode()(lambda: attend(q, layer.keys, layer.values)), cache.bytes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a short length, one row, few rounds")
-    quick = parser.parse_args().quick
+def measure(extent: Extent) -> Iterator[Table]:
     keep_freed_memory()
     torch.manual_seed(0)
-    rounds = 3 if quick else 15
-    training_rounds = 1 if quick else 5
-    rows = 1 if quick else 4
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    print(
-        "| length | variant | training ms | to MHA | decode µs | to MHA | cache bytes | formula |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for length in (128,) if quick else (256, 1024, 4096):
-        decodes = {name: make_decode_call(name, length) for name in VARIANTS}
-        training: dict[str, float] = {}
-        if length <= 1024:
-            steps = {name: make_training_call(name, length, rows) for name in VARIANTS}
-            training = time_in_turns(steps, training_rounds, 1)
-        decoding = time_in_turns({name: call for name, (call, _) in decodes.items()}, rounds, 200)
-        for name, (_, size) in decodes.items():
+    trial = extent == "trial"
+    factors = [f"mha / {name}" for name in VARIANTS if name != "mha"]
+    training = Table("attention training", "length, ms", [*VARIANTS, *factors])
+    decoding = Table("attention decoding", "length, µs", [*VARIANTS, *factors])
+    caches = Table("attention cache", "length, bytes", [*VARIANTS])
+    for length in (128,) if trial else (256, 1024, 4096):
+        row = f"{length:,}"
+        decodes = {}
+        for name in VARIANTS:
+            decodes[name], size = make_decode_call(name, length)
             config = build_config(name, length)
-            formula = 2 * config.n_kv_head * 64 * config.get_cache_length(0) * 4
-            milliseconds = ""
-            ratio = ""
-            if training:
-                milliseconds = f"{training[name] * 1e3:.1f}"
-                ratio = f"{training['mha'] / training[name]:.2f} x"
-            print(
-                f"| {length} | {name} | {milliseconds} | {ratio} | {decoding[name] * 1e6:.0f} | "
-                f"{decoding['mha'] / decoding[name]:.2f} x | {size:,} | {formula:,} |"
-            )
+            assert size == 2 * config.n_kv_head * 64 * config.get_cache_length(0) * 4
+            caches.append(row, name, size)
+        if length <= 1024:
+            steps = {name: make_training_call(name, length, 1 if trial else 4) for name in VARIANTS}
+            time_in_turns(training, row, steps, 1 if trial else 5, 1)
+        time_in_turns(decoding, row, decodes, 3 if trial else 15, 200)
+    yield from (training, decoding, caches)

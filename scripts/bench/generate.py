@@ -1,41 +1,42 @@
 """Time generation beside Hugging Face on the same weights: python scripts/bench generate
 
-Needs `pip install -e '.[bench]'`. In each row everything takes turns in one process. The table
-gives medians of tokens per second, prefill included, and ratios to `generate` of transformers in
-float32. Weights are random; the logits of both are compared before anything is timed. MHA has the
-shape of GPT-2, GQA and MQA that of Llama. Sampling is top-k 50. --quick times a tiny model.
---draft RUN DRAFT times speculative decoding with trained runs instead.
+Needs `pip install -e '.[bench]'`. In each row everything takes turns in one process: tokens per
+second, prefill included, the time to the first token, and the bytes of weights that decoding one
+row reads a second. Weights are random; the logits of both are compared before anything is timed.
+MHA has the shape of GPT-2, GQA and MQA that of Llama. Sampling is top-k 50. --draft RUN DRAFT times
+speculative decoding with trained runs instead.
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from bench.memory import read_peak
+from bench.results import Extent, Table
 from gptmini.config.settings import ModelConfig, SampleConfig
 from gptmini.files import DEFAULT_CACHE_DIR
-from gptmini.generate.engine import Engine, TorchEngine
+from gptmini.generate.engine import Engine
 from gptmini.generate.native.engine import NativeEngine, open_engine
 from gptmini.generate.native.precision import PRECISIONS, round_weights
 from gptmini.generate.run import load_run
 from gptmini.generate.sampler import sample_tokens
-from gptmini.generate.texts import Generation, Text
+from gptmini.generate.texts import Text
 from gptmini.model.gpt import GPT
 
-COMMAND = [sys.executable, str(Path(__file__).parent), "generate"]
 SIZES = {
     "tiny": {"n_layer": 2, "n_head": 6, "d_model": 96, "vocab_size": 65},
     "10M": {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 65},
     "124M": {"n_layer": 12, "n_head": 12, "d_model": 768, "vocab_size": 50257},
 }
+WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of a weight
 GPT2 = {"position": "learned", "activation": "gelu", "bias": True}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -179,9 +180,8 @@ def list_contestants(
     wide = create_hf_model(model)
     narrow = create_hf_model(model).to(torch.bfloat16)
     calls: dict[str, Callable[[Tensor, int], tuple[float, float]]] = {
-        "HF": lambda prompts, n: time_hf(wide, prompts, n),
-        "HF bf16": lambda prompts, n: time_hf(narrow, prompts, n),
-        "torch": lambda prompts, n: time_gptmini(TorchEngine(model), model, prompts, n),
+        "HF float32": lambda prompts, n: time_hf(wide, prompts, n),
+        "HF bfloat16": lambda prompts, n: time_hf(narrow, prompts, n),
     }
     for weights in PRECISIONS:
         engine = open_engine(model, weights, batch, DEFAULT_CACHE_DIR)
@@ -201,46 +201,53 @@ def measure_bandwidth() -> float:
     return numbers.nbytes / best
 
 
-def print_row(size: str, variant: str, batch: int, length: int, rounds: int, reads: float) -> None:
-    """Time one row of the table and print it; `reads` is the memory bandwidth in bytes/s."""
-    model = create_model(size, variant)
+@dataclass
+class Tables:
+    """What is measured of each row."""
+
+    speeds: Table
+    firsts: Table
+    reads: Table
+
+    def time(self, size: str, variant: str, batch: int, length: int, rounds: int) -> None:
+        """Time one row."""
+        row = f"{size} {variant}, {batch} x {length}"
+        model = create_model(size, variant)
+        calls = list_contestants(model, batch)
+        n_new = 16 if size == "tiny" else 200 if size == "10M" else 64 if batch < 32 else 32
+        for turn in range(rounds + 1):  # with new prompts, as gptmini keeps what it has read
+            prompts = torch.randint(model.config.vocab_size or 1, (batch, length))
+            for name, call in calls.items():
+                seconds, first = call(prompts, n_new if turn else 2)
+                if not turn:  # the first turn warms up
+                    continue
+                self.speeds.append(row, name, batch * n_new / seconds)
+                self.firsts.append(row, name, first * 1000)
+                if batch == 1 and length == 32 and name in PRECISIONS:
+                    size_read = count_read_weights(model) * WIDTHS[name]
+                    self.reads.append(row, name, size_read / (seconds - first) * (n_new - 1) / 1e9)
+            if batch == 1 and length == 32 and turn:
+                self.reads.append(row, "sum", measure_bandwidth() / 1e9)
+
+
+def count_read_weights(model: GPT) -> int:
+    """How many weights a step reads: all but the embeddings that it looks up."""
     parameters = sum(p.numel() for p in model.parameters())
     if model.positions is not None:
         parameters -= model.positions.weight.numel()
     if model.head is not None:
         parameters -= model.embed.weight.numel()
-    calls = list_contestants(model, batch)
-    n_new = 16 if size == "tiny" else 200 if size == "10M" else 64 if batch < 32 else 32
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):  # with new prompts, as gptmini keeps what it has read
-        prompts = torch.randint(model.config.vocab_size or 1, (batch, length))
-        for name, call in calls.items():
-            seconds_and_first = call(prompts, n_new if turn else 2)
-            if turn:  # the first turn warms up
-                times[name].append(seconds_and_first)
-    base = statistics.median(seconds for seconds, _ in times["HF"])
-    cells = []
-    for name, turns in times.items():
-        seconds = statistics.median(seconds for seconds, _ in turns)
-        first = statistics.median(first for _, first in turns)
-        share = ""
-        if batch == 1 and name in PRECISIONS:
-            width = {"float32": 4, "bfloat16": 2, "int8": 1}[name]
-            each = (seconds - first) / (n_new - 1)
-            share = f" {parameters * width / each / reads:.0%}"
-        cells.append(
-            f"{batch * n_new / seconds:,.0f} ({base / seconds:.1f}x, {first * 1000:.0f} ms{share})"
-        )
-    print(f"| {size} {variant}, {batch} x {length} | {' | '.join(cells)} |", flush=True)
+    return parameters
 
 
-def print_speculation(path: str, draft_path: str) -> None:
+def measure_speculation(path: str, draft_path: str) -> Table:
     """Compare the speed of one run with and without drafts; the texts are the same."""
     run = load_run(path)
     kinds = {"none": None, "lookup": "lookup", "draft": load_run(draft_path)}
-    print("| temperature | drafts by | right | tokens a second | to none |\n|---|---|---|---|---|")
+    shown = ["none", "lookup", "draft", "lookup / none", "draft / none"]
+    shown += ["lookup right * 100", "draft right * 100"]
+    table = Table("speculation", "temperature, tokens/s", shown)
     for temperature in (0.0, 0.8):
-        speeds: dict[str, list[Generation]] = {name: [] for name in kinds}
         texts = set()
         for _ in range(5):
             for name, draft in kinds.items():
@@ -248,63 +255,67 @@ def print_speculation(path: str, draft_path: str) -> None:
                     ["ROMEO:\n"], draft=draft, max_new_tokens=200, temperature=temperature
                 )
                 (sample,) = generation.finish()
-                speeds[name].append(generation)
                 texts.add(sample.text)
+                table.append(str(temperature), name, generation.n_tokens / generation.seconds)
+                if draft:
+                    right = generation.accepted / max(1, generation.drafted)
+                    table.append(str(temperature), f"{name} right", right)
         assert len(texts) == 1
-        base = statistics.median(speed.seconds for speed in speeds["none"])
-        for name, found in speeds.items():
-            seconds = statistics.median(speed.seconds for speed in found)
-            right = f"{found[0].accepted} of {found[0].drafted}"
-            print(
-                f"| {temperature} | {name} | {right} | {found[0].n_tokens / seconds:,.0f} "
-                f"| {base / seconds:.2f} x |"
-            )
+    return table
 
 
 def print_memory(size: str, who: str) -> None:
     """Generate one text and print the peak memory of this process in MiB."""
     prompts = torch.randint(65, (1, 32))
-    if who == "HF":
+    if who == "HF float32":
         time_hf(transformers.GPT2LMHeadModel(gpt2_config(model_config(size, "mha"))), prompts, 32)
     else:
         model = create_model(size, "mha")
         round_weights(model, who)  # as a run stores them when it is loaded
         time_gptmini(open_engine(model, who, 1, DEFAULT_CACHE_DIR), model, prompts, 32)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = (line for line in lines if line.startswith("VmHWM"))
-    print(int(peak.split()[1]) // 1024)  # getrusage would include the parent's
+    print(read_peak())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
+def measure_memory(trial: bool) -> Table:
+    shown = ["HF float32", *PRECISIONS, *(f"{name} / HF float32" for name in PRECISIONS)]
+    table = Table("generate memory", "peak MiB, 1 x 32", shown)
+    for size in ("tiny",) if trial else ("10M", "124M"):
+        for who in shown[:2] if trial else shown[:4]:
+            command = [sys.executable, "-m", "bench.generate", size, who]
+            said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            table.append(size, who, float(said))
+    return table
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", nargs=2, metavar=("RUN", "DRAFT"))
-    parser.add_argument("--memory", nargs=2, metavar=("SIZE", "WHO"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+
+
+def measure(extent: Extent, draft: tuple[str, str] | None = None) -> Iterator[Table]:
     transformers.logging.set_verbosity_error()
-    if options.draft:
-        print_speculation(*options.draft)
+    if draft:
+        yield measure_speculation(*draft)
         return
-    if options.memory:
-        print_memory(*options.memory)
-        return
-    reads = measure_bandwidth()
-    print(
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, reads {reads / 1e9:.1f} GB/s"
+    names = ["HF float32", "HF bfloat16", *PRECISIONS]
+    factors = ["float32 / HF float32", "bfloat16 / HF bfloat16", "int8 / HF bfloat16"]
+    inverse = [" / ".join(reversed(factor.split(" / "))) for factor in factors]
+    tables = Tables(
+        Table("generate", "model, rows x prompt, tokens/s", [*names, *factors]),
+        Table("generate first token", "ms", [*names, *inverse]),
+        Table("generate reads", "GB/s", ["sum", *PRECISIONS, *(f"{x} / sum" for x in PRECISIONS)]),
     )
-    print("tokens per second (ratio to HF, time to first token, share of memory bandwidth)\n")
-    names = ["HF", "HF bf16", "gptmini in torch", *(f"gptmini {name}" for name in PRECISIONS)]
-    print(f"| model, batch x prompt | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
-    if options.quick:
-        print_row("tiny", "gqa", 2, 8, 1, reads)
-        print_row("tiny", "mha", 1, 8, 1, reads)
-        return
-    for size in ("10M", "124M"):
-        for variant in VARIANTS:
-            for batch, length in ((1, 32), (1, 512), (8, 32), (32, 32)):
-                print_row(size, variant, batch, length, 3, reads)
-        for who in ("HF", *PRECISIONS):
-            command = [*COMMAND, "--memory", size, who]
-            peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            print(f"{size}, batch 1, peak memory of {who}: {peak.strip()} MiB", flush=True)
+    if extent == "trial":
+        tables.time("tiny", "gqa", 2, 8, 1)
+        tables.time("tiny", "mha", 1, 32, 1)
+    else:
+        for size in ("10M", "124M"):
+            for variant in VARIANTS if extent == "full" else ("mha",):
+                for batch, length in ((1, 32), (1, 512), (8, 32), (32, 32)):
+                    tables.time(size, variant, batch, length, 3 if extent == "quick" else 5)
+    yield from (tables.speeds, tables.firsts, tables.reads)
+    yield measure_memory(extent == "trial")
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    print_memory(*sys.argv[1:])

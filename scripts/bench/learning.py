@@ -1,30 +1,22 @@
-"""Compare what training recipes learn from the same tokens.
-
-python scripts/bench learning run RESULTS.jsonl [--texts code,NAME=PATH:TOKENIZER,...]
-    [--recipes gptmini,nanochat,...] [--recipe NAME:KEY=VALUE:...] [--regimes fresh,once,many]
-    [--sizes 3x128,4x256] [--seeds 1337,1338,1339] [--steps 400] [--jobs 2]
-python scripts/bench learning table RESULTS.jsonl [--beside gptmini]
+"""Compare what training recipes learn from the same tokens: python scripts/bench learning
 
 Every recipe reads the same windows in the same order, with the same tokenizer, batch, number of
 steps, layers and width. It is measured by bits per byte of the end of the text (a tenth, at most
 300,000 characters), which nothing is chosen on. A regime is how often the text is read: a quarter,
-once, twelve times; the text is cut to the length that this takes. Each result is a line of
-RESULTS.jsonl; those that are there already are not repeated. `table` gives the mean over seeds, and
-the difference to one recipe with its interval over pairs of equal seeds.
+once, twelve times; the text is cut to the length that this takes. The first recipe is compared with
+each of the others, over pairs of equal seeds.
 """
 
 import argparse
-import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -32,13 +24,13 @@ import torch
 
 import gptmini
 from bench import nanochat
+from bench.results import Extent, Table
 from gptmini import files
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, DataConfig
 from gptmini.config.yamlfile import parse_assignment
 from gptmini.data.corpus import prepare_corpus, prepare_text
 from gptmini.data.sources import find_source
-from gptmini.extras.compare.statistics import conclude, estimate_difference
 from gptmini.machine import pick_compute
 from gptmini.model.kernels import cross_entropy_
 from gptmini.runs.log import read_metrics
@@ -52,7 +44,6 @@ MAX_TEST_LENGTH = 300_000
 VALIDATION = 0.02  # of what may be trained on: gptmini needs some
 BATCH_SIZE = 8
 SEQ_LEN = 256
-NOTABLE = 0.01  # a difference in bits per byte that the number of seeds should show
 EPOCHS = {"fresh": 0.25, "once": 1.0, "many": 12.0}
 TEXTS = {  # path and tokenizer; others are given as NAME=PATH:TOKENIZER
     "docs": ("builtin:python-docs", "bpe"),
@@ -170,7 +161,7 @@ def build_config(trial: Trial, recipe: Settings, text: PreparedText, folder: Pat
     return validate(shared, {})
 
 
-def measure(trial: Trial, recipe: Settings, text: PreparedText, folder: Path) -> Settings:
+def train(trial: Trial, recipe: Settings, text: PreparedText, folder: Path) -> Settings:
     """Train a recipe; return its bits per byte on the test part and the seconds of its updates."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config = build_config(trial, recipe, text, folder)
@@ -179,7 +170,7 @@ def measure(trial: Trial, recipe: Settings, text: PreparedText, folder: Path) ->
             found = train_nanochat(config, trial, text, folder / "cache")
         else:
             found = train_gptmini(config, text, Path(scratch) / "run", folder / "cache")
-    return asdict(trial) | found
+    return found
 
 
 def train_gptmini(config: Config, text: PreparedText, out: Path, cache: Path) -> Settings:
@@ -232,44 +223,10 @@ def train_nanochat(config: Config, trial: Trial, text: PreparedText, cache: Path
     }
 
 
-def run_trials(options: argparse.Namespace) -> None:
-    """Train whatever is not among the results yet, several at a time."""
-    recipes = parse_recipes(options)
-    texts = dict(parse_texts(options.texts))
-    done = {tuple(result[key] for key in KEYS) for result in read_results(options.results)}
-    trials = [
-        Trial(text, regime, size, recipe, int(seed), options.steps)
-        for seed in options.seeds.split(",")
-        for size in options.sizes.split(",")
-        for regime in options.regimes.split(",")
-        for text in texts
-        for recipe in recipes
-    ]
-    trials = [trial for trial in trials if tuple(asdict(trial).values()) not in done]
-    options.folder.mkdir(parents=True, exist_ok=True)
-    prepared = {
-        name: prepare(name, path, tokenizer, options.folder)
-        for name, (path, tokenizer) in texts.items()
-    }
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        waiting = [
-            pool.submit(measure, trial, recipes[trial.recipe], prepared[trial.text], options.folder)
-            for trial in trials
-        ]
-        for future in as_completed(waiting):
-            result = future.result()
-            with options.results.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(result) + "\n")
-            print(" ".join(str(result[key]) for key in (*KEYS, "bits_per_byte")), flush=True)
-
-
-KEYS = ("text", "regime", "size", "recipe", "seed", "steps")
-
-
-def parse_recipes(options: argparse.Namespace) -> dict[str, Settings]:
+def parse_recipes(names: str, more: list[str]) -> dict[str, Settings]:
     """Collect the named recipes and those given as NAME:KEY=VALUE:..."""
-    recipes = {name: RECIPES.get(name, {}) for name in options.recipes.split(",") if name}
-    for written in options.recipe:
+    recipes = {name: RECIPES.get(name, {}) for name in names.split(",") if name}
+    for written in more:
         name, *pairs = written.split(":")
         settings: Settings = {}
         for pair in pairs:
@@ -293,87 +250,66 @@ def parse_texts(names: str) -> Iterator[tuple[str, tuple[str, str]]]:
         yield name, (path, tokenizer)
 
 
-def read_results(path: Path) -> list[Settings]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--texts", metavar="NAME=PATH:TOKENIZER,...", help=", ".join(TEXTS))
+    parser.add_argument("--recipes", help="gptmini, nanochat, nanochat-plain, nanogpt")
+    parser.add_argument("--recipe", action="append", default=[], metavar="NAME:KEY=VALUE:...")
+    parser.add_argument("--regimes", help=", ".join(EPOCHS))
+    parser.add_argument("--sizes", help="layers x width, such as 3x128,4x256")
+    parser.add_argument("--seeds")
+    parser.add_argument("--steps", type=int, help="at most")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
 
 
-def print_table(options: argparse.Namespace) -> None:
-    """Print a row for each text, regime and size, and a column for each recipe."""
-    results = read_results(options.results)
-    recipes = list(dict.fromkeys(result["recipe"] for result in results))
-    others = [recipe for recipe in recipes if recipe != options.beside]
-    cells: dict[tuple[str, str, str, int], dict[str, dict[int, Settings]]] = {}
-    for result in results:
-        place = (result["text"], result["regime"], result["size"], result["steps"])
-        by_recipe = cells.setdefault(place, {})
-        by_recipe.setdefault(result["recipe"], {})[result["seed"]] = result
-    print(f"| text, regime, size, steps | {options.beside} | {' | '.join(others)} |")
-    print("|---" * (len(recipes) + 1) + "|")
-    for place, by_recipe in cells.items():
-        ours = get_figures(by_recipe.get(options.beside, {}), "bits_per_byte")
-        row = [", ".join(map(str, place)), f"{fmean(ours.values()):.4f}" if ours else "-"]
-        for recipe in others:
-            theirs = get_figures(by_recipe.get(recipe, {}), "bits_per_byte")
-            row.append(describe_difference(theirs, ours))
-        print(f"| {' | '.join(row)} |")
-    print_seconds(cells, recipes, options.beside)
+# What is compared, unless options say otherwise.
+QUICK: Settings = {
+    "texts": "numpy",
+    "recipes": "gptmini,nanochat",
+    "regimes": "fresh,once",
+    "sizes": "3x128",
+    "seeds": "1337,1338",
+    "steps": 400,
+}
+OTHERS: dict[Extent, Settings] = {
+    "trial": {"sizes": "2x32", "steps": 4, "seeds": "1337", "regimes": "fresh"},
+    "quick": {},
+    "full": {"texts": "docs,code,numpy", "regimes": "fresh,once,many", "seeds": "1337,1338,1339"},
+}
 
 
-def describe_difference(theirs: dict[int, float], ours: dict[int, float]) -> str:
-    """Describe the mean of a recipe and its difference to ours, with its interval if known."""
-    if not theirs or not ours:
-        return "-"
-    mean = fmean(theirs.values())
-    (difference,) = conclude([estimate_difference(theirs, ours)], NOTABLE)
-    text = f"{mean:.4f} ({difference.difference:+.4f}"
-    if difference.half_width is not None:
-        text += f" ± {difference.half_width:.4f}"
-    return text + ")"
-
-
-def print_seconds(
-    cells: dict[tuple[str, str, str, int], dict[str, dict[int, Settings]]],
-    recipes: list[str],
-    beside: str,
-) -> None:
-    """Print the time of a step of each recipe as a multiple of ours, by size."""
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for (_, _, size, _), by_recipe in cells.items():
-        ours = get_figures(by_recipe.get(beside, {}), "seconds")
-        for recipe in recipes:
-            theirs = get_figures(by_recipe.get(recipe, {}), "seconds")
-            for seed in ours.keys() & theirs.keys():
-                ratios.setdefault((size, recipe), []).append(theirs[seed] / ours[seed])
-    print(f"\nSeconds of updates, as a multiple of those of {beside} (mean):\n")
-    for (size, recipe), values in ratios.items():
-        print(f"- {size}, {recipe}: {fmean(values):.2f}")
-
-
-def get_figures(results: dict[int, Settings], key: str) -> dict[int, float]:
-    """Get a figure of each seed."""
-    return {seed: result[key] for seed, result in results.items()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run", help="train what is not among the results yet")
-    run.add_argument("results", type=Path)
-    run.add_argument("--texts", default=",".join(TEXTS))
-    run.add_argument("--recipes", default="gptmini,nanochat,nanochat-plain,nanogpt")
-    run.add_argument("--recipe", action="append", default=[], help="NAME:KEY=VALUE:...")
-    run.add_argument("--regimes", default=",".join(EPOCHS))
-    run.add_argument("--sizes", default="3x128,4x256")
-    run.add_argument("--seeds", default="1337,1338,1339")
-    run.add_argument("--steps", type=int, default=400, help="at most")
-    run.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    run.add_argument("--folder", type=Path, default=Path("runs/learning"), help="for texts, tokens")
-    run.set_defaults(action=run_trials)
-    table = commands.add_parser("table", help="compare the results")
-    table.add_argument("results", type=Path)
-    table.add_argument("--beside", default="gptmini", help="the recipe to compare with")
-    table.set_defaults(action=print_table)
-    options = parser.parse_args()
-    options.action(options)
+def measure(
+    extent: Extent, recipe: Sequence[str] = (), jobs: int = 2, **given: Any
+) -> Iterator[Table]:
+    chosen = QUICK | OTHERS[extent] | {key: value for key, value in given.items() if value}
+    recipes = parse_recipes(chosen["recipes"], list(recipe))
+    texts = dict(parse_texts(chosen["texts"]))
+    trials = [
+        Trial(text, regime, size, name, int(seed), chosen["steps"])
+        for seed in chosen["seeds"].split(",")
+        for size in chosen["sizes"].split(",")
+        for regime in chosen["regimes"].split(",")
+        for text in texts
+        for name in recipes
+    ]
+    base, *others = recipes
+    bits = [f"{base} - {other}" for other in others]
+    times = [f"{base} / {other}" for other in others]
+    learned = Table("learning", "text, read, layers x width; bits per byte", [*recipes, *bits], 4)
+    seconds = Table("learning seconds", "seconds of updates", [*recipes, *times])
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepared = {
+            name: prepare(name, path, tokenizer, folder)
+            for name, (path, tokenizer) in texts.items()
+        }
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            waiting = [
+                pool.submit(train, trial, recipes[trial.recipe], prepared[trial.text], folder)
+                for trial in trials
+            ]
+            for trial, future in zip(trials, waiting, strict=True):  # so that seeds are in order
+                found = future.result()
+                row = f"{trial.text}, {trial.regime}, {trial.size}"
+                learned.append(row, trial.recipe, found["bits_per_byte"])
+                seconds.append(row, trial.recipe, found["seconds"])
+    yield from (learned, seconds)

@@ -1,11 +1,10 @@
 """Time generation beside llama.cpp on the same weights: python scripts/bench llama
 
 Needs `pip install -e '.[bench,gguf]' xllamacpp`. llama.cpp runs as a server in a process of its
-own, with as many threads. In each row everything takes turns, four times, of which the first warms
-up. The table gives the best tokens per second, prefill and sampling (top-k 50) included; of a
-prompt of 512, the tokens of the prompt. --run RUN takes a run in the shape of Llama, such as an
-imported SmolLM2, in place of random weights. --cpu counts seconds of the processor, all threads
-together, in place of those that pass: for a machine that has other work.
+own, with as many threads. In each row everything takes turns: tokens per second, prefill and
+sampling (top-k 50) included; of a prompt of 512, the tokens of the prompt. --run RUN takes a run in
+the shape of Llama, such as an imported SmolLM2, in place of random weights. --cpu counts seconds of
+the processor, all threads together, in place of those that pass: for a machine that has other work.
 """
 
 import argparse
@@ -23,7 +22,8 @@ import transformers
 from torch import Tensor
 
 from bench.generate import LLAMA, SIZES, create_hf_model, generate_hf, time_gptmini
-from bench.serve import build_llama_command, find_free_port, start_server
+from bench.results import Extent, Table
+from bench.servers import build_llama_command, find_free_port, start_server
 from gptmini.config.settings import Config, ModelConfig
 from gptmini.extras.interop import gguf
 from gptmini.extras.interop.folding import fold
@@ -48,19 +48,27 @@ def create_model(size: str) -> GPT:
     return GPT(ModelConfig.model_validate(shape)).eval()
 
 
+def create_run(model: GPT, path: Path) -> Run:
+    """Make a model a run, with a tokenizer of as many characters."""
+    characters = map(chr, range(0x10000, 0x10000 + (model.config.vocab_size or 0) - 257))
+    return Run(path, Config(model=model.config), CharTokenizer("".join(characters)), model)
+
+
+def write_gguf(path: Path, run: Run, kind: str) -> None:
+    """Write a run in the shape of Llama for llama.cpp."""
+    config, weights = fold(run.model.config, run.model.state_dict())
+    gguf.write_gguf(path, run, "llama", config, weights, kind)
+
+
 @contextmanager
 def start_llama_server(model: GPT, kind: str, n_rows: int) -> Iterator[tuple[str, int]]:
     """Serve the weights of a model by llama.cpp; yield the address and process of the server."""
-    config, weights = fold(model.config, model.state_dict())
-    characters = map(chr, range(0x10000, 0x10000 + (config.vocab_size or 0) - 257))
-    run = Run(Path("random"), Config(), CharTokenizer("".join(characters)), model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         port = find_free_port()
-        gguf.write_gguf(path, run, "llama", config, weights, kind)
-        with start_server(
-            build_llama_command(path, port, n_rows, torch.get_num_threads()), port
-        ) as found:
+        write_gguf(path, create_run(model, Path("random")), kind)
+        command = build_llama_command(path, port, n_rows, torch.get_num_threads())
+        with start_server(command, port) as found:
             yield found
 
 
@@ -73,13 +81,14 @@ def ask(url: str, prompts: Tensor, n_new: int) -> None:
     assert [text["tokens_predicted"] for text in texts] == [n_new] * len(prompts), answer.text
 
 
-def print_row(model: GPT, batch: int, length: int, n_new: int, cpu: bool) -> None:
-    """Time one row of the table and print it."""
+def time_row(table: Table, model: GPT, place: tuple[int, int, int], rounds: int, cpu: bool) -> None:
+    """Time one row of the table."""
+    batch, length, n_new = place
+    tokens = batch * (length if n_new == 1 else n_new)
     narrow = create_hf_model(model).to(torch.bfloat16)
     # What continues the prompts, and the clock of the process that does it.
     calls: dict[str, tuple[Callable[[Tensor, int], object], int]] = {}
-    calls["HF"] = (lambda prompts, n: generate_hf(narrow, prompts, n), OWN_CLOCK)
-    seconds: dict[str, float] = {}
+    calls["HF bfloat16"] = (lambda prompts, n: generate_hf(narrow, prompts, n), OWN_CLOCK)
     with ExitStack() as servers:
         for weights, kind in TYPES.items():
             engine = open_engine(model, weights, batch, DEFAULT_CACHE_DIR)
@@ -87,40 +96,31 @@ def print_row(model: GPT, batch: int, length: int, n_new: int, cpu: bool) -> Non
             calls[weights] = (partial(time_gptmini, engine, model), OWN_CLOCK)
             other = ~process << 3 | 2  # how Linux numbers the clock of another process
             calls[kind] = (lambda prompts, n, url=url: ask(url, prompts, n), other)  # type: ignore[misc]
-        for turn in range(4):  # with new prompts, as gptmini keeps what it has read
+        for turn in range(rounds + 1):  # with new prompts, as gptmini keeps what it has read
             prompts = torch.randint(257, model.config.vocab_size or 0, (batch, length))
             for name, (call, own) in calls.items():
                 clock = own if cpu else time.CLOCK_MONOTONIC
                 started = time.clock_gettime(clock)
                 call(prompts, n_new if turn else 1)
-                if turn:
+                if turn:  # the first turn warms up
                     passed = time.clock_gettime(clock) - started
-                    seconds[name] = min(passed, seconds.get(name, passed))
-    tokens = batch * (length if n_new == 1 else n_new)
-    speeds = {name: tokens / each for name, each in seconds.items()}
-    cells = [f"{batch} x {length}, {n_new} new", f"{speeds['HF']:,.0f}"]
-    for weights, kind in TYPES.items():
-        ratio = speeds[weights] / speeds[kind]
-        cells.append(f"{speeds[weights]:,.0f} / {speeds[kind]:,.0f} ({ratio:.1f} x)")
-    print(f"| {' | '.join(cells)} |", flush=True)
+                    table.append(f"{batch} x {length}, {n_new} new", name, tokens / passed)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true")
-    models = parser.add_mutually_exclusive_group()
-    models.add_argument("--quick", action="store_true", help="a tiny model")
-    models.add_argument("--run", help="a run in the shape of Llama")
-    options = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cpu", action="store_true", help="count seconds of the processor")
+    parser.add_argument("--run", help="a run in the shape of Llama")
+
+
+def measure(extent: Extent, run: str | None = None, cpu: bool = False) -> Iterator[Table]:
     transformers.logging.set_verbosity_error()
     if not sys.platform.startswith("linux"):
-        parser.error("needs Linux, for the clock of another process")
-    print(f"tokens per second of {torch.get_num_threads()} threads, gptmini / llama.cpp\n")
-    print("| rows x prompt | HF bfloat16 | float32 | bfloat16 | int8, q8_0 |")
-    print("|---|---|---|---|---|", flush=True)
-    if options.run is None:
-        model = create_model("tiny" if options.quick else "124M")
-    else:
-        model = load_run(options.run, "cpu").model
-    for batch, length, n_new in ROWS[:2] if options.quick else ROWS:
-        print_row(model, batch, length, n_new, options.cpu)
+        sys.exit("bench llama: needs Linux, for the clock of another process")
+    trial = extent == "trial"
+    columns = [name for pair in TYPES.items() for name in pair]
+    factors = [*(" / ".join(pair) for pair in TYPES.items()), "bfloat16 / HF bfloat16"]
+    table = Table("llama", "rows x prompt, tokens/s", ["HF bfloat16", *columns, *factors])
+    model = load_run(run, "cpu").model if run else create_model("tiny" if trial else "124M")
+    for place in ROWS[:2] if trial else ROWS:
+        time_row(table, model, place, 3 if trial else 5, cpu)
+    yield table

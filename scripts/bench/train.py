@@ -1,10 +1,10 @@
 """Time training on characters, beside plain PyTorch that follows nanoGPT's published recipes.
 
-python scripts/bench train TEXT [--parts step,share,small,large,best,ablation] [--quick]
+python scripts/bench train [--text data/tinyshakespeare.txt] [--parts step,share,small,large,...]
 
 Losses are nats per character over the whole validation split, the last tenth of the text, in
-consecutive windows. Seconds are those of the updates: start-up, compilation and evaluation do not
-count. Several runs are shown by their median.
+consecutive windows; of a run, the lowest of its evaluations. Seconds are those of the updates:
+start-up, compilation and evaluation do not count, but for the minutes of a configuration.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.results import SHAKESPEARE, Extent, Table, check_text
 from gptmini.config.load import find_config_file, load_config
 from gptmini.machine import keep_freed_memory, pick_compute
 from gptmini.plan.cost import count_training_flops
@@ -113,14 +115,12 @@ def time_baseline_step(path: Path) -> float:
     model = Baseline(6, 6, 384, 256, encode_characters(path)[2])
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(64, 256, dtype=torch.long)
-    times = []
-    for _ in range(3):
+    for _ in range(2):  # the first one allocates
         started = time.perf_counter()
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
+    return time.perf_counter() - started
 
 
 class Runs:
@@ -131,11 +131,13 @@ class Runs:
 
     def train(self, config: str | None, *settings: str) -> list[dict[str, float]]:
         """Train a configuration with some settings changed; the run's metrics."""
-        out = self.folder / str(next(self.numbers))
         words = [config] if config else ["--set", "tokenizer.kind=char"]
+        if config is None or config.startswith("shakespeare"):
+            words += ["--data", str(self.path)]
         words += [word for setting in settings for word in ("--set", setting)]
-        paths = ["--data", str(self.path), "--out", str(out), "--cache", str(self.folder / "cache")]
-        command = [sys.executable, "-m", "gptmini", "train", *words, *paths]
+        out = self.folder / str(next(self.numbers))
+        words += ["--out", str(out), "--cache", str(self.folder / "cache")]
+        command = [sys.executable, "-m", "gptmini", "train", *words]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
             sys.exit(process.stderr)
@@ -153,136 +155,136 @@ def find_lowest_loss(metrics: list[dict[str, float]]) -> float:
     return min(m["val_loss"] for m in metrics if "val_loss" in m)
 
 
-# The settings that replace each part of the recipe, one at a time, for equal minutes.
-ABLATIONS = {
-    "the recipe": [],
-    "another seed": ["train.seed=1"],
-    "AdamW for all": ["train.optimizer=adamw"],
-    "no norm of queries and keys": ["model.attention.qk_norm=false"],
-    "learned positions": ["model.position=learned"],
-    "gelu": ["model.activation=gelu"],
-    "rmsnorm": ["model.norm=rmsnorm"],
-    "64 windows a step": ["train.batch_size=64"],
-    "no cool-down": ["train.cooldown=0.0"],
-    "float32": ["train.dtype=float32"],
-}
+@dataclass
+class Tables:
+    """What the parts measure."""
+
+    speed: Table
+    losses: Table
+    seconds: Table
+    work: Table
+    configurations: Table
 
 
-def step_rows(runs: Runs, quick: bool) -> Iterator[str]:
+def measure_steps(runs: Runs, tables: Tables, extent: Extent) -> None:
     """Time of a step of the GPU recipe, eager and compiled."""
     shape = ["model={n_layer: 6, n_head: 6, d_model: 384}", "train.batch_size=64"]
-    short = [f"train.steps={3 if quick else 9}", "train.log_every=1", "data.validation=0.01"]
-    plain = time_baseline_step(runs.path)
-    for mode in ("off", "on"):
-        metrics = runs.train(None, *shape, *short, f"train.compile={mode}")
-        seconds = statistics.median(64 * 256 / m["tokens_per_second"] for m in metrics[2:])
-        name = f"seconds a step, 6 x 6 x 384, 64 x 256 tokens, compile {mode}"
-        yield f"| {name} | {plain:.2f} | {seconds:.2f} | {plain / seconds:.1f} x |"
+    short = [f"train.steps={3 if extent == 'trial' else 9}", "train.log_every=1"]
+    short += ["data.validation=0.01", "train.eval_tokens=256"]
+    for _ in range({"trial": 1, "quick": 2, "full": 5}[extent]):
+        plain = time_baseline_step(runs.path)
+        for mode, name in (("off", "eager"), ("on", "compiled")):
+            metrics = runs.train(None, *shape, *short, f"train.compile={mode}")
+            seconds = statistics.median(64 * 256 / m["tokens_per_second"] for m in metrics[2:])
+            row = f"seconds a step, 6 x 6 x 384, 64 x 256 tokens, {name}"
+            tables.speed.append(row, "plain PyTorch", plain)
+            tables.speed.append(row, "gptmini", seconds)
 
 
-def small_rows(runs: Runs, quick: bool) -> Iterator[str]:
+def measure_small(runs: Runs, tables: Tables, extent: Extent) -> None:
     """Time to the final loss of the CPU recipe."""
-    repeats = 1 if quick else 3
-    theirs = []
-    ours = []
-    for _ in range(repeats):  # in turns, because the machine's speed drifts
-        theirs.append(train_baseline(runs.path, 20 if quick else 2000))
-        ours.append(runs.train("shakespeare-char-small", *(["train.steps=3"] if quick else [])))
-    plain = statistics.median(seconds for seconds, _ in theirs)
-    seconds = statistics.median(find_seconds_to(metrics, SMALL_TARGET) for metrics in ours)
-    ends = statistics.median(loss for _, loss in theirs)
-    name = f"seconds to {SMALL_TARGET}, the recipe ends at {ends:.4f}"
-    yield f"| {name} | {plain:.1f} | {seconds:.1f} | {plain / seconds:.1f} x |"
-    yield f"| lowest loss of that run | | {statistics.median(map(find_lowest_loss, ours)):.4f} | |"
+    row = f"seconds to {SMALL_TARGET}"
+    for _ in range(1 if extent == "trial" else 3):  # in turns, as the machine's speed drifts
+        seconds, loss = train_baseline(runs.path, 20 if extent == "trial" else 2000)
+        metrics = measure_configuration(runs, tables, "shakespeare-char-small", extent)
+        tables.speed.append(row, "plain PyTorch", seconds)
+        tables.speed.append(row, "gptmini", find_seconds_to(metrics, SMALL_TARGET))
+        tables.losses.append("shakespeare-char-small", "plain PyTorch", loss)
+        tables.losses.append("shakespeare-char-small", "gptmini", find_lowest_loss(metrics))
 
 
-def large_rows(runs: Runs, quick: bool) -> Iterator[str]:
+def measure_large(runs: Runs, tables: Tables, extent: Extent) -> None:
     """Time to the best loss of the GPU recipe, whose 5000 steps are extrapolated, not run."""
-    plain = 5000 * time_baseline_step(runs.path) / 60
-    metrics = runs.train("shakespeare-char", *(["train.steps=3"] if quick else []))
-    minutes = find_seconds_to(metrics, LARGE_TARGET) / 60
-    ratio = f"{plain / minutes:.0f} x"
-    yield f"| minutes to {LARGE_TARGET} | {plain:.0f} (5000 steps) | {minutes:.1f} | {ratio} |"
-    yield f"| lowest loss of that run | | {find_lowest_loss(metrics):.4f} | |"
+    row = f"minutes to {LARGE_TARGET}"
+    for _ in range(3 if extent == "full" else 1):
+        plain = 5000 * time_baseline_step(runs.path) / 60
+        metrics = measure_configuration(runs, tables, "shakespeare-char", extent)
+        tables.speed.append(row, "plain PyTorch", plain)
+        tables.speed.append(row, "gptmini", find_seconds_to(metrics, LARGE_TARGET) / 60)
+        tables.losses.append("shakespeare-char", "gptmini", find_lowest_loss(metrics))
 
 
-def best_rows(runs: Runs, quick: bool) -> Iterator[str]:
-    """Lowest loss of a command that takes about 15 minutes."""
+def measure_configurations(runs: Runs, tables: Tables, extent: Extent) -> None:
+    """What the other configurations end at."""
+    names = ("shakespeare-char-best", "python-code", "attention/gqa", "attention/mqa")
+    for name in names[-1:] if extent == "trial" else names:
+        measure_configuration(runs, tables, name, extent)
+
+
+def measure_configuration(
+    runs: Runs, tables: Tables, name: str, extent: Extent
+) -> list[dict[str, float]]:
+    """Train a configuration; add its loss and the minutes of the whole command."""
     started = time.perf_counter()
-    metrics = runs.train("shakespeare-char-best", *(["train.steps=3"] if quick else []))
+    settings = ["train.steps=3", "train.eval_every=3"] if extent == "trial" else []
+    metrics = runs.train(name, *settings)
     minutes = (time.perf_counter() - started) / 60
-    lowest = find_lowest_loss(metrics)
-    yield f"| lowest loss in {minutes:.1f} minutes in all | | {lowest:.4f} | |"
+    best = min((m for m in metrics if "val_loss" in m), key=lambda m: m["val_loss"])
+    tables.configurations.append(name, "loss", best["val_loss"])
+    tables.configurations.append(name, "bits per byte", best["val_bpb"])
+    tables.configurations.append(name, "minutes", minutes)
+    return metrics
 
 
-def ablation_rows(runs: Runs, quick: bool) -> Iterator[str]:
-    """Each part of the recipe replaced in turn, for equal minutes."""
-    sizes = ["model={n_layer: 4, n_head: 4, d_model: 192}", "train.batch_size=16"]
-    time_given = f"train.minutes={0.2 if quick else 0.75}"
-    for name, settings in list(ABLATIONS.items())[: 2 if quick else None]:
-        metrics = runs.train(None, *sizes, time_given, *settings)
-        yield f"| {name} | {metrics[-1]['step']} | {find_lowest_loss(metrics):.4f} |"
-
-
-def share_rows(runs: Runs, quick: bool) -> Iterator[str]:
+def measure_share(runs: Runs, tables: Tables, extent: Extent) -> None:
     """How much of what a large product reaches a whole step does; `runs` are not needed."""
+    trial = extent == "trial"
     compute = pick_compute("auto", "auto")
     keep_freed_memory()
-    size = 512 if quick else 4096
+    size = 512 if trial else 4096
     square = torch.randn(size, size).to(compute.dtype)
     times = []
-    for _ in range(2 if quick else 6):
+    for _ in range(2 if trial else 6):
         started = time.perf_counter()
         square @ square
         times.append(time.perf_counter() - started)
     reached = 2 * size**3 / min(times)
     large = {"n_layer": 6, "n_head": 6, "d_model": 384, "vocab_size": 257, "dropout": 0.2}
     shapes: dict[str, tuple[str, dict[str, Any]]] = {
-        "`default`": ("default", {"model": {"vocab_size": 4096, "dropout": 0.1}}),
-        "`shakespeare-char`": ("shakespeare-char", {"model": {"vocab_size": 257, "dropout": 0.0}}),
+        "default": ("default", {"model": {"vocab_size": 4096, "dropout": 0.1}}),
+        "shakespeare-char": ("shakespeare-char", {"model": {"vocab_size": 257, "dropout": 0.0}}),
         "6 x 6 x 384, 64 rows": ("default", {"model": large, "train": {"batch_size": 64}}),
     }
-    for name, (config, settings) in list(shapes.items())[: 1 if quick else None]:
+    for row, (config, settings) in list(shapes.items())[: 1 if trial else None]:
         full = load_config(find_config_file(config), []).fill_open(settings)
         work = count_training_flops(full.model, full.seq_len) * full.train.batch_size * full.seq_len
-        cells = []
-        for compiled in (False, True):
-            if compiled and quick:
-                cells.append("not timed")
-                continue
-            timed = time_step(full, compute, 1 if quick else 4, compiled)
+        tables.work.append(row, "product", reached / 1e9)
+        for name in ("eager",) if trial else ("eager", "compiled"):
+            timed = time_step(full, compute, 1 if trial else 4, name == "compiled")
             seconds = timed.passes + timed.update
-            cells.append(f"{seconds:.3f} s, {work / seconds / reached:.0%}")
-        yield f"| {name}: share of {reached / 1e9:.0f} GFLOP/s | {' | '.join(cells)} |"
+            tables.seconds.append(row, name, seconds)
+            tables.work.append(row, name, work / seconds / 1e9)
 
 
 PARTS = {
-    "step": step_rows,
-    "share": share_rows,
-    "small": small_rows,
-    "large": large_rows,
-    "best": best_rows,
-    "ablation": ablation_rows,
+    "step": measure_steps,
+    "share": measure_share,
+    "small": measure_small,
+    "large": measure_large,
+    "configurations": measure_configurations,
 }
-HEADINGS = {"share": ["", "eager", "compiled"], "ablation": ["at equal minutes", "steps", "loss"]}
-OTHER_HEADINGS = ["", "plain PyTorch", "gptmini", "ratio"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument(
-        "--quick", action="store_true", help="a few steps of each, to see that it runs"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", type=Path, default=SHAKESPEARE)
+    parser.add_argument("--parts", help=f"some of {', '.join(PARTS)}; the last only with --full")
+
+
+def measure(extent: Extent, text: Path = SHAKESPEARE, parts: str | None = None) -> Iterator[Table]:
+    tables = Tables(
+        Table("train", "", ["plain PyTorch", "gptmini", "plain PyTorch / gptmini"]),
+        Table("train losses", "loss", ["plain PyTorch", "gptmini"], 5),
+        Table("train steps", "seconds a step", ["eager", "compiled", "eager / compiled"]),
+        Table(
+            "train share",
+            "GFLOP/s",
+            ["product", "eager", "compiled", "eager / product", "compiled / product"],
+        ),
+        Table("configurations", "", ["loss", "bits per byte", "minutes"], 4),
     )
-    options = parser.parse_args()
+    names = parts.split(",") if parts else list(PARTS)[: None if extent == "full" else -1]
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(options.text, Path(folder))
-        headings: list[str] = []
-        for name in options.parts.split(","):
-            before = headings
-            headings = HEADINGS.get(name, OTHER_HEADINGS)
-            if headings != before:  # a new table
-                print(f"\n| {' | '.join(headings)} |\n|{'---|' * len(headings)}", flush=True)
-            for row in PARTS[name](runs, options.quick):
-                print(row, flush=True)
+        runs = Runs(check_text(text), Path(folder))
+        for name in names:
+            PARTS[name](runs, tables, extent)
+    yield from (table for table in vars(tables).values() if table.rows)

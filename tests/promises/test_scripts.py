@@ -1,4 +1,4 @@
-"""The benchmarks run, on small inputs, and print the tables of scripts/RESULTS.md."""
+"""The scripts run, on small inputs, and the benchmarks print the tables of scripts/RESULTS.md."""
 
 import contextlib
 import io
@@ -95,7 +95,7 @@ def test_every_benchmark_is_behind_the_door_and_on_the_page(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from bench.__main__ import BENCHMARKS
 
-    not_benchmarks = {"__init__", "__main__", "nanochat"}
+    not_benchmarks = {"__init__", "__main__", "all", "nanochat", "quote", "results", "servers"}
     files = {path.stem for path in (SCRIPTS / "bench").glob("*.py")}
     assert files - not_benchmarks == set(BENCHMARKS)
     page = (SCRIPTS / "README.md").read_text()
@@ -110,22 +110,35 @@ def test_the_door_of_the_benchmarks_lists_them_for_an_unknown_name():
     assert "attention" in refused.stderr
 
 
-def test_bench_attention_prints_caches_by_the_formula(output: Output):
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in output("bench", "attention", "--quick").splitlines()
-    ]
-    sizes = {row[1]: (row[6], row[7]) for row in rows if len(row) == 8 and row[0] == "128"}
-    assert sizes.keys() == {"mha", "gqa:3", "mqa", "window 128"}
-    assert all(size == formula for size, formula in sizes.values())
+def read_tables(printed: str) -> list[dict[str, dict[str, str]]]:
+    """The cells of the tables that a benchmark prints, by row and column."""
+    tables = []
+    for drawn in printed.strip().split("\n\n"):
+        (_, *columns), _, *rows = (
+            [cell.strip() for cell in line[1:-1].split("|")] for line in drawn.splitlines()
+        )
+        tables.append({name: dict(zip(columns, cells, strict=True)) for name, *cells in rows})
+    return tables
+
+
+def to_float(cell: str) -> float:
+    return float(cell.split(maxsplit=1)[0].replace(",", ""))
+
+
+def test_bench_attention_measures_each_variant(output: Output):
+    training, decoding, cache = read_tables(output("bench", "attention", "--trial"))
+    assert training.keys() == decoding.keys() == cache.keys() == {"128"}
+    assert cache["128"].keys() == {"mha", "gqa:3", "mqa", "window 128"}
+    assert cache["128"]["mqa"] == f"{2 * 128 * 64 * 4:,}"
+    for table in (training, decoding):
+        ratio = table["128"]["mha / mqa"]
+        assert to_float(ratio) > 0
 
 
 def test_gradient_checkpointing_saves_memory(output: Output):
-    table = output("bench", "memory", "--rows", "4").splitlines()[2:]
-    rows = [line.strip("| ").split(" | ") for line in table]
-    peaks = {row[0]: float(row[1]) for row in rows}
+    (table,) = read_tables(output("bench", "memory", "--trial", "--rows", "4"))
     # About half; either peak may be a quarter higher, as the allocator keeps what was freed.
-    assert peaks["on"] < 0.8 * peaks["off"]
+    assert to_float(table["peak MiB"]["on"]) < 0.8 * to_float(table["peak MiB"]["off"])
 
 
 def test_torture_loses_no_run(output: Output):
@@ -138,42 +151,34 @@ def test_torture_loses_no_run(output: Output):
 def test_bench_train_times_the_baseline_and_gptmini(output: Output, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(2000)))
-    printed = output("bench", "train", str(text), "--parts", "small,share", "--quick")
-    beside_pytorch, share = [
-        [[cell.strip() for cell in row[1:-1].split("|")] for row in table.splitlines()]
-        for table in printed.strip().split("\n\n")
-    ]
-    assert beside_pytorch[0] == ["", "plain PyTorch", "gptmini", "ratio"]
-    assert float(beside_pytorch[2][1]) > 0
-    assert 1 < float(beside_pytorch[3][2]) < 7
-    assert share[0] == ["", "eager", "compiled"]
-    assert {len(row) for row in share} == {3}
-    assert 0 < float(share[2][1].split()[-1].rstrip("%")) < 200  # of what a large product reaches
+    words = ["--text", str(text), "--parts", "small,share", "--trial"]
+    speed, losses, steps, share, ends = read_tables(output("bench", "train", *words))
+    assert to_float(speed["seconds to 1.8982"]["plain PyTorch"]) > 0
+    assert 1 < to_float(losses["shakespeare-char-small"]["gptmini"]) < 7
+    assert to_float(steps["default"]["eager"]) > 0
+    assert 0 < to_float(share["default"]["eager / product"]) < 2
+    assert to_float(ends["shakespeare-char-small"]["minutes"]) > 0
 
 
 def test_bench_generate_times_hugging_face_and_gptmini(output: Output):
-    rows = output("bench", "generate", "--quick").splitlines()
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[5:]]
-    names = [cell.strip() for cell in rows[3].strip("|").split("|")]
-    assert [cell[0] for cell in cells] == ["tiny gqa, 2 x 8", "tiny mha, 1 x 8"]
-    for row in cells:
-        assert len(row) >= 4
-        assert all(float(cell.split()[0].replace(",", "")) > 0 for cell in row[1:])
-    assert names[1:4] == ["HF", "HF bf16", "gptmini in torch"]
+    speeds, firsts, reads, memory = read_tables(output("bench", "generate", "--trial"))
+    assert speeds.keys() == firsts.keys() == {"tiny gqa, 2 x 8", "tiny mha, 1 x 32"}
+    assert reads.keys() == {"tiny mha, 1 x 32"}
+    assert all(to_float(memory["tiny"][name]) > 0 for name in ("HF float32", "float32"))
+    for row in (*speeds.values(), *firsts.values()):
+        assert {"HF float32", "float32"} <= row.keys()
+        assert all(to_float(cell) > 0 for cell in row.values())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the clock of another process")
 def test_bench_llama_times_llama_cpp(output: Output):
     pytest.importorskip("xllamacpp")
-    rows = output("bench", "llama", "--quick", "--cpu").splitlines()[4:]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert [row[0] for row in cells] == ["1 x 32, 64 new", "1 x 512, 1 new"]
-    for _, theirs, *pairs in cells:
-        assert float(theirs.replace(",", "")) > 0
-        assert len(pairs) == 3
-        for pair in pairs:
-            ours, _, llama, ratio, _ = pair.replace(",", "").replace("(", "").split()
-            assert float(ratio) == pytest.approx(float(ours) / float(llama), rel=0.05, abs=0.06)
+    (table,) = read_tables(output("bench", "llama", "--trial", "--cpu"))
+    assert table.keys() == {"1 x 32, 64 new", "1 x 512, 1 new"}
+    for row in table.values():
+        for ours, theirs in (("float32", "f32"), ("bfloat16", "bf16"), ("int8", "q8_0")):
+            middle, _, lowest, _, highest = re.findall(r"[\d.]+|x|to", row[f"{ours} / {theirs}"])
+            assert 0 < float(lowest) <= float(middle) <= float(highest)
 
 
 def test_bench_processes_times_each_way_of_adding_gradients(start_ranks, monkeypatch, capsys):
@@ -189,52 +194,74 @@ def test_bench_processes_times_each_way_of_adding_gradients(start_ranks, monkeyp
         codes, said = start_ranks(size, *words[2:])
         assert codes == [0] * size, said
 
-    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(run=start))
-    words = ["--sizes", "3M", "--ranks", "2", "--rows", "4", "--steps", "3", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["processes", *words])
-    processes.main()
-    table = capsys.readouterr().out.splitlines()[2:]
-    rows = [line.strip("| ").split(" | ") for line in table]
-    assert [row[1:3] for row in rows] == [
-        ["1", "fast"],
-        ["1", "exact"],
-        ["2", "exact"],
-        ["2", "fast"],
-    ]
-    assert all(float(row[3]) > 0 for row in rows)
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(run=start, PIPE=subprocess.PIPE))
+    (table,) = processes.measure("trial", ranks="2", rows=4)
+    assert table.rows.keys() == {"3M, exact", "3M, fast"}
+    for row in table.rows.values():
+        assert row.keys() == {"1 process", "2 processes"}
+        assert all(seconds > 0 for (seconds,) in row.values())
 
 
 def test_bench_serve_times_the_server(output: Output, tmp_path: Path):
     (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
     data = {"path": str(tmp_path / "text.txt")}
     train(tiny(data=data, train={"steps": 1}), tmp_path / "run", tmp_path / "cache")
-    words = ["--clients", "2", "--prompts", "5", "--texts", "1", "--new", "4"]
-    (row,) = output("bench", "serve", str(tmp_path / "run"), *words).splitlines()[2:]
-    clients, name, speed, first, between = (cell.strip() for cell in row.strip("|").split("|"))
-    assert (clients, name) == ("2 x 5", "gptmini")
-    assert float(speed.replace(",", "")) > 0
-    assert first.count("/") == between.count("/") == 2
+    words = [str(tmp_path / "run"), "--clients", "2", "--prompts", "5", "--new", "4", "--trial"]
+    speeds, firsts, gaps = read_tables(output("bench", "serve", *words))
+    assert to_float(speeds["2 x 5"]["gptmini"]) > 0
+    assert firsts.keys() == gaps.keys() == {"2 x 5, p50", "2 x 5, p95", "2 x 5, p99"}
 
 
 def test_bench_learning_compares_recipes_on_the_same_tokens(output: Output, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}, and {n % 7} is.\n" for n in range(9000)))
-    results = tmp_path / "results.jsonl"
-    words = ["--texts", f"numbers={text}:char", "--sizes", "2x32", "--seeds", "1,2"]
-    words += ["--regimes", "once", "--steps", "9", "--folder", str(tmp_path / "texts")]
-    words += ["--recipes", "gptmini,nanochat"]
-    words += ["--recipe", "fast:train.lr=6e-3"]
-    output("bench", "learning", "run", str(results), *words)
-    lines = results.read_text().splitlines()
-    assert len(lines) == 6
-    assert all(0 < json.loads(line)["bits_per_byte"] < 8 for line in lines)
-    output("bench", "learning", "run", str(results), *words)  # nothing is left to do
-    assert results.read_text().splitlines() == lines
-    heading, _, row, *_ = output("bench", "learning", "table", str(results)).splitlines()
-    recipes = ["gptmini", "nanochat", "fast"]
-    assert sorted(heading.strip("| ").split(" | ")[1:]) == sorted(recipes)
-    assert row.startswith("| numbers, once, 2x32, 9 | ")
-    assert row.count("±") == 2
+    words = ["--texts", f"numbers={text}:char", "--sizes", "2x32", "--seeds", "1,2", "--trial"]
+    words += ["--regimes", "once", "--steps", "9", "--recipe", "fast:train.lr=6e-3"]
+    learned, seconds = read_tables(output("bench", "learning", *words))
+    row = learned["numbers, once, 2x32"]
+    assert all(0 < to_float(row[recipe]) < 8 for recipe in ("gptmini", "nanochat", "fast"))
+    assert " to " in row["gptmini - nanochat"]
+    assert " to " in seconds["numbers, once, 2x32"]["gptmini / fast"]
+
+
+def test_bench_compare_reads_the_runs_of_each_kind(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from bench import compare
+
+    text = tmp_path / "text.txt"
+    text.write_text("a text")
+
+    def run(command: str, *words: str) -> str:
+        assert command == "compare"
+        (kinds,) = (word.partition("=")[2] for word in words if word.startswith("--attention"))
+        (out,) = (word.partition("=")[2] for word in words if word.startswith("--out"))
+        runs = [{"bits_per_byte": 2.0}, {"bits_per_byte": 3.0}]
+        Path(out).mkdir()
+        variants = [{"name": kind, "runs": runs} for kind in kinds.split(",")]
+        Path(out, "compare.json").write_text(json.dumps({"variants": variants}))
+        return ""
+
+    monkeypatch.setattr(compare, "run_gptmini", run)
+    (table,) = compare.measure("trial", text)
+    assert table.rows == {"Tiny Shakespeare": {kind: [2.0, 3.0] for kind in compare.KINDS}}
+
+
+def test_bench_scale_measures_compressors_on_the_same_text(output: Output, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(3000)))
+    (table,) = read_tables(output("bench", "scale", "--text", str(text), "--trial"))
+    row = table["Tiny Shakespeare"]
+    assert 0 < to_float(row["xz"]) < to_float(row["gptmini"]) < 10
+
+
+def test_bench_first_runs_the_commands_of_the_readme(output: Output):
+    page = (SCRIPTS.parent / "README.md").read_text()
+    assert 'gptmini generate --prompt "The class statement" --max-new-tokens 60' in page
+    seconds, ends = read_tables(output("bench", "first", "--trial"))
+    assert all(to_float(row["seconds"]) > 0 for row in seconds.values())
+    whole = to_float(seconds["gptmini generate"]["seconds"])
+    assert to_float(seconds["its first word"]["seconds"]) < 5 * whole
+    assert 0 < to_float(ends["gptmini train"]["bits per byte"]) < 10
 
 
 def test_the_update_of_nanochat_is_nearly_orthogonal(monkeypatch):
