@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmini.config.load import validate
+from gptmini.config.load import DEFAULT_CONFIG_FILE, load_config, validate
 from gptmini.config.settings import Config, TrainConfig
 from gptmini.data.corpus import prepare_corpus
 from gptmini.model.optim import compute_learning_rate
@@ -152,6 +152,13 @@ def test_reading_held_out_text_takes_a_twentieth_of_the_time(seconds, held_out):
     assert all_read == (2 * forward * held_out <= seconds / 20)  # twice as slow at worst
     assert count == 10 * 0.8 or evaluations > 0.6 * seconds / 20 / (1 if all_read else 2)
     assert 0.9 * seconds < updates + evaluations + minutes.FINAL_SAMPLE_SECONDS < seconds + 0.1
+
+
+def test_the_default_configuration_leaves_all_sizes_to_the_minutes():
+    config = load_config(DEFAULT_CONFIG_FILE, [])
+    sizes = {"n_layer", "n_head", "d_model", "context_length"}
+    assert sizes.isdisjoint(config.model.model_fields_set)
+    assert planned(config, 300).model.context_length == 512
 
 
 def test_what_is_stated_wins_over_the_plan():
