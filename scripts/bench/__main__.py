@@ -4,7 +4,6 @@
   quote      rewrite the figures and tables of the pages from that file
 
   attention  a layer by variant, length and window: training, decoding, cache
-  compare    kinds of attention, five seeds on text that nothing was chosen on
   first      the commands of the README
   generate   tokens per second beside transformers on the same weights
   learning   what recipes learn from the same tokens
@@ -35,7 +34,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 # Each is imported only when it runs, as what it needs differs.
 BENCHMARKS = (
     "attention",
-    "compare",
     "first",
     "generate",
     "learning",

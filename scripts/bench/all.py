@@ -24,8 +24,8 @@ import torch
 from bench.results import RESULTS, ROOT, Extent
 from gptmini.files import atomic_write_bytes
 
-# The minutes that each takes on two cores of a Xeon with AMX, quick and full; None: only in full.
-MINUTES: dict[str, tuple[float | None, float]] = {
+# The minutes that each takes on two cores of a Xeon with AMX, quick and full.
+MINUTES: dict[str, tuple[float, float]] = {
     "first": (3, 3),
     "attention": (1, 1),
     "memory": (1, 1),
@@ -36,7 +36,6 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "learning": (7, 40),
     "train": (12, 50),
     "scale": (10, 30),
-    "compare": (None, 35),
 }
 COMMAND = (sys.executable, str(Path(__file__).parent))
 PACKAGES = ("torch", "transformers", "xllamacpp", "gguf", "pyppmd", "numpy")
@@ -111,7 +110,7 @@ def guess_minutes(results: dict[str, Any], name: str, extent: Extent) -> float:
     if extent == "trial":
         return 1.0
     quick, full = MINUTES[name]
-    stated = full if extent == "full" or quick is None else quick
+    stated = full if extent == "full" else quick
     return float(results["minutes"].get(f"{name} {extent}", stated))
 
 
@@ -176,12 +175,10 @@ def main(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--only", metavar="NAME,...", help="some of: " + ", ".join(MINUTES))
     options = parser.parse_args(words)
-    names = [name for name, (quick, _) in MINUTES.items() if quick or options.extent != "quick"]
-    if options.only:
-        names = options.only.split(",")
-        unknown = set(names) - set(MINUTES)
-        if unknown:
-            parser.error(f"--only: not {', '.join(sorted(unknown))} but {', '.join(MINUTES)}")
+    names = options.only.split(",") if options.only else list(MINUTES)
+    unknown = set(names) - set(MINUTES)
+    if unknown:
+        parser.error(f"--only: not {', '.join(sorted(unknown))} but {', '.join(MINUTES)}")
     commit, changed = find_commit(options.out)
     results = open_results(options.out, commit, changed)
     failed = measure_all(options.out, results, names, options.extent)

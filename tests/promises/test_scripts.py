@@ -224,28 +224,6 @@ def test_bench_learning_compares_recipes_on_the_same_tokens(output: Output, tmp_
     assert " to " in seconds["numbers, once, 2x32"]["gptmini / fast"]
 
 
-def test_bench_compare_reads_the_runs_of_each_kind(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    from bench import compare
-
-    text = tmp_path / "text.txt"
-    text.write_text("a text")
-
-    def run(command: str, *words: str) -> str:
-        assert command == "compare"
-        (kinds,) = (word.partition("=")[2] for word in words if word.startswith("--attention"))
-        (out,) = (word.partition("=")[2] for word in words if word.startswith("--out"))
-        runs = [{"bits_per_byte": 2.0}, {"bits_per_byte": 3.0}]
-        Path(out).mkdir()
-        variants = [{"name": kind, "runs": runs} for kind in kinds.split(",")]
-        Path(out, "compare.json").write_text(json.dumps({"variants": variants}))
-        return ""
-
-    monkeypatch.setattr(compare, "run_gptmini", run)
-    (table,) = compare.measure("trial", text)
-    assert table.rows == {"Tiny Shakespeare": {kind: [2.0, 3.0] for kind in compare.KINDS}}
-
-
 def test_bench_scale_measures_compressors_on_the_same_text(output: Output, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} is not {n + 1}.\n" for n in range(3000)))
