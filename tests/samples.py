@@ -1,6 +1,7 @@
 """Tokenizers, runs and kinds of models that several tests share."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def chat_tokenizer(missing: bytes = b"") -> Tokenizer:
 
 
 CHAT_TOKENIZER = chat_tokenizer()
+
+
+def uneven_chats() -> str:
+    """The lines of a file of conversations in which one side says far more than the other."""
+    draw = random.Random(1)
+    lines = []
+    for _ in range(60):
+        lengths = draw.sample([2, 100], 2)
+        messages = [
+            {"role": role, "content": "".join(draw.choices("abc def.", k=length)) + "x"}
+            for role, length in zip(("user", "assistant"), lengths, strict=True)
+        ]
+        lines.append(json.dumps({"messages": messages}))
+    return "\n".join(lines)
 
 
 def thinking_tokenizer() -> ForeignTokenizer:

@@ -1,6 +1,5 @@
 """The pages of plot and compare in Chromium, with the network off, driven by Playwright."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,14 @@ from typing import Any
 import pytest
 
 from gptmini.figures import page
-from tests.support import HOSTILE, SMALL
+from tests.support import CHROMIUM, HOSTILE, SMALL
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright: pip install -e '.[browser]'"
 )
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium: apt install chromium-headless-shell"
+)
 
 TEXT = list(b"the cat sat on")
 MINUS = "\N{MINUS SIGN}"

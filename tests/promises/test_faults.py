@@ -553,7 +553,7 @@ def test_a_run_that_is_moved_away_is_not_started_afresh(train, config, tmp_path,
 def test_a_run_can_be_read_while_it_is_written(train, config, tmp_path):
     busy = tiny(
         data={"path": config.data.path},
-        train={"steps": 60, "save_every": 1, "eval_every": 1, "keep": 1},
+        train={"steps": 30, "save_every": 1, "eval_every": 1, "keep": 1},
     )
     train(tiny(data={"path": config.data.path}, train={"steps": 1}), "other")
     pid = os.fork()

@@ -34,11 +34,11 @@ TRAIN = {
     "dtype": "bfloat16",
     "shard": True,
 }
-# Widths whose rows do not fill vectors, fewer rows than ranks, several micro-batches, and a clip
-# that acts. No dropout, which the groups of rows would draw otherwise.
+# Widths whose rows do not fill vectors, fewer rows than ranks, a single one, several micro-batches,
+# and a clip that acts. No dropout, which the groups of rows would draw otherwise.
 CASES: dict[str, dict[str, Any]] = {
     "muon": {
-        "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "dropout": 0}
+        "model": {"d_model": 35, "n_head": 2, "head_dim": 10, "d_ff": 1, "dropout": 0}
         | {"attention": {"variant": "mqa"}, "position": "alibi"},
         "train": TRAIN
         | {"batch_size": 24, "micro_batch_size": 2, "grad_clip": 0.1, "dtype": "float32"},
@@ -59,7 +59,7 @@ CHAIN = CASES["muon"]["train"] | {"batch_size": 8, "warmup_steps": 0, "cooldown"
 def runs(
     tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., tuple[list[int], str]]
 ) -> Path:
-    """Every case on 1, 2 and 4 processes as runs/CASE-N, and a chain of resumes against a whole."""
+    """Every case on 1 and 4 processes as runs/CASE-N, and a chain of resumes against a whole."""
     folder = tmp_path_factory.mktemp("sharded")
     cache = new_cache(folder)
     text = folder / "text.txt"
@@ -83,11 +83,10 @@ def runs(
 
     for case in CASES:
         train(config(case), folder / f"{case}-1", cache)
-    train(config("muon", **CHAIN | {"steps": 8}), folder / "whole", cache)
-    launch(2, 2, *CASES)
+    train(config("muon", **CHAIN | {"steps": 6}), folder / "whole", cache)
+    launch(2, 2)
     launch(4, 4, *CASES)
     launch(1, 6)
-    launch(2, 8)
     return folder
 
 
@@ -110,18 +109,17 @@ def assert_agree(run: Path, other: Path, tolerance: float) -> None:
         assert one == pytest.approx(two, rel=tolerance)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(("case", "tolerance"), [("muon", 2e-3), ("adamw", 0.02)])
 def test_sharded_training_agrees_with_one_process_but_for_rounding(
-    runs: Path, case: str, tolerance: float, processes: int
+    runs: Path, case: str, tolerance: float
 ):
     """In float32, and in bfloat16, in which matrices are gathered."""
     alone = runs / f"{case}-1"
     assert min(norm for norm, _ in read_losses(alone)) > 0.1  # each step is clipped
-    assert_agree(runs / f"{case}-{processes}", alone, tolerance)
+    assert_agree(runs / f"{case}-4", alone, tolerance)
 
 
-def test_a_run_resumed_on_2_then_4_then_1_then_2_processes_is_one_that_never_stopped(runs: Path):
+def test_a_run_resumed_on_2_then_4_then_1_processes_is_one_that_never_stopped(runs: Path):
     assert_agree(runs / "chain", runs / "whole", 5e-3)
 
 
@@ -142,9 +140,9 @@ def test_initial_weights_are_those_of_one_process(case: str, size: int):
             assert init.initial_rows[id(parameter)].equal(weights[rows])
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_each_process_writes_its_share_and_no_more(runs: Path, processes: int):
-    folder = runs / f"adamw-{processes}" / "checkpoints" / "step-00000004"
+def test_each_process_writes_its_share_and_no_more(runs: Path):
+    processes = 4
+    folder = runs / "adamw-4" / "checkpoints" / "step-00000004"
     shards = [
         f"{kind}-{number:05d}-of-{processes:05d}.safetensors"
         for kind in ("model", "optimizer")

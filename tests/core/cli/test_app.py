@@ -267,7 +267,6 @@ def test_output_that_nobody_reads_ends_a_command_quietly(words, tmp_path: Path):
     ("words", "code", "line"),
     [
         ("tokenizer encode byte", 0, ""),
-        ("tokenizer decode byte", 0, ""),
         ("train --data -", 3, "gptmini: standard input: contains no text; choose a file"),
     ],
 )

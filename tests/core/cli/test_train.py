@@ -5,9 +5,7 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -204,42 +202,6 @@ def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
     other = [*words, "--out", "other", "--set", "sample.bias={e: -2}"]
     assert gptmini(*other)[0] == 0
     assert gptmini(*words, "--out", "other")[0] == 0
-
-
-def test_a_killed_run_resumes_to_the_same_weights(gptmini, text_file: Path, tmp_path: Path):
-    """A real process, killed by -9 after its first checkpoint, ends like an undisturbed one."""
-    words = [
-        "train",
-        "--data",
-        str(text_file),
-        *SMALL,
-        "--steps",
-        "200",
-        "--set",
-        "train.save_every=20",
-        "--set",
-        "train.eval_every=100",
-        "--set",
-        "train.patience=null",
-        "--out",
-    ]
-    assert gptmini(*words, "whole")[0] == 0
-    environment = os.environ | {"GPTMINI_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gptmini", *words, "killed"],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=environment,
-    )
-    while process.poll() is None and not list(
-        Path("killed/checkpoints").glob("step-*/manifest.json")
-    ):
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() != 0
-    assert gptmini(*words, "killed")[0] == 0
-    name = "checkpoints/step-00000200/model.safetensors"
-    assert Path("whole", name).read_bytes() == Path("killed", name).read_bytes()
 
 
 @pytest.mark.slow

@@ -29,10 +29,14 @@ def test_pictures_are_drawn(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("layers", "head", "n_kv_head"),
-    [([1], None, 4), ([1], 3, 4), ([0, 1], 3, 4), ([0, 1], None, 2)],
+    ("layers", "head", "n_kv_head", "labels"),
+    [
+        ([1], None, 4, ["␣remarkably_long"] * 8),
+        ([1], 3, 4, ["a"] * 8),
+        ([0, 1], 3, 4, ["␣remarkably_long"] * 8),
+        ([0, 1], None, 2, ["a"] * 8),
+    ],
 )
-@pytest.mark.parametrize("labels", [["a"] * 8, ["␣remarkably_long"] * 8])
 def test_every_title_is_inside_and_no_panel_is_squeezed(layers, head, n_kv_head, labels):
     pytest.importorskip("matplotlib")
     weights = attention_maps.compute_attention_weights(model_of(variant="mha"), TOKENS).numpy()

@@ -1,7 +1,6 @@
 """Every engine, batch and drafter draws the same tokens."""
 
 import functools
-import itertools
 import shutil
 import subprocess
 import sys
@@ -74,17 +73,11 @@ def drawn(model: GPT, prompts: list[list[int]], engine: str, **given) -> list[li
 
 
 @pytest.mark.parametrize(
-    ("variant", "position", "temperature"),
-    [
-        *itertools.product(["mha", "gqa", "mqa"], ["rope", "learned", "none"], [1.0]),
-        ("gqa", "rope", 0.0),
-    ],
+    ("variant", "position"), [("mha", "learned"), ("gqa", "rope"), ("mqa", "none")]
 )
-def test_with_and_without_the_cache_the_same_tokens_ten_contexts_long(
-    variant, position, temperature
-):
+def test_with_and_without_the_cache_the_same_tokens_ten_contexts_long(variant, position):
     model = model_of(variant, position)
-    given = {"temperature": temperature, "max_new_tokens": 160}
+    given = {"max_new_tokens": 160}
     first, *others = (drawn(model, [[3, 1, 4, 1, 5]], engine, **given) for engine in ENGINES)
     assert all(other == first for other in others)
     assert len(first[0]) == 160
@@ -98,8 +91,9 @@ def test_windows_slide_the_same_with_and_without_the_cache(attention):
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("attention", [{}, {"window": 5, "full_every": 2}], ids=str)
-@pytest.mark.parametrize("position", ["rope", "alibi"])
+@pytest.mark.parametrize(
+    ("position", "attention"), [("rope", {}), ("alibi", {"window": 5, "full_every": 2})], ids=str
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_text_in_a_batch_is_the_same_as_alone(engine, position, attention):
     """Any length, past the context, with its own random numbers, beside texts that end sooner."""
@@ -397,18 +391,18 @@ def drawn_without_drafts(engine: str, window: int | None, temperature: float) ->
         model_of(extra={"window": window}),
         PROMPTS,
         engine,
-        max_new_tokens=60,
+        max_new_tokens=40,
         temperature=temperature,
     )
 
 
-@settings(max_examples=12, deadline=None)
-@given(wrong=st.sets(st.integers(0, 59)), temperature=st.sampled_from([0, 1.0]))
+@settings(max_examples=5, deadline=None)
+@given(wrong=st.sets(st.integers(0, 39)), temperature=st.sampled_from([0, 1.0]))
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("window", [None, 5])
 def test_drafts_right_or_wrong_change_no_token(engine, window, wrong, temperature):
     model = model_of(extra={"window": window})
-    given = {"max_new_tokens": 60, "temperature": temperature}
+    given = {"max_new_tokens": 40, "temperature": temperature}
     plain = drawn_without_drafts(engine, window, temperature)
     oracle = Oracle(plain, wrong)
     assert drawn(model, PROMPTS, engine, **given, drafter=oracle) == plain
@@ -417,10 +411,9 @@ def test_drafts_right_or_wrong_change_no_token(engine, window, wrong, temperatur
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("temperature", [0, 0.3])
-def test_lookup_and_draft_draw_what_the_model_draws(engine, temperature):
+def test_lookup_and_draft_draw_what_the_model_draws(engine):
     model, other = model_of(), model_of("mqa", "learned", seed=6)
-    given = {"max_new_tokens": 90, "temperature": temperature}
+    given = {"max_new_tokens": 60, "temperature": 0.3}
     plain = drawn(model, [[3, 1, 4]], engine, **given)
     sample = SampleConfig.model_validate({"top_k": None, **given})
     for drafting, right in ((model, True), (other, False)):

@@ -93,10 +93,11 @@ def test_a_few_rows_of_a_large_model_need_no_dry_run():
     assert fit.choose_micro_batch_size(config, FakeMachine(memory=16_000_000_000)) == 4
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("relu2", "muon"), ("swiglu", "adamw")])
-@pytest.mark.parametrize("seq_len", [8, 512])
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "seq_len"), [("relu2", "muon", 8), ("swiglu", "adamw", 512)]
+)
 @pytest.mark.parametrize(("width", "heads", "vocab_size"), [(512, 2, 257), (32, 8, 5000)])
-def test_no_row_reaches_what_is_assumed_at_most(optimizer, kind, seq_len, width, heads, vocab_size):
+def test_no_row_reaches_what_is_assumed_at_most(kind, optimizer, seq_len, width, heads, vocab_size):
     shape = {"d_model": width, "n_head": heads, "head_dim": 64, "context_length": seq_len}
     other = {"activation": kind, "vocab_size": vocab_size, "dropout": 0.2, "norm": "rmsnorm"}
     attention = {"backend": "eager", "weight_dropout": 0.1}

@@ -1,7 +1,6 @@
 """Fine-tuning on conversations: the loss is the mean over all tokens of answers, however spread."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from gptmini.train import trainer
 from gptmini.train.batches import IGNORE_INDEX
 from gptmini.train.evaluate_run import evaluate_text
 from gptmini.train.state import Training
-from tests.samples import CHAT_TOKENIZER, run_of
-from tests.support import needs_posix, prepared, train
+from tests.samples import CHAT_TOKENIZER, run_of, uneven_chats
+from tests.support import prepared, train
 
 END = CHAT_TOKENIZER.special_tokens["<|im_end|>"]
 TRAIN: dict[str, Any] = {
@@ -46,18 +45,8 @@ def base(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    """Conversations in which one side says far more than the other."""
-    draw = random.Random(1)
-    lines = []
-    for _ in range(60):
-        lengths = draw.sample([2, 100], 2)
-        messages = [
-            {"role": role, "content": "".join(draw.choices("abc def.", k=length)) + "x"}
-            for role, length in zip(("user", "assistant"), lengths, strict=True)
-        ]
-        lines.append(json.dumps({"messages": messages}))
     path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(lines))
+    path.write_text(uneven_chats())
     return path
 
 
@@ -147,33 +136,6 @@ def test_a_stopped_run_ends_with_the_same_bits(base, chats, tmp_path, monkeypatc
     tuned = load_run(tmp_path / "whole", "cpu", "float32", tmp_path)
     assert tuned.tokenizer.chat_template == base.tokenizer.chat_template
     assert not same(read_weights(tmp_path / "whole", 4), dict(base.model.state_dict()))
-
-
-@needs_posix
-@pytest.mark.parametrize("reduce", ["exact", "fast"])
-def test_ranks_whose_rows_have_unequal_answers_train_as_one(
-    base, chats, tmp_path, start_ranks, reduce
-):
-    runs = {}
-    for n_ranks in (1, 2, 4):
-        out = tmp_path / f"on-{n_ranks}"
-        settings = {**TRAIN, "micro_batch_size": 1, "reduce": reduce, "patience": "null"}
-        words = [f"--set=train.{key}={value}" for key, value in settings.items()]
-        paths = ["--from", str(base.path), "--data", str(chats), "--out", str(out)]
-        cache = ["--cache", str(tmp_path / "cache"), "--set=model.dropout=0.1", "--no-sample"]
-        codes, said = start_ranks(n_ranks, "train", *paths, *cache, *words)
-        assert codes == [0] * n_ranks, said
-        lines = RunDirectory(out).metrics_file.read_text().splitlines()
-        keys = ("train_loss", "grad_norm", "val_loss", "val_bpb")
-        metrics = [[json.loads(line).get(key, 0) for key in keys] for line in lines]
-        runs[n_ranks] = (metrics, read_weights(out, 4))
-    for n_ranks in (2, 4):
-        if reduce == "exact":
-            assert runs[n_ranks][0] == runs[1][0]
-            assert same(runs[n_ranks][1], runs[1][1])
-        else:
-            for line, alone in zip(runs[n_ranks][0], runs[1][0], strict=True):
-                assert line == pytest.approx(alone, rel=1e-4)
 
 
 def test_an_evaluation_counts_the_tokens_and_bytes_of_answers(base, chats, tmp_path):

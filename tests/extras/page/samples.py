@@ -36,11 +36,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": [8, 1, 4, 16],
         "attention": {"variant": "gqa", "n_kv_head": 2, "qk_norm": False},
     },
-    "qwen2": {
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "attention": {"qkv_bias": True, "qk_norm": False},
-    },
     "bloom": {
         "n_head": 6,
         "d_model": 42,
@@ -48,13 +43,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bias": True,
         "activation": "gelu",
         "attention": {"variant": "mqa", "window": 9},
-    },
-    "alibi": {
-        "position": "alibi",
-        "norm": "rmsnorm",
-        "bias": True,
-        "tie_embeddings": False,
-        "attention": {"variant": "gqa", "n_kv_head": 2},
     },
     "none": {"position": "none", "activation": "swiglu", "bias": True, "d_ff": 31},
     "wide": {
@@ -106,9 +94,3 @@ def random_texts(count: int, vocab_size: int = 257) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, CONTEXT + 1, (count,), generator=generator).tolist()
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
-
-
-def texts_of_every_length() -> list[list[int]]:
-    """Random texts, one of each length up to `CONTEXT`."""
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(257, (n,), generator=generator).tolist() for n in range(1, CONTEXT + 1)]

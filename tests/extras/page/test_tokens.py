@@ -5,7 +5,6 @@ import random
 import unicodedata
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,10 +84,11 @@ KINDS = [
 ]
 
 
-def check_tokens(visit: Any, kind: str, count: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_python(visit, kind):
     tokenizer = make(kind)
     tab = visit(build_page(random_run({"n_layer": 1}, tokenizer)))
-    texts = odd_texts(count)
+    texts = odd_texts(300)
     shown = tab.evaluate("texts => texts.map(text => opened.tokenizer.encode(text))", texts)
     for text, tokens in zip(texts, shown, strict=True):
         assert tokens == tokenizer.encode(text).tolist(), repr(text)
@@ -97,24 +97,13 @@ def check_tokens(visit: Any, kind: str, count: int) -> None:
     for text, tokens in zip(texts, tab.evaluate(encode_special, texts), strict=True):
         assert tokens == tokenizer.encode_special(text).tolist(), repr(text)
     draw = random.Random(1)
-    rows = [draw.choices(range(tokenizer.vocab_size), k=9) for _ in range(count)]
+    rows = [draw.choices(range(tokenizer.vocab_size), k=9) for _ in range(300)]
     decoded = tab.evaluate("rows => rows.map(tokens => opened.tokenizer.decode(tokens))", rows)
     assert decoded == [tokenizer.decode(row) for row in rows]
     with_bos = tab.evaluate("rows => rows.map(tokens => opened.tokenizer.addBos(tokens))", rows)
     assert with_bos == [tokenizer.add_bos(row) for row in rows]
     described = "[opened.tokenizer.vocabSize, opened.tokenizer.endTokens]"
     assert tab.evaluate(described) == [tokenizer.vocab_size, tokenizer.end_tokens]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_python(visit, kind):
-    check_tokens(visit, kind, 300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_many_texts_are_those_of_python(visit, kind):
-    check_tokens(visit, kind, 2_000)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def rounded_inputs(model: GPT, weights: str) -> GPT:
 
 @needs_compiler
 @pytest.mark.parametrize("target", TARGETS, ids=" ".join)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(model=models(), weights=st.sampled_from(list(precision.PRECISIONS)), seed=st.integers(0, 99))
 def test_the_step_computes_the_model_with_the_same_bits_whatever_shares_the_call(
     target, model, weights, seed
