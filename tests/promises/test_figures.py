@@ -58,7 +58,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="nothing is measured yet")
 def test_every_quoted_figure_and_table_is_that_of_the_results():
     from bench.quote import list_pages, rewrite
     from bench.results import Results
