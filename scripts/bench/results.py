@@ -152,7 +152,8 @@ class Results:
         about = (
             f"All of it was measured at commit {facts['commit']} on {facts['date']}, with "
             f"{machine['threads']} threads on {machine['cores']} cores ({machine['processor']}, "
-            f"{machine['memory GiB']} GiB of memory, {machine['system']}): {versions}. Measured by "
-            f"`--full`: {', '.join(full) or 'nothing'}."
+            f"{machine['memory GiB']} GiB of memory, {machine['system']}): {versions}."
         )
+        if full:
+            about += f" Measured by `--full`: {', '.join(full)}."
         return textwrap.fill(about, 120)
