@@ -42,7 +42,7 @@ PACKAGES = ("torch", "transformers", "xllamacpp", "gguf", "pyppmd", "numpy")
 
 
 def describe_machine() -> dict[str, Any]:
-    """What makes runs comparable: processor, cores, memory, threads and system."""
+    """Describe the machine; only runs of the same one are kept together."""
     processor = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -68,7 +68,7 @@ def list_versions() -> dict[str, str]:
     return versions
 
 
-def git(*words: str) -> str:
+def run_git(*words: str) -> str:
     command = ["git", "-C", str(ROOT), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -94,7 +94,7 @@ def open_results(path: Path, commit: str, changed: bool) -> dict[str, Any]:
 
 def find_commit(path: Path) -> tuple[str, bool]:
     """Find the commit, and whether gptmini/ differs from that of the results."""
-    left = git("status", "--porcelain", "--", "gptmini", "scripts/bench")
+    left = run_git("status", "--porcelain", "--", "gptmini", "scripts/bench")
     if left:
         sys.exit(f"bench all: commit or remove what has changed first\n{left}")
     changed = True
@@ -102,7 +102,7 @@ def find_commit(path: Path) -> tuple[str, bool]:
         measured = json.loads(path.read_text("utf-8"))["commit"]
         command = ["git", "-C", str(ROOT), "diff", "--quiet", measured, "--", "gptmini"]
         changed = subprocess.run(command, capture_output=True, check=False).returncode != 0
-    return git("rev-parse", "--short", "HEAD"), changed
+    return run_git("rev-parse", "--short", "HEAD"), changed
 
 
 def guess_minutes(results: dict[str, Any], name: str, extent: Extent) -> float:
@@ -127,16 +127,16 @@ def measure_all(path: Path, results: dict[str, Any], names: list[str], extent: E
         say(f"{name}: about {minutes[0]:.0f} min; {sum(minutes):.0f} min left in all")
         started = time.perf_counter()
         tables, problem = run_bench(name, extent)
-        seconds = time.perf_counter() - started
+        taken = (time.perf_counter() - started) / 60
         if problem:
             failed.append(name)
-            say(f"{name}: failed after {seconds / 60:.1f} min: {problem}")
+            say(f"{name}: failed after {taken:.1f} min: {problem}")
             continue
-        done[name] = {"extent": extent, "seconds": round(seconds, 1), "tables": tables}
-        results["minutes"][f"{name} {extent}"] = round(seconds / 60, 2)
+        done[name] = {"extent": extent, "tables": tables}
+        results["minutes"][f"{name} {extent}"] = round(taken, 2)
         results["date"] = str(date.today())
         atomic_write_bytes(path, json.dumps(results, indent=1).encode() + b"\n")
-        say(f"{name}: {seconds / 60:.1f} min")
+        say(f"{name}: {taken:.1f} min")
     return failed
 
 

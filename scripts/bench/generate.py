@@ -203,7 +203,7 @@ def measure_bandwidth() -> float:
 
 @dataclass
 class Tables:
-    """What is measured of each row."""
+    """The tables to which each row adds its runs."""
 
     speeds: Table
     firsts: Table

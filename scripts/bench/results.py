@@ -36,7 +36,7 @@ PICKS: dict[str, Callable[[Runs], float]] = {"lowest ": min, "highest ": max}
 
 @dataclass
 class Table:
-    """What a bench has measured of one kind: rows of columns of runs.
+    """A table of a bench: the runs of each row and column.
 
     `shown` are the columns as they are drawn, expressions among them, and `digits` how many
     significant digits a value has then.
@@ -70,13 +70,14 @@ class Table:
 
     def draw(self) -> str:
         """Draw the table in Markdown."""
-        lines = [[self.unit, *self.shown], ["---"] * (len(self.shown) + 1)]
+        headings = [self.unit, *self.shown]
+        lines = [headings, ["---"] * len(headings)]
         for row in self.rows:
             lines.append([row, *(self._draw_cell(row, column) for column in self.shown)])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def dump(self) -> dict[str, Any]:
-        """What a results file holds of it, under its name."""
+        """Return what a results file holds of it, under its name."""
         return {key: value for key, value in asdict(self).items() if key != "name"}
 
     def _draw_cell(self, row: str, expression: str) -> str:
@@ -88,16 +89,16 @@ class Table:
             return format_value(statistics.median(runs), self.digits)
         if " / " in expression:
             middle, *ends = (
-                f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in span(runs)
+                f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in compute_span(runs)
             )
             middle += " x"
         else:
-            middle, *ends = (f"{value:+.3f}" for value in span(runs))
+            middle, *ends = (f"{value:+.3f}" for value in compute_span(runs))
         return middle if len(runs) == 1 else f"{middle} ({' to '.join(ends)})"
 
 
-def span(runs: Runs) -> tuple[float, float, float]:
-    """The median of runs, the lowest and the highest."""
+def compute_span(runs: Runs) -> tuple[float, float, float]:
+    """Return the median of runs, the lowest and the highest."""
     return statistics.median(runs), min(runs), max(runs)
 
 
@@ -144,13 +145,13 @@ class Results:
         return self._describe() if name == "about" else self.tables[name].draw()
 
     def _describe(self) -> str:
-        """A paragraph on where and when all of this was measured."""
+        """Describe where and when all of this was measured."""
         facts = self.facts
         machine = facts["machine"]
         versions = ", ".join(map(" ".join, facts["versions"].items()))
         full = [name for name, bench in facts["benches"].items() if bench["extent"] == "full"]
         about = (
-            f"All of it was measured at commit {facts['commit']} on {facts['date']}, with "
+            f"Measured with gptmini at commit {facts['commit']} on {facts['date']}, with "
             f"{machine['threads']} threads on {machine['cores']} cores ({machine['processor']}, "
             f"{machine['memory GiB']} GiB of memory, {machine['system']}): {versions}."
         )

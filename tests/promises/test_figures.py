@@ -25,7 +25,6 @@ FACTS: dict[str, Any] = {
     "benches": {
         "speed": {
             "extent": "quick",
-            "seconds": 3,
             "tables": {
                 "speed": {
                     "unit": "tokens/s",
