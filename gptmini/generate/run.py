@@ -122,14 +122,14 @@ class Run:
     ) -> None:
         """Combine parts that are already in memory; `gptmini.load` reads them from a directory.
 
-        Matrices of `model` may be in bfloat16, if `weights` is; everything else is in float32.
+        Matrices of `model` may be as `round_weights` stores them; everything else is in float32.
         `cache` is the folder of the compiled engine.
         """
         self.path = Path(path)
         self.config = config
         self.state: dict[str, Any] = {"step": 0, "corpus": ""} | (state or {})
         self.tokenizer = tokenizer
-        self._model = model  # in bfloat16 until someone asks for `model`
+        self._model = model  # in bfloat16 or int8 until someone asks for `model`
         self.weights = weights
         self._cache = cache
         self._prepared: _Prepared | None = None
@@ -153,7 +153,7 @@ class Run:
     def model(self) -> GPT:
         """The model with all weights in float32, as they were rounded.
 
-        The compiled engine reads bfloat16, so a run that only generates never needs these copies.
+        The compiled engine needs no such copies of matrices in bfloat16 or int8.
         """
         with _preparing:
             precision.widen_weights(self._model)
@@ -420,14 +420,14 @@ class Run:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name, as they are in memory; `model` would widen those in bfloat16."""
-        return self._model.state_dict()
+        """The weights by name, those in bfloat16 as they are; `model` would widen all."""
+        return dict(precision.iter_weights(self._model))
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the tokenizer and of the weights as they were rounded."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
-        for name, tensor in self.tensors.items():
+        for name, tensor in precision.iter_weights(self._model):
             digest.update(name.encode())
             digest.update(tensor.float().cpu().contiguous().numpy().data)
         return digest.hexdigest()
@@ -539,7 +539,7 @@ def load_run(
     tensors.clear()  # so that rounding frees one after the other
     precision.round_weights(net, weights)
     target = _pick_device(device, net, cache)
-    if target.type != "cpu" and not has_bfloat16(target):
+    if target.type != "cpu" and not (weights == "bfloat16" and has_bfloat16(target)):
         precision.widen_weights(net)
     net = net.to(target)
     return Run(directory.path, config, tokenizer, net, checkpoint.state, weights, cache)
