@@ -11,6 +11,7 @@ the SHA-256 of every file, the old checkpoint whole wherever a save is killed) n
 """
 
 import hashlib
+import io
 import json
 import math
 import re
@@ -249,6 +250,7 @@ def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
     tensors = {}
     try:
         with files.open_regular(path) as file:
+            assert isinstance(file, io.BufferedReader)
             start = file.read(8)
             header = file.read(min(int.from_bytes(start, "little"), size))
             digest = hashlib.sha256(start + header)
