@@ -23,7 +23,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize weights (N, K) to int8 with one scale per row (N,); each row's largest is 127."""
-    integers = torch.empty_like(weights, dtype=torch.int8)  # (N, K)
+    integers = weights.new_empty(weights.shape, dtype=torch.int8)  # (N, K)
     scales = weights.new_empty(len(weights), dtype=torch.float32)  # (N,)
     # In slices, as the float copies of a whole vocabulary would set the peak of memory.
     for part, result, scale in zip(
