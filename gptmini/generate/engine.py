@@ -45,8 +45,6 @@ class Engine(Protocol):
 
     name: str
     n_slots: int
-    # Whether a prefill runs the modules of the model while other texts could get their tokens.
-    interruptible: bool
 
     def __call__(self, texts: list[Text]) -> list[Tensor]:
         """Compute logits (n_logits, V) for the last tokens of each text, in float32.
@@ -66,7 +64,6 @@ class TorchEngine:
     """Runs texts of any lengths together, on any device, with or without a KV cache."""
 
     name = "torch"
-    interruptible = False
 
     def __init__(
         self, model: GPT, n_slots: int = 1, use_cache: bool = True, use_graphs: bool = False

@@ -9,7 +9,6 @@ Letters: B rows of a batch or a pass, R rows of a cache, T tokens, S keys, G KV 
 """
 
 from collections.abc import Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -111,16 +110,6 @@ class KVCache:
         """Forget all positions from `length` on, and keep the memory."""
         for layer in self.layers:
             layer.length = length
-
-    def view_row(self, index: int) -> "KVCache":
-        """Return one row of the batch, in the same memory, with a length of its own.
-
-        The length is 0 until `truncate` sets it.
-        """
-        cache = copy(self)
-        rows = slice(index, index + 1)
-        cache.layers = [LayerCache(layer.keys[rows], layer.values[rows]) for layer in self.layers]
-        return cache
 
 
 # -- texts of different lengths --------------------------------------------------------------------

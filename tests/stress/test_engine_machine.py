@@ -2,9 +2,9 @@
 
 Hypothesis draws models, numbers of slots and sequences of what callers do: texts with common
 prefixes come, grow, are scored, draft ahead, take tokens back, slide, lose their slots and end;
-prompts are prefilled in chunks between the calls of others, and interrupted between two layers. The
-compiled engine must give equal bits, that of PyTorch the logits of the plain model. The suite
-runs the same few sequences each time. For new ones, about ten minutes of them:
+prompts are prefilled in chunks between the calls of others. The compiled engine must give equal
+bits, that of PyTorch the logits of the plain model. The suite runs the same few sequences each
+time. For new ones, about ten minutes of them:
 
     GPTMINI_EXAMPLES=800 python -m pytest tests/stress/test_engine_machine.py
 """
@@ -77,7 +77,7 @@ BEGINNINGS = [
 ]
 sources = st.integers(0, len(SOURCES) - 1)
 lengths = st.sampled_from(LENGTHS)
-# Windows of which the ring holds no chunk in float32, or two.
+# Windows whose ring overwrites keys within the context, or never does.
 attentions = st.fixed_dictionaries(
     {
         "variant": st.sampled_from(["mha", "gqa"]),
@@ -115,12 +115,10 @@ def engine_of(model: GPT, weights: str, n_slots: int) -> NativeEngine:
 
 
 class Known:
-    """A text in the shared engine, and the same text alone in another one."""
+    """A text in the shared engine."""
 
-    def __init__(self, number: int, prompt: list[int], engine: NativeEngine | None) -> None:
+    def __init__(self, number: int, prompt: list[int]) -> None:
         self.text = Text(number, prompt, LIMIT)
-        self.alone = Text(number, prompt, LIMIT)
-        self.engine = engine
         self.written = 0  # positions of its slot that have held a key of it
 
     def __repr__(self) -> str:  # what a failing sequence shows
@@ -204,24 +202,6 @@ class Company(RuleBasedStateMachine):
         for _ in range(n_chunks):
             self.chunk(known, most)
 
-    @precondition(lambda self: self.engine.interruptible and self.long() and self.short())
-    @rule(data=st.data(), source=sources)
-    def interrupt(self, data: st.DataObject, source: int) -> None:
-        """Give a text a token while PyTorch is between two layers of the prefill of another."""
-        long = data.draw(st.sampled_from(self.long()))
-        short = data.draw(st.sampled_from(self.short()))
-
-        def give_a_token(*_: object) -> None:
-            hook.remove()
-            if short.text in self.engine._slots:
-                short.text.n_logits = 1
-                self.call([short])
-                self.append(short, source)
-
-        hook = self.model.blocks[0].register_forward_hook(give_a_token)
-        self.chunk(long, PREFILL_CHUNK)
-        hook.remove()
-
     @precondition(lambda self: self.live)
     @rule(data=st.data(), source=sources, length=lengths)
     def grow(self, data: st.DataObject, source: int, length: int) -> None:
@@ -257,7 +237,7 @@ class Company(RuleBasedStateMachine):
 
     def add(self, prompt: list[int]) -> None:
         self.n_texts += 1
-        self.live.append(Known(self.n_texts, prompt, self.open_engine(1)))
+        self.live.append(Known(self.n_texts, prompt))
 
     def offered(self) -> list[list[int]]:
         """Beginnings of texts that a slot holds for others."""
@@ -266,10 +246,6 @@ class Company(RuleBasedStateMachine):
     def long(self) -> list[Known]:
         """Texts of which a chunk can be prefilled."""
         return [known for known in self.live if known.unseen() > PREFILL_CHUNK + SPARE_POSITIONS]
-
-    def short(self) -> list[Known]:
-        """Texts that a step can give a token."""
-        return [known for known in self.live if known.unseen() <= SPARE_POSITIONS]
 
     # -- what they must get ------------------------------------------------------------------------
 
@@ -301,34 +277,22 @@ class Company(RuleBasedStateMachine):
         known.text.n_logits = 1
         self.engine.prefill_chunk(known.text, most)
         known.written = max(known.written, known.text.n_cached)
-        # In float32 bits depend on where a chunk ends and a step begins.
-        while self.weights == "float32" and known.alone.n_cached < known.text.n_cached:
-            assert known.engine.prefill_chunk(known.alone)
 
     def follow(self, known: Known) -> None:
-        """Bring the text alone to where the text stands; one without a slot begins again."""
+        """Notice a text that has lost its slot and begins again."""
         if known.text not in self.engine._slots or known.text.n_cached == 0:
-            known.engine = engine_of(self.model, self.weights, 1)
-            known.alone.n_cached = known.written = 0
-        else:
-            known.alone.n_cached = min(known.alone.n_cached, known.text.n_cached)
-        known.alone.context = list(known.text.context)
-        known.alone.n_logits = known.text.n_logits
+            known.text.n_cached = known.written = 0
 
     def expected(self, known: Known) -> torch.Tensor:
-        """The logits of a text alone: the same calls in float32, else one pass of the whole.
-
-        In float32 a prefill and steps differ in their last bits, and both from the plain model.
-        """
+        """The logits of the text alone, in one pass of the whole."""
         self.follow(known)
         text = known.text
-        if self.weights != "float32":
-            fresh = Text(0, text.context, LIMIT)
-            fresh.n_logits = text.n_logits
-            return engine_of(self.model, self.weights, 1)([fresh])[0]
-        (logits,) = known.engine([known.alone])
-        plain = self.model(torch.tensor([text.context]))[0, -text.n_logits :]
-        torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
+        fresh = Text(0, text.context, LIMIT)
+        fresh.n_logits = text.n_logits
+        (logits,) = engine_of(self.model, self.weights, 1)([fresh])
+        if self.weights == "float32":
+            plain = self.model(torch.tensor([text.context]))[0, -text.n_logits :]
+            torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
         return logits
 
 
@@ -359,10 +323,6 @@ class TorchCompany(Company):
         if is_long:
             assert known.text.n_cached == end
         known.written = max(known.written, known.text.n_cached)
-
-    def follow(self, known: Known) -> None:
-        if known.text not in self.engine._slots or known.text.n_cached == 0:
-            known.text.n_cached = known.written = 0
 
     def expected(self, known: Known) -> torch.Tensor:
         self.follow(known)

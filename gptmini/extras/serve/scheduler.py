@@ -2,11 +2,9 @@
 
 One thread owns the engine. It prefills prompts one after another, first come, first served. So that
 a long prompt does not hold up everyone else, texts that are already generating get their tokens
-between parts of a prefill. How a prompt is cut must not change a bit of any text:
-
-- the compiled step gives the same bits for slices of any length, so it reads short slices;
-- PyTorch gives other bits for other lengths, so it always reads whole chunks. Where it reads
-  prompts for the compiled step, with float32 weights, a hook interrupts it between two layers.
+between parts of a prefill. How a prompt is cut must not change a bit of any text: the compiled step
+gives the same bits for slices of any length, so it reads short slices; PyTorch gives other bits for
+other lengths, so it always reads whole chunks.
 
 Letters: T tokens of a prompt, V vocabulary.
 """
@@ -15,7 +13,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +98,6 @@ class Scheduler(threading.Thread):
         self._stopped = False
         # Work on prompts, in tokens, since other texts last got a token.
         self._work_since_step = 0.0
-        self._was_interrupted = False  # whether the present prefill has recorded its own work
 
     def submit(self, requests: Sequence[Request]) -> bool:
         """Queue the texts of a caller, all or none; return False if the queue is too full."""
@@ -122,10 +118,7 @@ class Scheduler(threading.Thread):
     @torch.inference_mode()
     def run(self) -> None:
         """Admit, prefill and step until `stop` is called."""
-        with (
-            self._run.borrow_engine(self.max_rows) as engine,
-            self._interrupt_between_layers(engine),
-        ):
+        with self._run.borrow_engine(self.max_rows) as engine:
             while self._admit():
                 try:
                     self._advance(engine)
@@ -160,48 +153,18 @@ class Scheduler(threading.Thread):
         self._step(engine, self.running)
 
     def _is_ready(self, request: Request) -> bool:
-        """Check whether a step can give the text a token, as little is left to prefill.
-
-        A text with nothing left is in a call of the engine right now: its token is drawn when the
-        call returns. The prefill of another text in the same call may be interrupted before.
-        """
-        unseen = len(request.text.context) - request.text.n_cached
-        return 0 < unseen <= SPARE_POSITIONS
+        """Check whether a step can give the text a token, as little is left to prefill."""
+        return len(request.text.context) - request.text.n_cached <= SPARE_POSITIONS
 
     def _prefill(self, engine: Engine, request: Request) -> None:
         """Prefill a chunk of a prompt, or the rest of it and draw its first token."""
-        self._was_interrupted = False
         start = request.text.n_cached
         n_ready = sum(self._is_ready(other) for other in self.running)
         # While others wait for their next token, a slice costs two to three times as much as that.
         max_tokens = 2 * (WEIGHTS_COST_IN_TOKENS + n_ready) if n_ready else PREFILL_CHUNK
         if request.scores_prompt_next or not engine.prefill_chunk(request.text, max_tokens):
             self._step(engine, [request])
-        if not self._was_interrupted:  # the interruptions record the work of each layer
-            self._record_work(engine, WEIGHTS_COST_IN_TOKENS + request.text.n_cached - start)
-
-    @contextmanager
-    def _interrupt_between_layers(self, engine: Engine) -> Iterator[None]:
-        """Let other texts get tokens after each layer while torch prefills a prompt.
-
-        The compiled step calls no module of the model, so the hooks run in torch's prefill only.
-        """
-        blocks = list(self._run.model.blocks) if engine.interruptible else []
-
-        def interrupt(block: object, inputs: object, hidden: Tensor) -> None:
-            # Other threads may use the same model; their prefills are not ours to interrupt.
-            if threading.current_thread() is not self:
-                return
-            self._was_interrupted = True
-            work = WEIGHTS_COST_IN_TOKENS + hidden.shape[1]  # hidden: (1, T, D)
-            self._record_work(engine, work / len(blocks))
-
-        hooks = [block.register_forward_hook(interrupt) for block in blocks]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        self._record_work(engine, WEIGHTS_COST_IN_TOKENS + request.text.n_cached - start)
 
     def _record_work(self, engine: Engine, work: float) -> None:
         """Add up work on prompts; once it equals that of a step, give the other texts a token."""

@@ -4,8 +4,8 @@ decode.cpp repeats what model/ says; when someone changes model/, it does not fo
 is compared before the compiled step generates with it, twice:
 
 - in float32, layer by layer, as rounding inputs to 16 bits would hide small changes;
-- in the precision of the weights, which is other code (attention.h), with a model in torch that
-  rounds likewise. This code is the same for all layers, so one of each window is enough.
+- in the precision of the weights, which is other code, with a model in torch that rounds likewise.
+  This code is the same for all layers, so one of each window is enough.
 
 Copies of a whole model in float32 would take more memory than the generation. So both sides have
 one layer at a time in float32, and the embeddings and logits of some tokens only.
@@ -15,6 +15,7 @@ Letters: T tokens of a row, V tokens of the vocabulary that are compared, D widt
 
 import copy
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,8 @@ from gptmini.generate.native.step import (
     check_layers,
     check_tensor,
 )
-from gptmini.model.cache import KVCache, StaticCache
+from gptmini.model.attention import Attention
+from gptmini.model.cache import LayerCache, StaticCache
 from gptmini.model.gpt import GPT
 
 TOKENS_PER_ROW = 2
@@ -51,8 +53,7 @@ MAX_POSITIONS = 512
 MAX_TOKENS = 1024
 # A share of the largest logit: ten times what rounding makes of it (scripts/LOG.md, 2026-11-22).
 TOLERANCE = 2e-4
-# Here both sides round. Inputs that sums in another order round the other way made up to 3e-3, the
-# wrong sign of ALiBi in attention.h at least 8e-3.
+# Here both sides round. Inputs that sums in another order round the other way made up to 3e-3.
 NARROW_TOLERANCE = 5e-3
 
 # Models that a warning was about: weak references keep no model in memory.
@@ -124,7 +125,7 @@ def measure_narrow_difference(
     reduced = _reduce_to_windows(model, weights)
     found = _compute_compiled(library, reduced, weights)  # (2, V)
     exact = _compute_in_torch(reduced)  # (2, V)
-    _round_inputs(reduced, weights)
+    _round_inputs(library, reduced, weights)
     expected = _compute_in_torch(reduced)  # (2, V)
     difference = _compute_relative_difference(found, expected)
     return difference, _compute_relative_difference(expected, exact)
@@ -205,31 +206,50 @@ def _reduce_to_windows(model: GPT, weights: str) -> GPT:
     return reduced
 
 
-def _round_inputs(model: GPT, weights: str) -> None:
+def _round_inputs(library: ctypes.CDLL, model: GPT, weights: str) -> None:
     """Let torch round what the compiled step rounds: inputs of products, keys and values.
 
     With int8, inputs have 16 bits, a hundred times as fine as bfloat16; they are left as they are.
+    Where AMX attends, it rounds queries and the weights of the values.
     """
-
-    def narrow(x: Tensor) -> Tensor:
-        return x.bfloat16().float()
 
     def narrow_keys(project: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Any]:
         def project_narrow(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = project(*inputs)
-            return q, narrow(k), narrow(v)
+            return q, _narrow(k), _narrow(v)
 
         return project_narrow
 
     for block in model.blocks:
         attn: Any = block.attn
         attn.project_qkv = narrow_keys(attn.project_qkv)
+        if library.gptmini_attends_by_tiles():
+            attn.mix = functools.partial(_mix_narrow, attn)
     if weights == "int8":
         return
     for module in model.blocks.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs: (narrow(inputs[0]),))
-    model.final_norm.register_forward_hook(lambda _, __, hidden: narrow(hidden))
+            module.register_forward_pre_hook(lambda _, inputs: (_narrow(inputs[0]),))
+    model.final_norm.register_forward_hook(lambda _, __, hidden: _narrow(hidden))
+
+
+def _narrow(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def _mix_narrow(attn: Attention, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+    """Compute `Attention.mix` with queries and weights rounded too; (B, H, T, K)."""
+    queries = cache.next_positions(q.shape[2])  # (B, T)
+    k, v, keys = cache.update(k, v)  # (B, G, S, K) twice, (B, S)
+    mask = attn.mask(queries, keys, {})  # (B, 1, T, S) or (B, H, T, S)
+    assert mask is not None
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, dim=1)  # (B, H, S, K)
+    v = v.repeat_interleave(group, dim=1)  # (B, H, S, K)
+    bias = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+    scores = _narrow(q * attn.head_dim**-0.5) @ k.transpose(-1, -2) + bias  # (B, H, T, S)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return _narrow(weights) @ v / weights.sum(-1, keepdim=True)
 
 
 class _BlocksInFloat32(nn.ModuleList):
@@ -264,7 +284,9 @@ def _compute_compiled(library: ctypes.CDLL, model: GPT, weights: str) -> Tensor:
             blocks=nn.ModuleList([block]),
             head=model.head or model.embed,
         )
-        step = NativeStep(library, layer, weights, _create_zero_cache(config, weights, end))
+        shortened = config.model_copy(update={"context_length": end})
+        cache = create_cache(shortened, weights, 2, TOKENS_PER_ROW)
+        step = NativeStep(library, layer, weights, cache)
         logits = step(tokens, rows, positions.flatten().tolist(), [T - 1, 2 * T - 1])  # (2, V)
         hidden = step.x[: 2 * T, : config.d_model]  # (2 T, D)
         missing = model.embed.weight.shape[0] - 2 * T
@@ -292,18 +314,6 @@ def _replace_parts(module: AnyModule, **parts: Any) -> AnyModule:
     for name, part in parts.items():
         setattr(copied, name, part)
     return copied
-
-
-def _create_zero_cache(config: ModelConfig, weights: str, length: int) -> KVCache:
-    """Create a cache of two rows and `length` positions, filled with zeros."""
-    config = config.model_copy(update={"context_length": length})
-    cache = create_cache(config, weights, 2, TOKENS_PER_ROW)
-    for layer in cache.layers:
-        # torch.zeros gets pages from the system that are zero already, and costs nothing until
-        # they are used; filling the present tensors would touch every page.
-        layer.keys = torch.zeros_like(layer.keys)
-        layer.values = torch.zeros_like(layer.values)
-    return cache
 
 
 def _compute_relative_difference(found: Tensor, expected: Tensor) -> float:

@@ -52,8 +52,8 @@ struct Model {
   Matrix head;
   Layer* layers;
   // Buffers, (M, padded width) but for scores: x is the residual stream, mixed the output of the
-  // heads, inner that of the MLP's first products. scores has room for 4 queries of each thread.
-  float *x, *normed, *qkv, *mixed, *inner, *scores;
+  // heads, inner that of the MLP's first products. scratch is what each thread attends in.
+  float *x, *normed, *qkv, *mixed, *inner, *scratch;
   uint32_t* words;  // (M, padded width / 2): inputs rounded to 16 bits; null for float32
   float* scales;    // (M,): their scales, for int8
 };
@@ -84,27 +84,20 @@ void normalize(const float* x, float* y, int n, bool rms, float eps, Norm norm) 
   }
 }
 
-template <typename T>  // float or Lanes
-T activate(T x, int kind) {
+Lanes activate(Lanes x, int kind) {
   if (kind == GELU) {  // gelu, tanh form: x * sigmoid(2u)
-    T u = 0.7978845608f * (x + 0.044715f * x * x * x);
+    Lanes u = 0.7978845608f * (x + 0.044715f * x * x * x);
     return x / (1 + exponential(-2 * u));
   }
-  if (kind == RELU2) return x <= 0 ? T{} : x * x;  // NaN stays NaN
+  if (kind == RELU2) return x <= 0 ? Lanes{} : x * x;  // NaN stays NaN
   return x / (1 + exponential(-x));  // silu
 }
 
 // Computes x = activate(x) for n numbers, in place, times `factors` unless they are null.
-template <typename T>
 void activate_all(float* x, const float* factors, int n, int kind) {
-  for (int i = 0; i < n; i += sizeof(T) / sizeof(float)) {
-    T value, factor;
-    memcpy(&value, x + i, sizeof value);
-    value = activate(value, kind);
-    if (factors) {
-      memcpy(&factor, factors + i, sizeof factor);
-      value *= factor;
-    }
+  for (int i = 0; i < n; i += LANES) {
+    Lanes value = activate(load(x + i), kind);
+    if (factors) value *= load(factors + i);
     memcpy(x + i, &value, sizeof value);
   }
 }
@@ -120,33 +113,6 @@ void normalize_and_rotate(const Model& g, float* head, Norm norm, int position) 
     float first = head[i], second = head[i + half];
     head[i] = first * cosines[i] - second * sines[i];
     head[i + half] = second * cosines[i] + first * sines[i];
-  }
-}
-
-// For float32 weights: computes out = softmax(q . keys / sqrt K + bias) values for one query over
-// the positions that it sees. The bias is that of ALiBi. `cache` is where the keys and values of its
-// slot and KV head begin; `at` runs around the ring. A NaN score makes the output NaN, as in torch,
-// so that damaged weights are noticed.
-void attend_float32(const Model& g, const Layer& layer, Query query, int64_t cache, float* scores) {
-  int K = g.head_dim, S = query.position - query.start + 1, first = query.start % layer.size;
-  const float *q = query.q, *keys = (float*)layer.keys + cache;
-  const float* values = (float*)layer.values + cache;
-  float* out = query.out;
-  float factor = 1 / std::sqrt((float)K), highest = -INFINITY, sum = 0;
-  for (int s = 0, at = first; s < S; s++, at = at + 1 == layer.size ? 0 : at + 1) {
-    const float* key = keys + (int64_t)at * K;
-    float score = 0;
-#pragma omp simd reduction(+ : score)
-    for (int i = 0; i < K; i++) score += q[i] * key[i];
-    scores[s] = score * factor - query.slope * (S - 1 - s);
-    if (scores[s] > highest || std::isnan(scores[s])) highest = scores[s];
-  }
-  for (int s = 0; s < S; s++) sum += scores[s] = std::exp(scores[s] - highest);
-  for (int i = 0; i < K; i++) out[i] = 0;
-  for (int s = 0, at = first; s < S; s++, at = at + 1 == layer.size ? 0 : at + 1) {
-    const float* value = values + (int64_t)at * K;
-    float weight = scores[s] / sum;
-    for (int i = 0; i < K; i++) out[i] += weight * value[i];
   }
 }
 
@@ -168,8 +134,7 @@ struct Call {
   // The distance between tokens in words, which hold two columns each.
   int W = std::max({D, O, round_up(g.d_ff)}) / 2;
   bool by_tiles = takes_tiles(g.precision, M);
-  // The head size in the cache.
-  int cached_K = g.precision == FLOAT32 ? g.head_dim : round_up(g.head_dim, LANES);
+  bool attends_by_tiles = ::attends_by_tiles(g.precision);
 
   struct Share { int from, to; };
   // Returns this thread's part of n rows, in whole blocks.
@@ -239,25 +204,39 @@ struct Call {
 #pragma omp barrier
   }
 
-  // Returns where the keys and values of a slot and KV head begin in the cache.
-  int64_t find_start(const Layer& layer, int row, int kv_head) const {
-    return ((int64_t)row * g.n_kv_head + kv_head) * layer.size * cached_K;
+  // Returns the cache of a slot and KV head.
+  template <typename Number>
+  Cache<Number> get_cache(const Layer& layer, int row, int kv_head) const {
+    const int K = round_up(g.head_dim, CACHE_ALIGNMENT);
+    int64_t start = ((int64_t)row * g.n_kv_head + kv_head) * layer.size * K;
+    return {(Number*)layer.keys + start, (Number*)layer.values + start, layer.size, K};
   }
 
   // Stores a key or value (K,) of token m in the cache.
   void store_head(const Layer& layer, int m, int kv_head, bool is_key, const float* head) const {
-    int at = positions[m] % layer.size, K = g.head_dim;
-    void* cache = is_key ? layer.keys : layer.values;
-    int64_t start = find_start(layer, rows[m], kv_head);
-    int64_t there = start + (int64_t)at * cached_K;
+    const int position = positions[m];
+    auto store = [&](auto cache, auto round) {
+      for (int i = 0; i < g.head_dim; i++)
+        *(is_key ? cache.find_key(position, i) : cache.find_value(position, i)) = round(head[i]);
+    };
     if (g.precision == FLOAT32) {
-      memcpy((float*)cache + there, head, K * sizeof(float));
-    } else if (is_key) {  // one column of a block of 16 positions, as in attention.h
-      there = start + (int64_t)(at / LANES * LANES) * cached_K + at % LANES;
-      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i * LANES] = to_bfloat16(head[i]);
+      store(get_cache<float>(layer, rows[m], kv_head), [](float x) { return x; });
     } else {
-      for (int i = 0; i < K; i++) ((uint16_t*)cache)[there + i] = to_bfloat16(head[i]);
+      store(get_cache<uint16_t>(layer, rows[m], kv_head), to_bfloat16);
     }
+  }
+
+  // Clears the values of blocks that the tokens of this call begin: AMX multiplies whole blocks, and
+  // what another text has left there may be NaN, which is no 0 with a weight of 0 either. Others
+  // must not store values in them yet.
+  void clear_values(const Layer& layer) const {
+    if (!attends_by_tiles) return;
+#pragma omp for schedule(static) nowait
+    for (int m = 0; m < M; m++)
+      for (int h = 0; h < g.n_kv_head && positions[m] % CACHE_ALIGNMENT == 0; h++) {
+        Cache<uint16_t> cache = get_cache<uint16_t>(layer, rows[m], h);
+        memset(cache.find_value(positions[m], 0), 0, CACHE_ALIGNMENT * cache.K * sizeof(uint16_t));
+      }
   }
 
   // Returns query i of those that read a KV head: token by token, the query heads of its group.
@@ -270,27 +249,20 @@ struct Call {
     return {g.qkv + (int64_t)m * Q + h * K, out, rows[m], start, position, slope};
   }
 
-  // Attends with four queries of a KV head, or those that are left. Queries of the same slot share
-  // the reading of its keys.
-  void attend_four(const Layer& layer, int kv_head, int from, float* scores) const {
-    Query queries[4];
-    int n = std::min(4, M * (g.n_head / g.n_kv_head) - from);
+  // Attends with n queries of a KV head. Those of the same slot share the reading of its keys.
+  void attend_some(const Layer& layer, int kv_head, int from, int n, float* scratch) const {
+    Query queries[MAX_QUERIES];
     for (int i = 0; i < n; i++) queries[i] = get_query(layer, kv_head, from + i);
-    for (int i = 0; i < n;) {
-      int same = 1;
-      while (i + same < n && queries[i + same].row == queries[i].row) same++;
-      int64_t at = find_start(layer, queries[i].row, kv_head);
+    for (int i = 0, same = 1; i < n; i += same, same = 1) {
+      const int row = queries[i].row;
+      while (i + same < n && queries[i + same].row == row) same++;
       if (g.precision == FLOAT32) {
-        attend_float32(g, layer, queries[i], at, scores);
-        i++;
-        continue;
+        Cache<float> cache = get_cache<float>(layer, row, kv_head);
+        attend(queries + i, same, cache, g.head_dim, scratch, false);
+      } else {
+        Cache<uint16_t> cache = get_cache<uint16_t>(layer, row, kv_head);
+        attend(queries + i, same, cache, g.head_dim, scratch, attends_by_tiles);
       }
-      const uint16_t *keys = (uint16_t*)layer.keys + at, *values = (uint16_t*)layer.values + at;
-      Cache cache{keys, values, layer.size, cached_K};
-      if (same == 4) attend<4>(queries, cache, g.head_dim, scores);
-      else if (same > 1) attend<2>(queries + i, cache, g.head_dim, scores);
-      else attend<1>(queries + i, cache, g.head_dim, scores);
-      i += same == 3 ? 2 : same;
     }
   }
 
@@ -298,6 +270,7 @@ struct Call {
   void run_attention(const Layer& layer) const {
     const int H = g.n_head, G = g.n_kv_head, K = g.head_dim;
     norm(layer.attn_norm, M);
+    clear_values(layer);
     multiply(layer.qkv, share(layer.qkv.rows), M, g.normed, D, g.qkv, Q);
 #pragma omp barrier
 #pragma omp for schedule(static)
@@ -311,11 +284,15 @@ struct Call {
     }
     // All keys of the call are cached now, those of later tokens too: a query stops at its own
     // position. Later queries see more keys, so the threads take tasks in turn, not in halves.
-    int tasks = (M * (H / G) + 3) / 4;  // of each KV head
-    float* scores = g.scores + thread * (int64_t)round_up(4 * (g.context_length + LANES));
+    const int n_queries = M * (H / G), at_a_time = attends_by_tiles ? MAX_QUERIES : 4;
+    const int tasks = (n_queries + at_a_time - 1) / at_a_time;  // of each KV head
+    const int n_scratch = MAX_QUERIES * (round_up(K, CACHE_ALIGNMENT) + g.context_length + 64);
+    float* scratch = g.scratch + (int64_t)thread * round_up(n_scratch);
 #pragma omp for schedule(static, 1)
-    for (int task = 0; task < G * tasks; task++)
-      attend_four(layer, task / tasks, task % tasks * 4, scores);
+    for (int task = 0; task < G * tasks; task++) {
+      const int from = task % tasks * at_a_time;
+      attend_some(layer, task / tasks, from, std::min(at_a_time, n_queries - from), scratch);
+    }
     add_product(layer.o, g.mixed, O);
   }
 
@@ -329,8 +306,7 @@ struct Call {
     multiply(layer.up, mine, M, g.normed, D, g.inner + behind, F);
     for (int m = 0; m < M; m++) {
       float* x = g.inner + (int64_t)m * F + mine.from;
-      auto activated = g.precision == FLOAT32 ? activate_all<float> : activate_all<Lanes>;
-      activated(x, gated ? x + behind : nullptr, mine.to - mine.from, g.activation);
+      activate_all(x, gated ? x + behind : nullptr, mine.to - mine.from, g.activation);
     }
 #pragma omp barrier
     add_product(layer.down, g.inner, F);
@@ -362,3 +338,6 @@ extern "C" EXPORT void gptmini_step(const Model* model, int M, const int* tokens
     call.multiply(g.head, call.share(g.head.rows), n, g.normed, call.D, logits, V);
   }
 }
+
+// Returns whether attention beside bfloat16 and int8 weights rounds queries and weights, too.
+extern "C" EXPORT int gptmini_attends_by_tiles() { return attends_by_tiles(BFLOAT16); }

@@ -4,9 +4,9 @@ Decoding reads every weight for every token, so it is bound by memory bandwidth,
 by the overhead of torch's calls. Prompts and batches are bound by arithmetic, which decode.cpp does
 with the processor's instructions for narrow numbers.
 
-With weights in bfloat16 or int8, the inputs of products (product.h), keys and values are rounded
-too, by the same rules in a prompt and behind it. So a text is the same whatever else is in the
-batch, but not always the text that torch gives.
+A prompt follows the same rules as the tokens behind it, so a text is the same whatever else is in
+the batch. It is not always the text that torch gives: sums are in another order, and with weights
+in bfloat16 or int8 the inputs of products (product.h), keys and values are rounded too.
 
 Two ideas make it faster still:
 
@@ -27,10 +27,9 @@ from gptmini.console import show_elapsed
 from gptmini.generate.engine import PREFILL_CHUNK, SPARE_POSITIONS, Engine, TorchEngine
 from gptmini.generate.native.build import build_library
 from gptmini.generate.native.check import matches_torch
-from gptmini.generate.native.precision import PackedMatrices, create_cache
+from gptmini.generate.native.precision import CACHE_ALIGNMENT, PackedMatrices, create_cache
 from gptmini.generate.native.step import MAX_CALL_TOKENS, NativeStep
 from gptmini.generate.texts import Text
-from gptmini.model.cache import KVCache
 from gptmini.model.gpt import GPT
 
 # One token of a call: its number, slot and position, and whether it needs logits.
@@ -51,13 +50,10 @@ class NativeEngine:
         packed: PackedMatrices | None = None,
     ) -> None:
         self.n_slots = n_slots
-        self._model = model
-        # float32 prompts go through torch, whose products in float32 are as fast.
-        self._torch_prefill = weights == "float32"
-        self.interruptible = self._torch_prefill
         # A call caches all its keys before its queries look at them. The first queries must still
-        # find the keys of their window, so the rings of windowed layers have room for a whole call.
-        spare_positions = SPARE_POSITIONS if self._torch_prefill else MAX_CALL_TOKENS
+        # find the keys of their window, so the rings of windowed layers have room for a whole call,
+        # and for the block of positions that its last token begins.
+        spare_positions = MAX_CALL_TOKENS + CACHE_ALIGNMENT
         self._cache = create_cache(model.config, weights, n_slots, spare_positions)
         self._step = NativeStep(library, model, weights, self._cache, packed)
         # For each slot: the text that has it, and when it was assigned.
@@ -71,13 +67,9 @@ class NativeEngine:
     def __call__(self, texts: list[Text]) -> list[Tensor]:
         slots = [self._assign_slot(text, texts) for text in texts]
         logits: dict[int, Tensor] = {}
-        # Texts with few unseen tokens share a batch of the compiled step, which reads the weights
-        # once for all of them. Longer prompts are prefilled one by one:
-        # - in float32 by torch, as more than SPARE_POSITIONS tokens of a text in one call would
-        #   overwrite keys of a windowed ring that the first of them still sees;
-        # - otherwise by the compiled step too, but alone, so that texts behind them in this call
-        #   can reuse their prefix.
-        longest_in_batch = SPARE_POSITIONS if self._torch_prefill else PREFILL_CHUNK
+        # Texts with few unseen tokens share a batch, which reads the weights once for all of them.
+        # Longer prompts are prefilled alone, so that texts behind them in this call can reuse their
+        # prefix.
         batch_slots: list[int] = []
         batch_n_logits: list[int] = []
         entries: list[BatchEntry] = []
@@ -86,8 +78,9 @@ class NativeEngine:
                 self._reuse_prefix(slot, text)
             self._forget(slot, text, len(text.context))
             unseen = len(text.context) - text.n_cached
-            if unseen > longest_in_batch:
-                logits[slot] = self._prefill(slot, text)
+            if unseen > PREFILL_CHUNK:
+                logits[slot] = self._run_batch(self._build_entries(slot, text, len(text.context)))
+                self._record_prefilled(slot, text, len(text.context))
             else:
                 batch_slots.append(slot)
                 batch_n_logits.append(text.n_logits)
@@ -122,18 +115,11 @@ class NativeEngine:
         slot = self._assign_slot(text, [])
         if text.n_cached == 0:
             self._reuse_prefix(slot, text)
-        # The compiled step gives the same bits for slices of any length. torch's bits depend on
-        # the length, so it always gets whole chunks.
-        length = PREFILL_CHUNK if self._torch_prefill else min(max_tokens, PREFILL_CHUNK)
-        end = text.n_cached + length
+        end = text.n_cached + min(max_tokens, PREFILL_CHUNK)
         if len(text.context) - end <= SPARE_POSITIONS:
             return False
         self._forget(slot, text, end)
-        if self._torch_prefill:
-            tokens = torch.tensor([text.context[text.n_cached : end]])  # (1, T)
-            self._model.forward_hidden(tokens, self._select_cache_row(slot, text))
-        else:
-            self._run_batch(self._build_entries(slot, text, end))
+        self._run_batch(self._build_entries(slot, text, end))
         self._record_prefilled(slot, text, end)
         text.n_cached = end
         return True
@@ -163,8 +149,7 @@ class NativeEngine:
     def _reuse_prefix(self, slot: int, text: Text) -> None:
         """Start a text from the longest prefix that any slot holds of it.
 
-        The keys have the bits that a prefill of this text would give: they come from chunks at the
-        same positions, and more than SPARE_POSITIONS tokens remain, so the rest is prefilled too.
+        The keys have the bits that this text would give. A token at least is left to compute.
         """
         donor = max(range(self.n_slots), key=lambda n: self._count_common_prefix(n, text))
         length = self._count_common_prefix(donor, text)
@@ -180,30 +165,13 @@ class NativeEngine:
     def _count_common_prefix(self, slot: int, text: Text) -> int:
         """Count the tokens, in whole chunks, that a slot holds of a text's beginning."""
         prefilled = self._prefilled[slot]
-        longest = min(len(prefilled), len(text.context) - SPARE_POSITIONS - 1)
+        longest = min(len(prefilled), len(text.context) - 1)
         length = 0
         for end in range(PREFILL_CHUNK, longest + 1, PREFILL_CHUNK):
             if prefilled[length:end] != text.context[length:end]:
                 break
             length = end
         return length
-
-    def _prefill(self, slot: int, text: Text) -> Tensor:
-        """Pass the unseen tokens of a text through the model alone; logits (n_logits, V)."""
-        if self._torch_prefill:
-            unseen = text.context[text.n_cached :]
-            cache = self._select_cache_row(slot, text)
-            logits = prefill(self._model, unseen, cache, text.n_logits)
-        else:
-            logits = self._run_batch(self._build_entries(slot, text, len(text.context)))
-        self._record_prefilled(slot, text, len(text.context))
-        return logits
-
-    def _select_cache_row(self, slot: int, text: Text) -> KVCache:
-        """Return a slot's row of the cache for torch, truncated to what it holds of the text."""
-        cache = self._cache.view_row(slot)
-        cache.truncate(text.n_cached)
-        return cache
 
     def _forget(self, slot: int, text: Text, end: int) -> None:
         """Stop sharing the keys that the next tokens of a text, up to `end`, overwrite."""
@@ -214,20 +182,8 @@ class NativeEngine:
 
     def _record_prefilled(self, slot: int, text: Text, end: int) -> None:
         """Record the whole chunks of a text that is now prefilled up to `end`."""
-        # Behind tokens that the compiled step computed, torch gives a chunk other bits than behind
-        # chunks of its own. Such chunks are not shared.
-        same_bits = not self._torch_prefill or len(self._prefilled[slot]) == text.n_cached
-        if same_bits and end <= self._ring_size:
+        if end <= self._ring_size:
             self._prefilled[slot] = text.context[: end // PREFILL_CHUNK * PREFILL_CHUNK]
-
-
-def prefill(model: GPT, tokens: list[int], cache: KVCache, n_logits: int) -> Tensor:
-    """Compute logits (n_logits, V) for the last of T tokens, which pass the model in chunks."""
-    chunks = torch.tensor([tokens]).split(PREFILL_CHUNK, dim=1)
-    # The last chunk may be shorter than `n_logits`, so keep the end of every chunk.
-    ends = [model.forward_hidden(chunk, cache)[:, -n_logits:] for chunk in chunks]
-    hidden = torch.cat(ends, dim=1)[0, -n_logits:]  # (n_logits, D)
-    return model.compute_logits(hidden).float()
 
 
 def load_library(model: GPT, weights: str, cache: Path) -> ctypes.CDLL | None:

@@ -17,6 +17,7 @@ PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
 # As in product.h: widths are padded to a multiple of ROW_ALIGNMENT, a vector has LANES floats.
 ROW_ALIGNMENT = 64
 LANES = 16
+CACHE_ALIGNMENT = 32  # as in attention.h
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -166,19 +167,18 @@ def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedM
 
 
 def create_cache(config: ModelConfig, precision: str, n_rows: int, spare_positions: int) -> KVCache:
-    """Create an empty cache for the compiled step.
+    """Create an empty cache for the compiled step, as attention.h describes it.
 
-    Windowed layers store `spare_positions` more than their window. With float32 weights, torch can
-    fill the cache too. Otherwise keys and values are bfloat16, positions and head size are padded
-    to whole vectors, and keys lie in blocks as attention.h describes.
+    Windowed layers store `spare_positions` more than their window. Keys and values are bfloat16,
+    unless the weights are float32. Positions and head size are padded to whole blocks.
     """
-    cache = KVCache(config, n_rows, torch.device("cpu"), torch.float32, spare_positions)
-    if precision == "float32":
-        return cache
-    head_dim = round_up(config.head_dim, LANES)
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    cache = KVCache(config, n_rows, torch.device("cpu"), dtype, spare_positions)
+    head_dim = round_up(config.head_dim, CACHE_ALIGNMENT)
     for number, layer in enumerate(cache.layers):
-        shape = (n_rows, config.n_kv_head, round_up(layer.size, LANES), head_dim)
-        keys = torch.empty(shape, dtype=torch.bfloat16)
-        values = torch.empty(shape, dtype=torch.bfloat16)
+        shape = (n_rows, config.n_kv_head, round_up(layer.size, CACHE_ALIGNMENT), head_dim)
+        # Zeros from the system cost nothing until they are used.
+        keys = torch.zeros(shape, dtype=dtype)
+        values = torch.zeros(shape, dtype=dtype)
         cache.layers[number] = LayerCache(keys, values)
     return cache

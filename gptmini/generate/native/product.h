@@ -23,13 +23,25 @@
 #define HAS_TILES
 #endif
 
+// WIDTH: the widest registers of this processor, in 32-bit numbers. How many tokens a tile of two
+// registers of rows takes, or in float32 of four rows, so that all sums stay in registers: AVX-512
+// has 32, others mostly 16.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int WIDTH = 16, TOKENS = 8, FLOAT32_TOKENS = 6;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8, TOKENS = 6, FLOAT32_TOKENS = 3;
+#else
+constexpr int WIDTH = 4, TOKENS = 4, FLOAT32_TOKENS = 3;
+#endif
 // Floats in a vector. The compiler splits vectors for processors with narrower registers.
 constexpr int LANES = 16;
+// Threads share out the rows of a matrix in blocks of this size, which are whole tiles everywhere.
+constexpr int ROW_BLOCK = 32;
 // Widths are padded with zeros to a multiple of this, and so are the rows of bfloat16 and int8.
 constexpr int ROW_ALIGNMENT = 64;
 enum { FLOAT32, BFLOAT16, INT8 };
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef float Half __attribute__((vector_size(2 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
@@ -47,18 +59,18 @@ struct Matrix {
 };
 
 // Adds the lanes of a vector, always in the same order.
-inline float sum_lanes(Lanes v) {
-  Half low, high;
-  memcpy(&low, &v, sizeof low);
-  memcpy(&high, (const char*)&v + sizeof low, sizeof high);
-  low += high;
-  float s[LANES / 2];
-  memcpy(s, &low, sizeof s);
-  return ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]));
+template <typename Vector>
+inline float sum_lanes(Vector v) {
+  float lanes[sizeof v / sizeof(float)];
+  memcpy(lanes, &v, sizeof v);
+  for (int half = sizeof v / sizeof(float) / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
 }
 
-inline Lanes load(const float* from) {
-  Lanes v;
+template <typename Vector = Lanes>
+inline Vector load(const float* from) {
+  Vector v;
   memcpy(&v, from, sizeof v);
   return v;
 }
@@ -66,19 +78,19 @@ inline Lanes load(const float* from) {
 // -- float32 --------------------------------------------------------------------------------------
 
 // Computes y[m][row + n] = w[row + n] . x[m] for N rows of weights and M tokens. xs and ys are the
-// distances between tokens in x and y. A vector holds 16 columns, so a row has 16 sums, which are
+// distances between tokens in x and y. A row has a sum in each lane of a register, and they are
 // added at its end. N and M are template arguments so that the compiler unrolls the inner loops.
 template <int N, int M>
 inline void multiply_tile(const Matrix& w, int row, const float* x, int64_t xs, float* y,
                           int64_t ys) {
-  Lanes sums[N][M] = {};
+  Floats sums[N][M] = {};
   const float* data = (const float*)w.data + (int64_t)row * w.columns;
-  for (int c = 0; c < w.columns; c += LANES, data += LANES) {
+  for (int c = 0; c < w.columns; c += WIDTH, data += WIDTH) {
     for (int n = 0; n < N; n++) {
-      Lanes weights = load(data + (int64_t)n * w.columns);
+      Floats weights = load<Floats>(data + (int64_t)n * w.columns);
       // Fetch the next tile's weights from memory while this one is multiplied.
       __builtin_prefetch(data + (int64_t)(n + N) * w.columns);
-      for (int m = 0; m < M; m++) sums[n][m] += weights * load(x + m * xs + c);
+      for (int m = 0; m < M; m++) sums[n][m] += weights * load<Floats>(x + m * xs + c);
     }
   }
   for (int n = 0; n < N; n++)
@@ -86,39 +98,32 @@ inline void multiply_tile(const Matrix& w, int row, const float* x, int64_t xs, 
       y[m * ys + row + n] = sum_lanes(sums[n][m]) + (w.bias ? w.bias[row + n] : 0);
 }
 
-// Multiplies N rows of weights with any number of tokens, in tiles of 4, 2 and 1 tokens. After the
-// first tile the rows are in the processor's cache, so memory is still read once.
-template <int N>
-inline void multiply_tiles(const Matrix& w, int row, int M, const float* x, int64_t xs, float* y,
-                           int64_t ys) {
-  for (; M >= 4; M -= 4, x += 4 * xs, y += 4 * ys) multiply_tile<N, 4>(w, row, x, xs, y, ys);
-  for (; M >= 2; M -= 2, x += 2 * xs, y += 2 * ys) multiply_tile<N, 2>(w, row, x, xs, y, ys);
-  if (M) multiply_tile<N, 1>(w, row, x, xs, y, ys);
+// Multiplies a block of rows with the tokens from m on, M at a time; m ends behind the last.
+template <int M>
+inline void multiply_block(const Matrix& w, int from, int to, int& m, int end, const float* x,
+                           int64_t xs, float* y, int64_t ys) {
+  for (; m + M <= end; m += M) {
+    int row = from;
+    for (; row + 4 <= to; row += 4) multiply_tile<4, M>(w, row, x + m * xs, xs, y + m * ys, ys);
+    for (; row < to; row++) multiply_tile<1, M>(w, row, x + m * xs, xs, y + m * ys, ys);
+  }
 }
 
-// Computes the rows `from` to `to` of y = w x for M tokens.
+// Computes the rows `from` to `to` of y = w x for M tokens. After the first tile of tokens, a block
+// of rows is in the processor's cache, so memory is still read once.
 inline void multiply_rows(const Matrix& w, int from, int to, int M, const float* x, int xs,
                           float* y, int ys) {
-  int row = from;
-  for (; row + 4 <= to; row += 4) multiply_tiles<4>(w, row, M, x, xs, y, ys);
-  for (; row < to; row++) multiply_tiles<1>(w, row, M, x, xs, y, ys);
+  for (int row = from; row < to; row += ROW_BLOCK) {
+    const int end = std::min(row + ROW_BLOCK, to);
+    int m = 0;
+    multiply_block<FLOAT32_TOKENS>(w, row, end, m, M, x, xs, y, ys);
+    multiply_block<2>(w, row, end, m, M, x, xs, y, ys);
+    multiply_block<1>(w, row, end, m, M, x, xs, y, ys);
+  }
 }
 
 // -- bfloat16 and int8 ----------------------------------------------------------------------------
 
-// WIDTH: the widest registers of this processor, in 32-bit numbers. TOKENS: how many tokens a tile
-// of two registers of rows takes so that all sums stay in registers (AVX-512 has 32, others mostly
-// 16).
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-constexpr int WIDTH = 16, TOKENS = 8;
-#elif defined(__AVX2__)
-constexpr int WIDTH = 8, TOKENS = 6;
-#else
-constexpr int WIDTH = 4, TOKENS = 4;
-#endif
-// Threads share out the rows of a matrix in blocks of this size, which are whole tiles everywhere.
-constexpr int ROW_BLOCK = 32;
-typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));  // of 16-bit numbers
 typedef int16_t Numbers __attribute__((vector_size(4 * WIDTH)));

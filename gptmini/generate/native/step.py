@@ -15,11 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from gptmini.config.settings import ModelConfig
-from gptmini.generate.native.precision import LANES, PRECISIONS, PackedMatrices, pack, round_up
+from gptmini.generate.native.precision import (
+    CACHE_ALIGNMENT,
+    PRECISIONS,
+    PackedMatrices,
+    pack,
+    round_up,
+)
 from gptmini.model.cache import KVCache, LayerCache
 from gptmini.model.gpt import GPT, Block
 
-MAX_CALL_TOKENS = 128  # sizes the buffers
+MAX_CALL_TOKENS = 256  # sizes the buffers
+MAX_QUERIES = 16  # as in attention.h
 ACTIVATION_CODES = {"gelu": 0, "relu2": 1, "swiglu": 2}
 
 
@@ -87,7 +94,7 @@ class _Model(Structure):
         ("qkv", c_void_p),
         ("mixed", c_void_p),
         ("inner", c_void_p),
-        ("scores", c_void_p),
+        ("scratch", c_void_p),
         ("words", c_void_p),
         ("scales", c_void_p),
     ]
@@ -159,6 +166,7 @@ class NativeStep:
         n_threads = torch.get_num_threads()
         D, F, H, K = config.d_model, config.d_ff, config.n_head, config.head_dim
         V = config.vocab_size or 0
+        n_scratch = MAX_QUERIES * (round_up(K, CACHE_ALIGNMENT) + config.context_length + 64)
         if config.activation not in ACTIVATION_CODES:
             raise UnexpectedModelError(f"it does not know activation {config.activation}")
         embed = model.embed.weight
@@ -193,7 +201,7 @@ class NativeStep:
             qkv=self._allocate_buffer(MAX_CALL_TOKENS, (H + 2 * config.n_kv_head) * K),
             mixed=self._allocate_buffer(MAX_CALL_TOKENS, H * K),
             inner=self._allocate_buffer(2 * MAX_CALL_TOKENS, F),
-            scores=self._allocate_buffer(n_threads, 4 * (config.context_length + LANES)),
+            scratch=self._allocate_buffer(n_threads, n_scratch),
         )
         if self._precision != "float32":  # inputs rounded to 16 bits, two in a word
             words = torch.zeros(MAX_CALL_TOKENS, round_up(max(D, F, H * K)) // 2)

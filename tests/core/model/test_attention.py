@@ -333,17 +333,6 @@ def test_the_cache_is_allocated_once_and_read_in_place():
     assert torch.equal(keys, torch.cat([first, second], dim=2))
 
 
-def test_a_row_of_a_cache_shares_its_memory_and_has_its_own_length():
-    cache = KVCache(config_of("gqa", 2), 3, torch.device("cpu"), torch.float32)
-    for layer in cache.layers:
-        layer.keys.zero_()
-    row = cache.view_row(1)
-    row.layers[2].update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8))
-    assert (row.layers[2].length, cache.length, row.length) == (5, 0, 0)
-    assert cache.layers[2].keys.sum((1, 2, 3)).tolist() == [0, 2 * 5 * 8, 0]
-    assert not cache.layers[1].keys.any()
-
-
 # -- everything against the written-out mechanisms -------------------------------------------------
 
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (0.02, 0.05)}
