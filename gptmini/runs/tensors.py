@@ -36,6 +36,8 @@ DTYPE_NAMES = {  # in a safetensors file
     torch.int64: "I64",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# What damaged names, numbers and shapes make Python and torch raise.
+DAMAGE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
 SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
@@ -177,7 +179,7 @@ def read_tensors(
             for key, row_slice in _read_slices(folder / name, manifest, spec).items():
                 found.setdefault(key, []).append(row_slice)
         # The manifest itself has no checksum, so its layout may be anything.
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except DAMAGE as error:
             raise CheckpointError(f"{folder / name}: damaged ({error!r} in its layout)") from None
     return {key: _join_slices(f"{folder}: {key}", slices, spec) for key, slices in found.items()}
 
@@ -262,7 +264,7 @@ def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
                 tensors[name] = tensor
         if digest.hexdigest() != manifest[path.name]["sha256"]:
             raise ValueError("its contents do not match the manifest")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
     return tensors
 
@@ -270,8 +272,8 @@ def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
 def _parse_header(header: bytes, size: int) -> list[tuple[str, torch.dtype, list[int]]]:
     """List the tensors of a safetensors file of `size` bytes: name, type and shape.
 
-    They lie one behind the other. A damaged header raises anything, or describes no more than
-    `size` bytes.
+    They lie one behind the other. For a damaged header it may raise anything, but never lists more
+    than `size` bytes.
     """
     entries = json.loads(header)
     entries.pop("__metadata__", None)

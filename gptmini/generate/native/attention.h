@@ -2,12 +2,12 @@
 // so do the heads of a group.
 //
 // The cache is laid out for vectors. 16 positions form a block, whose keys lie column by column, so
-// a vector takes one column of 16 keys, and no score is a sum across its lanes. Beside float32
-// weights the cache holds float32. Beside others it holds bfloat16, half of the memory to read, in
-// words of two: the same column of two positions for values, two columns for keys.
+// a vector takes one column of 16 keys, and no score is a sum across its lanes. With float32 weights
+// the cache holds float32, with others bfloat16, which is half as much to read. A word of 32 bits
+// then holds two numbers: of values one column of two positions, of keys two columns of one position.
 //
-// All arithmetic is float32, unless AMX multiplies words: then queries and weights are rounded to
-// bfloat16 too.
+// All arithmetic is float32, unless AMX multiplies words: then queries and the weights of the values
+// are rounded to bfloat16, too.
 
 #include <algorithm>
 
@@ -65,7 +65,7 @@ inline Lanes load_words(const Number* from, int place) {
   return (Lanes)(place ? words & 0xffff0000u : words << 16);  // the upper half of a float32
 }
 
-// The positions that any of some queries sees, in whole blocks.
+// The positions that any of some queries sees, from a multiple of 32 to one.
 struct Span {
   int from, to;
 
@@ -78,7 +78,8 @@ struct Span {
     from = first / CACHE_ALIGNMENT * CACHE_ALIGNMENT;
     to = last / CACHE_ALIGNMENT * CACHE_ALIGNMENT + CACHE_ALIGNMENT;
   }
-  // Between the scores of two queries. Not a power of 2, or they would share few lines of cache.
+  // Between the scores of two queries. Not a power of 2, or they would compete for few lines of the
+  // processor's cache.
   int distance() const { return to - from + LANES; }
 };
 
@@ -198,15 +199,15 @@ inline void attend_by_vectors(const Query* queries, Cache<Number> cache, int hea
 #ifdef HAS_TILES
 inline bool attends_by_tiles(int precision) { return precision != FLOAT32 && allow_tiles(); }
 
-// Computes `attend` for up to 16 queries: the lines of a tile. Each block of positions adds to a
-// sum by itself, and those that a query does not see add 0.
+// Computes `attend` for up to 16 queries: the lines of a tile. Every 32 positions add to a sum by
+// themselves, and those that a query does not see add 0.
 inline void attend_by_tiles(const Query* queries, int n, Cache<uint16_t> cache, int head_dim,
                             float* scratch) {
   const int K = cache.K;
   const Span span(queries, n);
   const int distance = span.distance(), query_words = TILE * K / 2;
   uint32_t* rounded = (uint32_t*)scratch;  // (n, K / 2) words of two columns
-  float* scaled = scratch + query_words;   // (K,), of one query
+  float* scaled = scratch + query_words;   // (K,), of one query; the scores overwrite it
   float* scores = scratch + query_words;   // (n, distance)
   const float factor = 1 / std::sqrt((float)head_dim);
   for (int m = 0; m < n; m++) {
@@ -234,6 +235,7 @@ inline void attend_by_tiles(const Query* queries, int n, Cache<uint16_t> cache, 
     sums[m] = exponentiate(queries[m], weights, span);
     round_bfloat16(weights, (uint32_t*)weights, span.to - span.from);  // in place
   }
+  asm volatile("" : : "r"(scores) : "memory");  // as in `configure_tiles`
   for (int column = 0; column < head_dim; column += 4 * TILE) {
     const bool wide = column + 2 * TILE < head_dim;
     _tile_zero(SUMS_00);
@@ -269,7 +271,7 @@ inline bool attends_by_tiles(int) { return false; }
 #endif
 
 // Computes out = softmax(q . keys / sqrt K + bias) values for up to 16 queries of one slot and KV
-// head. `scratch` has room for as many queries and scores.
+// head. `scratch` holds as many queries (K,) and their scores (distance,).
 template <typename Number>
 inline void attend(const Query* queries, int n, Cache<Number> cache, int head_dim, float* scratch,
                    bool by_tiles) {

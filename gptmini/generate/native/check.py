@@ -213,7 +213,9 @@ def _round_inputs(library: ctypes.CDLL, model: GPT, weights: str) -> None:
     Where AMX attends, it rounds queries and the weights of the values.
     """
 
-    def narrow_keys(project: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Any]:
+    def narrow_keys_and_values(
+        project: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    ) -> Callable[..., Any]:
         def project_narrow(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = project(*inputs)
             return q, _narrow(k), _narrow(v)
@@ -222,7 +224,7 @@ def _round_inputs(library: ctypes.CDLL, model: GPT, weights: str) -> None:
 
     for block in model.blocks:
         attn: Any = block.attn
-        attn.project_qkv = narrow_keys(attn.project_qkv)
+        attn.project_qkv = narrow_keys_and_values(attn.project_qkv)
         if library.gptmini_attends_by_tiles():
             attn.mix = functools.partial(_mix_narrow, attn)
     if weights == "int8":

@@ -2,9 +2,10 @@
 // reads the weights from memory once, whatever the number of its tokens.
 //
 // This computes what model/gpt.py computes. Weights are stored as float32, bfloat16, or int8 with
-// one scale per row; product.h says what they are multiplied with. All other arithmetic is float32.
-// The order of every sum depends only on its own length. So a token's logits have the same bits
-// whichever tokens share the call, in a prompt or behind it, and however many threads run it.
+// one scale per row; product.h says what they are multiplied with. All other arithmetic is float32,
+// but for attention by AMX (attention.h). The order of every sum depends only on what it adds up. So
+// a token's logits have the same bits whichever tokens share the call, in a prompt or behind it, and
+// however many threads run it. (If values are not finite, AMX may show it at earlier tokens, too.)
 // step.py fills Model and calls gptmini_step.
 //
 // Letters: M tokens of a call, D width, F width of the MLP, H query heads, G KV heads, K head
@@ -51,8 +52,8 @@ struct Model {
   Norm final_norm;
   Matrix head;
   Layer* layers;
-  // Buffers, (M, padded width) but for scores: x is the residual stream, mixed the output of the
-  // heads, inner that of the MLP's first products. scratch is what each thread attends in.
+  // Buffers, (M, padded width) but for scratch: x is the residual stream, mixed the output of the
+  // heads, inner that of the MLP's first products. scratch is each thread's memory for attention.
   float *x, *normed, *qkv, *mixed, *inner, *scratch;
   uint32_t* words;  // (M, padded width / 2): inputs rounded to 16 bits; null for float32
   float* scales;    // (M,): their scales, for int8
@@ -186,6 +187,8 @@ struct Call {
       float* from = g.x + (indices ? indices[m] : m) * D;
       float* to = g.normed + m * D;
       normalize(from, to, g.d_model, g.rms, g.norm_eps, weights);
+      // A product may have left NaN in the padding, which is an input, too.
+      for (int i = g.d_model; i < D; i++) to[i] = 0;
       round(m, to, D);
     }
   }
@@ -226,9 +229,9 @@ struct Call {
     }
   }
 
-  // Clears the values of blocks that the tokens of this call begin: AMX multiplies whole blocks, and
-  // what another text has left there may be NaN, which is no 0 with a weight of 0 either. Others
-  // must not store values in them yet.
+  // Clears the 32 values from a position on where one of these tokens stands at a multiple of 32: so
+  // many AMX multiplies at once. What another text has left there may be NaN, and NaN times a weight
+  // of 0 is NaN. No thread may store values there before this is done.
   void clear_values(const Layer& layer) const {
     if (!attends_by_tiles) return;
 #pragma omp for schedule(static) nowait
@@ -339,5 +342,6 @@ extern "C" EXPORT void gptmini_step(const Model* model, int M, const int* tokens
   }
 }
 
-// Returns whether attention beside bfloat16 and int8 weights rounds queries and weights, too.
+// Returns whether AMX attends, with bfloat16 and int8 weights: it rounds queries and the weights of
+// the values, too.
 extern "C" EXPORT int gptmini_attends_by_tiles() { return attends_by_tiles(BFLOAT16); }

@@ -6,7 +6,8 @@ with the processor's instructions for narrow numbers.
 
 A prompt follows the same rules as the tokens behind it, so a text is the same whatever else is in
 the batch. It is not always the text that torch gives: sums are in another order, and with weights
-in bfloat16 or int8 the inputs of products (product.h), keys and values are rounded too.
+in bfloat16 or int8 the inputs of products (product.h), keys and values are rounded too, on AMX more
+of attention (attention.h).
 
 Two ideas make it faster still:
 
@@ -149,7 +150,7 @@ class NativeEngine:
     def _reuse_prefix(self, slot: int, text: Text) -> None:
         """Start a text from the longest prefix that any slot holds of it.
 
-        The keys have the bits that this text would give. A token at least is left to compute.
+        The keys have the bits that this text would compute. At least one token is left to compute.
         """
         donor = max(range(self.n_slots), key=lambda n: self._count_common_prefix(n, text))
         length = self._count_common_prefix(donor, text)

@@ -23,9 +23,9 @@
 #define HAS_TILES
 #endif
 
-// WIDTH: the widest registers of this processor, in 32-bit numbers. How many tokens a tile of two
-// registers of rows takes, or in float32 of four rows, so that all sums stay in registers: AVX-512
-// has 32, others mostly 16.
+// WIDTH: the widest registers of this processor, in 32-bit numbers. TOKENS: how many tokens a tile
+// of two registers of rows takes; FLOAT32_TOKENS: how many one of four rows takes. All sums then stay
+// in registers: AVX-512 has 32, others mostly 16.
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int WIDTH = 16, TOKENS = 8, FLOAT32_TOKENS = 6;
 #elif defined(__AVX2__)

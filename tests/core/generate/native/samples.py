@@ -10,7 +10,7 @@ from gptmini.generate.native.step import ACTIVATION_CODES, NativeStep
 from gptmini.model.gpt import GPT
 from tests.support import NORMS, POSITIONS
 
-LENGTH = 40  # more than two blocks of keys
+LENGTH = 40  # more than a block of 32 positions, and than two of 16
 
 
 @st.composite

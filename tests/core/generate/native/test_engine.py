@@ -141,11 +141,13 @@ def test_any_number_of_threads_gives_the_same_bits(weights):
 
 @needs_compiler
 @pytest.mark.parametrize("weights", precision.PRECISIONS)
-def test_damaged_weights_and_values_are_noticed(weights):
+@pytest.mark.parametrize("width", [40, 64])  # with padding, and without
+def test_damaged_weights_and_values_are_noticed(width, weights):
     """As a NaN in the logits: no rounding may hide one, and none stays for the next text."""
     torch.manual_seed(0)
     for value in (torch.nan, torch.inf):
-        model = GPT(ModelConfig(vocab_size=50, n_layer=2, tie_embeddings=False)).eval()
+        config = ModelConfig(vocab_size=50, n_layer=2, d_model=width, tie_embeddings=False)
+        model = GPT(config).eval()
         with torch.no_grad():
             model.embed.weight[3, 5] = value
         step = step_of(model, weights)
