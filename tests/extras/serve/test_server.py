@@ -40,7 +40,7 @@ from gptmini.tokenizer.chunks import Place
 from gptmini.tokenizer.tokenizers import ByteTokenizer
 from tests.extras.serve.serving import alone, serving
 from tests.samples import CHAT_TOKENIZER, run_of
-from tests.support import tiny, train
+from tests.support import new_cache, tiny, train
 
 CONTEXT = 400
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -912,7 +912,7 @@ def test_a_port_in_use_is_one_line(gptmini, trained: Path):
 
 
 def test_the_page_may_ask_where_a_text_comes_from(trained: Path, tmp_path: Path):
-    run = load_run(trained, cache=tmp_path)
+    run = load_run(trained, cache=new_cache(tmp_path))
     text = "\U0001f600 a quick brown fox jumps over the lazy cat"
     expected = run.find_sources(text).to_dict()
     assert [copy["line"] for copy in expected["copies"]] == [1]
@@ -935,7 +935,7 @@ def test_the_page_may_ask_where_a_text_comes_from(trained: Path, tmp_path: Path)
 
 
 def test_names_of_files_of_any_bytes_are_sent(trained: Path, tmp_path: Path, monkeypatch):
-    run = load_run(trained, cache=tmp_path)
+    run = load_run(trained, cache=new_cache(tmp_path))
     text = "a stretch of twenty and more"
     index = build_index([(text.encode(), True, Place("a\udcff.txt", 1))])
     monkeypatch.setattr(run, "open_index", lambda: index)
@@ -948,7 +948,7 @@ def test_a_training_text_that_is_gone_is_named(trained: Path, tmp_path: Path):
     shutil.copytree(trained, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("text.txt", "gone.txt"))
-    with serving(load_run(tmp_path / "run", cache=tmp_path), sources=True) as url:
+    with serving(load_run(tmp_path / "run", cache=new_cache(tmp_path)), sources=True) as url:
         answer = HTTP.post(f"{url}/sources", json={"text": "x"})
     assert answer.status_code == 400
     assert "gone.txt" in answer.json()["error"]["message"]
