@@ -207,7 +207,7 @@ def test_a_run_resumes_with_other_sampling_settings(gptmini, text_file: Path):
 @pytest.mark.slow
 def test_a_real_training_learns(gptmini):
     """The documentation of Python, by characters; 3.25 nats is guessing by frequency alone."""
-    words = ["train", "shakespeare-char-small", "--data", "builtin:python-docs", "--steps", "150"]
+    words = ["train", "shakespeare-char-small", "--data", "builtin:python-docs", "--steps", "60"]
     assert gptmini(*words)[0] == 0
     best = json.loads(Path("runs/shakespeare-char-small/best.json").read_text())
     assert best["val_loss"] < 1.6
