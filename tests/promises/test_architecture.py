@@ -191,7 +191,7 @@ def test_the_server_stands_on_generating_alone():
 
 @pytest.mark.parametrize("others", {tuple(others): None for others in NEVER_LOADS.values()})
 def test_importing_a_module_never_loads(others):
-    """Those that never load the same are imported one after the other; the first that does shows."""
+    """Those with the same list are imported in turn; the first to load one of it is named."""
     modules = [module for module, never in NEVER_LOADS.items() if tuple(never) == others]
     script = (
         "import importlib, sys\n"
