@@ -210,7 +210,7 @@ def test_a_real_training_learns(gptmini):
     words = ["train", "shakespeare-char-small", "--data", "builtin:python-docs", "--steps", "60"]
     assert gptmini(*words)[0] == 0
     best = json.loads(Path("runs/shakespeare-char-small/best.json").read_text())
-    assert best["val_loss"] < 1.6
+    assert best["val_loss"] < 1.8
 
 
 def test_the_final_sample_ends_with_the_minutes(monkeypatch):
