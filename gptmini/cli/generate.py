@@ -18,6 +18,7 @@ from gptmini.cli.options import (
     Threads,
     WeightsType,
     flag,
+    load_torch,
     option,
     parse_assignments,
     read_text,
@@ -128,6 +129,7 @@ def generate(
         raise ConfigError("--out -: the output must be a file, so that it can resume; name one")
     path = open_run(run, "--prompt", "--prompt-file")
     draft_path = None if draft is None else resolve_run(draft)
+    load_torch()
     from gptmini.console import say
     from gptmini.generate import prompts_file
     from gptmini.generate.run import load_run

@@ -1,6 +1,7 @@
 """Options that several commands share, and what they stand for: a configuration, a run, a text."""
 
 import difflib
+import gc
 import os
 import re
 import sys
@@ -39,6 +40,16 @@ def _set_threads(number: int | None) -> int | None:
     if number is not None:
         os.environ["OMP_NUM_THREADS"] = str(number)
     return number
+
+
+def load_torch() -> None:
+    """Import torch without looking for garbage in it meanwhile, or ever: all of it stays."""
+    if "torch" not in sys.modules:
+        gc.disable()
+        import torch  # noqa: F401
+
+        gc.freeze()
+        gc.enable()
 
 
 NEWEST_RUN_HELP = "the newest directory in runs/"

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from gptmini import files
 from gptmini.config.load import validate
 from gptmini.config.settings import Config, ModelConfig, SampleConfig
 from gptmini.console import show_elapsed, warn
-from gptmini.copies.find import Sources, find_sources
-from gptmini.copies.index import TextIndex
-from gptmini.copies.training_text import open_index
 from gptmini.errors import ConfigError, DataError
 from gptmini.files import DEFAULT_CACHE_DIR
 from gptmini.generate.engine import Engine, TorchEngine
@@ -51,8 +48,14 @@ from gptmini.model.gpt import GPT, create_undrawn
 from gptmini.runs.directory import Checkpoint, RunDirectory
 from gptmini.runs.progress import Progress, describe_own_model
 from gptmini.runs.tensors import check_shapes
-from gptmini.tokenizer.chat_template import ChatTemplate, Message
 from gptmini.tokenizer.tokenizers import Tokenizer
+
+# The sources of a text and templates of chats are imported when they are needed: a command waits
+# for all that is imported here.
+if TYPE_CHECKING:
+    from gptmini.copies.find import Sources
+    from gptmini.copies.index import TextIndex
+    from gptmini.tokenizer.chat_template import ChatTemplate, Message
 
 # A token of GPT-2's 124 million parameters takes a millisecond on an H100, and one of a small model
 # hardly less, as that is the time of 230 kernels (scripts/LOG.md, 2026-11-26). The compiled engine
@@ -122,14 +125,14 @@ class Run:
     ) -> None:
         """Combine parts that are already in memory; `gptmini.load` reads them from a directory.
 
-        Matrices of `model` may be in bfloat16, if `weights` is; everything else is in float32.
+        Matrices of `model` may be as `round_weights` stores them; everything else is in float32.
         `cache` is the folder of the compiled engine.
         """
         self.path = Path(path)
         self.config = config
         self.state: dict[str, Any] = {"step": 0, "corpus": ""} | (state or {})
         self.tokenizer = tokenizer
-        self._model = model  # in bfloat16 until someone asks for `model`
+        self._model = model  # in bfloat16 or int8 until someone asks for `model`
         self.weights = weights
         self._cache = cache
         self._prepared: _Prepared | None = None
@@ -153,7 +156,7 @@ class Run:
     def model(self) -> GPT:
         """The model with all weights in float32, as they were rounded.
 
-        The compiled engine reads bfloat16, so a run that only generates never needs these copies.
+        The compiled engine needs no such copies of matrices in bfloat16 or int8.
         """
         with _preparing:
             precision.widen_weights(self._model)
@@ -280,7 +283,7 @@ class Run:
         engine = NativeEngine.name if compiled else TorchEngine.name
         return Generation(tokens, texts, logprobs, engine)
 
-    def find_sources(self, text: str, prompt: str = "") -> Sources:
+    def find_sources(self, text: str, prompt: str = "") -> "Sources":
         """Find what of a text stands verbatim in the training text, and where it stands there.
 
             sources = run.find_sources(run.generate("The "), "The ")
@@ -293,10 +296,14 @@ class Run:
         DataError if the training text is gone or has changed, for a run that was not trained here,
         and for a text that is not valid Unicode.
         """
+        from gptmini.copies.find import find_sources  # noqa: PLC0415 - as above
+
         return find_sources(self.open_index(), text, prompt)
 
-    def open_index(self) -> TextIndex:
+    def open_index(self) -> "TextIndex":
         """Open the index of the training text, or make it; DataError as `find_sources` does."""
+        from gptmini.copies.training_text import open_index  # noqa: PLC0415 - as above
+
         with _indexing:
             if self._index is None:
                 self._index = open_index(
@@ -370,7 +377,7 @@ class Run:
             where = f"{name}: character {error.start}"
             raise DataError(f"{where} is not valid Unicode; remove it") from None
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
+    def encode_chat(self, messages: "list[Message]") -> list[int]:
         """Return the prompt for a model's answer to messages, as the tokens of transformers.
 
             prompt = run.encode_chat([{"role": "user", "content": "What is 2 + 2?"}])
@@ -381,7 +388,7 @@ class Run:
         """
         return self.encode(self.render_chat(messages), "messages", special=True)
 
-    def render_chat(self, messages: list[Message]) -> str:
+    def render_chat(self, messages: "list[Message]") -> str:
         """Return the prompt for a model's answer to messages as text, by its chat template.
 
         Raises ConfigError for a run without a template, and for messages that it refuses.
@@ -393,7 +400,9 @@ class Run:
         return self._chat_template.render(messages)
 
     @cached_property
-    def _chat_template(self) -> ChatTemplate | None:
+    def _chat_template(self) -> "ChatTemplate | None":
+        from gptmini.tokenizer.chat_template import ChatTemplate  # noqa: PLC0415 - as above
+
         source = self.tokenizer.chat_template
         if source is None:
             return None
@@ -420,14 +429,14 @@ class Run:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name, as they are in memory; `model` would widen those in bfloat16."""
-        return self._model.state_dict()
+        """The weights by name, those in bfloat16 as they are; `model` would widen all."""
+        return dict(precision.iter_weights(self._model))
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the tokenizer and of the weights as they were rounded."""
         digest = hashlib.sha256(self.tokenizer.fingerprint.encode())
-        for name, tensor in self.tensors.items():
+        for name, tensor in precision.iter_weights(self._model):
             digest.update(name.encode())
             digest.update(tensor.float().cpu().contiguous().numpy().data)
         return digest.hexdigest()
@@ -539,7 +548,7 @@ def load_run(
     tensors.clear()  # so that rounding frees one after the other
     precision.round_weights(net, weights)
     target = _pick_device(device, net, cache)
-    if target.type != "cpu" and not has_bfloat16(target):
+    if target.type != "cpu" and not (weights == "bfloat16" and has_bfloat16(target)):
         precision.widen_weights(net)
     net = net.to(target)
     return Run(directory.path, config, tokenizer, net, checkpoint.state, weights, cache)

@@ -11,15 +11,15 @@ the SHA-256 of every file, the old checkpoint whole wherever a save is killed) n
 """
 
 import hashlib
+import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -35,6 +35,7 @@ DTYPE_NAMES = {  # in a safetensors file
     torch.float16: "F16",
     torch.int64: "I64",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SHARD_NAME = re.compile(r"(model|optimizer)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
@@ -240,11 +241,50 @@ def _join_slices(where: str, slices: list[RowSlice], spec: ShardSpec) -> Tensor:
 
 
 def _load_tensors(path: Path, manifest: Manifest) -> Tensors:
-    """Read a file once and load the very bytes that were verified."""
+    """Read a file once; CheckpointError unless the very bytes that were read match the manifest.
+
+    Each tensor is read into memory of its own. The library's own `load` holds all of them twice.
+    """
+    check_size(path, manifest)
+    size = manifest[path.name]["bytes"]
+    tensors = {}
     try:
-        return safetensors.torch.load(read_verified(path, manifest))
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
+        with files.open_regular(path) as file:
+            assert isinstance(file, io.BufferedReader)
+            start = file.read(8)
+            header = file.read(min(int.from_bytes(start, "little"), size))
+            digest = hashlib.sha256(start + header)
+            for name, dtype, shape in _parse_header(header, size):
+                tensor = torch.empty(shape, dtype=dtype)
+                data = tensor.flatten().view(torch.uint8).numpy().data
+                file.readinto(data)
+                digest.update(data)
+                tensors[name] = tensor
+        if digest.hexdigest() != manifest[path.name]["sha256"]:
+            raise ValueError("its contents do not match the manifest")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: damaged ({describe_os_error(error)})") from None
+    return tensors
+
+
+def _parse_header(header: bytes, size: int) -> list[tuple[str, torch.dtype, list[int]]]:
+    """List the tensors of a safetensors file of `size` bytes: name, type and shape.
+
+    They lie one behind the other. A damaged header raises anything, or describes no more than
+    `size` bytes.
+    """
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    listed = []
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype = DTYPES[entry["dtype"]]
+        begin = end
+        end += math.prod(entry["shape"]) * dtype.itemsize
+        if entry["data_offsets"] != [begin, end] or end > size:
+            raise ValueError(f"tensor {name} is not where it should be")
+        listed.append((name, dtype, entry["shape"]))
+    return listed
 
 
 def read_checkpoint_json(path: Path) -> dict[str, Any]:

@@ -27,7 +27,13 @@ from torch.nn import functional
 
 from gptmini.config.settings import ModelConfig
 from gptmini.console import warn
-from gptmini.generate.native.precision import AnyModule, copy_as, create_cache, round_matrix
+from gptmini.generate.native.precision import (
+    AnyModule,
+    copy_as,
+    create_cache,
+    dequantize,
+    round_matrix,
+)
 from gptmini.generate.native.step import (
     NativeStep,
     UnexpectedModelError,
@@ -161,8 +167,8 @@ def _reduce(model: GPT, blocks: nn.ModuleList) -> GPT:
     chosen = torch.arange(n_tokens) * 7919 % n_vocabulary  # (V,)
 
     def reduce_rows(table: AnyModule) -> AnyModule:
-        weight = table.weight
-        assert isinstance(weight, Tensor)
+        assert isinstance(table.weight, Tensor)
+        weight = dequantize(table, table.weight)
         check_tensor(weight, n_vocabulary, config.d_model)
         return _replace_parts(table, weight=_freeze(weight.detach()[chosen].float()))
 

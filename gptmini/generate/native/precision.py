@@ -1,7 +1,7 @@
 """Round weights to a precision, and lay weights and keys out as the compiled step reads them."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,42 +23,59 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize weights (N, K) to int8 with one scale per row (N,); each row's largest is 127."""
-    integers = []
-    scales = []
+    integers = weights.new_empty(weights.shape, dtype=torch.int8)  # (N, K)
+    scales = weights.new_empty(len(weights), dtype=torch.float32)  # (N,)
     # In slices, as the float copies of a whole vocabulary would set the peak of memory.
-    for part in weights.split(1024):
+    for part, result, scale in zip(
+        weights.split(1024), integers.split(1024), scales.split(1024), strict=True
+    ):
         rows = part.float()  # (rows, K)
-        scale = rows.abs().amax(dim=1).clamp(min=1e-30) / 127  # (rows,)
-        scales.append(scale)
-        integers.append((rows / scale[:, None]).round().to(torch.int8))
-    return torch.cat(integers), torch.cat(scales)
+        scale.copy_(rows.abs().amax(dim=1).clamp(min=1e-30) / 127)  # (rows,)
+        result.copy_((rows / scale[:, None]).round())
+    return integers, scales
 
 
 def round_matrix(weights: Tensor, precision: str) -> Tensor:
-    """Round a matrix (N, K) to a precision; one in int8 is returned as the float32 it stands for.
-
-    The result is a copy, also of the same type: the bytes of a file lie at any address, and the
-    last bits of torch's products depend on it.
-    """
+    """Round a matrix (N, K) to a precision, or for int8 to the float32 that it stands for."""
     if precision == "int8":
         integers, scales = quantize(weights)
-        return integers * scales[:, None]
-    return weights.to(torch.bfloat16 if precision == "bfloat16" else torch.float32, copy=True)
+        return integers.float().mul_(scales[:, None])
+    return weights.to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
 
 
 def round_weights(model: GPT, precision: str) -> None:
     """Round every matrix to a precision, one after the other.
 
-    Those in bfloat16 are stored in it, as the compiled step needs no others; `widen_weights` makes
-    the model one that torch computes. All other weights become float32, those of int8 after
-    rounding.
+    They are stored in it, as the compiled step needs no others; `widen_weights` makes the model one
+    that torch computes. All other weights become float32, and so does a rounded table of embeddings
+    in int8, from which the compiled step takes its inputs.
     """
     for module in model.modules():
-        is_matrix = isinstance(module, nn.Linear) or module is model.embed
         for name, parameter in module.named_parameters(recurse=False):
-            is_rounded = is_matrix and name == "weight"
-            rounded = round_matrix(parameter.detach(), precision if is_rounded else "float32")
-            setattr(module, name, nn.Parameter(rounded))
+            weights = parameter.detach()
+            if name != "weight" or not (isinstance(module, nn.Linear) or module is model.embed):
+                rounded = weights.float()
+            elif precision == "int8" and module is not model.embed:
+                rounded, module.scales = quantize(weights)  # (N, K) and (N,), for `dequantize`
+            else:
+                rounded = round_matrix(weights, precision)
+            is_trainable = rounded.is_floating_point()
+            setattr(module, name, nn.Parameter(rounded, requires_grad=is_trainable))
+
+
+def dequantize(module: nn.Module, weights: Tensor) -> Tensor:
+    """Return weights of a module as they are, or those in int8 as the float32 they stand for."""
+    if weights.dtype != torch.int8:
+        return weights
+    scales = module.scales  # (N,)
+    assert isinstance(scales, Tensor)
+    return weights.float().mul_(scales[:, None])  # `*` would hold another float copy
+
+
+def iter_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model by name as they are, or those in int8 in float32."""
+    for name, weights in model.state_dict().items():
+        yield name, dequantize(model.get_submodule(name.rpartition(".")[0]), weights)
 
 
 def widen_weights(model: GPT) -> None:
@@ -67,7 +84,8 @@ def widen_weights(model: GPT) -> None:
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype != torch.float32:
-                    setattr(module, name, nn.Parameter(parameter.detach().float()))
+                    wide = dequantize(module, parameter.detach()).float()
+                    setattr(module, name, nn.Parameter(wide))
 
 
 def copy_as(module: AnyModule, dtype: torch.dtype) -> AnyModule:
@@ -76,9 +94,11 @@ def copy_as(module: AnyModule, dtype: torch.dtype) -> AnyModule:
     Rotary angles are buffers, not parameters, and stay in float32.
     """
     replaced: dict[int, Any] = {}
-    for parameter in module.parameters():
-        converted = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-        replaced[id(parameter)] = converted  # so that deepcopy takes it for the copy
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            converted = dequantize(part, parameter.detach()).to(dtype)
+            # So that deepcopy takes it for the copy.
+            replaced[id(parameter)] = nn.Parameter(converted, requires_grad=False)
     return copy.deepcopy(module, replaced)
 
 
@@ -112,7 +132,7 @@ PackedMatrices = dict[nn.Module, PackedMatrix]
 def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedMatrix:
     """Pack modules with the same input into one matrix, their outputs one behind the other."""
     parameters = [dict(module.named_parameters()) for module in modules]
-    matrices = [each["weight"].detach() for each in parameters]
+    matrices = [dequantize(module, module.weight.detach()) for module in modules]
     weights = torch.cat(matrices) if len(matrices) > 1 else matrices[0]  # (rows, columns)
     bias = None
     if "bias" in parameters[0]:
@@ -123,20 +143,22 @@ def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedM
         weights = pad_with_zeros(weights.float(), 0, missing_columns)
         rows, columns = weights.shape
         return PackedMatrix(weights, None, bias, rows, columns)
-    weights = pad_with_zeros(weights, missing_rows, missing_columns)
-    rows, columns = weights.shape
+    scales = None
+    if precision == "bfloat16":
+        weights = weights.bfloat16()
+    else:
+        weights, scales = quantize(weights)
+        scales = functional.pad(scales, (0, missing_rows))
     if bias is not None:
         bias = functional.pad(bias, (0, missing_rows))
+    weights = pad_with_zeros(weights, missing_rows, missing_columns)
+    rows, columns = weights.shape
     # A word of 32 bits holds 2 columns of a row in bfloat16, 4 in int8.
-    if precision == "bfloat16":
-        scales = None
-        words = weights.bfloat16().view(rows, -1, 2)  # (rows, words, columns of a word)
-    else:
-        integers, scales = quantize(weights)
-        words = integers.view(rows, -1, 4)  # (rows, words, columns of a word)
+    words = weights.view(rows, -1, 4 // weights.itemsize)  # (rows, words, columns of a word)
+    if precision == "int8":
         # product.h extracts bytes 0 and 2 of a word with one shift, then 1 and 3. Put columns 0
         # and 1 into the first two, columns 2 and 3 into the others.
-        words = words[:, :, [0, 2, 1, 3]]
+        words = words.view(rows, -1, 2, 2).transpose(2, 3)
     # Panels of LANES rows: the words of the same columns of all its rows lie side by side, so that
     # a vector of words is one load.
     panels = words.view(rows // LANES, LANES, *words.shape[1:]).transpose(1, 2).contiguous()

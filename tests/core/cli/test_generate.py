@@ -367,7 +367,7 @@ def test_sources_are_marked_in_colour_and_listed(gptmini, run, monkeypatch):
     words = ["generate", "--prompt", "quick brown fox", *FEW]
     code, expected, _ = gptmini(*words)
     # The model has learned little: put the beginning of its text where it was trained.
-    monkeypatch.setattr("gptmini.generate.run.find_sources", copies_of(5))
+    monkeypatch.setattr("gptmini.copies.find.find_sources", copies_of(5))
     code, out, err = gptmini(*words, "--sources")
     assert (code, out) == (0, expected)  # a pipe gets the text alone
     assert "%" in err

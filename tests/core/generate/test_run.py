@@ -276,26 +276,35 @@ def test_a_run_says_what_it_is_and_feeds_its_model(run: Run):
         assert run.model(torch.tensor([run.encode("The")])).shape == (1, 3, 257)
 
 
-def test_a_run_that_only_generates_never_has_its_matrices_in_float32(run: Run):
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_run_that_only_generates_never_has_its_matrices_in_float32(trained: Path, weights: str):
+    run = load_run(trained, weights=weights)
     run.generate("the ")
     if run.start(["the "]).engine != native.NativeEngine.name:
         pytest.skip("needs g++")
     run.fingerprint  # noqa: B018
     stored = run._model
-    assert {weight.dtype for weight in stored.parameters() if weight.ndim == 2} == {torch.bfloat16}
+    matrices = [weight for weight in stored.blocks.parameters() if weight.ndim == 2]
+    assert {weight.dtype for weight in matrices} == {getattr(torch, weights)}
     assert {weight.dtype for weight in stored.parameters() if weight.ndim == 1} == {torch.float32}
     assert run.model is stored
     assert {weight.dtype for weight in stored.parameters()} == {torch.float32}
 
 
-def test_the_model_of_a_run_has_the_rounded_weights_in_float32(trained: Path):
+@pytest.mark.parametrize("precision_name", ["bfloat16", "int8"])
+def test_the_model_of_a_run_has_the_rounded_weights_in_float32(trained: Path, precision_name: str):
     exact = load_run(trained, weights="float32").model
-    run = load_run(trained)
+    run = load_run(trained, weights=precision_name)
     generated = run.generate("the ")
     with torch.inference_mode():  # as `score` looks at it
         weights = dict(run.model.named_parameters())
     for name, expected in exact.named_parameters():
-        rounded = expected.bfloat16().float() if expected.ndim == 2 else expected
+        rounded = expected
+        if expected.ndim == 2 and precision_name == "bfloat16":
+            rounded = expected.bfloat16().float()
+        elif expected.ndim == 2:
+            step = expected.abs().amax(dim=1, keepdim=True) / 127
+            rounded = (expected / step).round() * step
         assert torch.equal(weights[name], rounded)
     run.model(torch.tensor([[1, 2]])).sum().backward()
     assert run.model.embed.weight.grad is not None
