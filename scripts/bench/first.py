@@ -16,7 +16,10 @@ from bench.results import Extent, Table
 
 PROMPT = "The class statement"
 GENERATE = ("generate", "--prompt", PROMPT, "--max-new-tokens", "60")
-SMALL = ("--set", "model={n_layer: 1, n_head: 2, d_model: 32}", "--steps", "3")
+SMALL = (
+    *("--set", "model={n_layer: 1, n_head: 2, d_model: 32}", "--steps", "3", "--no-sample"),
+    *("--set", "tokenizer.kind=byte", "--set", "train.eval_tokens=1024"),
+)
 
 
 def time_command(folder: str, *words: str, until: str | None = None) -> float:

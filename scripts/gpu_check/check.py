@@ -45,7 +45,8 @@ class Check:
 
     @property
     def cache(self) -> Path:
-        return self.folder / "cache"
+        # What a small model is decoded by may be compiled already.
+        return files.DEFAULT_CACHE_DIR if self.small else self.folder / "cache"
 
     def build_config(self, model: Settings | None = None, **train: Any) -> Config:
         """configs/gpt2-124m.yaml, or a small model of its kind, with some settings changed."""
