@@ -73,23 +73,14 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache per layer: 2 · G · K elements per row and stored position.
-
-    Layers with a window store `spare` extra positions, so that `truncate` can take back up to
-    `spare` tokens.
-    """
+    """One LayerCache per layer: 2 · G · K elements per row and stored position."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        spare: int = 0,
+        self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.layers = []
         for layer in range(config.n_layer):
-            size = min(config.get_cache_length(layer) + spare, config.context_length)
+            size = config.get_cache_length(layer)
             shape = (batch_size, config.n_kv_head, size, config.head_dim)
             memory = torch.empty(2, *shape, device=device, dtype=dtype)  # (2, B, G, size, K)
             self.layers.append(LayerCache(memory[0], memory[1]))
@@ -105,11 +96,6 @@ class KVCache:
     @property
     def bytes(self) -> int:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-
-    def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on, and keep the memory."""
-        for layer in self.layers:
-            layer.length = length
 
 
 # -- texts of different lengths --------------------------------------------------------------------

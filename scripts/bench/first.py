@@ -17,8 +17,15 @@ from bench.results import Extent, Table
 PROMPT = "The class statement"
 GENERATE = ("generate", "--prompt", PROMPT, "--max-new-tokens", "60")
 SMALL = (
-    *("--set", "model={n_layer: 1, n_head: 2, d_model: 32}", "--steps", "3", "--no-sample"),
-    *("--set", "tokenizer.kind=byte", "--set", "train.eval_tokens=1024"),
+    "--no-sample",
+    "--steps",
+    "3",
+    "--set",
+    "model={n_layer: 1, n_head: 2, d_model: 32}",
+    "--set",
+    "tokenizer.kind=byte",
+    "--set",
+    "train.eval_tokens=1024",
 )
 
 

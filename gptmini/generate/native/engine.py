@@ -63,7 +63,7 @@ class NativeEngine:
         # For each slot: the tokens at its beginning that were prefilled in whole chunks and whose
         # keys are still there, whichever text has the slot now. This is the prefix cache.
         self._prefilled: list[list[int]] = [[] for _ in range(n_slots)]
-        self._ring_size = min(layer.size for layer in self._cache.layers)
+        self._ring_size = min(layer.size for layer in self._cache)
 
     def __call__(self, texts: list[Text]) -> list[Tensor]:
         slots = [self._assign_slot(text, texts) for text in texts]
@@ -155,7 +155,7 @@ class NativeEngine:
         donor = max(range(self.n_slots), key=lambda n: self._count_common_prefix(n, text))
         length = self._count_common_prefix(donor, text)
         if donor != slot:
-            for layer in self._cache.layers:
+            for layer in self._cache:
                 layer.keys[slot, :, :length] = layer.keys[donor, :, :length]
                 layer.values[slot, :, :length] = layer.values[donor, :, :length]
         self._prefilled[slot] = text.context[:length]

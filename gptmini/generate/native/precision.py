@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gptmini.config.settings import ModelConfig
-from gptmini.model.cache import KVCache, LayerCache
+from gptmini.model.cache import LayerCache
 from gptmini.model.gpt import GPT
 
 PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -48,8 +48,8 @@ def round_weights(model: GPT, precision: str) -> None:
     """Round every matrix to a precision, one after the other.
 
     They are stored in it, as the compiled step needs no others; `widen_weights` makes the model one
-    that torch computes. All other weights become float32, and so does a rounded table of embeddings
-    in int8, from which the compiled step takes its inputs.
+    that torch computes. All other weights become float32. So does the table of embeddings with
+    int8, after rounding: the compiled step takes its inputs from it.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -166,19 +166,22 @@ def pack(modules: Sequence[nn.Linear | nn.Embedding], precision: str) -> PackedM
     return PackedMatrix(panels, scales, bias, rows, columns)
 
 
-def create_cache(config: ModelConfig, precision: str, n_rows: int, spare_positions: int) -> KVCache:
-    """Create an empty cache for the compiled step, as attention.h describes it.
+def create_cache(
+    config: ModelConfig, precision: str, n_rows: int, spare_positions: int
+) -> list[LayerCache]:
+    """Create an empty cache for the compiled step, as attention.h describes it, layer by layer.
 
     Windowed layers store `spare_positions` more than their window. Keys and values are bfloat16,
     unless the weights are float32. Positions and head size are padded to whole blocks.
     """
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    cache = KVCache(config, n_rows, torch.device("cpu"), dtype, spare_positions)
     head_dim = round_up(config.head_dim, CACHE_ALIGNMENT)
-    for number, layer in enumerate(cache.layers):
-        shape = (n_rows, config.n_kv_head, round_up(layer.size, CACHE_ALIGNMENT), head_dim)
+    layers = []
+    for number in range(config.n_layer):
+        size = min(config.get_cache_length(number) + spare_positions, config.context_length)
+        shape = (n_rows, config.n_kv_head, round_up(size, CACHE_ALIGNMENT), head_dim)
         # Zeros from the system cost nothing until they are used.
         keys = torch.zeros(shape, dtype=dtype)
         values = torch.zeros(shape, dtype=dtype)
-        cache.layers[number] = LayerCache(keys, values)
-    return cache
+        layers.append(LayerCache(keys, values))
+    return layers

@@ -22,7 +22,7 @@ from gptmini.generate.native.precision import (
     pack,
     round_up,
 )
-from gptmini.model.cache import KVCache, LayerCache
+from gptmini.model.cache import LayerCache
 from gptmini.model.gpt import GPT, Block
 
 MAX_CALL_TOKENS = 256  # sizes the buffers
@@ -115,7 +115,7 @@ class NativeStep:
         library: ctypes.CDLL,
         model: GPT,
         precision: str,
-        cache: KVCache,
+        cache: list[LayerCache],
         packed: PackedMatrices | None = None,
     ) -> None:
         """`packed` holds the weights in C's layout, for all steps of one model to share.
@@ -162,7 +162,7 @@ class NativeStep:
         self._function(ctypes.byref(self._model), M, *inputs, N, indices, logits)
         return self._logits[:N, : self._vocab_size]  # (N, V)
 
-    def _build_model(self, model: GPT, cache: KVCache) -> _Model:
+    def _build_model(self, model: GPT, cache: list[LayerCache]) -> _Model:
         config = model.config
         n_threads = torch.get_num_threads()
         D, F, H, K = config.d_model, config.d_ff, config.n_head, config.head_dim
@@ -177,7 +177,7 @@ class NativeStep:
         for number, block in enumerate(model.blocks):
             if not isinstance(block, Block):
                 raise UnexpectedModelError(f"blocks.{number} is a {type(block).__name__}")
-            layers[number] = self._build_layer(config, block, cache.layers[number])
+            layers[number] = self._build_layer(config, block, cache[number])
             layers[number].window = config.get_window(number) or 0
         described = _Model(  # fields left out are 0, pointers null
             n_layer=config.n_layer,
